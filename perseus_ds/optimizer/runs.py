@@ -5,58 +5,46 @@ continues across the end of the iteration, which repeats.
 
 Plans are found for each deadline as follows.
 
-1. A *sequence* is the clocks of one rank's instructions. A linear programme, the *master*, mixes known sequences of
-   each rank at the least energy so that no path of the DAG is longer than the deadline; paths are added when a mixture
-   turns out to be late. Its multipliers price a second of each instruction.
-2. Given prices, and the times at which instructions end in the mixture, the best sequence of a rank follows exactly by
-   dynamic programming over where runs begin and at which clock: the least cost of all instructions before a place is
-   that before the beginning of the last run, and that run's. New sequences enter the master, some rounds long.
-3. The runs of the best sequences are kept and their clocks searched: raised where a path is too long, lowered one by
-   one where most is saved for the time it takes, then exchanged in pairs.
-4. Runs that are too short in the plan's own times are extended at the expense of slower neighbours, and the clocks
+1. The relaxed problem prices a second of each instruction, and a plan of free clocks says when instructions end. With
+   these, the best clocks of a rank follow exactly by dynamic programming over where runs begin and at which clock: the
+   least cost of all instructions before a place is that before the beginning of the last run, and that run's.
+2. The runs are kept and their clocks searched: raised where a path of the DAG is too long, lowered one by one where
+   most is saved for the time it takes, then exchanged in pairs. Paths are added when a plan turns out to be late.
+3. Runs that are too short in the plan's own times are extended at the expense of slower neighbours, and the clocks
    searched again.
 
-The same is done with few places at which runs may begin (none: one clock a rank; the ends of warm-up and steady
-state), and with the runs into which the plan of free clocks is cut. A deadline gets the best of all these plans, of
-those for shorter deadlines, and of those that are given to start from. For the first deadline, at which most jobs run,
-the runs that were found for all others are tried too. So a plan is never above the best of those shapes, nor above one
-for a longer dwell time that was given. It need not be the optimum, and the frontier's lower bound does not know the
-dwell time.
+The same is done with one clock a rank, and with the runs into which the plan of free clocks is cut, none of its
+instructions slower. A deadline gets the best of all these plans, of those for shorter deadlines, and of those that are
+given to start from. For the first deadline, at which most jobs run, the runs that were found for all others are tried
+too. So a plan is never above the best of those shapes, nor above one for a longer dwell time that was given. It need
+not be the optimum, and the frontier's lower bound does not know the dwell time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
 import numpy as np
-from scipy.optimize import linprog
 
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import DwellTimes, Floats, Indices, begins_run
 from perseus_ds.optimizer.search import evenly
-from perseus_ds.pipeline.instruction import Kind
 
 Sequences = list[Indices]
 """A sequence for each rank: indices into the rank's clocks, in program order."""
 
-_ROUNDS = 3
-"""How often sequences are priced."""
 _PLACES = 128
 """A rank's runs may begin at so many of its instructions, evenly."""
 _CUTS = 8
 """Dynamic programming begins at so many places of the iteration, as its first and last run are two."""
 _MARGIN = 1.03
 """Runs are priced for so many dwell times: in the plan, times differ from those of the mixture."""
-_KEPT = 25
-"""So many sequences of each rank, those of least cost at the last prices, take part in the master."""
-_SEPARATIONS, _LATE = 3, 1e-3
-"""So often the master gets more paths, and what lateness of a mixture is ignored."""
 _NEAR = 0.97
-"""Paths shorter than this, in deadlines, do not decide on exchanges and need not be in the master."""
+"""Paths shorter than this, in deadlines, do not decide on exchanges."""
 _EXCHANGES, _MOST_PAIRS = 8, 2000
 """Pairs of runs change their clocks at most so often; so many pairs are tried, those that would save most first."""
 _MOST_RUNS, _MOST_SEARCHED = 64, 256
@@ -70,7 +58,6 @@ _MOST_PATHS, _MORE_PATHS = 40, 16
 _LOWERINGS = 12
 _REPAIRS = 4
 _FITS = 1 + 1e-9
-_NO_PRICES = np.zeros(0)
 _SHORTER, _MOST_STEPS = 1.5, 3
 """Dwell times that are shorter by this factor are planned for apart; so many at most."""
 
@@ -99,7 +86,7 @@ def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
 
 
 class _Rank:
-    """A rank's instructions at every clock, and the sequences found so far."""
+    """A rank's instructions at every clock, and the known paths through them."""
 
     def __init__(self, network: Network, decisions: Indices, dwell_s: DwellTimes) -> None:
         problem = network.problem
@@ -122,13 +109,8 @@ class _Rank:
         table = dwell_s if isinstance(dwell_s, Mapping) else dict.fromkeys(self.clock_mhz.tolist(), dwell_s)
         longest_s = max(table.values())
         self.dwell_s = np.array([table.get(clock, longest_s) for clock in self.clock_mhz.tolist()])
-        self.sequences: list[Indices] = []
-        self.duration_s = np.zeros((0, len(decisions)))
-        self.total_j = np.zeros(0)
         self._on_path = np.zeros((64, len(decisions)))
         self._paths = 0
-        self.path_s = np.zeros((0, 0))
-        self._known: set[bytes] = set()
 
     @property
     def on_path(self) -> Floats:
@@ -147,45 +129,12 @@ class _Rank:
         result: Floats = self.cost_j[np.arange(len(self.decisions)), clocks].sum(axis=-1)
         return result
 
-    def add(self, sequences: Indices, change_s: float) -> None:
-        """Add sequences, shape (sequences, instructions), to those known."""
-        fresh = {row.tobytes(): row for row in sequences if row.tobytes() not in self._known}
-        if fresh:
-            self._known.update(fresh)
-            new = np.stack(list(fresh.values()))
-            duration_s = self.durations_s(new, change_s)
-            self.sequences += list(new)
-            self.duration_s = np.concatenate([self.duration_s, duration_s])
-            self.total_j = np.concatenate([self.total_j, self.energy_j(new)])
-            self.path_s = np.concatenate([self.path_s, self.on_path @ duration_s.T], axis=1)
-
     def add_path(self, on_path: Floats) -> None:
         """Add a path, given which instructions lie on it."""
         if self._paths == len(self._on_path):
             self._on_path = np.concatenate([self._on_path, np.zeros_like(self._on_path)])
         self._on_path[self._paths] = on_path
         self._paths += 1
-        self.path_s = np.concatenate([self.path_s, on_path[None] @ self.duration_s.T])
-
-
-@dataclass
-class _Mixture:
-    """The master's state at one deadline.
-
-    Attributes:
-        deadline_s: Iteration time [s].
-        rows: Paths that take part.
-        price_w: Of each path known when it was solved; None before [W].
-        support, weights: By rank: the sequences that are mixed, and their shares.
-        mean_s: Duration of every arc in the mixture [s].
-    """
-
-    deadline_s: float
-    rows: Indices
-    price_w: Floats | None = None
-    support: list[Indices] = field(default_factory=list)
-    weights: list[Floats] = field(default_factory=list)
-    mean_s: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -214,16 +163,13 @@ class RunSearch:
         self._known: set[tuple[int, ...]] = set()
         self._into = np.argsort(network.head, kind="stable")
         self._first = np.searchsorted(network.head[self._into], np.arange(network.events + 1))
-        constant = [np.repeat(np.arange(len(r.clock_mhz))[:, None], len(r.decisions), axis=1) for r in self.ranks]
-        for rank, sequences in zip(self.ranks, constant, strict=True):
-            rank.add(sequences, self._change_s)
-        for ends in (0, -1):
-            self._add_path(self._durations_s([sequences[ends] for sequences in constant]))
+        for clocks in (self._one_clock(0), self._one_clock(-1)):
+            self._add_path(self._durations_s(clocks))
 
     def plans(
         self,
         deadline_s: Floats,
-        free: Sequence[Sequences] = (),
+        free: Sequence[tuple[Sequences, Floats]] = (),
         start: Sequence[HeldPlan] = (),
         progress: Callable[[float], None] = lambda done: None,
     ) -> list[HeldPlan | None]:
@@ -231,14 +177,14 @@ class RunSearch:
 
         Args:
             deadline_s: Rising [s].
-            free: For each deadline that ``searched_of`` says, a plan of free clocks whose runs are used; may be empty.
+            free: For each deadline that ``searched_of`` says, a plan of free clocks, and the price of a second of each
+                decision [W]; may be empty.
             start: Plans that are valid for this dwell time, such as those for a longer one.
             progress: Called with how much is done, 0 to 1.
         """
         searched = searched_of(len(deadline_s))
         time_s = deadline_s[searched]
         found = self.shapes(time_s, free)
-        found.append(self._priced(time_s, None, _ROUNDS))
         begun = [_cheapest(plans) for plans in zip(*found, strict=True)]
         known = [*start, *(plan for plan in begun if plan is not None)]
         result: list[HeldPlan | None] = []
@@ -255,13 +201,14 @@ class RunSearch:
             result.append(_cheapest([best, *tried]))
         return result
 
-    def shapes(self, deadline_s: Floats, free: Sequence[Sequences] = ()) -> list[list[HeldPlan | None]]:
+    def shapes(self, deadline_s: Floats, free: Sequence[tuple[Sequences, Floats]] = ()) -> list[list[HeldPlan | None]]:
         """Return the plans from which the search starts, for each shape and deadline: see the module."""
-        result = [self._priced(deadline_s, None, 0)]
-        result.append(self._priced(deadline_s, [self._phases(rank) for rank in self.ranks], 2))
+        times_s = deadline_s.tolist()
+        result = [[self._held(self._one_clock(-1), time_s, exchange=True) for time_s in times_s]]
         if free:
-            cut = [self._cut(clocks, time_s) for clocks, time_s in zip(free, deadline_s.tolist(), strict=True)]
-            result.append([self._held(c, t) for c, t in zip(cut, deadline_s.tolist(), strict=True)])
+            runs = [self._runs(*own, time_s) for own, time_s in zip(free, times_s, strict=True)]
+            for shape in zip(*runs, strict=True):
+                result += [[self._held(own, time_s) for own, time_s in zip(shape, times_s, strict=True)]]
         return result
 
     def beyond_dwell_s(self, clocks: Sequences) -> list[Floats]:
@@ -324,127 +271,33 @@ class RunSearch:
             rank.add_path(on_path[rank.decisions])
         return True
 
-    # The master and its prices
+    def _one_clock(self, clock: int) -> Sequences:
+        return [np.full(len(rank.decisions), range(len(rank.clock_mhz))[clock], dtype=np.intp) for rank in self.ranks]
 
-    def _priced(self, deadline_s: Floats, places: list[Indices] | None, rounds: int) -> list[HeldPlan | None]:
-        """Return plans with runs that begin at some places of each rank only, or at any."""
-        mixtures = [_Mixture(time_s, np.arange(len(self._fixed_s))) for time_s in deadline_s.tolist()]
-        solved = [mixture for mixture in mixtures if self._solve(mixture)]
-        for _ in range(rounds if solved else 0):
-            self._price(solved, places)
-            solved = [mixture for mixture in solved if self._solve(mixture)]
-        result: list[HeldPlan | None] = []
-        for mixture in mixtures:
-            found: list[HeldPlan | None] = []
-            if mixture.price_w is not None:
-                shares = [own[share.argmax()] for own, share in zip(mixture.support, mixture.weights, strict=True)]
-                price_w = mixture.price_w
-                cheapest = [(r.total_j + price_w @ r.path_s[: len(price_w)]).argmin() for r in self.ranks]
-                for chosen in (shares, cheapest):
-                    clocks = [rank.sequences[int(n)] for rank, n in zip(self.ranks, chosen, strict=True)]
-                    found.append(self._held(clocks, mixture.deadline_s, price_w, exchange=not rounds))
-            result.append(_cheapest(found))
-        return result
-
-    def _solve(self, mixture: _Mixture) -> bool:
-        """Mix the known sequences; returns whether the deadline can be met."""
-        time_s = mixture.deadline_s
-        for _ in range(_SEPARATIONS):
-            kept = [self._candidates(number, mixture) for number in range(len(self.ranks))]
-            ends = np.cumsum([len(own) for own in kept])
-            owner = np.repeat(np.arange(len(kept)), [len(own) for own in kept])
-            cost_j = np.concatenate([rank.total_j[own] for rank, own in zip(self.ranks, kept, strict=True)])
-            unit_j = float(cost_j.mean())
-            rows = mixture.rows
-            path_s = [rank.path_s[np.ix_(rows, own)] for rank, own in zip(self.ranks, kept, strict=True)]
-            found = linprog(
-                cost_j / unit_j,
-                A_ub=np.concatenate(path_s, axis=1) / time_s,
-                b_ub=_FITS - self._fixed_s[rows] / time_s,
-                A_eq=(owner == np.arange(len(kept))[:, None]).astype(np.float64),
-                b_eq=np.ones(len(kept)),
-                method="highs-ds",
-            )
-            if not found.success:
-                return False
-            shares = np.split(found.x, ends[:-1])
-            mixture.support = [own[share > 1e-7] for own, share in zip(kept, shares, strict=True)]
-            mixture.weights = [share[share > 1e-7] for share in shares]
-            mixture.price_w = np.zeros(len(self._fixed_s))
-            mixture.price_w[rows] = np.maximum(-found.ineqlin.marginals, 0.0) * unit_j / time_s
-            mixture.mean_s = self._network.least_s.copy()
-            length_s = self._fixed_s.copy()
-            for rank, own, share in zip(self.ranks, mixture.support, mixture.weights, strict=True):
-                mixture.mean_s[rank.decisions] = share @ rank.duration_s[own]
-                length_s += rank.path_s[:, own] @ share
-            late = np.setdiff1d(np.flatnonzero(length_s > time_s * (1 + _LATE)), rows)
-            if not len(late):
-                if float(self._network.earliest_s(mixture.mean_s)[-1]) <= time_s * (1 + _LATE):
-                    break
-                if not self._add_path(mixture.mean_s):
-                    break
-                late = np.array([len(self._fixed_s) - 1])
-            mixture.rows = np.union1d(rows[length_s[rows] > _NEAR * time_s], late)
-        return True
-
-    def _candidates(self, number: int, mixture: _Mixture) -> Indices:
-        """Return the sequences of a rank that take part in a mixture."""
-        rank = self.ranks[number]
-        if mixture.price_w is None or len(rank.total_j) <= _KEPT:
-            return np.arange(len(rank.total_j))
-        value_j = rank.total_j + mixture.price_w @ rank.path_s[: len(mixture.price_w)]
-        best = np.argpartition(value_j, _KEPT)[:_KEPT]
-        return np.unique(np.concatenate([best, mixture.support[number], [len(rank.clock_mhz) - 1]]))
-
-    def _price(self, mixtures: Sequence[_Mixture], places: list[Indices] | None) -> None:
-        """Add the sequences of every rank that cost least at the prices of each mixture."""
-        changes = [self._changes_s(mixture.mean_s) for mixture in mixtures]
-        length_s = np.array([length for _, length in changes])
-        for number, rank in enumerate(self.ranks):
-            price_w = np.stack([m.price_w @ rank.on_path[: len(m.price_w)] for m in mixtures if m.price_w is not None])
-            priced_j = rank.cost_j + price_w[:, :, None] * rank.time_s
-            begins_s = np.stack([times_s[number] for times_s, _ in changes])
-            change_j = self._change_j + self._change_s * price_w
-            own = evenly(len(rank.decisions), _PLACES) if places is None else places[number]
-            rank.add(
-                best_runs(priced_j, begins_s, length_s, dwell_s=rank.dwell_s * _MARGIN, change_j=change_j, places=own),
-                self._change_s,
-            )
-
-    def _phases(self, rank: _Rank) -> Indices:
-        """Return where warm-up, steady state and cool-down begin: forwards alone, then both, then backwards alone."""
-        groups = self._network.problem.groups
-        forward = np.array([groups[group].kind is Kind.FORWARD for group in rank.group.tolist()])
-        last = len(forward) - int(np.argmax(forward[::-1]))
-        return np.unique([0, int(np.argmin(forward)), last % len(forward)])
-
-    def _cut(self, clocks: Sequences, time_s: float) -> Sequences:
-        """Return a plan of free clocks in runs, none of its instructions slower."""
+    def _runs(self, clocks: Sequences, price_w: Floats, time_s: float) -> tuple[Sequences, Sequences]:
+        """Return a plan of free clocks in runs, none of its instructions slower, and the runs that prices lead to."""
         begins_s, length_s = self._changes_s(self._durations_s(clocks))
-        result = []
+        found = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
             allowed_s = rank.time_s[np.arange(len(own)), own] * _FITS
-            priced_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, 1e3 * rank.cost_j.max())
-            change_j = np.full((1, len(own)), self._change_j)
-            length = np.array([max(length_s, time_s)])
-            every = np.arange(len(own))
-            result.append(
+            own_w = price_w[rank.decisions]
+            cut_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, 1e3 * rank.cost_j.max())
+            change_j = self._change_j + np.stack([np.zeros(len(own)), self._change_s * own_w])
+            found.append(
                 best_runs(
-                    priced_j[None],
-                    times_s[None],
-                    length,
+                    np.stack([cut_j, rank.cost_j + own_w[:, None] * rank.time_s]),
+                    np.stack([times_s, times_s]),
+                    np.full(2, max(length_s, time_s)),
                     dwell_s=rank.dwell_s * _MARGIN,
                     change_j=change_j,
-                    places=every,
-                )[0]
+                    places=evenly(len(own), _PLACES),
+                )
             )
-        return result
+        return [rank_runs[0] for rank_runs in found], [rank_runs[1] for rank_runs in found]
 
     # Clocks of given runs
 
-    def _held(
-        self, clocks: Sequences, time_s: float, price_w: Floats = _NO_PRICES, *, exchange: bool = False
-    ) -> HeldPlan | None:
+    def _held(self, clocks: Sequences, time_s: float, *, exchange: bool = False) -> HeldPlan | None:
         """Search the clocks of a plan's runs; return a plan with runs that are long enough, or None.
 
         It needs no more than the plan itself, if that is in time and its runs are long enough.
@@ -452,7 +305,7 @@ class RunSearch:
         given = self._checked(clocks, time_s)
         for _ in range(_REPAIRS):
             runs = sum(max(1, int(begins_run(own).sum())) for own in clocks)
-            found = self._polished(clocks, time_s, price_w, exchange) if runs <= _MOST_SEARCHED else clocks
+            found = self._polished(clocks, time_s, exchange) if runs <= _MOST_SEARCHED else clocks
             if found is None:
                 return given
             clocks, is_held = self._repaired(found)
@@ -483,7 +336,7 @@ class RunSearch:
             was_held = False
         return clocks, was_held
 
-    def _polished(self, clocks: Sequences, time_s: float, price_w: Floats, exchange: bool) -> Sequences | None:
+    def _polished(self, clocks: Sequences, time_s: float, exchange: bool) -> Sequences | None:
         """Return the same runs at other clocks, in time; None if no clocks were found."""
         search = _ClockSearch(self.ranks, clocks, self._change_s)
         limit_s = time_s * _FITS
@@ -505,9 +358,7 @@ class RunSearch:
                 return None
             # Paths are many; where most are not known, lowering clocks again and again would lead from one to the next.
             if attempt < _LOWERINGS:
-                known_w = np.zeros(len(self._fixed_s))
-                known_w[: len(price_w)] = price_w
-                search.lower(limit_s, known_w[search.paths])
+                search.lower(limit_s)
                 if exchange:
                     search.exchange(limit_s)
             clocks = search.sequences()
@@ -585,11 +436,8 @@ class _ClockSearch:
             self._set(*divmod(int(value.argmax()), value.shape[1]))
         return True
 
-    def lower(self, limit_s: float, price_w: Floats) -> None:
-        """Lower clocks one by one, that which saves most for its priced time first."""
-        weight = np.full(len(self.paths), 1.0)
-        if price_w.sum() > 0:
-            weight = 1e-3 + price_w / price_w.sum()
+    def lower(self, limit_s: float) -> None:
+        """Lower clocks one by one, that which saves most for the time that it adds to paths first."""
         while True:
             now_j = self._cost_j[self._runs, self._now]
             cheaper = (self._cost_j < now_j[:, None] * (1 - 1e-12)) & (
@@ -602,7 +450,7 @@ class _ClockSearch:
             if not fits.any():
                 return
             saved_j = now_j - self._cost_j[self._runs, below]
-            value = np.where(fits, saved_j / (np.maximum(weight @ change_s, 0.0) + 1e-9 * limit_s), -np.inf)
+            value = np.where(fits, saved_j / (np.maximum(change_s.sum(axis=0), 0.0) + 1e-9 * limit_s), -np.inf)
             run = int(value.argmax())
             self._set(run, int(below[run]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import attrgetter
 
@@ -73,31 +74,47 @@ def solve_exact(problem: Problem, *, plans: int, progress: Progress) -> tuple[li
         event_s = _round(network, targets_s, own_s, progress)
     options = choose_clocks(network, event_s)
     if is_held:
-        return _held(network, event_s, options, deadline_s, progress), bounds
+        flow_w = np.stack([r.flow_w[: network.decisions] for r in solved], axis=1)
+        price_w = _between(flow_w, time_s, event_s[-1])
+        free = _FreePlans(event_s[-1], problem.table.clock_mhz[options], price_w)
+        return _held(network, free, deadline_s, progress), bounds
     return [problem.plan(choice) for choice in options.T], bounds
 
 
-def _held(
-    network: Network, event_s: Floats, options: Indices, deadline_s: Floats, progress: Progress
-) -> list[FrequencyPlan]:
+@dataclass(frozen=True)
+class _FreePlans:
+    """Plans of free clocks.
+
+    Attributes:
+        time_s: Their deadlines, shape (plans,) [s].
+        clock_mhz: Shape (decisions, plans).
+        price_w: What a second of each decision is worth by the relaxed problem, shape (decisions, plans) [W].
+    """
+
+    time_s: Floats
+    clock_mhz: Indices
+    price_w: Floats
+
+
+def _held(network: Network, free: _FreePlans, deadline_s: Floats, progress: Progress) -> list[FrequencyPlan]:
     """Return plans whose clocks are held long enough, given those of free clocks at some of the deadlines."""
     problem = network.problem
     ladder = dwell_ladder(problem.dwell_s)
-    by_time = np.argsort(event_s[-1], kind="stable")
+    by_time = np.argsort(free.time_s, kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
-        deadline_s = event_s[-1, by_time]
+        deadline_s = free.time_s[by_time]
         by_time = by_time[searched_of(len(by_time))]
-    clock_mhz = problem.table.clock_mhz[options[:, by_time]]
+    begun = list(zip(free.clock_mhz.T[by_time], free.price_w.T[by_time], strict=True))
     found: list[HeldPlan] = []
     for number, dwell_s in enumerate(ladder):
         search = RunSearch(network, dwell_s, change_energy_j(problem))
-        free = [search.sequences(own_mhz) for own_mhz in clock_mhz.T]
+        own = [(search.sequences(clock_mhz), price_w) for clock_mhz, price_w in begun]
 
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))
 
-        plans = search.plans(deadline_s, free, found, report)
+        plans = search.plans(deadline_s, own, found, report)
         found = [plan for plan in plans if plan is not None]
     return [problem.evaluate(search.clocks_mhz(plan.clocks)) for plan in found] or [problem.baseline()]
 
