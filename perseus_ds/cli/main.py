@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import os
 import re
 import sys
@@ -54,7 +55,8 @@ COMMANDS = {
     "doctor": "gpus:Doctor",
 }
 GROUPS = {
-    "": "Train pipeline-parallel models on less energy: plan, watch and judge it.",
+    "": "Plan, watch and judge training with less energy.\n\nWrite perseus-ds --version for the version, perseus-ds "
+    "--tyro-write-completion SHELL FILE for a script with which bash, zsh or fish completes commands and options.",
     "profile": "Show, compare, validate, merge or convert a profile.\n\nThey measure nothing. A training job measures "
     'a profile: write "mode": "profile" in the perseus block of its DeepSpeed config.',
     "control": "Give a running job an order, or ask how it goes. Run it on the node of rank 0.",
@@ -62,11 +64,14 @@ GROUPS = {
 """What the commands with the same first word have in common; at first, all commands."""
 # What to use instead of commands that version 0.2.0 no longer has.
 REMOVED = {
-    "completion": 'Write "perseus-ds --tyro-write-completion bash FILE", or zsh, fish or tcsh in place of bash.',
+    "completion": 'Write "perseus-ds --tyro-write-completion bash FILE", or zsh or fish in place of bash.',
     "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
     "share": 'Give each job a cap of its own: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
     '"signal", which may change while the job runs.',
 }
+
+_COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
+_SHELLS = ("bash", "zsh", "fish")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,6 +115,8 @@ def _run(words: list[str]) -> int:
     for word in words:
         if printable(word) != word:
             raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tyro's help has bullets, which not every encoding has
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command = parse(words or ["--help"])
     except SystemExit as end:  # tyro has printed the help, or what is wrong
@@ -131,6 +138,8 @@ def parse(words: Sequence[str]) -> Command:
     name, rest = "", list(words)
     while name in GROUPS and rest and not rest[0].startswith("-"):
         name = f"{name} {_known(rest.pop(0), name)}".strip()
+    if rest and rest[0] in _COMPLETION and rest[1:2] not in ([], *([shell] for shell in _SHELLS)):
+        raise ConfigError(f"expected {', '.join(_SHELLS)}, got {rest[1]!r}.")
     program = f"perseus-ds {name}".strip()
     config = (
         conf.DisallowNone,
@@ -209,10 +218,11 @@ def _positional_first(command: type[Command], words: list[str]) -> list[str]:
     from tyro.conf import Positional
 
     hints = typing.get_type_hints(command, include_extras=True)
-    for flag in (f"--{name}" for name, hint in hints.items() if Positional in getattr(hint, "__metadata__", ())):
-        for index, word in enumerate(words):
-            if word.startswith(f"{flag}="):
-                return [word.partition("=")[2], *words[:index], *words[index + 1 :]]
-            if word == flag and index + 1 < len(words):
-                return [words[index + 1], *words[:index], *words[index + 2 :]]
+    positional = (name for name, hint in hints.items() if Positional in getattr(hint, "__metadata__", ()))
+    flag = f"--{next(positional, None)}"
+    for index, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            return [word.partition("=")[2], *words[:index], *words[index + 1 :]]
+        if word == flag:
+            return [*words[index + 1 : index + 2], *words[:index], *words[index + 2 :]]
     return words

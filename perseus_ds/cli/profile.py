@@ -42,11 +42,11 @@ class Compare:
 
     examples = ("perseus-ds profile compare monday tuesday",)
 
-    profile: Positional[ProfilePath]
-    other: Positional[ProfilePath]
+    profiles: Positional[tuple[Path, Path]]
+    """profile.csv of both, or the folders they are in"""
 
     def execute(self) -> int:
-        _compare(self.profile, _load(self.profile)[0], self.other)
+        _compare(*self.profiles)
         return 0
 
 
@@ -126,13 +126,13 @@ def _show(profile: StageProfile, power_w: float | None, picture: Path | None) ->
         print(f"Written: {picture}")
 
 
-def _compare(path: Path, profile: StageProfile, other_path: Path) -> None:
+def _compare(path: Path, other_path: Path) -> None:
     """Print by how much the rows of a second profile differ from those of a first one."""
     import numpy as np
 
     from perseus_ds.artifacts.profile import StageProfile
 
-    other = StageProfile.load(other_path)
+    profile, other = StageProfile.load(path), StageProfile.load(other_path)
     print(f"{_heading(profile)}\n{_heading(other)}\n\nsecond relative to first, at the clocks both have")
     print("stage kind      clocks   time: mean   worst    energy: mean   worst")
     for stage, kind in sorted(set(profile.keys) & set(other.keys)):

@@ -1,5 +1,6 @@
 """What every command has in common: help, arguments, messages about wrong ones, and completion."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -132,6 +133,11 @@ OPTIMIZE = ["optimize", "p", "--out", "y"]
             "--micro-batches: expected a whole number, at least 1, got '0'.",
         ),
         (["schedules", "p", "--schedules"], "parsing --schedules: expected at least one value, got none."),
+        (["profile", "compare", "p"], "Expected 2 values."),
+        (
+            ["--tyro-write-completion", "ksh", "x"],
+            "perseus-ds --tyro-write-completion: expected bash, zsh, fish, got 'ksh'.",
+        ),
         (["compare"], "RUNS]: expected at least one value, got none."),
     ],
 )
@@ -156,6 +162,12 @@ def test_the_spelling_of_earlier_versions_gets_a_sentence_with_the_new_one(run, 
     code, out, err = run(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.endswith(f"{spelling}\n")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["export", "--help"]])
+def test_help_is_printed_in_any_encoding(words):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    subprocess.run([sys.executable, "-m", "perseus_ds", *words], env=environment, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["help", "optimize"], []])

@@ -47,7 +47,7 @@ _TRACE = ("trace", {"run": RUN, "out": OUT / "trace.json"})
 _IMPORT = ("import", {"plans": Path("plans"), "profile": PROFILE, "out": OUT})
 _PROFILE = [
     ("profile show", {"profile": PROFILE}),
-    ("profile compare", {"profile": PROFILE, "other": PROFILE}),
+    ("profile compare", {"profiles": (PROFILE, PROFILE)}),
     ("profile validate", {"profile": PROFILE}),
     ("profile merge", {"profiles": [PROFILE, PROFILE], "out": OUT}),
     ("profile convert", {"profile": PROFILE, "out": OUT}),
