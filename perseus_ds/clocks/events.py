@@ -77,20 +77,27 @@ class EventPool:
         create: Makes an event. Not a blocking one: an H100 accepted 28 launches in advance with two blocking events
             after each, and 512 with an event that is not blocking (docs/evidence.md).
         wait: Waits for an event.
+
+    Attributes:
+        stream: Returns the stream on which to record; None for the current stream of the current device.
     """
 
     def __init__(self, create: Callable[[], torch.cuda.Event], wait: Callable[[torch.cuda.Event], object]) -> None:
         self._create = create
         self.wait = wait
+        self.stream: Callable[[], torch.cuda.Stream] | None = None
         self.free: deque[torch.cuda.Event] = deque()
 
     def record(self) -> torch.cuda.Event:
-        """Return an event that is recorded on the current stream, and that :attr:`free` is to get back."""
+        """Return an event that is recorded now, and that :attr:`free` is to get back."""
         try:
             event = self.free.popleft()
         except IndexError:
             event = self._create()
-        event.record()
+        if self.stream is None:
+            event.record()
+        else:
+            event.record(self.stream())
         return event
 
 

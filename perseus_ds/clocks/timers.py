@@ -149,7 +149,7 @@ class HostExecution(Execution):
 
 
 class CudaExecution(Execution):
-    """Operations that the host only launches: timed by events on the current stream.
+    """Operations that the host only launches: timed by events on the current stream of its device.
 
     Args:
         cuda: The module ``torch.cuda``, which makes events and waits for them.
@@ -171,6 +171,7 @@ class CudaExecution(Execution):
         self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
         self._pool = EventPool(lambda: cuda.Event(enable_timing=True), wait)
+        self._find_stream()
         self._start: CudaOrigin = CudaOrigin(self._pool, None, timebase)
 
     def use_device(self) -> None:
@@ -179,14 +180,21 @@ class CudaExecution(Execution):
 
     def start_iteration(self) -> DeviceEvent:
         self._marks = []
+        self._find_stream()
         self._start = CudaOrigin(self._pool, self._start, self._time)
         return self._start
+
+    def _find_stream(self) -> None:
+        """Have events recorded on the current stream of the rank's device, whichever device is the current one."""
+        # To look a stream up takes longer than to record on the current device's.
+        is_current = self._cuda.current_device() == self._device
+        self._pool.stream = None if is_current else lambda: self._cuda.current_stream(self._device)
 
     def event(self) -> DeviceEvent:
         return CudaEvent(self._pool, self._start)
 
     def wait(self) -> None:
-        self._cuda.synchronize()
+        self._cuda.synchronize(self._device)
 
 
 _aten = torch.ops.aten

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+import types
 
 import pytest
 import torch
@@ -128,6 +129,36 @@ def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
 def test_threads_use_the_ranks_own_cuda_device(cuda, device, chosen):
     CudaExecution(torch.device(device), cuda).use_device()
     assert cuda.chosen == [chosen]
+
+
+class TwoDevices:
+    """CUDA with two devices, which notes on which stream events are recorded."""
+
+    def __init__(self, current):
+        self.current = current
+        self.recorded_on = []
+
+    def current_device(self):
+        return self.current
+
+    def current_stream(self, device):
+        return f"current stream of device {device}"
+
+    def Event(self, *, enable_timing):  # noqa: N802
+        def record(stream=None):
+            self.recorded_on.append(stream or self.current_stream(self.current))
+
+        return types.SimpleNamespace(record=record)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_events_are_recorded_on_the_stream_of_the_ranks_device_whichever_is_current(now, current):
+    cuda = TwoDevices(current)
+    execution = CudaExecution(torch.device("cuda:1"), cuda, now)
+    execution.start_iteration()
+    execution.end(execution.begin(FORWARD) and FORWARD)
+    assert len(cuda.recorded_on) == 4
+    assert set(cuda.recorded_on) == {"current stream of device 1"}
 
 
 @pytest.fixture

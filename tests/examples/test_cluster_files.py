@@ -1,5 +1,6 @@
 """What the files of examples/cluster say, without starting anything."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -64,12 +65,17 @@ def test_the_epilog_resets_the_gpus_of_the_job_and_never_drains_the_node(tmp_pat
     stub = tmp_path / "nvidia-smi"
     stub.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/called\nexit 7\n')
     stub.chmod(0o755)
-    assert "/usr/bin/nvidia-smi" in script
-    for gpus in ("2,3", None):
-        done = subprocess.run(
-            ["bash", "-c", script.replace("/usr/bin/nvidia-smi", str(stub))],
-            env={} if gpus is None else {"SLURM_JOB_GPUS": gpus},
-            check=False,
-        )
+    minors = {"0000:17:00.0": 1, "0000:3d:00.0": 0, "0000:9b:00.0": 12, "0000:bd:00.0": 2}
+    for address, minor in minors.items():  # in the order of PCI addresses, minor numbers may have another
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA A100\nBus Location: \t {address}\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n"
+        (tmp_path / "gpus" / address / "information").write_text(text)
+    replaced = {"/usr/bin/nvidia-smi": str(stub), "/proc/driver/nvidia/gpus": f"{tmp_path}/gpus"}
+    for known, instead in replaced.items():
+        assert known in script
+        script = script.replace(known, instead)
+    for gpus in ("1,2", None, ""):
+        environment = {"PATH": os.environ["PATH"]} | ({} if gpus is None else {"SLURM_JOB_GPUS": gpus})
+        done = subprocess.run(["bash", "-c", script], env=environment, check=False)
         assert done.returncode == 0
-    assert (tmp_path / "called").read_text() == "--id=2,3 --reset-gpu-clocks\n"
+    assert (tmp_path / "called").read_text() == "--id=0000:17:00.0,0000:bd:00.0 --reset-gpu-clocks\n"

@@ -225,10 +225,14 @@ class VirtualCuda:
     def current_device(self):
         return self._device
 
+    def current_stream(self, device):
+        return self
+
     def set_device(self, device):
         self.chosen.append(device)
 
-    def synchronize(self):
+    def synchronize(self, device=None):
+        assert device in (None, self._device)
         self.wait_until(lambda: not self._queue and not self._is_busy)
 
     def wait_until(self, is_so):
@@ -260,7 +264,7 @@ class _Event:
         self._at_s = None
         self._records = 0
 
-    def record(self):
+    def record(self, stream=None):
         self._at_s = None
         self._records += 1
         number = self._records
