@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
 from perseus_ds.errors import ConfigError
@@ -89,6 +88,8 @@ def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certific
 
 def frontier_summary(frontier: Frontier) -> str:
     """Return how many plans a frontier has, their times, what they save, and what their alternatives would."""
+    from statistics import fmean
+
     from perseus_ds.artifacts.frontier import SLOWDOWNS
 
     baseline, fastest, frugal = frontier.baseline, frontier.plans[0], frontier.plans[-1]
