@@ -412,7 +412,7 @@ def problem_for(
     if power_w is None:
         raise ConfigError(
             "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
-            "while it waits, such as blocking_power_w=83.64 (A100, from the Perseus paper)."
+            "while it waits, such as 83.64 W (A100, from the Perseus paper): --blocking-power-w 83.64."
         )
     for name, value, most, unit in (
         ("switch_cost_j", switch_cost_j, MOST_JOULES, "joules"),
