@@ -71,7 +71,7 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
 
 
 def test_commands_work_from_an_empty_folder(installed, tmp_path):
-    assert "commands:" in run(installed, tmp_path, "perseus-ds", "--help")[1]
-    assert "  micro_batches " in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
+    assert "Compute the frontier" in run(installed, tmp_path, "perseus-ds", "--help")[1]
+    assert "--micro-batches" in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
     assert "PROFILE" in run(installed, tmp_path, "perseus-ds", "optimize", "--out", "x")[1]
     assert "perseus-ds    0.2.0" in run(installed, tmp_path, "perseus-ds", "doctor")[1].replace("  ok", "")
