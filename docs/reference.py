@@ -95,8 +95,7 @@ def _name_of(policy: type[BaseModel]) -> str:
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
-    is_composed = _is_union(field.annotation) or get_origin(field.annotation) in (list, tuple)
-    parts = get_args(field.annotation) if is_composed else (field.annotation,)
+    parts = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
@@ -123,7 +122,7 @@ def _rows(what: str, rows: list[list[str]]) -> list[str]:
 
 def _type(field: FieldInfo) -> str:
     if _models(field):
-        return "objects, see below" if get_origin(field.annotation) is tuple else "object, see below"
+        return "object, see below"
     limits = [
         f"{sign} {getattr(limit, name):g}"
         for limit in field.metadata

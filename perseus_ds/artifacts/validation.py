@@ -120,8 +120,6 @@ def _explain(problem: Any, owner: Any, prefix: str) -> str:
             return expectation(key, "an object with keys and values", found)
         case "timezone_aware":
             return expectation(key, "a time with its time zone, such as 2026-11-22T08:00:00+00:00", found)
-        case "time_parsing" | "time_type":
-            return expectation(key, "a time of day such as 17:00", found)
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return expectation(key, f"a number {message.removeprefix('Input should be ')}", found)
     expected = message.removeprefix("Input should be ")

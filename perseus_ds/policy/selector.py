@@ -170,20 +170,22 @@ class PlanSelector:
         self._problem = ""
         self._decision: Decision | None = None
         self.in_force = self.decided = Assignment()
-        self.resume(after_others=True)
+        self._go_on_from_checkpoint()
+        self._announce(None)
 
-    def resume(self, *, after_others: bool = False) -> bool:
+    def resume(self) -> bool:
         """Go on from what a checkpoint kept, if anything; what rank 0 decides is in force at once, on all ranks.
 
         Every rank must do so at once.
 
-        Args:
-            after_others: Whether the job has run under no assignment yet, or under those of another selector meanwhile.
-
         Returns:
             Whether another assignment is in force.
         """
-        before = None if after_others else self.in_force
+        before = self.in_force
+        self._go_on_from_checkpoint()
+        return self._announce(before)
+
+    def _go_on_from_checkpoint(self) -> None:
         self._control.effect_of = self.effect_of
         plan = self._restore()
 
@@ -194,7 +196,6 @@ class PlanSelector:
             return self._numbered(self._assign(plan, paused=self._control.paused, capped=capped))
 
         self.in_force = self.decided = self._communicator.computed_on_rank_0(decide_first)
-        return self._announce(before)
 
     def advance(self, reports: JobReport | None, ranks: RankReports | None, ran: Assignment | None) -> bool:
         """Take in the reports of the iteration before the one that has just ended; decide on a later one.
