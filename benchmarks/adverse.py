@@ -97,7 +97,8 @@ class OneClock(WorkerAtOnce):  # type: ignore[misc]
     """Makes plans of one clock a rank."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
-        super().__init__(replace(request, least_dwell_s=1e4), log_path)
+        settings = replace(request.settings, least_dwell_s=1e4)
+        super().__init__(replace(request, settings=settings), log_path)
 
 
 def settings_of(condition: str) -> dict[str, Any]:

@@ -58,7 +58,9 @@ def main() -> None:
         for micro_batches in MICRO_BATCHES:
             schedule = read_schedule(schedule_class("1f1b"), ranks=8, micro_batches=micro_batches)
             frontier = with_alternatives(optimize(schedule, profile, blocking_power_w=power_w), schedule, profile)
-            points = sorted(zeus_per_stage(problem_for(schedule, profile, power_w)), key=lambda p: -p.energy_j)
+            points = sorted(
+                zeus_per_stage(problem_for(schedule, profile, blocking_power_w=power_w)), key=lambda p: -p.energy_j
+            )
             per_stage = Alternative("ZeusPerStage (a power cap for each stage)", tuple(points))
             frontier = replace(frontier, alternatives=(*frontier.alternatives, per_stage))
             print(f"GPT-3 175B on {gpu}, {micro_batches} micro-batches; saved in so much more time:")

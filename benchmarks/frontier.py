@@ -83,7 +83,7 @@ def _compare(schedule: Schedule, profile: StageProfile, arguments: argparse.Name
 
 def _compare_highs(schedule: Schedule, profile: StageProfile, arguments: argparse.Namespace) -> None:
     """Solve the relaxed problem at one deadline with ours and with HiGHS."""
-    problem = problem_for(schedule, profile, arguments.blocking_power_w)
+    problem = problem_for(schedule, profile, blocking_power_w=arguments.blocking_power_w)
     relaxation = Relaxation(Network(problem))
     deadline_s = 1.05 * problem.t_min_s
     ours_s, relaxed = _timed(lambda: relaxation.solve(deadline_s))
@@ -118,7 +118,7 @@ def _compare_lowtime(
 
 
 def _compare_milp(schedule: Schedule, profile: StageProfile, arguments: argparse.Namespace, frontier: Frontier) -> None:
-    problem = problem_for(schedule, profile, arguments.blocking_power_w)
+    problem = problem_for(schedule, profile, blocking_power_w=arguments.blocking_power_w)
     for number in sorted({0, len(frontier.plans) // 4, len(frontier.plans) // 2}):
         plan = frontier.plans[number]
         assert plan.lower_bound_j is not None

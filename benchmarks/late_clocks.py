@@ -83,7 +83,7 @@ def _saving(frontier: Frontier, slowdown: float) -> float:
 
 def plain_savings(schedule: Schedule, profile: StageProfile, power_w: float, dwell_s: float) -> list[float]:
     """Return what the plain search saves at each slowdown."""
-    problem = problem_for(schedule, profile, power_w, least_dwell_s=dwell_s)
+    problem = problem_for(schedule, profile, blocking_power_w=power_w, least_dwell_s=dwell_s)
     search = RunSearch(Network(problem), dwell_s)
     phases = [_phase(problem, rank.decisions) for rank in search.ranks]
     steps = [[len(rank.clock_mhz) - 1] * 3 for rank in search.ranks]
@@ -139,7 +139,7 @@ def small_case(gpu: str, pairs: float) -> tuple[Problem, float]:
     profile = profile.where(lambda stage, kind, clock_mhz: clock_mhz in kept)
     pair_s = sum(profile.at_highest_clock(0, kind).time_s for kind in (Kind.FORWARD, Kind.BACKWARD))
     schedule = read_schedule(schedule_class("1f1b"), ranks=3, micro_batches=6)
-    return problem_for(schedule, profile, power_w, least_dwell_s=pairs * pair_s), pairs * pair_s
+    return problem_for(schedule, profile, blocking_power_w=power_w, least_dwell_s=pairs * pair_s), pairs * pair_s
 
 
 def compare_with_milp(gpu: str, pairs: Sequence[float], time_limit_s: float) -> None:

@@ -25,9 +25,8 @@ from run_log import events, iterations, records  # type: ignore[import-not-found
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
-from perseus_ds.optimizer.problem import Problem  # noqa: E402
+from perseus_ds.optimizer.problem import problem_for  # noqa: E402
 from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
-from perseus_ds.pipeline.dag import Dag  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.units import percent, plain  # noqa: E402
 
@@ -120,7 +119,9 @@ def tail(folder: Path) -> Figures:
         tuple(c for c, i in zip(clocks, stream, strict=True) if i.kind is not Kind.TAIL)
         for clocks, stream in zip(plan.clocks_mhz, plan.instructions, strict=True)
     )
-    alone_s = Problem(Dag.build(streams), passes, profile.info.blocking_power_w or 0.0).evaluate(clocks).time_s
+    alone_s = (
+        problem_for(streams, passes, blocking_power_w=profile.info.blocking_power_w or 0.0).evaluate(clocks).time_s
+    )
     time = predicted_over_measured(ran)["time"]
     return {"time": time, "time, forwards and backwards alone": (1 + time) * alone_s / plan.time_s - 1}
 

@@ -65,7 +65,7 @@ class Judge:
     def __init__(self, true: StageProfile, schedule: Schedule, blocking_power_w: float) -> None:
         self._schedule = schedule
         self._power_w = blocking_power_w
-        self._problem = problem_for(schedule, true, blocking_power_w)
+        self._problem = problem_for(schedule, true, blocking_power_w=blocking_power_w)
         self._best = optimize(schedule, true, blocking_power_w=blocking_power_w, plans=PLANS)
 
     def of(self, profile: StageProfile) -> Judgement:

@@ -23,6 +23,7 @@ FOLDERS = [
     "clocks",
     "gpu",
     "measures",
+    "planning",
     "artifacts",
     "pipeline",
     "ranks",

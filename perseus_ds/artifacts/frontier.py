@@ -129,8 +129,7 @@ class Frontier:
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule that the plans are for; None in files that do not hold it.
         alternatives: What one would set instead, by the same profile; computed for people, not by jobs.
-        certificates: The proofs of the plans' lower bounds, where they were just computed; ``save`` writes them on
-            request.
+        certificates: The proofs of the plans' lower bounds, if they were just computed and asked for.
     """
 
     plans: tuple[FrequencyPlan, ...]
@@ -217,8 +216,8 @@ class Frontier:
     def _saved(self, found: FrequencyPlan | AlternativePoint | None) -> float | None:
         return None if found is None else 1 - found.energy_j / self.baseline.energy_j
 
-    def save(self, directory: Path | str, *, certificates: bool = False) -> Path:
-        """Write ``frontier.json``, ``frontier.csv`` and certificates if asked for, or none; return the first's path.
+    def save(self, directory: Path | str) -> Path:
+        """Write ``frontier.json``, ``frontier.csv`` and the certificates if there are any; return the first's path.
 
         Raises:
             FrontierError: A number is beyond the limits of what is read again, or there are too many.
@@ -234,10 +233,11 @@ class Frontier:
             raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
         except ValueError as error:
             raise FrontierError(f"{path}: it would have {error}. Ask for fewer plans.") from None
-        proof = self.certificates.to_bytes() if certificates and self.certificates is not None else None
-        files: list[tuple[Path, str | bytes]] = [] if proof is None else [(proofs, proof)]
+        files: list[tuple[Path, str | bytes]] = []
+        if self.certificates is not None:
+            files = [(proofs, self.certificates.to_bytes())]
         files += [(directory / "frontier.csv", self._csv()), (path, contents)]
-        write_together(files, outdated=[] if proof else [proofs])  # which belong to an older frontier
+        write_together(files, outdated=[] if self.certificates else [proofs])  # which belong to an older frontier
         return path
 
     @classmethod

@@ -5,25 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 from tyro.conf import Positional
 
 from perseus_ds.cli.values import (
-    Amount,
     BlockingPower,
     OptionalCount,
     OptionalPath,
-    Plans,
     ProfilePath,
     ScheduleName,
     Text,
 )
 from perseus_ds.errors import ConfigError, FrontierError
+from perseus_ds.planning import PlanningSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimize:
+class Optimize(PlanningSettings):
     """Compute the frontier of frequency plans from a profile."""
 
     examples = ("perseus-ds optimize perseus --out perseus/frontier",)
@@ -35,20 +33,10 @@ class Optimize:
     """micro-batches per iteration; by default what profile.json says"""
     stages: OptionalCount = None
     """stages of the model; by default as many as the profile has"""
-    blocking_power_w: BlockingPower = None
     schedule: ScheduleName = None
-    solver: Literal["exact", "lowtime"] = "exact"
-    """exact gives a lower bound for each plan, lowtime is the published solver"""
-    plans: Plans = 120
-    """number of deadlines, from T_min to T*, for which exact computes a plan"""
-    switch_cost_j: Amount = 0.0
-    """energy that exact assumes for a change of clock when it chooses clocks [J]"""
-    switch_cost_s: Amount = 0.0
-    """delay that exact assumes for what follows a change of clock [s]"""
-    least_dwell_s: Amount = 0.0
+    blocking_power_w: BlockingPower = None
+    least_dwell_s: float = 0.0
     """shortest time at one clock in plans of exact [s]"""
-    certificates: bool = False
-    """write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
@@ -56,25 +44,13 @@ class Optimize:
         from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
         from perseus_ds.optimizer import optimize, with_alternatives
 
-        if self.certificates and self.solver != "exact":
-            raise ConfigError("--certificates: only --solver exact proves bounds. Leave one of the two out.")
         profile = StageProfile.load(self.profile)
         schedule = schedule_for(profile, schedule=self.schedule, stages=self.stages, micro_batches=self.micro_batches)
         out = check_folder(self.out)
         with naming(self.profile), progress_bar() as progress:
-            frontier = optimize(
-                schedule,
-                profile,
-                blocking_power_w=self.blocking_power_w,
-                plans=self.plans,
-                switch_cost_j=self.switch_cost_j,
-                switch_cost_s=self.switch_cost_s,
-                least_dwell_s=self.least_dwell_s,
-                progress=progress,
-                solver=self.solver,
-            )
+            frontier = optimize(schedule, profile, self, progress=progress)
             frontier = with_alternatives(frontier, schedule, profile)
-        print(save_and_summarise(frontier, self.profile, out, certificates=self.certificates))
+        print(save_and_summarise(frontier, self.profile, out))
         return 0
 
 
@@ -185,7 +161,7 @@ class Import:
         schedule = schedule_of_plans(first[1], profile, self.schedule)
         out = check_folder(self.out)
         with naming(self.profile):
-            problem = problem_for(schedule, profile, self.blocking_power_w)
+            problem = problem_for(schedule, profile, blocking_power_w=self.blocking_power_w)
             frontier = with_alternatives(frontier_of_imported(chain([first], plans), problem), schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))
         return 0

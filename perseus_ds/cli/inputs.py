@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perseus_ds.artifacts.frontier import Pairs
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, MOST_STAGES
+from perseus_ds.cli.values import RunArguments, flag_of
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.sources import Sources, connect, find_sources
-
-if TYPE_CHECKING:
-    from perseus_ds.cli.values import RunArguments
 
 
 def schedule_for(
@@ -128,9 +126,11 @@ def check_size(stages: int, micro_batches: int) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the profile's path into errors that cannot know it."""
+    """Put into errors what they cannot know: the profile's path, and that settings are flags."""
     try:
         yield
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"^([a-z_]+)=", lambda key: f"{flag_of(key[1])} ", str(error))) from None
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from perseus_ds.cli.values import Amount, Number, OptionalCount, OptionalSeconds, Seconds, Text, one
+from perseus_ds.cli.values import Amount, Number, OptionalCount, OptionalSeconds, Seconds, Text, flag_of, one
 from perseus_ds.errors import ConfigError
 
 
@@ -167,17 +167,15 @@ def _order(run: Path, order: dict[str, Any], *, as_json: bool = False) -> int:
     try:
         parse_order(order)
     except ConfigError as error:  # it names keys of the order
-        raise ConfigError(re.sub(r"(?m)^order: (?:policy\.)?([a-z_]+):", _flag, str(error))) from None
+        raise ConfigError(
+            re.sub(r"(?m)^order: (?:policy\.)?([a-z_]+):", lambda key: f"{flag_of(key[1])}:", str(error))
+        ) from None
     answer = send_order(run, order)
     if "status" in answer:
         _print_status(answer["status"], as_json=as_json)
     if "done" in answer:
         print(answer["done"])
     return 0
-
-
-def _flag(key: re.Match[str]) -> str:
-    return f"--{key[1].replace('_', '-')}:"
 
 
 def _print_status(status: dict[str, Any], *, as_json: bool) -> None:

@@ -135,6 +135,8 @@ def parse(words: Sequence[str]) -> Command:
     import tyro
     from tyro import conf
 
+    from perseus_ds.cli.values import one
+
     name, rest = "", list(words)
     while name in GROUPS and rest and not rest[0].startswith("-"):
         name = f"{name} {_known(rest.pop(0), name)}".strip()
@@ -155,7 +157,9 @@ def parse(words: Sequence[str]) -> Command:
     examples = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
     description = f"{description_of(name)}\n\n{examples}"
     rest = _positional_first(command, rest)
-    return tyro.cli(command, prog=program, description=description, args=rest, config=config)
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(lambda kind: one(kind.type) if kind.type in (int, float) else None)
+    return tyro.cli(command, prog=program, description=description, args=rest, config=config, registry=registry)
 
 
 def command_of(name: str) -> type[Command]:
@@ -205,11 +209,13 @@ def _refuse_assignments(command: type[Command], words: Sequence[str]) -> None:
     Raises:
         ConfigError: One is; the message has the new spelling.
     """
+    from perseus_ds.cli.values import flag_of
+
     for before, word in zip(["", *words], words, strict=False):
         match = re.fullmatch(r"(?:\w+\.)?([a-z_]+)=(.*)", word)
         if match and not before.startswith("-") and match[1] in typing.get_type_hints(command):
             value = " ".join(match[2].strip("[]").split(",")) if match[2].startswith("[") else match[2]
-            spelling = f"--{match[1].replace('_', '-')} {value if value != 'true' else ''}".strip()
+            spelling = f"{flag_of(match[1])} {value if value != 'true' else ''}".strip()
             raise ConfigError(f"{word}: since version 0.2.0 this is written {spelling}")
 
 

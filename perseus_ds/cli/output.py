@@ -76,13 +76,13 @@ def check_folder(out: Path) -> Path:
     return out
 
 
-def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certificates: bool = False) -> str:
+def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
     """Save a frontier with the path of its profile, and return the lines to print about it."""
     from perseus_ds.artifacts.certificates import FILE_NAME
 
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
-    path = replace(frontier, provenance=provenance).save(out, certificates=certificates)
-    more = f"\nWritten: {path.with_name(FILE_NAME)}" if certificates else ""
+    path = replace(frontier, provenance=provenance).save(out)
+    more = f"\nWritten: {path.with_name(FILE_NAME)}" if frontier.certificates else ""
     return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}{more}"
 
 

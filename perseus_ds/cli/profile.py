@@ -162,7 +162,7 @@ def _validate(path: Path, profile: StageProfile, power_w: float | None) -> int:
 
     schedule = schedule_for(profile, micro_batches=profile.info.micro_batches or 2)
     try:
-        problem = problem_for(schedule, profile, power_w)
+        problem = problem_for(schedule, profile, blocking_power_w=power_w)
     except ProfileError as error:
         return answer_no("profile validate", f"{path}: {error}")
     print(_heading(profile))

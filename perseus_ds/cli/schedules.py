@@ -14,13 +14,13 @@ from perseus_ds.cli.values import (
     BlockingPower,
     OptionalCount,
     OptionalPath,
-    Plans,
     ProfilePath,
     Texts,
     one,
     several,
 )
 from perseus_ds.errors import ConfigError
+from perseus_ds.planning import PlanningSettings
 from perseus_ds.units import number, percent
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class Schedules:
     """pipeline ranks; by default what profile.json says, else a rank a stage"""
     stages_per_rank: Annotated[int, one(int, at_least=2)] = 2
     """stages on each rank, for the interleaved schedules and looped_bfs"""
-    weight_share: Annotated[float, one(float)] = 0.5
+    weight_share: float = 0.5
     """part of a backward that computes gradients of weights, where it is split but was measured as a whole; 0 to 1"""
     blocking_power_w: BlockingPower = None
-    plans: Plans = 40
+    plans: int = 40
     """number of deadlines, from T_min to T*, for which a plan is computed"""
     out: OptionalPath = None
     """folder for schedules.json and schedules.png; by default that of the profile"""
@@ -98,9 +98,8 @@ class Schedules:
             compared = compare_schedules(
                 profile,
                 chosen,
+                PlanningSettings(blocking_power_w=self.blocking_power_w, plans=self.plans),
                 weight_share=self.weight_share,
-                blocking_power_w=self.blocking_power_w,
-                plans=self.plans,
                 progress=progress,
             )
         table = ScheduleTable(

@@ -20,6 +20,11 @@ OPTIONAL = tyro.conf.arg(help_behavior_hint="(optional)")
 """For arguments whose description says what happens without them."""
 
 
+def flag_of(key: str) -> str:
+    """Return the flag of a setting or argument that Python code has by this name."""
+    return f"--{key.replace('_', '-')}"
+
+
 def one(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
     """Return how a number within limits is read."""
     return _spec(kind.__name__.upper(), lambda words: _number(kind, at_least, words[0]))
@@ -72,8 +77,7 @@ OptionalCount = Annotated[int | None, one(int, at_least=1), OPTIONAL]
 OptionalIndex = Annotated[int | None, one(int, at_least=0), OPTIONAL]
 Amount = Annotated[float, one(float, at_least=0)]
 OptionalAmount = Annotated[float | None, one(float, at_least=0), OPTIONAL]
-Plans = Annotated[int, one(int, at_least=2)]
-Number = Annotated[float | None, one(float), OPTIONAL]
+Number = Annotated[float | None, OPTIONAL]
 Seconds = Annotated[float, _spec("TIME", _seconds)]
 OptionalSeconds = Annotated[float | None, _spec("TIME", _seconds), OPTIONAL]
 Text = Annotated[str | None, OPTIONAL]

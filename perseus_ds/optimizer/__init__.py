@@ -6,76 +6,50 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier, Pairs, Provenance, drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.validation import MOST_PLANS
-from perseus_ds.errors import ConfigError, FrontierError, ProfileError
+from perseus_ds.errors import FrontierError, ProfileError
 from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
-from perseus_ds.optimizer.problem import DwellTimes, Problem, Progress, power_swing, problem_for
+from perseus_ds.optimizer.problem import Problem, Progress, power_swing, problem_for
 from perseus_ds.optimizer.solver import solve_exact
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
-
-Solver = Literal["exact", "lowtime"]
+from perseus_ds.planning import PlanningSettings
 
 
 def optimize(
     schedule: Schedule,
     profile: StageProfile,
+    settings: PlanningSettings | None = None,
     *,
-    blocking_power_w: float | None = None,
-    solver: Solver = "exact",
-    plans: int = 120,
-    switch_cost_j: float = 0.0,
-    switch_cost_s: float = 0.0,
-    least_dwell_s: DwellTimes = 0.0,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done: None,
+    **changes: Any,
 ) -> Frontier:
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
 
     Args:
         schedule: What every rank does in one iteration.
         profile: Time and energy at each clock, and the durations of what has no clock.
-        blocking_power_w: What a waiting GPU draws [W]; the profile's own value by default.
-        solver: ``exact`` plans against a proven bound; ``lowtime`` is the published solver.
-        plans: For how many deadlines ``exact`` plans; about so many plans come back.
-        switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
-        switch_cost_s: By how much it is then taken to delay what follows [s].
-        least_dwell_s: The shortest time at one clock in plans of ``exact``, for all clocks or by clock in MHz [s].
+        settings: How plans are computed; the default settings if there are none.
         progress: Called with what is being done and how much of it is done.
-
-    Returns:
-        The frontier; from ``exact`` with the certificates of its lower bounds.
+        changes: Settings by name, such as ``plans=40``, in place of those of ``settings``.
 
     Raises:
-        ConfigError: Blocking power is unknown, or an argument is out of range.
+        ConfigError: Blocking power is unknown, or a setting is out of range.
         ProfileError: The profile does not cover the schedule.
     """
-    if plans < 2:
-        raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
-    if plans > MOST_PLANS:
-        raise ConfigError(f"plans={plans}: at most {MOST_PLANS} are computed.")
-    problem = problem_for(
-        schedule,
-        profile,
-        blocking_power_w,
-        switch_cost_j=switch_cost_j,
-        switch_cost_s=switch_cost_s,
-        least_dwell_s=least_dwell_s,
-    )
-    report = progress or (lambda what, done: None)
-    bounds = None
-    if solver == "lowtime":
-        found = solve_lowtime(problem, report)
-    else:
-        found, bounds = solve_exact(problem, plans=plans, progress=report)
-    found = drop_dominated(found)
-    found, certificates = bounds.certify(found) if bounds else (found, None)
-    return replace(frontier_of(problem, found, solver), certificates=certificates)
+    problem = problem_for(schedule, profile, settings, **changes)
+    settings = problem.settings
+    if settings.solver == "lowtime":
+        return frontier_of(problem, solve_lowtime(problem, progress), settings.solver)
+    found, bounds = solve_exact(problem, progress)
+    plans, certificates = bounds.certify(drop_dominated(found))
+    frontier = frontier_of(problem, plans, settings.solver)
+    return replace(frontier, certificates=certificates if settings.certificates else None)
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
@@ -90,8 +64,8 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             micro_batches=schedule.micro_batches,
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
-            switch_cost_s=problem.switch_cost_s,
-            least_dwell_s=problem.least_dwell_s,
+            switch_cost_s=problem.settings.switch_cost_s,
+            least_dwell_s=problem.settings.longest_dwell_s,
             solver=solver,
             simulated=info.simulated,
             gpu=info.gpu,
@@ -110,7 +84,7 @@ def with_alternatives(frontier: Frontier, schedule: Schedule, profile: StageProf
     """
     if frontier.alternatives:
         return frontier
-    problem = problem_for(schedule, profile, frontier.provenance.blocking_power_w)
+    problem = problem_for(schedule, profile, blocking_power_w=frontier.provenance.blocking_power_w)
     return replace(frontier, alternatives=alternatives(problem))
 
 

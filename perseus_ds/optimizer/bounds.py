@@ -361,7 +361,7 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
     problem = problem_for(
         certificates.schedule,
         profile,
-        origin.blocking_power_w,
+        blocking_power_w=origin.blocking_power_w,
         switch_cost_s=origin.switch_cost_s,
         least_dwell_s=origin.least_dwell_s,
     )

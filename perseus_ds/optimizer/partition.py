@@ -332,7 +332,7 @@ class _Search:
 
     def _price_w(self, shares: Floats, deadline_s: float) -> Floats:
         """Return the price of a second of each node and, as the last one, of the iteration, for these stages [W]."""
-        problem = problem_for(self.schedule, self.costs.profile(shares), None)
+        problem = problem_for(self.schedule, self.costs.profile(shares))
         network = Network(problem)
         relaxed = Relaxation(network).solve(max(deadline_s, problem.t_min_s) * (1 + _LATER))
         prices_w, end_w = Verifier(problem).prices_w(*network.dag_flow(np.maximum(relaxed.flow_w, 0.0)))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile, lower_hull
-from perseus_ds.artifacts.validation import LEAST_GPU_W, MOST_GPU_W, MOST_JOULES, MOST_SECONDS, MOST_WATTS
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.planning import PlanningSettings
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -26,8 +27,6 @@ Clocks = tuple[tuple[int, ...], ...]
 """The clocks of a plan, per rank in program order [MHz]."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done, 0 to 1."""
-DwellTimes = Mapping[int, float] | float
-"""The shortest time at one clock, for all clocks or by clock in MHz [s]."""
 
 _SECOND_S = 1.0
 _AS_FAST = 1.002
@@ -63,43 +62,36 @@ class Problem:
 
     Attributes:
         dag: The iteration.
+        settings: With the blocking power of the profile if none was given.
         blocking_power_w: What a waiting GPU draws [W].
         groups: One per (stage, kind) that the profile has.
         node: Shape (n,): DAG node of each decision.
         group: Shape (n,): index into ``groups`` of each decision.
         fixed_s: Shape (nodes of the DAG,): duration of what has no clock to choose, else 0 [s].
-        switch_cost_j: What a change of clock costs [J].
-        switch_cost_s: By how much it delays what follows [s].
-        dwell_s: The shortest time at each clock.
-        least_dwell_s: The longest of these times [s].
     """
 
-    def __init__(
-        self,
-        dag: Dag,
-        profile: StageProfile,
-        blocking_power_w: float,
-        *,
-        switch_cost_j: float = 0.0,
-        switch_cost_s: float = 0.0,
-        least_dwell_s: DwellTimes = 0.0,
-    ) -> None:
+    def __init__(self, dag: Dag, profile: StageProfile, settings: PlanningSettings) -> None:
         """Set up the problem.
 
         Raises:
+            ConfigError: Blocking power is unknown, or a setting is out of range.
             ProfileError: The profile lacks a (stage, kind), has one clock only, or its energies
                 are not above blocking power.
         """
+        power_w = profile.info.blocking_power_w if settings.blocking_power_w is None else settings.blocking_power_w
+        if power_w is None:
+            raise ConfigError(
+                "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
+                "while it waits, such as 83.64 W (A100, from the Perseus paper): --blocking-power-w 83.64."
+            )
         self.dag = dag
         self.profile = profile
-        self.blocking_power_w = blocking_power_w
-        self.switch_cost_j = switch_cost_j
-        self.switch_cost_s = switch_cost_s
-        self.dwell_s = least_dwell_s
-        self.least_dwell_s = _longest_s(least_dwell_s)
+        self.settings = replace(settings, blocking_power_w=power_w)
+        self.settings.check()
+        self.blocking_power_w = power_w
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
         measured = set(profile.keys)
-        fastest_mhz = _shared_fastest_mhz(profile) if switch_cost_s or self.least_dwell_s else None
+        fastest_mhz = _shared_fastest_mhz(profile) if settings.switch_cost_s or settings.longest_dwell_s else None
         index: dict[tuple[int, Kind], int] = {}
         groups: list[InstructionGroup] = []
         node, group = [], []
@@ -112,7 +104,7 @@ class Problem:
                 continue
             if key not in index:
                 index[key] = len(groups)
-                groups.append(_group(profile, *key, blocking_power_w, fastest_mhz))
+                groups.append(_group(profile, *key, power_w, fastest_mhz))
             node.append(number)
             group.append(index[key])
             self.fixed_s[number] = 0.0
@@ -225,7 +217,7 @@ class Problem:
         """
         delays_s = np.zeros(len(self.dag.nodes))
         for decisions, clocks in zip(self.rank_decisions, clocks_mhz, strict=True):
-            delays_s[self.node[decisions]] = self.switch_cost_s * begins_run(np.asarray(clocks))
+            delays_s[self.node[decisions]] = self.settings.switch_cost_s * begins_run(np.asarray(clocks))
         return delays_s
 
     def baseline(self) -> FrequencyPlan:
@@ -285,10 +277,6 @@ def _group(
         measured = ClockOptions(measured.clock_mhz[kept], measured.time_s[kept], measured.energy_j[kept])
     options = measured.pareto(blocking_power_w)
     return InstructionGroup(stage, kind, measured, options, options.effective_energy_j(blocking_power_w))
-
-
-def _longest_s(dwell_s: DwellTimes) -> float:
-    return max(dwell_s.values(), default=0.0) if isinstance(dwell_s, Mapping) else dwell_s
 
 
 @dataclass(frozen=True)
@@ -394,51 +382,23 @@ def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
 
 
 def problem_for(
-    schedule: Schedule,
-    profile: StageProfile,
-    blocking_power_w: float | None,
-    *,
-    switch_cost_j: float = 0.0,
-    switch_cost_s: float = 0.0,
-    least_dwell_s: DwellTimes = 0.0,
+    schedule: Schedule, profile: StageProfile, settings: PlanningSettings | None = None, **changes: Any
 ) -> Problem:
     """Return the optimisation problem of a schedule.
 
+    Args:
+        schedule: What every rank does in one iteration.
+        profile: Time and energy at each clock, and the durations of what has no clock.
+        settings: How plans are computed; the default settings if there are none.
+        changes: Settings by name, in place of those of ``settings``.
+
     Raises:
-        ConfigError: Blocking power is unknown, or an argument is out of range.
+        ConfigError: Blocking power is unknown, or a setting is out of range.
         ProfileError: The profile does not cover the schedule.
     """
-    power_w = profile.info.blocking_power_w if blocking_power_w is None else blocking_power_w
-    if power_w is None:
-        raise ConfigError(
-            "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
-            "while it waits, such as 83.64 W (A100, from the Perseus paper): --blocking-power-w 83.64."
-        )
-    for name, value, most, unit in (
-        ("switch_cost_j", switch_cost_j, MOST_JOULES, "joules"),
-        ("switch_cost_s", switch_cost_s, MOST_SECONDS, "seconds"),
-        ("least_dwell_s", _longest_s(least_dwell_s), MOST_SECONDS, "seconds"),
-        ("blocking_power_w", power_w, MOST_WATTS, "watts"),
-    ):
-        if not 0 <= value <= most:
-            raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
-    if power_w and not LEAST_GPU_W <= power_w <= MOST_GPU_W:
-        other, factor = ("milliwatts", 1e-3) if power_w > MOST_GPU_W else ("kilowatts", 1e3)
-        likely = LEAST_GPU_W <= power_w * factor <= MOST_GPU_W
-        raise ConfigError(
-            f"blocking_power_w={power_w:g}: no waiting GPU draws that; expected {LEAST_GPU_W:g} to {MOST_GPU_W:g} W"
-            + (f". It is probably in {other}: write {power_w * factor:g}." if likely else ", or 0.")
-        )
     if schedule.num_stages > profile.num_stages:
         raise ProfileError(
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
             f"Profile the model with {schedule.num_stages} stages, or give fewer."
         )
-    return Problem(
-        Dag.build(schedule),
-        profile,
-        power_w,
-        switch_cost_j=switch_cost_j,
-        switch_cost_s=switch_cost_s,
-        least_dwell_s=least_dwell_s,
-    )
+    return Problem(Dag.build(schedule), profile, replace(settings or PlanningSettings(), **changes))

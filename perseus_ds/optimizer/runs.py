@@ -31,8 +31,9 @@ import numpy as np
 
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import DwellTimes, Floats, Indices, begins_run
+from perseus_ds.optimizer.problem import Floats, Indices, begins_run
 from perseus_ds.optimizer.search import evenly
+from perseus_ds.planning import DwellTimes
 
 Sequences = list[Indices]
 """A sequence for each rank: indices into the rank's clocks, in program order."""
@@ -155,7 +156,7 @@ class RunSearch:
         Raises:
             ProfileError: A rank's instructions have no clock in common.
         """
-        self._network, self._change_j, self._change_s = network, change_j, network.problem.switch_cost_s
+        self._network, self._change_j, self._change_s = network, change_j, network.problem.settings.switch_cost_s
         chains = network.problem.rank_decisions
         self.ranks = [_Rank(network, chain, dwell_s) for chain in chains if len(chain)]
         self._is_decided = [bool(len(chain)) for chain in chains]

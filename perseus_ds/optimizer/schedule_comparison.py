@@ -18,6 +18,7 @@ from perseus_ds.optimizer.problem import Progress
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Exchange, Launch, Payload, Schedule
+from perseus_ds.planning import PlanningSettings
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -25,10 +26,9 @@ _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def compare_schedules(
     profile: StageProfile,
     schedules: Sequence[tuple[str, Schedule]],
+    settings: PlanningSettings,
     *,
     weight_share: float,
-    blocking_power_w: float | None,
-    plans: int,
     progress: Progress,
 ) -> list[ComparedSchedule]:
     """Compute the frontier of each schedule from a profile measured under any of them.
@@ -43,7 +43,7 @@ def compare_schedules(
             progress(name, (number + done) / len(schedules))
 
         fitted, assumptions = recut(profile, schedule, weight_share=weight_share)
-        frontier = optimize(schedule, fitted, blocking_power_w=blocking_power_w, plans=plans, progress=report)
+        frontier = optimize(schedule, fitted, settings, progress=report)
         result.append(
             ComparedSchedule(
                 name=name,

@@ -227,7 +227,7 @@ _LATE = 1e3
 
 def change_energy_j(problem: Problem) -> float:
     """Return what a change of clock must save [J]."""
-    return max(problem.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
+    return max(problem.settings.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
 
 
 def choose_clocks(network: Network, event_s: Floats) -> Indices:
@@ -245,7 +245,7 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
         The option of every decision, shape (decisions, plans).
     """
     problem, n = network.problem, network.decisions
-    table, change_s = problem.table, problem.switch_cost_s
+    table, change_s = problem.table, problem.settings.switch_cost_s
     slowest = options_at(network, event_s)
     # The slowest option that fits after a change of clock, and where none does.
     window_s = event_s[network.head[:n]] - event_s[network.tail[:n]] - change_s

@@ -44,9 +44,9 @@ _LONG_PLANS = 12
 """For so many deadlines if clocks are to be held."""
 
 
-def solve_exact(problem: Problem, *, plans: int, progress: Progress) -> tuple[list[FrequencyPlan], Bounds]:
-    """Return about ``plans`` plans from ``T_min`` to ``T*``, and what bounds them."""
-    network = Network(problem)
+def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPlan], Bounds]:
+    """Return about so many plans as the settings say from ``T_min`` to ``T*``, and what bounds them."""
+    plans, network = problem.settings.plans, Network(problem)
     relaxation = Relaxation(network)
     bounds = Bounds(problem, network)
     solved = _relaxed(problem, relaxation, bounds, max(2, min(plans, 4 + plans // 4)), progress)
@@ -55,7 +55,7 @@ def solve_exact(problem: Problem, *, plans: int, progress: Progress) -> tuple[li
     deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
     target_s = np.stack([r.event_s for r in solved], axis=1)
     # Else no instruction alone is too short.
-    is_held = problem.least_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
+    is_held = problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
     if _is_long(problem):
         progress("clocks", 0.0)
         found_s = Descent(network).run(round_late(network, problem.table, target_s, time_s), _FIRST_SWEEPS)
@@ -99,7 +99,7 @@ class _FreePlans:
 def _held(network: Network, free: _FreePlans, deadline_s: Floats, progress: Progress) -> list[FrequencyPlan]:
     """Return plans whose clocks are held long enough, given those of free clocks at some of the deadlines."""
     problem = network.problem
-    ladder = dwell_ladder(problem.dwell_s)
+    ladder = dwell_ladder(problem.settings.least_dwell_s)
     by_time = np.argsort(free.time_s, kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]

@@ -22,8 +22,8 @@ from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.problem import DwellTimes
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.planning import PlanningSettings
 
 _NICENESS = 10
 """Training on the same cores goes first."""
@@ -50,10 +50,7 @@ class OptimizeRequest:
     profile: Path
     out: Path
     schedule: Schedule
-    switch_cost_j: float = 0.0
-    switch_cost_s: float = 0.0
-    least_dwell_s: DwellTimes = 0.0
-    plans: int = 120
+    settings: PlanningSettings
 
 
 @dataclass(frozen=True)
@@ -139,14 +136,7 @@ def _write_progress(section: str, done: float) -> None:
 
 
 def _optimize(request: OptimizeRequest) -> None:
-    frontier = optimize(
-        request.schedule,
-        StageProfile.load(request.profile),
-        plans=request.plans,
-        switch_cost_j=request.switch_cost_j,
-        switch_cost_s=request.switch_cost_s,
-        least_dwell_s=request.least_dwell_s,
-        progress=_write_progress,
-    )
+    profile = StageProfile.load(request.profile)
+    frontier = optimize(request.schedule, profile, request.settings, progress=_write_progress)
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
     replace(frontier, provenance=provenance).save(request.out)

@@ -17,6 +17,7 @@ from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
+from perseus_ds.planning import PlanningSettings
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.iterations import NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
@@ -165,16 +166,13 @@ def optimise(
 
     def start() -> None:
         nonlocal worker
+        dwell_s = {
+            clock_mhz: max(table.dwell_s(clock_mhz) for table in latencies)
+            for clock_mhz in job.config.profile.clocks_of(rank.gpu)
+        }
+        settings = PlanningSettings(switch_cost_j=_SWITCH_COST_J, switch_cost_s=price_s, least_dwell_s=dwell_s)
         request = OptimizeRequest(
-            profile=job.profile_path,
-            out=job.output_dir,
-            schedule=job.schedule,
-            switch_cost_j=_SWITCH_COST_J,
-            switch_cost_s=price_s,
-            least_dwell_s={
-                clock_mhz: max(table.dwell_s(clock_mhz) for table in latencies)
-                for clock_mhz in job.config.profile.clocks_of(rank.gpu)
-            },
+            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
         rank.beside_training.callback(worker.stop)

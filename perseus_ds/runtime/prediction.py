@@ -120,7 +120,7 @@ def _by_power(job: Job, profile: StageProfile, sample: IterationSample, gpus_per
     """Return a profile whose times are right with the power that was measured; None where that does not differ."""
     power_w, ranks = profile.info.blocking_power_w or 0.0, len(job.schedule.ranks)
     try:
-        predicted = problem_for(job.schedule, profile, None).baseline()
+        predicted = problem_for(job.schedule, profile).baseline()
     except PerseusError:  # corrected times leave no plan to make
         return None
     waiting_j = power_w * ranks * sample.time_s

@@ -14,7 +14,9 @@ from perseus_ds.optimizer import optimize
 
 @pytest.fixture(scope="module")
 def right():
-    return optimize(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=80.0, plans=4).certificates
+    return optimize(
+        one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=80.0, plans=4, certificates=True
+    ).certificates
 
 
 @pytest.fixture

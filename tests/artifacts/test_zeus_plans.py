@@ -20,7 +20,7 @@ def test_plans_come_back_with_the_same_clocks_times_and_energies(tmp_path, sched
     paths = export_zeus(frontier, tmp_path / "plans")
     assert [p.name for p in paths][:2] == ["freqs_pipeline_00000.py", "freqs_pipeline_00001.py"]
     assert len(paths) == len(frontier.plans)
-    back = frontier_of_imported(read_plans(tmp_path / "plans"), problem_for(schedule, profile, 80.0))
+    back = frontier_of_imported(read_plans(tmp_path / "plans"), problem_for(schedule, profile, blocking_power_w=80.0))
     assert [p.clocks_mhz for p in back.plans] == [p.clocks_mhz for p in frontier.plans]
     assert [p.energy_j for p in back.plans] == pytest.approx([p.energy_j for p in frontier.plans])
     assert back.provenance.solver == "imported"
@@ -41,7 +41,7 @@ def test_a_tail_without_a_clock_runs_at_the_highest(tmp_path):
     profile = synthetic_profile(2, kinds=ALL)
     schedule = one_f_one_b(2, 2)
     export_zeus(optimize(schedule, profile, blocking_power_w=80.0, solver="lowtime"), tmp_path)
-    back = frontier_of_imported(read_plans(tmp_path), problem_for(schedule, profile, 80.0))
+    back = frontier_of_imported(read_plans(tmp_path), problem_for(schedule, profile, blocking_power_w=80.0))
     assert {clocks[-1] for plan in back.plans for clocks in plan.clocks_mhz} == {1410}
 
 
@@ -122,7 +122,7 @@ def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text
 )
 def test_a_plan_that_does_not_fit_names_file_rank_and_instruction(tmp_path, text, message):
     (tmp_path / "freqs_pipeline_00000.py").write_text(text)
-    problem = problem_for(one_f_one_b(2, 1), synthetic_profile(2), 80.0)
+    problem = problem_for(one_f_one_b(2, 1), synthetic_profile(2), blocking_power_w=80.0)
     with pytest.raises(FrontierError, match=message) as error:
         frontier_of_imported(read_plans(tmp_path), problem)
     assert "freqs_pipeline_00000.py" in str(error.value)

@@ -45,7 +45,7 @@ def closure(machine: Any, results: Results) -> None:
 
 def _energy_and_time(machine: Any, results: Results, output: Path) -> None:
     schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=machine.size[3])
-    predicted = problem_for(schedule, StageProfile.load(output / "profile.csv"), None).baseline()
+    predicted = problem_for(schedule, StageProfile.load(output / "profile.csv")).baseline()
     records = [r for r in read_records(output) if isinstance(r, IterationRecord) and r.phase == "observe"][2:]
     time_s = statistics.fmean(record.time_s for record in records)
     energies_j = [record.energy_j for record in records if record.energy_j is not None]

@@ -51,7 +51,7 @@ def test_points_of_an_alternative_rise_in_time_and_fall_in_energy(frontier):
 
 def test_one_clock_is_what_the_same_clocks_take_as_a_plan(frontier):
     profile = StageProfile.load(stage_profile("a100-sxm"))
-    problem = problem_for(one_f_one_b(8, 24), profile, POWER_W)
+    problem = problem_for(one_f_one_b(8, 24), profile, blocking_power_w=POWER_W)
     for point in points_of(frontier, "one clock for all GPUs"):
         clock_mhz = int(point.setting.removesuffix(" MHz"))
         plan = problem.evaluate(tuple((clock_mhz,) * len(stream) for stream in problem.instructions))
@@ -65,7 +65,9 @@ def test_one_clock_is_one_that_all_stages_have():
     def found(*left_out):
         """The alternatives without some rows (stage, kind, clock), by name."""
         part = profile.where(lambda *row: row not in left_out)
-        return {one.name: one.points for one in alternatives(problem_for(one_f_one_b(2, 4), part, 40.0))}
+        return {
+            one.name: one.points for one in alternatives(problem_for(one_f_one_b(2, 4), part, blocking_power_w=40.0))
+        }
 
     one_clock = "one clock for all GPUs"
     assert f"{clocks[2]} MHz" in {point.setting for point in found()[one_clock]}
@@ -80,7 +82,7 @@ def test_one_clock_is_one_that_all_stages_have():
 
 def test_no_instruction_is_above_the_power_cap():
     profile = synthetic_profile(2, clocks=6)
-    problem = problem_for(one_f_one_b(2, 4), profile, 40.0)
+    problem = problem_for(one_f_one_b(2, 4), profile, blocking_power_w=40.0)
     least_w = max(float((g.measured.energy_j / g.measured.time_s).min()) for g in problem.groups)
     caps = next(one.points for one in alternatives(problem) if one.name == "one power cap for all GPUs")
     assert caps
@@ -110,7 +112,7 @@ def test_envpipes_rule_takes_no_more_time_than_the_fastest_clocks(frontier):
 
 def test_ranks_with_two_stages_have_alternatives_too():
     profile = synthetic_profile(4)
-    found = alternatives(problem_for(dual_pipe_v(2, 6), profile, 40.0))
+    found = alternatives(problem_for(dual_pipe_v(2, 6), profile, blocking_power_w=40.0))
     assert all(one.points for one in found)
 
 

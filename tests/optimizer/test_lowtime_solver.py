@@ -5,14 +5,13 @@ from pipelines import EarlyRecomputation, dual_pipe_v, one_f_one_b, scaled, synt
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.lowtime import solve_lowtime, unit_time_s
-from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule
-from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 
 
 def solve(schedule, profile, progress=lambda what, done: None):
-    problem = Problem(Dag.build(schedule), profile, 80.0)
+    problem = problem_for(schedule, profile, blocking_power_w=80.0)
     return problem, solve_lowtime(problem, progress)
 
 
@@ -48,9 +47,9 @@ def test_progress_rises_to_one():
 
 def test_the_unit_is_a_millisecond_or_less_for_short_instructions():
     schedule = one_f_one_b(2, 2)
-    assert unit_time_s(Problem(Dag.build(schedule), synthetic_profile(2), 80.0)) == 1e-3
+    assert unit_time_s(problem_for(schedule, synthetic_profile(2), blocking_power_w=80.0)) == 1e-3
     short = scaled(synthetic_profile(2), time=1 / 50, energy=1 / 50)
-    assert unit_time_s(Problem(Dag.build(schedule), short, 80.0)) == pytest.approx(0.05 / 50 / 25)
+    assert unit_time_s(problem_for(schedule, short, blocking_power_w=80.0)) == pytest.approx(0.05 / 50 / 25)
 
 
 def test_a_profile_fifty_times_shorter_gives_as_good_a_frontier():

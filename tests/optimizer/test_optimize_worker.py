@@ -19,13 +19,15 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.pipeline.commands import read_schedule
+from perseus_ds.planning import PlanningSettings
 
 
 def request(tmp_path, schedule=None, **changes):
     schedule = schedule or one_f_one_b(2, 4)
     synthetic_profile(schedule.num_stages, simulated=True, blocking_power_w=80.0).save(tmp_path / "p" / "profile.csv")
-    values = {"profile": tmp_path / "p" / "profile.csv", "out": tmp_path / "f", "plans": 8}
-    return OptimizeRequest(**{**values, "schedule": schedule, **changes})
+    profile = changes.pop("profile", tmp_path / "p" / "profile.csv")
+    settings = PlanningSettings(**{"plans": 8, **changes})
+    return OptimizeRequest(profile=profile, out=tmp_path / "f", schedule=schedule, settings=settings)
 
 
 def result_of(worker):

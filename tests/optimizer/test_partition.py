@@ -45,7 +45,7 @@ def all_cuts(layers, stages):
 
 
 def time_s(model, schedule, cut):
-    return problem_for(schedule, model.profile(shares_of(cut)), None).baseline().time_s
+    return problem_for(schedule, model.profile(shares_of(cut))).baseline().time_s
 
 
 seconds = st.floats(0.01, 0.1)
@@ -103,7 +103,7 @@ def test_a_heavy_head_gets_fewer_layers_beside_it():
 def test_energies_are_those_of_the_planner():
     model, schedule = costs([0.01] * 8, [0.02] * 8), one_f_one_b(4, 8)
     uniform = best_partition(model, schedule).uniform
-    baseline = problem_for(schedule, model.profile(shares_of((2, 2, 2, 2))), None).baseline()
+    baseline = problem_for(schedule, model.profile(shares_of((2, 2, 2, 2)))).baseline()
     assert (uniform.time_s, uniform.energy_j) == pytest.approx((baseline.time_s, baseline.energy_j))
 
 

@@ -17,7 +17,7 @@ def one_rank(forward_s, backward_s):
     """A forward at 300 W and a backward at 500 W, the same at both clocks."""
     times_s = {Kind.FORWARD: (forward_s, 300.0), Kind.BACKWARD: (backward_s, 500.0)}
     rows = [Measurement(0, k, mhz, t, w * t) for k, (t, w) in times_s.items() for mhz in (1200, 1410)]
-    return problem_for(one_f_one_b(1, 1), StageProfile(rows), 100.0)
+    return problem_for(one_f_one_b(1, 1), StageProfile(rows), blocking_power_w=100.0)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_extremes_are_those_of_the_worst_second(forward_s, backward_s, expected)
 @given(ranks=st.integers(1, 4), micro_batches=st.integers(1, 8), scale=st.floats(0.5, 40.0))
 def test_no_second_of_a_fine_simulation_is_beyond_the_extremes(ranks, micro_batches, scale):
     profile = scaled(synthetic_profile(ranks), time=scale, energy=scale)
-    problem = problem_for(one_f_one_b(ranks, micro_batches), profile, 40.0)
+    problem = problem_for(one_f_one_b(ranks, micro_batches), profile, blocking_power_w=40.0)
     plan = problem.plan(problem.most_frugal)
     swing, durations = power_swing(problem, plan), problem.durations_s(problem.most_frugal)
     end_s = problem.dag.finish_s(durations)

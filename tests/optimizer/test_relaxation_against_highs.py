@@ -13,6 +13,7 @@ from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.dag import Dag, Node
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Load, Schedule
+from perseus_ds.planning import PlanningSettings
 
 POWER_W = 80.0
 
@@ -35,7 +36,8 @@ def random_dags(draw):
 
 def relaxation_of(dag):
     stages = 1 + max(node.work.stage for node in dag.nodes if not hasattr(node.work, "source"))
-    return Relaxation(Network(Problem(dag, synthetic_profile(stages, load_s={0: 0.02, 1: 0.0}), POWER_W)))
+    profile = synthetic_profile(stages, load_s={0: 0.02, 1: 0.0}, blocking_power_w=POWER_W)
+    return Relaxation(Network(Problem(dag, profile, PlanningSettings())))
 
 
 def check(relaxation, slowdown):

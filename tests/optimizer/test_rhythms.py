@@ -28,7 +28,7 @@ def test_no_choice_of_options_that_is_as_fast_needs_less(seed, count):
             synthetic_profile(2, clocks=4).measurements, np.random.default_rng(seed).uniform(0.7, 1.3, 16), strict=True
         )
     ]
-    groups = problem_for(one_f_one_b(2, 2), StageProfile(rows), 0.0).groups[:count]
+    groups = problem_for(one_f_one_b(2, 2), StageProfile(rows), blocking_power_w=0.0).groups[:count]
     time_s, cost_j, chosen = joint_options(groups)
     assert np.all(np.diff(time_s) > 0)
     assert np.all(np.diff(cost_j) < 0)
@@ -52,7 +52,7 @@ def rounded(problem, deadline_s):
 @given(st.sampled_from([one_f_one_b, dual_pipe_v]), st.integers(1, 3), st.integers(6, 9), st.floats(0.0, 0.3))
 def test_plans_in_rhythms_meet_their_deadlines(pipeline, ranks, micro_batches, slowdown):
     schedule = pipeline(ranks, micro_batches)
-    problem = problem_for(schedule, synthetic_profile(schedule.num_stages), 80.0)
+    problem = problem_for(schedule, synthetic_profile(schedule.num_stages), blocking_power_w=80.0)
     deadline_s = problem.t_min_s * (1 + np.array([1e-6, slowdown + 1e-6]))
     network, event_s = rounded(problem, deadline_s)
     mixed_s = mixed_into(network, event_s, deadline_s)
@@ -61,7 +61,7 @@ def test_plans_in_rhythms_meet_their_deadlines(pipeline, ranks, micro_batches, s
 
 
 def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
-    problem = problem_for(one_f_one_b(8, 48), StageProfile.load(stage_profile("a40")), 70.38)
+    problem = problem_for(one_f_one_b(8, 48), StageProfile.load(stage_profile("a40")), blocking_power_w=70.38)
     deadline_s = problem.t_min_s * np.array([1.008, 1.02, 1.03])
     network, event_s = rounded(problem, deadline_s)
     descent = Descent(network)
@@ -73,7 +73,7 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
 
 def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock_fits():
     """The published A40: at 1 % above T_min, half of the backwards at the clock at which energy drops."""
-    problem = problem_for(one_f_one_b(8, 24), StageProfile.load(stage_profile("a40")), 70.38)
+    problem = problem_for(one_f_one_b(8, 24), StageProfile.load(stage_profile("a40")), blocking_power_w=70.38)
     deadline_s = np.array([1.01 * problem.t_min_s])
     network = Network(problem)
     descent = Descent(network)
@@ -89,7 +89,7 @@ def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock
     ids=["gpipe", "one micro-batch"],
 )
 def test_where_ranks_repeat_nothing_in_turns_plans_stay_as_they_are(schedule):
-    problem = problem_for(schedule, synthetic_profile(schedule.num_stages), 80.0)
+    problem = problem_for(schedule, synthetic_profile(schedule.num_stages), blocking_power_w=80.0)
     deadline_s = np.array([problem.t_min_s * 1.1])
     network, event_s = rounded(problem, deadline_s)
     np.testing.assert_array_equal(mixed_into(network, event_s, deadline_s), event_s)

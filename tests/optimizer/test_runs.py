@@ -48,7 +48,7 @@ def runs_s(problem, plan):
         for number, (work, clock) in enumerate(zip(stream, clocks, strict=True)):
             duration_s[node_of[work]] = times_s[work.stage, work.kind, clock]
             if clock != clocks[number - 1]:
-                duration_s[node_of[work]] += problem.switch_cost_s
+                duration_s[node_of[work]] += problem.settings.switch_cost_s
     finish_s = dag.finish_s(duration_s)
     assert max(finish_s) == pytest.approx(plan.time_s, rel=1e-12)
     result = []
@@ -71,7 +71,7 @@ def test_every_run_of_every_plan_lasts_its_dwell_time(name, switch_cost_s, seed,
     profile, dwell_s = noisy_profile(schedule.num_stages, 8, seed), pairs * PAIR_S
     costs = {"switch_cost_s": switch_cost_s, "least_dwell_s": dwell_s}
     frontier = optimize(schedule, profile, blocking_power_w=POWER_W, plans=5, **costs)
-    problem = problem_for(schedule, profile, POWER_W, **costs)
+    problem = problem_for(schedule, profile, blocking_power_w=POWER_W, **costs)
     for plan in frontier.plans:
         assert min((s for runs in runs_s(problem, plan) for _, s in runs), default=dwell_s) >= dwell_s * (1 - 1e-9)
         assert plan.energy_j >= plan.lower_bound_j
@@ -83,7 +83,7 @@ def test_a_clock_that_comes_late_is_held_for_longer_than_others():
     clocks = profile.options(0, Kind.FORWARD).clock_mhz.tolist()
     dwell_s = {clock: (6.0 if clock < clocks[4] else 1.0) * PAIR_S for clock in clocks}
     frontier = optimize(schedule, profile, blocking_power_w=POWER_W, plans=12, least_dwell_s=dwell_s)
-    problem = problem_for(schedule, profile, POWER_W, least_dwell_s=6.0 * PAIR_S)
+    problem = problem_for(schedule, profile, blocking_power_w=POWER_W, least_dwell_s=6.0 * PAIR_S)
     found = [run for plan in frontier.plans for runs in runs_s(problem, plan) for run in runs]
     assert all(length_s >= dwell_s[clock] * (1 - 1e-9) for clock, length_s in found)
     assert any(length_s < 6.0 * PAIR_S for _, length_s in found)
@@ -95,13 +95,13 @@ DEADLINES = np.linspace(1.0, 1.25, 4)
 
 def small_case(seed, dwell_s):
     """A search among plans of a small pipeline, and its deadlines."""
-    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), POWER_W, least_dwell_s=dwell_s)
+    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W, least_dwell_s=dwell_s)
     return RunSearch(Network(problem), dwell_s), problem.t_min_s * DEADLINES
 
 
 def free_plans(search, seed, deadline_s):
     """For each deadline, the plan of free clocks, and what a second of each instruction is worth."""
-    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), POWER_W)
+    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W)
     frontier = optimize(problem.dag.schedule, problem.profile, blocking_power_w=POWER_W, plans=12)
     relaxation = Relaxation(Network(problem))
     found = []
@@ -157,7 +157,8 @@ def test_without_a_dwell_time_no_plan_needs_more_than_that_of_free_clocks(seed):
 def test_a_run_continues_across_the_end_of_the_iteration(seed, rises):
     """Every rank has one clock in the middle of the iteration, and another one, higher or lower, at both its ends."""
     search, _ = small_case(seed, 2 * PAIR_S)
-    problem, rng = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), POWER_W), np.random.default_rng(seed)
+    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W)
+    rng = np.random.default_rng(seed)
     clocks = []
     for rank in search.ranks:
         middle = np.zeros(len(rank.decisions), dtype=np.intp)

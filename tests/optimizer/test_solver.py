@@ -13,10 +13,9 @@ from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.optimizer import optimize, solver
 from perseus_ds.optimizer.bounds import Tangent, Verifier, find_path_pairs
-from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.solver import refine
 from perseus_ds.pipeline.commands import read_schedule
-from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 
 POWER_W = 80.0
@@ -43,9 +42,7 @@ def noisy_profile(stages, clocks, seed, **info):
 
 
 def solve(problem, plans=12):
-    costs = {"switch_cost_j": problem.switch_cost_j, "switch_cost_s": problem.switch_cost_s}
-    schedule, power_w = problem.dag.schedule, problem.blocking_power_w
-    return optimize(schedule, problem.profile, blocking_power_w=power_w, plans=plans, **costs)
+    return optimize(problem.dag.schedule, problem.profile, problem.settings, plans=plans, certificates=True)
 
 
 SCHEDULES = {
@@ -61,7 +58,7 @@ SCHEDULES = {
 @given(seed=st.integers(0, 10_000))
 def test_plans_run_from_t_min_to_t_star_and_never_beat_their_bound(name, info, seed):
     schedule = SCHEDULES[name]()
-    problem = Problem(Dag.build(schedule), noisy_profile(schedule.num_stages, 7, seed, **info), POWER_W)
+    problem = problem_for(schedule, noisy_profile(schedule.num_stages, 7, seed, **info), blocking_power_w=POWER_W)
     proven = solve(problem)
     assert proven.plans[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
     for faster, slower in itertools.pairwise(proven.plans):
@@ -88,7 +85,9 @@ def every_plan(problem):
 @given(seed=st.integers(0, 10_000), shape=st.sampled_from([(1, 3, 3), (2, 2, 2), (2, 1, 4), (3, 1, 2)]))
 def test_on_tiny_pipelines_the_optimum_lies_between_bound_and_plan(seed, shape):
     ranks, micro_batches, clocks = shape
-    problem = Problem(Dag.build(one_f_one_b(ranks, micro_batches)), noisy_profile(ranks, clocks, seed), POWER_W)
+    problem = problem_for(
+        one_f_one_b(ranks, micro_batches), noisy_profile(ranks, clocks, seed), blocking_power_w=POWER_W
+    )
     time_s, energy_j = every_plan(problem)
     excess = []
     for plan in solve(problem).plans:
@@ -102,7 +101,7 @@ def test_on_tiny_pipelines_the_optimum_lies_between_bound_and_plan(seed, shape):
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_no_flow_whatever_proves_more_than_the_optimum(seed):
-    problem = Problem(Dag.build(one_f_one_b(2, 2)), noisy_profile(2, 2, seed), POWER_W)
+    problem = problem_for(one_f_one_b(2, 2), noisy_profile(2, 2, seed), blocking_power_w=POWER_W)
     time_s, energy_j = every_plan(problem)
     verifier, rng = Verifier(problem), np.random.default_rng(seed)
     edges = sum(map(len, problem.dag.predecessors))
@@ -135,8 +134,8 @@ def test_recomputation_and_a_profiled_tail_are_decided_too():
 
 
 def test_expensive_clock_changes_make_plans_change_less():
-    problem = Problem(Dag.build(one_f_one_b(4, 8)), noisy_profile(4, 12, 3), POWER_W)
-    priced = Problem(problem.dag, problem.profile, POWER_W, switch_cost_j=50.0)
+    problem = problem_for(one_f_one_b(4, 8), noisy_profile(4, 12, 3), blocking_power_w=POWER_W)
+    priced = problem_for(problem.dag.schedule, problem.profile, blocking_power_w=POWER_W, switch_cost_j=50.0)
     free, expensive = solve(problem).plans, solve(priced).plans
     changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, expensive)]
     assert changes[1] < 0.7 * changes[0]
@@ -146,14 +145,16 @@ def test_expensive_clock_changes_make_plans_change_less():
 
 def slowed_by_changes(plan, problem, change_s):
     """The time of a plan if each change of clock delays the next instruction, by the rows of the profile."""
-    delayed = Problem(problem.dag, problem.profile, problem.blocking_power_w, switch_cost_s=change_s)
+    delayed = problem_for(
+        problem.dag.schedule, problem.profile, blocking_power_w=problem.blocking_power_w, switch_cost_s=change_s
+    )
     return delayed.evaluate(plan.clocks_mhz).time_s
 
 
 def test_plans_leave_room_for_the_delay_of_a_clock_change():
     change_s = 0.004
-    free = Problem(Dag.build(one_f_one_b(4, 8)), synthetic_profile(4), POWER_W)
-    priced = Problem(free.dag, free.profile, POWER_W, switch_cost_s=change_s)
+    free = problem_for(one_f_one_b(4, 8), synthetic_profile(4), blocking_power_w=POWER_W)
+    priced = problem_for(free.dag.schedule, free.profile, blocking_power_w=POWER_W, switch_cost_s=change_s)
     careless, careful = solve(free).plans, solve(priced).plans
     assert slowed_by_changes(careless[0], free, change_s) > 1.01 * free.t_min_s
     assert careful[0].time_s == slowed_by_changes(careful[0], free, change_s) <= 1.0001 * free.t_min_s
@@ -162,7 +163,7 @@ def test_plans_leave_room_for_the_delay_of_a_clock_change():
 
 
 def test_where_waiting_costs_nothing_the_slowest_clocks_are_the_last_plan():
-    problem = Problem(Dag.build(one_f_one_b(2, 3)), synthetic_profile(2), 0.0)
+    problem = problem_for(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=0.0)
     assert solve(problem).plans[-1].energy_j == pytest.approx(problem.plan(problem.most_frugal).energy_j)
 
 
@@ -217,7 +218,7 @@ def test_a_profile_that_cannot_be_planned_for_is_refused(profile, words):
         ({"blocking_power_w": 1e10}, "blocking_power_w=10000000000.0"),
         ({"blocking_power_w": 83640.0}, "blocking_power_w=83640: .* probably in milliwatts: write 83.64"),
         ({"blocking_power_w": 0.08364}, "blocking_power_w=0.08364: .* probably in kilowatts: write 83.64"),
-        ({"plans": 999_999_999}, "plans=999999999: at most 10000 are computed"),
+        ({"plans": 999_999_999}, r"plans=999999999: expected 2, one for T_min and one for T\*, to 10000"),
     ],
 )
 def test_an_argument_out_of_range_is_refused_before_planning(arguments, words, monkeypatch):
@@ -229,7 +230,7 @@ def test_an_argument_out_of_range_is_refused_before_planning(arguments, words, m
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_plans_of_long_iterations_meet_their_deadlines_and_are_proven(name, monkeypatch):
     schedule = SCHEDULES[name]()
-    problem = Problem(Dag.build(schedule), synthetic_profile(schedule.num_stages, **FIXED), POWER_W)
+    problem = problem_for(schedule, synthetic_profile(schedule.num_stages, **FIXED), blocking_power_w=POWER_W)
     monkeypatch.setattr(solver, "_LONG", 0)
     proven = solve(problem)
     assert proven.plans[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
@@ -240,7 +241,7 @@ def test_plans_of_long_iterations_meet_their_deadlines_and_are_proven(name, monk
 
 
 def test_gaps_of_long_iterations_are_nearly_those_of_a_full_search(monkeypatch):
-    problem = Problem(Dag.build(one_f_one_b(4, 40)), synthetic_profile(4), POWER_W)
+    problem = problem_for(one_f_one_b(4, 40), synthetic_profile(4), blocking_power_w=POWER_W)
     full = solve(problem, plans=40)
     monkeypatch.setattr(solver, "_LONG", 0)
     proven = solve(problem, plans=40)
@@ -264,7 +265,7 @@ def two_clocks_profile(stages, seed):
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(seed):
-    problem = Problem(Dag.build(one_f_one_b(2, 3)), two_clocks_profile(2, seed), POWER_W / 10)
+    problem = problem_for(one_f_one_b(2, 3), two_clocks_profile(2, seed), blocking_power_w=POWER_W / 10)
     assert find_path_pairs(problem)
     time_s, energy_j = every_plan(problem)
     verifier, rng = Verifier(problem), np.random.default_rng(seed)
@@ -281,7 +282,7 @@ def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(seed):
 
 
 def test_neighbouring_ranks_meet_between_parallel_paths():
-    problem = Problem(Dag.build(one_f_one_b(4, 10)), synthetic_profile(4, **FIXED), POWER_W)
+    problem = problem_for(one_f_one_b(4, 10), synthetic_profile(4, **FIXED), blocking_power_w=POWER_W)
     found, nodes = find_path_pairs(problem), problem.dag.nodes
     assert {pairs.rank for pairs in found} == {0, 1, 2}
     for pairs in found:
@@ -295,7 +296,7 @@ def test_neighbouring_ranks_meet_between_parallel_paths():
 
 
 def test_neighbours_bounded_together_prove_more(monkeypatch):
-    problem = Problem(Dag.build(one_f_one_b(2, 12)), two_clocks_profile(2, 3), POWER_W / 10)
+    problem = problem_for(one_f_one_b(2, 12), two_clocks_profile(2, 3), blocking_power_w=POWER_W / 10)
     proven = solve(problem)
     monkeypatch.setattr("perseus_ds.optimizer.bounds.find_path_pairs", lambda problem: [])
     alone = Verifier(problem)

@@ -27,8 +27,8 @@ def profile():
 def written(profile, tmp_path_factory):
     """A folder with frontier.json and certificates.npz."""
     folder = tmp_path_factory.mktemp("frontier")
-    frontier = optimize(one_f_one_b(2, 4), profile, blocking_power_w=POWER_W, plans=12)
-    frontier.save(folder, certificates=True)
+    frontier = optimize(one_f_one_b(2, 4), profile, blocking_power_w=POWER_W, plans=12, certificates=True)
+    frontier.save(folder)
     return folder
 
 
@@ -44,8 +44,8 @@ def test_what_was_written_is_verified(written, profile):
 
 def test_two_stages_a_rank_are_verified(tmp_path):
     profile = synthetic_profile(4)
-    frontier = optimize(dual_pipe_v(2, 4), profile, blocking_power_w=POWER_W, plans=6)
-    frontier.save(tmp_path, certificates=True)
+    frontier = optimize(dual_pipe_v(2, 4), profile, blocking_power_w=POWER_W, plans=6, certificates=True)
+    frontier.save(tmp_path)
     assert check(tmp_path, profile) == max(plan.gap for plan in frontier.plans)
 
 

@@ -105,8 +105,8 @@ def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start
     job = start(mode="auto", gpu={"lock_latency_s": latency_s}, **SLOWER)
     job.worker = Recording
     job.train_until("run")
-    assert set(requests[0].least_dwell_s) == set(SimulatedGpu.named("a100-sxm").supported_clocks_mhz())
-    shortest_s, *_, longest_s = sorted(requests[0].least_dwell_s.values())
+    assert set(requests[0].settings.least_dwell_s) == set(SimulatedGpu.named("a100-sxm").supported_clocks_mhz())
+    shortest_s, *_, longest_s = sorted(requests[0].settings.least_dwell_s.values())
     assert (shortest_s, longest_s) == pytest.approx((2 * latency_s, 2 * latency_s), abs=0.003)
 
 

@@ -14,9 +14,8 @@ from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 
@@ -46,7 +45,7 @@ def save_random_plan(
 def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> FrequencyPlan:
     """Save a frontier of one plan, with a random clock of the profile for every instruction; return it."""
     blocking_power_w = profile.info.blocking_power_w or 0.0
-    problem = Problem(Dag.build(schedule), profile, blocking_power_w)
+    problem = problem_for(schedule, profile, blocking_power_w=blocking_power_w)
     draw = random.Random(3)
     plan = problem.evaluate(
         tuple(

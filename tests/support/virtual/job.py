@@ -345,14 +345,8 @@ class WorkerAtOnce:
             return OptimizeResult(self.problem)
         if self._result is None:
             request = self._request
-            frontier = optimize(
-                request.schedule,
-                StageProfile.load(request.profile),
-                plans=20,
-                switch_cost_j=request.switch_cost_j,
-                switch_cost_s=request.switch_cost_s,
-                least_dwell_s=request.least_dwell_s,
-            )
+            profile = StageProfile.load(request.profile)
+            frontier = optimize(request.schedule, profile, request.settings, plans=20)
             frontier.save(request.out)
             self._result = OptimizeResult()
         return self._result

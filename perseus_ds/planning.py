@@ -1,0 +1,75 @@
+"""The settings with which plans are computed, shared by the command line, ``optimize()``, jobs and their workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from perseus_ds.errors import ConfigError
+
+DwellTimes = Mapping[int, float] | float
+"""The shortest time at one clock, for all clocks or by clock in MHz [s]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningSettings:
+    """How plans are computed from a profile."""
+
+    blocking_power_w: float | None = None
+    """power of a GPU that waits for its neighbour [W]; by default the profile's"""
+    solver: Literal["exact", "lowtime"] = "exact"
+    """exact gives a lower bound for each plan, lowtime is the published solver"""
+    plans: int = 120
+    """number of deadlines, from T_min to T*, for which exact computes a plan"""
+    switch_cost_j: float = 0.0
+    """energy that exact assumes for a change of clock when it chooses clocks [J]"""
+    switch_cost_s: float = 0.0
+    """delay that exact assumes for what follows a change of clock [s]"""
+    least_dwell_s: DwellTimes = 0.0
+    """shortest time at one clock in plans of exact, for all clocks or by clock in MHz [s]"""
+    certificates: bool = False
+    """write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify"""
+
+    @property
+    def longest_dwell_s(self) -> float:
+        """The longest of the shortest times at a clock [s]."""
+        dwell_s = self.least_dwell_s
+        return max(dwell_s.values(), default=0.0) if isinstance(dwell_s, Mapping) else dwell_s
+
+    def check(self) -> None:
+        """Check that every value is within its limits.
+
+        Raises:
+            ConfigError: One is not.
+        """
+        # Here, since the help of the command line imports this module and needs no pydantic.
+        from perseus_ds.artifacts.validation import (
+            LEAST_GPU_W,
+            MOST_GPU_W,
+            MOST_JOULES,
+            MOST_PLANS,
+            MOST_SECONDS,
+            MOST_WATTS,
+        )
+
+        power_w = self.blocking_power_w or 0.0
+        for name, value, most, unit in (
+            ("switch_cost_j", self.switch_cost_j, MOST_JOULES, "joules"),
+            ("switch_cost_s", self.switch_cost_s, MOST_SECONDS, "seconds"),
+            ("least_dwell_s", self.longest_dwell_s, MOST_SECONDS, "seconds"),
+            ("blocking_power_w", power_w, MOST_WATTS, "watts"),
+        ):
+            if not 0 <= value <= most:
+                raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
+        if power_w and not LEAST_GPU_W <= power_w <= MOST_GPU_W:
+            other, factor = ("milliwatts", 1e-3) if power_w > MOST_GPU_W else ("kilowatts", 1e3)
+            likely = LEAST_GPU_W <= power_w * factor <= MOST_GPU_W
+            raise ConfigError(
+                f"blocking_power_w={power_w:g}: no waiting GPU draws that; expected {LEAST_GPU_W:g} to {MOST_GPU_W:g} W"
+                + (f". It is probably in {other}: write {power_w * factor:g}." if likely else ", or 0.")
+            )
+        if not 2 <= self.plans <= MOST_PLANS:
+            raise ConfigError(f"plans={self.plans}: expected 2, one for T_min and one for T*, to {MOST_PLANS}.")
+        if self.certificates and self.solver != "exact":
+            raise ConfigError("certificates=True: only the solver exact proves bounds. Leave one of the two out.")
