@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -19,8 +21,9 @@ from perseus_ds.errors import ConfigError
 class Watch:
     """Show how a job goes, anywhere where its folder can be read; the jobs of a folder in a line each.
 
-    It ends with the job. In a terminal, p pauses the plans, r resumes them and o asks for another policy, where the
-    job can be reached: on the node of rank 0, by its owner. q leaves. Where there is no job yet, it waits for one.
+    It ends with the job. In a terminal, p pauses the plans, r resumes them and o asks for another order, written as
+    after "perseus-ds control" but without RUN, where the job can be reached: on the node of rank 0, by its owner. q
+    leaves. Where there is no job yet, it waits for one.
     """
 
     examples = (
@@ -48,8 +51,18 @@ class Watch:
         elif self.once or not sys.stdout.isatty():
             print_once(jobs, Console(file=terminal()))
         else:
-            watch(jobs, Console(file=terminal()))
+            watch(jobs, Console(file=terminal()), answer_to)
         return 0
+
+
+def answer_to(words: list[str]) -> str:
+    """Return what ``perseus-ds control`` prints with these arguments, in one line and without boxes."""
+    from perseus_ds.cli.main import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        main(["control", *words])
+    return " ".join(re.sub(r"(?m)^[+|]|[+|]$|-{4,}", " ", printed.getvalue()).split())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import select
+import shlex
 import sys
 import termios
 import time
@@ -29,7 +30,7 @@ from perseus_ds.artifacts.run_records import (
     policy_in_words,
 )
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
+from perseus_ds.policy.control_socket import ADDRESS_FILE
 from perseus_ds.runtime.progress import PHASES, JobFacts, JobLog
 from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts
 
@@ -339,20 +340,25 @@ def print_once(jobs: Jobs, console: Console) -> None:
         console.print(text, markup=False)
 
 
-def watch(jobs: Jobs, console: Console) -> None:
+def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> None:
     """Show how the jobs go until all have ended, or somebody leaves; then print it once more.
 
     Where there is no job yet, wait for one.
+
+    Args:
+        jobs: The jobs.
+        console: Where to show them.
+        control: Gives an order, as the arguments of ``perseus-ds control``, and returns the answer.
     """
     with _single_characters() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
 
-        def policy() -> str:
+        def order() -> str:
             live.stop()
             with contextlib.suppress(KeyboardInterrupt, EOFError):
-                return ask("policy, such as slowdown max_slowdown=0.05: ")
+                return ask("perseus-ds control, such as policy --name slowdown --max-slowdown 0.05: ")
             return ""
 
-        keys = Keys(policy)
+        keys = Keys(order, control)
         while True:
             try:
                 followers = jobs.followers()
@@ -392,12 +398,13 @@ class Keys:
         folder: Of the job that takes orders; None where there is none.
 
     Args:
-        ask: Asks for a policy and its settings; returns what was typed.
+        ask: Asks for an order; returns what was typed.
+        control: Gives an order; see ``watch``.
     """
 
-    def __init__(self, ask: Callable[[], str]) -> None:
+    def __init__(self, ask: Callable[[], str], control: Callable[[list[str]], str]) -> None:
         self.folder: Path | None = None
-        self._ask = ask
+        self._ask, self._control = ask, control
         self._answer = ""
 
     @property
@@ -405,7 +412,7 @@ class Keys:
         """What can be typed, or what came of the last order."""
         if self.folder is None:
             return "[q] leave"
-        return self._answer or "[p] pause  [r] resume  [o] policy  [q] leave"
+        return self._answer or "[p] pause  [r] resume  [o] order  [q] leave"
 
     def press(self, key: str) -> bool:
         """Carry out a key; return whether to go on."""
@@ -413,33 +420,13 @@ class Keys:
             return False
         if self.folder is not None:
             self._answer = ""
-            if key == "o" and (words := self._ask()):
-                self._answer = _ordered(self.folder, {"command": "policy", "policy": policy_of(words)})
-            elif key in ("p", "r"):
-                self._answer = _ordered(self.folder, {"command": "pause" if key == "p" else "resume"})
+            typed = {"p": "pause", "r": "resume"}.get(key) or (self._ask() if key == "o" else "")
+            try:
+                if words := shlex.split(typed):
+                    self._answer = self._control([words[0], str(self.folder), *words[1:]])
+            except ValueError as error:  # a quotation mark without its partner
+                self._answer = f"{typed}: {error}"
         return True
-
-
-def _ordered(folder: Path, order: dict[str, object]) -> str:
-    """Give an order; return the answer."""
-    try:
-        parse_order(order)
-        return str(send_order(folder, order).get("done"))
-    except ConfigError as error:
-        return " ".join(str(error).split())
-
-
-def policy_of(words: str) -> dict[str, object]:
-    """Return the policy that was typed: its name, then ``key=value``, numbers as such."""
-    name, *settings = words.split() or [""]
-    policy: dict[str, object] = {"name": name.removeprefix("name=")}
-    for setting in settings:
-        key, _, text = setting.partition("=")
-        try:
-            policy[key] = float(text)
-        except ValueError:
-            policy[key] = text
-    return policy
 
 
 def _troubles(followers: list[JobFollower]) -> Iterator[str]:

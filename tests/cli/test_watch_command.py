@@ -15,6 +15,7 @@ from rich.console import Console
 from run_log import GIVE_UP_S, wait_until
 
 from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyChanged
+from perseus_ds.cli.jobs import answer_to
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
@@ -150,10 +151,10 @@ def test_a_folder_without_records_is_an_error(run, folder, message):
 
 @pytest.fixture
 def steered(tmp_path):
-    """Keys of a job that takes orders, and what is typed when they ask for a policy."""
+    """Keys of a job that takes orders, and what is typed when they ask for an order."""
     control, typed = JobControl(SlowdownPolicy(), 1), []
     server = ControlServer(tmp_path, control.carry_out)
-    keys = Keys(lambda: typed.pop(0))
+    keys = Keys(lambda: typed.pop(0), answer_to)
     keys.folder = tmp_path
     yield keys, control, typed
     server.close()
@@ -168,22 +169,44 @@ def test_keys_pause_and_resume(steered):
     assert (control.paused, keys.footer) == (False, "under plans again")
 
 
-def test_a_policy_is_typed(steered):
+def test_orders_are_typed_as_on_the_command_line(steered):
     keys, control, typed = steered
-    typed += ["power_cap watts=5000", "nothing", " ", ""]
+    typed += ["policy --name power_cap --watts 5000", " ", ""]
     keys.press("o")
     assert control.policy == PowerCapPolicy(name="power_cap", watts=5000)
     assert keys.footer == "policy power_cap from the next iterations on"
     for _ in range(2):
         keys.press("o")
-        assert "policy.name: expected" in keys.footer
-    keys.press("o")
-    assert keys.footer.startswith("[p] pause")
+        assert keys.footer.startswith("[p] pause")
     assert not keys.press("q")
 
 
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("policy --name nothing", "perseus-ds control policy: --name: expected"),
+        (
+            "policy --name slowdown --max-slowdown 5",
+            "--max-slowdown: expected a fraction below 1, got 5; was",
+        ),
+        ("policy --name slowdown --max-slowdown x", "Error parsing --max-slowdown: expected a number, got 'x'."),
+        (
+            "power_cap watts=5000",
+            "perseus-ds control power_cap: there is no such command; commands are",
+        ),
+        ("policy --name 'slowdown", "policy --name 'slowdown: No closing quotation"),
+    ],
+)
+def test_what_is_wrong_with_a_typed_order_is_shown(steered, typed, message):
+    keys, control, answers = steered
+    answers.append(typed)
+    keys.press("o")
+    assert message in keys.footer
+    assert control.policy == SlowdownPolicy()
+
+
 def test_without_a_control_socket_keys_only_leave():
-    keys = Keys(None)
+    keys = Keys(None, None)
     assert keys.footer == "[q] leave"
     assert [keys.press(key) for key in "porq"] == [True, True, True, False]
 
