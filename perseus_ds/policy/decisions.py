@@ -25,6 +25,9 @@ from perseus_ds.policy.signals import Signal
 
 # Times and powers are known this well; of what there is to use up, this much is left.
 MARGIN = 0.005
+# Of a plan that draws exactly the cap: an energy counter is refreshed every 0.1 s or so, and the largest of several
+# averages of ten iterations may still be this much below the real one.
+_READING = 0.002
 _REMEMBERED = 10
 _LEAST_POWERS = 4
 _LARGEST = 10**18
@@ -329,7 +332,7 @@ def _too_late(policy: DeadlinePolicy, situation: Situation, needed_s: float) -> 
 def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situation) -> Decision:
     """Return the fastest plan under the cap.
 
-    Measured power is noisy, so a slower plan is taken once the power exceeds the cap, and a faster one only where it
+    Measured power is noisy, so a slower plan is taken once the power may exceed the cap, and a faster one only where it
     would stay below it by the headroom, which doubles each time that this was wrong.
     """
     last = len(frontier.plans) - 1
@@ -342,7 +345,7 @@ def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situati
     cap, plan, before = PowerCap(watts, signal=signal), fastest_below(watts * (1 - MARGIN)), situation.before
     if before is not None and before.cap is not None and before.cap.watts == watts:
         cap, running = replace(before.cap, signal=signal), before.plan
-        if powers_w[running] > watts:
+        if powers_w[running] > watts * (1 - _READING):
             headroom = 2 * cap.headroom if cap.raised else cap.headroom
             cap, plan = replace(cap, headroom=headroom, raised=False), max(running, plan)
         elif (faster := fastest_below(watts * (1 - cap.headroom))) < running:

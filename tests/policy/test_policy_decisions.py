@@ -67,7 +67,7 @@ def test_a_power_cap_takes_the_fastest_plan_under_it(watts, gpus, ratio):
 
 @given(st.integers(0, 29), st.floats(0.995, 1.005))
 def test_a_plan_that_still_fits_is_kept_where_another_would_hardly_do_better(running, noise):
-    time_s, power_w = PLANS[running].time_s * 1.001, PLANS[running].energy_j / PLANS[running].time_s * 1.001
+    time_s, power_w = PLANS[running].time_s * 1.001, PLANS[running].energy_j / PLANS[running].time_s * 1.0025
     deadline = DeadlinePolicy(name="deadline", finish_by=NOW + timedelta(seconds=1001 * time_s), total_steps=1000)
     before = decide(deadline, FRONTIER, Situation(0, NOW, before=Decision(running))).plan
     assert abs(before - running) <= 1
