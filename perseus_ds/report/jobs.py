@@ -155,7 +155,9 @@ class ReportedJob:
     @property
     def under_plans(self) -> str:
         """The iterations under plans in words."""
-        return f"under plan {self.plans[0].plan}" if len(self.plans) == 1 else f"under all {len(self.plans)} plans"
+        if len(self.plans) == 1:
+            return f"under plan {self.plans[0].plan}"
+        return "under both plans" if len(self.plans) == 2 else f"under all {len(self.plans)} plans"
 
     @property
     def everything(self) -> Saving | None:
