@@ -11,12 +11,24 @@ import pytest
 
 from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import COLUMNS, ProfileInfo, RowQuality, TransferDuration
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 ROOT = Path(__file__).parent.parent
-OUR_MODELS = (ProfileInfo, RowQuality, TransferDuration, Provenance, Evidence, Machine, CheckResult, Figure)
+OUR_MODELS = (
+    ProfileInfo,
+    Layout,
+    Part,
+    RowQuality,
+    TransferDuration,
+    Provenance,
+    Evidence,
+    Machine,
+    CheckResult,
+    Figure,
+)
 PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))
 
 

@@ -40,6 +40,7 @@ def make_model(arguments: argparse.Namespace, device: torch.device) -> list[Any]
         virtual_pipeline_model_parallel_size=virtual,
         # The last stage has the head as well, so that equal stages are not equally fast.
         num_layers_in_first_pipeline_stage=arguments.first_layers,
+        pipeline_model_parallel_layout=arguments.layout,
         tensor_model_parallel_size=arguments.tensor_parallel,
         pipeline_dtype=torch.float32,
         overlap_p2p_comm=virtual is not None,
@@ -52,7 +53,7 @@ def make_model(arguments: argparse.Namespace, device: torch.device) -> list[Any]
         part = GPTModel(
             config,
             get_gpt_layer_local_spec(),
-            vocab_size=BYTES,
+            vocab_size=arguments.vocabulary,
             max_sequence_length=arguments.length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
@@ -139,6 +140,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--first-layers", type=int, help="layers of the first stage; the others share the rest")
+    parser.add_argument("--layout", help="parts of each stage, such as Ettt|tL; see perseus-ds partition")
+    parser.add_argument("--vocabulary", type=int, default=BYTES, help="tokens that the model knows, 256 or more")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")

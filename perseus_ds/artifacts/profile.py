@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import MOST_JSON_BYTES, FileModel, read_model, read_text, write_together
+from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import (
     LEAST_GPU_W,
@@ -81,6 +82,7 @@ _MOST_NAMED = 8
 """Ranks or clocks that one message lists."""
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 Floats = npt.NDArray[np.float64]
+Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 RelativeError = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -134,6 +136,8 @@ class ProfileInfo(FileModel):
     default_clock_mhz: Clock | None = None
     schedule: Text | None = None
     streams: ScheduleStreams | None = None
+    layout: Layout | None = None
+    memory_bytes: list[Bytes] = Field(default_factory=list)
     stages: StageCount | None = None
     pipeline_ranks: StageCount | None = None
     data_parallel: Count | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_model
+from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.validation import (
     MOST_SECONDS,
     MOST_TIMELINE_BYTES,
@@ -115,12 +116,17 @@ class MeasuredIteration(FileModel):
 
 
 class TimelineFile(FileModel):
-    """The contents of ``timeline.json``."""
+    """The contents of ``timeline.json``.
+
+    Attributes:
+        job: What trains, with its schedule and layout; None in files of earlier versions.
+    """
 
     format: Literal["perseus-ds timeline"] = "perseus-ds timeline"
     schema_version: Literal[1] = 1
     simulated: bool
     gpu: Text
+    job: ProfileInfo | None = None
     iterations: Many[MeasuredIteration] = Field(default_factory=list)
 
     @classmethod

@@ -39,6 +39,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.partition import uniform_cut
 
@@ -93,6 +94,19 @@ class Stage(nn.Module):
         self._routed = bool(getattr(model.config.get_text_config(), "output_router_logits", False)) and hasattr(
             sys.modules[type(model).__module__], "load_balancing_loss_func"
         )
+
+    @property
+    def layout_parts(self) -> list[Part]:
+        """The stage's parts in the order of the model."""
+        layers = [self.model.base_model.layers[index] for index in self.layers]
+        kinds = [kind_of_layer(map(type, layer.modules())) for layer in layers]
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        parts = [
+            Part(kind=kind, names=[f"layers.{index}"], parameters=size)
+            for index, kind, size in zip(self.layers, kinds, sizes, strict=True)
+        ]
+        first = [Part(kind=EMBEDDING)] if self.is_first else []
+        return [*first, *parts, *([Part(kind=HEAD)] if self.is_last else [])]
 
     @property
     def embedding(self) -> torch.Tensor:

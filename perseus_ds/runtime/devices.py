@@ -136,3 +136,8 @@ def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, 
     if domain is None or bus is None or slot is None:
         return index, uuid, None
     return index, uuid, f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that tensors of this process have taken on its GPU; None if they are on none."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

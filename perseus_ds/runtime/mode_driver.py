@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from perseus_ds.artifacts.run_records import FILE_NAME, Failed
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, ConnectionLostError
 from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.job_control import JobControl
@@ -17,6 +18,7 @@ from perseus_ds.policy.policies import check_deadline
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
+from perseus_ds.runtime.devices import peak_memory_bytes
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, NextPhase, Times
 from perseus_ds.runtime.job import Job, ModeContext, RankContext
 from perseus_ds.runtime.modes import mode_of
@@ -59,8 +61,9 @@ class ModeDriver:
         self._control = control
         self._on_error = on_error
         self._exchange = ReportExchange(rank.communicator)
+        info = job.info.model_copy(update={"streams": ScheduleStreams.of(job.schedule)})
         self._timelines = TimelineLog(
-            rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated, timebase=rank.timebase
+            rank.communicator, job.output_dir, gpu=rank.gpu.name, job=info, timebase=rank.timebase
         )
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
@@ -108,7 +111,7 @@ class ModeDriver:
         if seen.failed:
             ran = replace(ran, plan=None, forecast=None)
         if self._keeps_timeline:
-            self._keep = partial(self._timelines.keep, ran, seen)
+            self._keep = partial(self._timelines.keep, ran, seen, peak_memory_bytes(self._rank.device))
         if reports is not None and reports.closed:
             self.observe()
         elif not is_last:

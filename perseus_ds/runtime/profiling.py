@@ -42,8 +42,10 @@ from perseus_ds.profiler.fixed_durations import (
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
 from perseus_ds.runtime.config import ProfileConfig
 from perseus_ds.runtime.default_clocks import SETTLED
+from perseus_ds.runtime.devices import peak_memory_bytes
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import Job, ModeContext, RankContext
+from perseus_ds.runtime.recorder import known_of_all
 
 _STEADY = 0.02
 # Blocking power is measured over so many refreshes of the counter, at most for so long [s], but over the fewest.
@@ -114,15 +116,16 @@ def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[f
     ours = []
     if communicator.topology.is_shown:
         ahead_s = communicator.ahead_s(rank.timebase) if launches_transfers(job.schedule) else 0.0
-        ours = communicator.pipeline_gather((spans, [begin_s - ahead_s for begin_s in begins_s]))
-    pipeline = [spans for spans, _ in ours]
+        begins_s = [begin_s - ahead_s for begin_s in begins_s]
+        ours = communicator.pipeline_gather((spans, begins_s, peak_memory_bytes(rank.device)))
+    pipeline = [spans for spans, *_ in ours]
     reports = communicator.gather((tail_durations_s(spans), power_w, rank.clocks.readback.default_mhz))
     default_mhz = [clock_mhz for *_, clock_mhz in reports if clock_mhz is not None]
     if not reports:
         return job.info.model_copy(update={"blocking_power_w": power_w})
     fixed = FixedDurations(
         load_s=load_durations_s(pipeline),
-        transfer_s=_transfers_s(job.schedule, ours),
+        transfer_s=_transfers_s(job.schedule, [(spans, begins_s) for spans, begins_s, _ in ours]),
         tail_s=medians(tail for tails, *_ in reports for tail in tails.items()),
         other_s=other_durations_s(pipeline),
     )
@@ -131,6 +134,7 @@ def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[f
         "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,
         "job": profile_key,
         "streams": ScheduleStreams.of(job.schedule),
+        "memory_bytes": known_of_all([memory_bytes for *_, memory_bytes in ours]),
     }
     return job.info.model_copy(update={**rest, "rows": []}).with_fixed_durations(fixed)
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.io import open_without_links, write_atomically
+from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     MOST_FAILED_RANKS,
@@ -449,13 +450,13 @@ class TimelineLog:
         directory: Path,
         *,
         gpu: str,
-        simulated: bool,
+        job: ProfileInfo,
         timebase: Timebase = REAL_TIME,
     ) -> None:
         self._communicator = communicator
         self._time = timebase
         self._path = directory / "timeline.json"
-        self._file = TimelineFile(simulated=simulated, gpu=gpu)
+        self._file = TimelineFile(simulated=bool(job.simulated), gpu=gpu, job=job)
         self._seen: dict[tuple[str, int | None], int] = {}
         self._kept = 0
         self._works = True
@@ -474,18 +475,24 @@ class TimelineLog:
         self._kept += 1
         return True
 
-    def keep(self, ran: NextIteration, seen: IterationMeasurement) -> None:
-        """Gather what all ranks of the first pipeline did; all of them must do so at the same time."""
+    def keep(self, ran: NextIteration, seen: IterationMeasurement, memory_bytes: int | None) -> None:
+        """Gather what all ranks of the first pipeline did, and the memory that each has needed so far.
+
+        All of them must do so at the same time.
+        """
         begun_s = seen.start_s - self._communicator.ahead_s(self._time)
-        by_rank = self._communicator.pipeline_gather((begun_s, seen.spans(), dict(seen.clock_mhz)))
+        by_rank = self._communicator.pipeline_gather((begun_s, seen.spans(), dict(seen.clock_mhz), memory_bytes))
         if not self._communicator.is_rank_0 or not self._works:
             return
         first_s = by_rank[0][0]
         operations = [
             [entry for span in spans for entry in _entries(span, begun_s - first_s, clock_mhz)]
-            for begun_s, spans, clock_mhz in by_rank
+            for begun_s, spans, clock_mhz, _ in by_rank
         ]
         iteration = MeasuredIteration(iteration=seen.number, phase=ran.phase, plan=ran.plan, ranks=operations)
+        if self._file.job is not None:
+            needed_bytes = known_of_all([needed for *_, needed in by_rank])
+            self._file.job = self._file.job.model_copy(update={"memory_bytes": needed_bytes})
         # What could not be read again is not written: iterations of large jobs are fewer.
         if self._file.operations + iteration.operations <= MOST_OPERATIONS:
             self._file.iterations.append(iteration)
@@ -495,6 +502,12 @@ class TimelineLog:
             except OSError as error:
                 self._works = False
                 logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+
+
+def known_of_all(values: Sequence[int | None]) -> list[int]:
+    """Return the values of all ranks; none if that of one is not known."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
 
 
 def _entries(span: Span, late_s: float, clock_mhz: Mapping[Instruction, int]) -> list[MeasuredOperation]:

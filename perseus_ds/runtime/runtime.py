@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from perseus_ds.artifacts.layout import EngineName, Layout, Part
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import ClockRefused, Event
 from perseus_ds.clocks.controller import ClockController, DriverCall
@@ -62,6 +63,9 @@ class RankFacts:
         micro_batch_size: Samples of a micro-batch, where it is known.
         monitor: Receives time and energy, as DeepSpeed's monitor does.
         steps_per_print: How often to print an iteration; None for never.
+        engine: Whose spelling of layouts is used; None where layers cannot be moved between stages.
+        parts: Of the model, by stage of this rank; none where they are not known.
+        tied: Whether the embedding and the head share a weight.
     """
 
     place: PipelineTopology | Callable[[Communicator], PipelineTopology]
@@ -72,6 +76,9 @@ class RankFacts:
     micro_batch_size: int | None = None
     monitor: Monitor | None = None
     steps_per_print: int | None = None
+    engine: EngineName | None = None
+    parts: Mapping[int, Sequence[Part]] = field(default_factory=dict)
+    tied: bool = False
 
 
 def local_rank() -> int:
@@ -157,6 +164,8 @@ class PerseusRuntime:
         topology = communicator.topology
         own = communicator.raise_on_all_ranks(read)
         schedule = replace(own, ranks=tuple(communicator.pipeline_gather(own.ranks[0])))
+        parts = communicator.pipeline_gather(facts.parts)
+        layout = None if facts.engine is None else Layout.of_ranks(facts.engine, parts, tied=facts.tied)
 
         def open_all() -> tuple[Gpu, Execution, Job]:
             check(schedule)
@@ -167,6 +176,7 @@ class PerseusRuntime:
                 driver=gpu.driver,
                 settings=gpu.settings,
                 schedule=schedule.name,
+                layout=layout,
                 stages=schedule.num_stages,
                 pipeline_ranks=topology.pipeline_ranks,
                 data_parallel=topology.data_parallel,

@@ -17,6 +17,7 @@ from virtual.job import predicted_over_used
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Kind
 
 pytestmark = pytest.mark.integration
@@ -53,6 +54,10 @@ def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path,
     observed = iterations(records(tmp_path / "observe"))
     assert [record["iteration"] for record in observed] == [1, 2, 3, 4, 5]
     profile = StageProfile.load(tmp_path / "profile")
+    parts = [part.kind.split()[0] for part in profile.info.layout.parts]
+    layers = ["moe" if "experts" in job else "dense"] * job.get("layers", 4)
+    assert parts == ["embedding", *layers, "head"]
+    assert TimelineFile.load(tmp_path / "observe" / "timeline.json").job.layout == profile.info.layout
     assert (profile.info.tensor_parallel, profile.info.data_parallel) == (in_step, ranks // job["stages"] // in_step)
     combined = {(stage, Kind.FORWARD_BACKWARD) for stage in range(4)} if "combined" in job else set()
     assert {key for key in profile.keys if key[1] is Kind.FORWARD_BACKWARD} == combined

@@ -5,6 +5,7 @@ import math
 import pytest
 from virtual.job import LoneCommunicator, reports_of
 
+from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import (
     ClockRefused,
     Drifted,
@@ -277,13 +278,13 @@ class TwoRanks(LoneCommunicator):
         return 0.0
 
     def pipeline_gather(self, value):
-        begun_s, spans, clocks = value
-        return [value, (begun_s + 0.01, spans, clocks)]
+        begun_s, spans, clocks, memory_bytes = value
+        return [value, (begun_s + 0.01, spans, clocks, memory_bytes)]
 
 
 @pytest.fixture
 def log(tmp_path):
-    return TimelineLog(TwoRanks(), tmp_path, gpu="A100", simulated=True)
+    return TimelineLog(TwoRanks(), tmp_path, gpu="A100", job=ProfileInfo(simulated=True))
 
 
 def test_the_second_iteration_of_each_plan_is_wanted_and_six_in_all(log):
@@ -291,12 +292,12 @@ def test_the_second_iteration_of_each_plan_is_wanted_and_six_in_all(log):
     assert wanted[:6] == [False, True, False, False, True, False]
     assert not log.wants("profile", None)
     for number in range(6):
-        log.keep(ran(number), seen(number))
+        log.keep(ran(number), seen(number), 5)
     assert not any(log.wants("run", 99) for _ in range(5))
 
 
 def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
-    log.keep(ran(plan=3), seen(7, clock_mhz={FORWARD: 1200}))
+    log.keep(ran(plan=3), seen(7, clock_mhz={FORWARD: 1200}), 5)
     (kept,) = TimelineFile.load(tmp_path / "timeline.json").iterations
     assert (kept.iteration, kept.plan) == (7, 3)
     first, second = kept.ranks
@@ -310,20 +311,22 @@ def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
 def test_what_could_not_be_read_again_is_not_written(log, tmp_path, monkeypatch):
     monkeypatch.setattr("perseus_ds.runtime.recorder.MOST_OPERATIONS", 9)
     for number in range(3):
-        log.keep(ran(number), seen(number))
-    log.keep(ran(plan=3), seen(3, spans=SPANS[:1]))
+        log.keep(ran(number), seen(number), 5)
+    log.keep(ran(plan=3), seen(3, spans=SPANS[:1]), 5)
     kept = TimelineFile.load(tmp_path / "timeline.json").iterations
     assert [(iteration.iteration, iteration.operations) for iteration in kept] == [(0, 6), (3, 2)]
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", simulated=True)
+    log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", job=ProfileInfo(simulated=True))
     for number in range(3):
-        log.keep(ran(number), seen(number))
+        log.keep(ran(number), seen(number), 5)
     assert caplog.text.count("cannot be written") == 1
 
 
 def test_ranks_of_other_pipelines_keep_nothing_and_send_nothing(tmp_path):
-    log = TimelineLog(LoneCommunicator(PipelineTopology(2, (2, 3), 1, 2)), tmp_path, gpu="A100", simulated=True)
+    log = TimelineLog(
+        LoneCommunicator(PipelineTopology(2, (2, 3), 1, 2)), tmp_path, gpu="A100", job=ProfileInfo(simulated=True)
+    )
     assert not any(log.wants("run", 1) for _ in range(3))

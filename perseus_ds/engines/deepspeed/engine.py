@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from perseus_ds.artifacts.layout import Part
 from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
@@ -83,6 +84,9 @@ class DeepSpeedEngine(Engine):
             data_parallel=grid.data_parallel_size,
             stage_peers=tuple(grid.slice_group or ()) if grid.slice_parallel_size > 1 else (),
         )
+        module = engine.module
+        # A stage of a Hugging Face model is a single layer of the PipelineModule.
+        own = getattr(getattr(next(iter(module.forward_funcs), None), "stage", None), "layout_parts", None)
         return RankFacts(
             place=place,
             device=torch.device(engine.device),
@@ -90,6 +94,9 @@ class DeepSpeedEngine(Engine):
             micro_batch_size=engine.micro_batch_size,
             monitor=engine.monitor,
             steps_per_print=engine.steps_per_print(),
+            engine="deepspeed" if own is None else "huggingface",
+            parts={engine.stage_id: _parts_of(module) if own is None else own},
+            tied=bool(module.tied_comms),
         )
 
     def read(self) -> Schedule:
@@ -186,6 +193,17 @@ class DeepSpeedEngine(Engine):
             return tuple([tensor.shape for tensor in tensors if isinstance(tensor, torch.Tensor)])
         except (AttributeError, IndexError, KeyError, TypeError):
             return ()
+
+
+def _parts_of(module: Any) -> list[Part]:
+    """Return the layers of this rank's stage of a ``PipelineModule``, in which a function may take the place of one."""
+    parts = []
+    for index, layer in enumerate(module.forward_funcs, module.parts[module.stage_id]):
+        inner = layer.args[0] if isinstance(layer, functools.partial) and layer.args else layer  # of a tied layer
+        kind = getattr(inner, "__name__", type(inner).__name__)
+        parameters = sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0
+        parts.append(Part(kind=kind, names=[str(index)], parameters=parameters))
+    return parts
 
 
 def _commands_of(pipe_schedule: Any) -> list[Any]:

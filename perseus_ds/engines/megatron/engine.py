@@ -31,6 +31,7 @@ from perseus_ds.engines.engine import (
     topology_of,
 )
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
+from perseus_ds.engines.megatron.parts import parts_of_chunk, ties_embedding, unwrapped
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
@@ -119,19 +120,21 @@ class MegatronEngine(Engine):
 
     @property
     def model(self) -> str:
-        module = self._model[0] if self._model else None
-        while hasattr(module, "module"):  # of a wrapper, such as DistributedDataParallel
-            module = module.module  # type: ignore[union-attr]
-        return "a model of Megatron-Core" if module is None else type(module).__name__
+        return type(unwrapped(self._model[0])).__name__ if self._model else "a model of Megatron-Core"
 
     def facts(self) -> RankFacts:
         parameter = next(parameter for chunk in self._model for parameter in chunk.parameters())
         recomputation = [getattr(self._config, name, None) for name in _RECOMPUTATION]
+        stages = range(self._pp_group.rank(), len(self._model) * self._pp_group.size(), self._pp_group.size())
+        parts = {stage: parts_of_chunk(chunk) for stage, chunk in zip(stages, self._model, strict=True)}
         return RankFacts(
             place=functools.partial(topology_of, ranks_of(self._pp_group), self._copies()),
             device=parameter.device,
             fingerprint=fingerprint(self._model, recomputation, self._inputs),
             micro_batch_size=self._micro_batch_size,
+            engine="megatron",
+            parts={stage: found for stage, found in parts.items() if found is not None},
+            tied=any(map(ties_embedding, self._model)),
         )
 
     def _copies(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from perseus_ds.engines.torch_pipelining.order import (
     received,
     stages_of,
 )
+from perseus_ds.engines.torch_pipelining.parts import huggingface_parts, parts_of_module
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
@@ -161,10 +162,17 @@ class TorchSchedule(Engine):
 
     def facts(self) -> RankFacts:
         stages = stages_of(self._schedule)
+        parts = {
+            stage.stage_index: parts_of_module(stage.submod, is_first=stage.is_first, is_last=stage.is_last)
+            for stage in stages
+        }
+        is_huggingface = huggingface_parts(stages[0].submod) is not None
         return RankFacts(
             place=partial(topology_of, self._pipeline, self._data_parallel),
             device=torch.device(stages[0].device),
             fingerprint=fingerprint([stage.submod for stage in stages], [stage.stage_index for stage in stages]),
+            engine="huggingface" if is_huggingface else "torch",
+            parts={stage: found for stage, found in parts.items() if found is not None},
         )
 
     def check_order(self) -> None:

@@ -1,0 +1,243 @@
+"""A layout: which parts of a model each pipeline stage holds, as recorded by engines and as each of them spells it.
+
+A *part* is what engines move between stages as a whole: the embedding, a layer, a multi-token prediction (MTP) layer,
+the head with the loss. Parts of one *kind* cost the same. Megatron-Core writes a layout as a string of letters in which
+``|`` ends a stage. Stages are in the order of the model: the second stages of all ranks follow the first ones of all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, groupby
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.validation import MOST_STAGES, Text, brief
+from perseus_ds.errors import ConfigError
+
+EngineName = Literal["megatron", "torch", "deepspeed", "huggingface"]
+EMBEDDING, DENSE, MOE, MTP, HEAD = "embedding", "dense", "moe", "mtp", "head"
+_MOST_PARTS = 65_536
+_LETTERS = {"E": EMBEDDING, "t": "decoder", "m": MTP, "L": HEAD}
+
+
+def kind_of_layer(classes: Iterable[type]) -> str:
+    """Return the kind of a layer whose modules are of these classes."""
+    return MOE if any(re.search("moe|experts", each.__name__, re.IGNORECASE) for each in classes) else DENSE
+
+
+class Part(FileModel):
+    """A part of a model.
+
+    Attributes:
+        kind: ``embedding``, ``dense``, ``moe``, ``mtp`` and ``head``, or a class's name.
+        names: Of its modules, as the engine has them.
+        parameters: How many of them this rank has.
+    """
+
+    kind: Text
+    names: list[Text] = Field(default_factory=list)
+    parameters: Annotated[int, Field(ge=0)] = 0
+
+
+class Layout(FileModel):
+    """The parts of each stage, stages in the order of the model.
+
+    Attributes:
+        tied: Whether the embedding and the head share a weight.
+    """
+
+    engine: EngineName
+    stages: Annotated[list[list[Part]], Field(min_length=1, max_length=MOST_STAGES)]
+    tied: bool = False
+
+    @classmethod
+    def of_ranks(
+        cls, engine: EngineName, ranks: Iterable[Mapping[int, Sequence[Part]]], *, tied: bool = False
+    ) -> Layout | None:
+        """Return the layout of the stages of all ranks; None if the parts of a stage are not known.
+
+        Parts of one kind that differ in their number of parameters become kinds of their own.
+        """
+        by_stage = {stage: parts for rank in ranks for stage, parts in rank.items()}
+        if not by_stage or sorted(by_stage) != list(range(len(by_stage))):
+            return None
+        sizes: dict[str, list[int]] = {}
+        stages = []
+        for stage in range(len(by_stage)):
+            named = []
+            for part in by_stage[stage]:
+                known = sizes.setdefault(part.kind, [])
+                if part.parameters not in known:
+                    known.append(part.parameters)
+                number = known.index(part.parameters)
+                named.append(part.model_copy(update={"kind": f"{part.kind} {number + 1}"}) if number else part)
+            stages.append(named)
+        return cls(engine=engine, stages=stages, tied=tied)
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts in the order of the model."""
+        return list(chain.from_iterable(self.stages))
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """How many parts each stage holds."""
+        return tuple(map(len, self.stages))
+
+    def cut_into(self, cut: Sequence[int]) -> Layout:
+        """Return the layout of the same parts with so many on each stage."""
+        parts = self.parts
+        ends = list(accumulate(cut))
+        stages = [parts[end - count : end] for count, end in zip(cut, ends, strict=True)]
+        return self.model_copy(update={"stages": stages})
+
+    def spelled(self) -> str:
+        """Return the layout as its engine reads it, ready to paste."""
+        match self.engine:
+            case "megatron":
+                return f"--pipeline-model-parallel-layout '{megatron_layout(self)}'"
+            case "torch":
+                names = [list(chain.from_iterable(part.names for part in parts)) for parts in self.stages]
+                return f"module_fqns_per_model_part = {json.dumps(names)}"
+            case "deepspeed":
+                return _DEEPSPEED.format(parts=list(accumulate(self.cut, initial=0)))
+            case "huggingface":
+                return f"cut={[sum(part.kind not in (EMBEDDING, HEAD) for part in parts) for parts in self.stages]}"
+
+    def summary(self) -> str:
+        """Return the parts of each stage in the letters of Megatron-Core, or their number."""
+        return megatron_layout(self) if self.engine == "megatron" else " ".join(map(str, self.cut))
+
+
+_DEEPSPEED = """\
+class Balanced(PipelineModule):  # in place of PipelineModule, with the same arguments
+    def _partition_layers(self, method="uniform"):
+        self.parts = {parts}
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])"""
+
+
+def megatron_layout(layout: Layout) -> str:
+    """Return a layout in the letters of Megatron-Core, with repetitions written as such."""
+    letter_of = {kind: letter for letter, kind in _LETTERS.items()}
+    stages = ["".join(letter_of.get(part.kind.split()[0], "t") for part in parts) for parts in layout.stages]
+    written = [_repeated(stage) for stage in stages]
+    runs = [(text, len(list(same))) for text, same in groupby(written)]
+    # The last stage ends without a bar, so it is part of no repetition.
+    last, count = runs.pop()
+    if count > 1:
+        runs.append((last, count - 1))
+    return "".join(f"({text}|)*{times}" if times > 2 else f"{text}|" * times for text, times in runs) + last
+
+
+def _repeated(stage: str) -> str:
+    runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+    return "".join(f"{letter}*{times}" if times > 2 else letter * times for letter, times in runs)
+
+
+def stages_of_megatron(text: str) -> list[str]:
+    """Return the letters of each stage of one of Megatron-Core's layouts, repetitions written out.
+
+    Raises:
+        ConfigError: It has other letters, or repetitions that cannot be read.
+    """
+
+    def repeat(found: re.Match[str]) -> str:
+        if len(found[1]) * int(found[2]) > _MOST_PARTS:
+            raise ConfigError(f"layout {brief(text)!r}: {brief(found[0])} repeats too often.")
+        return found[1] * int(found[2])
+
+    letters = text.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^()]+)\)\*(\d{1,5})", r"([A-Za-z|])\*(\d{1,5})"):
+        letters = re.sub(pattern, repeat, letters)
+    if unknown := sorted(set(letters) - {*_LETTERS, "|"}):
+        known = "E (embedding), t (decoder layer), m (MTP layer), L (head and loss), | between stages, and x*n or (…)*n"
+        raise ConfigError(f"layout {brief(text)!r}: {unknown[0]!r} has no meaning in it; expected {known}.")
+    return letters.split("|")
+
+
+def cut_of_megatron(text: str, layout: Layout) -> tuple[int, ...]:
+    """Return how many parts of a model each stage of one of Megatron-Core's layouts holds.
+
+    Raises:
+        ConfigError: It does not fit the model.
+    """
+    stages = stages_of_megatron(text)
+    letters = "".join(stages)
+    own = "".join(stages_of_megatron(megatron_layout(layout))).replace("|", "")
+    for letter, meaning in (("E", "embeddings"), ("t", "decoder layers"), ("m", "MTP layers"), ("L", "heads")):
+        if letters.count(letter) != own.count(letter):
+            raise ConfigError(
+                f"layout {brief(text)!r} has {letters.count(letter)} {meaning} ({letter}), the model "
+                f"{own.count(letter)}. Give each part of the model exactly once."
+            )
+    if letters != own:
+        raise ConfigError(
+            f"layout {brief(text)!r}: Megatron-Core has the embedding first, then decoder layers, MTP layers, and the "
+            "loss last (E, t, m, L). Write them in this order."
+        )
+    if "" in stages:
+        raise ConfigError(f"layout {brief(text)!r}: stage {stages.index('')} is empty. Give each stage a part.")
+    return tuple(map(len, stages))
+
+
+def check_cut_of_megatron(layout: Layout, cut: Sequence[int], ranks: int) -> None:
+    """Check that Megatron-Core trains a cut.
+
+    Raises:
+        ConfigError: It does not; the message names the rule.
+    """
+    if len(cut) % ranks:
+        raise ConfigError(
+            f"The layout has {len(cut)} stages for {ranks} pipeline ranks. Megatron-Core gives each rank the same "
+            "number of stages: give a multiple."
+        )
+    with_mtp = [s for s, parts in enumerate(layout.cut_into(cut).stages) if any(p.kind.startswith(MTP) for p in parts)]
+    if with_mtp and (len(with_mtp) > 1 or with_mtp[0] < len(cut) - ranks):
+        raise ConfigError(
+            f"The layout has MTP layers on the stages {', '.join(map(str, with_mtp))}. Megatron-Core keeps all of them "
+            "on one stage, which is the last of its rank."
+        )
+
+
+def default_cut_of_megatron(
+    layout: Layout,
+    stages: int,
+    ranks: int,
+    *,
+    accounts_for_embedding: bool = False,
+    accounts_for_loss: bool = False,
+) -> tuple[int, ...]:
+    """Return how Megatron-Core cuts a model if it is given no layout: equally many decoder layers on each stage.
+
+    Args:
+        layout: The parts of the model.
+        stages: How many, on all ranks.
+        ranks: Of the pipeline.
+        accounts_for_embedding: The embedding counts as a layer (``account_for_embedding_in_pipeline_split``).
+        accounts_for_loss: The head and the loss count as one (``account_for_loss_in_pipeline_split``).
+
+    Raises:
+        ConfigError: The layers do not divide; the message names the rule.
+    """
+    kinds = [part.kind.split()[0] for part in layout.parts]
+    ends = (EMBEDDING, MTP, HEAD)
+    layers = sum(kind not in ends for kind in kinds)
+    counted = layers + accounts_for_embedding + accounts_for_loss
+    if counted % stages:
+        per_rank = stages // ranks
+        rule = "num_layers must be divisible by pipeline_model_parallel_size"
+        if counted % ranks == 0:
+            rule = "the layers of a rank must be divisible by virtual_pipeline_model_parallel_size"
+        raise ConfigError(
+            f"{counted} layers do not divide among {ranks} ranks with {per_rank} stages each: in Megatron-Core {rule}. "
+            "Give a layout, or another number of stages."
+        )
+    cut = [counted // stages] * stages
+    cut[0] += kinds.count(EMBEDDING) - accounts_for_embedding
+    cut[-1] += sum(kind in (MTP, HEAD) for kind in kinds) - accounts_for_loss
+    return tuple(cut)

@@ -1,0 +1,85 @@
+"""The parts of each stage, as engines find them in their models."""
+
+from types import SimpleNamespace
+
+import one_rank_engine
+import pytest
+from torch import nn
+
+from perseus_ds.engines.deepspeed.engine import _parts_of
+from perseus_ds.engines.megatron.parts import parts_of_chunk
+from perseus_ds.engines.torch_pipelining.parts import parts_of_module
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self, feed_forward=nn.Linear):
+        super().__init__()
+        self.feed_forward = feed_forward(WIDTH, WIDTH)
+
+
+class MoE(nn.Linear):
+    pass
+
+
+class Titan(nn.Module):
+    """A part of a model as torchtitan leaves it on a rank."""
+
+    def __init__(self, layers, *, first=False, last=False):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(8, WIDTH) if first else None
+        self.layers = nn.ModuleDict({str(index): Block(MoE if index > 1 else nn.Linear) for index in layers})
+        self.norm = nn.LayerNorm(WIDTH) if last else nn.Identity()
+        self.output = nn.Linear(WIDTH, 8, bias=False) if last else None
+
+
+def found(parts):
+    return [(part.kind, part.names) for part in parts]
+
+
+def test_modules_of_torchtitan_keep_their_names():
+    first = parts_of_module(Titan(range(2), first=True), is_first=True, is_last=False)
+    assert found(first) == [("embedding", ["tok_embeddings"]), ("dense", ["layers.0"]), ("dense", ["layers.1"])]
+    middle = parts_of_module(Titan(range(2, 3)), is_first=False, is_last=False)
+    assert found(middle) == [("moe", ["layers.2"])]
+    last = parts_of_module(Titan([], last=True), is_first=False, is_last=True)
+    assert found(last) == [("head", ["norm", "output"])]
+    assert [part.parameters for part in last] == [2 * WIDTH + 8 * WIDTH]
+
+
+def test_the_children_of_a_sequential_are_its_parts():
+    module = nn.Sequential(nn.Embedding(8, WIDTH), Block(), nn.Linear(WIDTH, 8))
+    parts = parts_of_module(module, is_first=True, is_last=True)
+    assert found(parts) == [("embedding", ["0"]), ("dense", ["1"]), ("Linear", ["2"])]
+
+
+def test_a_module_without_a_list_of_layers_has_no_known_parts():
+    module = nn.Module()
+    module.encoder, module.decoder = nn.ModuleList([Block()]), nn.ModuleList([Block()])
+    assert parts_of_module(module, is_first=True, is_last=True) is None
+
+
+def test_chunks_of_megatron_have_embedding_layers_mtp_and_head():
+    def layer(mlp):
+        result = nn.Module()
+        result.mlp = mlp
+        return result
+
+    model = nn.Module()
+    model.pre_process, model.post_process, model.embedding = True, True, nn.Embedding(8, WIDTH)
+    model.decoder, model.mtp = nn.Module(), nn.Module()
+    model.decoder.layers = nn.ModuleList([layer(nn.Linear(WIDTH, WIDTH)), layer(MoE(WIDTH, WIDTH))])
+    model.mtp.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+    model.output_layer = nn.Linear(WIDTH, 8)
+    wrapped = SimpleNamespace(module=SimpleNamespace(module=model))
+    assert [part.kind for part in parts_of_chunk(wrapped)] == ["embedding", "dense", "moe", "mtp", "head"]
+    assert parts_of_chunk(nn.Linear(WIDTH, WIDTH)) is None
+
+
+@pytest.mark.integration
+def test_layers_of_a_pipeline_module_are_its_parts(tmp_path):
+    with one_rank_engine.one_rank(tmp_path):
+        parts = _parts_of(one_rank_engine.module(layers=3))
+    assert [(part.kind, part.names) for part in parts] == [("Layer", [str(index)]) for index in range(3)]
+    assert parts[0].parameters > 0
