@@ -78,9 +78,9 @@ def main() -> None:
             begin_s = time.process_time()
             found = best_partition(simulated_costs(config, DEVICES[gpu], (1, tokens)), schedule)
             taken_s = time.process_time() - begin_s
-            base = found.uniform
-            cuts = {"uniform": base, "parameters": found.parameters, "fastest": found.fastest}
-            for cut_name, each in {**cuts, "most frugal": found.most_frugal}.items():
+            base = found.known["uniform"]
+            cuts = {**found.known, "fastest": found.fastest, "most frugal": found.most_frugal}
+            for cut_name, each in cuts.items():
                 profile = found.costs.profile(shares_of(each.cut))
                 frontier = optimize(schedule, profile, plans=40)
                 in_time = frontier.lookup(base.time_s).energy_j if each.time_s <= base.time_s * (1 + 1e-9) else None
@@ -99,7 +99,7 @@ def change(value: float | None, base: float) -> str:
 
 def share(found: Partition) -> str:
     """Return what of Perseus's saving a better cut has too, and how well the cuts are proven."""
-    base, best = found.uniform, found.fastest
+    base, best = found.known["uniform"], found.fastest
     of_saving = (base.energy_j - best.energy_j) / (base.energy_j - base.planned_j)
     return (
         f"the fastest cut alone saves {of_saving:.0%} of what Perseus saves with uniform; Perseus saves "

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import logging
 import re
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from perseus_ds.artifacts.frontier import Pairs
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.run_records import FILE_NAME
+from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, MOST_STAGES
 from perseus_ds.cli.values import RunArguments, flag_of
 from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.measures import AT_DEFAULT_CLOCKS
 from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.report.sources import Sources, connect, find_sources
+from perseus_ds.report.sources import Sources, connect, find_sources, read_history
+
+if TYPE_CHECKING:
+    from perseus_ds.optimizer.balance import MeasuredJob
 
 
 def schedule_for(
@@ -157,3 +167,74 @@ def sources_for(arguments: RunArguments) -> Sources:
         )
     connect(found)
     return found
+
+
+def is_measured_job(path: Path) -> bool:
+    """Return whether a path is that of a job's output or of a profile, and not of a Hugging Face model.
+
+    Raises:
+        ConfigError: It is a folder that is neither.
+    """
+    if path.suffix == ".csv":
+        return True
+    if not path.is_dir():
+        return False
+    if (path / "config.json").is_file():
+        return False
+    if any((path / name).is_file() for name in ("profile.csv", "timeline.json", FILE_NAME)):
+        return True
+    raise ConfigError(
+        f"{path}: no profile.csv, timeline.json or config.json in it. Give the output_dir of a job that has trained "
+        "under Perseus, or a folder of a Hugging Face model."
+    )
+
+
+def measured_job(
+    path: Path, *, schedule: str | None, micro_batches: int | None, blocking_power_w: float | None
+) -> MeasuredJob:
+    """Read a job that has trained: its profile, or else what was observed of it.
+
+    Raises:
+        PerseusError: Neither is there, or not which parts of the model its stages hold.
+    """
+    from perseus_ds.optimizer.balance import MeasuredJob
+    from perseus_ds.profiler.observed import observed_profile
+
+    folder = folder_of(path)
+    timeline = TimelineFile.load(folder / "timeline.json") if (folder / "timeline.json").is_file() else None
+    history = read_history(folder) if (folder / FILE_NAME).is_file() else None
+    if path.is_file() or (folder / "profile.csv").is_file():
+        profile = StageProfile.load(path)
+        if blocking_power_w is not None:
+            info = profile.info.model_copy(update={"blocking_power_w": blocking_power_w})
+            profile = StageProfile(profile.measurements, info)
+    elif timeline is not None:
+        ranks = (timeline.job and timeline.job.pipeline_ranks) or len(timeline.iterations[0].ranks)
+        powers_w = np.array([power_w for _, power_w in history.by_rank]) if history else np.array([])
+        # Ranks that share a stage are numbered one after the other.
+        by_stage_w = powers_w.reshape(ranks, -1).mean(axis=1) if len(powers_w) and len(powers_w) % ranks == 0 else []
+        with naming(path):
+            profile = observed_profile(timeline, list(by_stage_w), blocking_power_w=blocking_power_w, clock_mhz=None)
+    else:
+        raise ConfigError(f"{path}: no profile.csv and no timeline.json. Train for three iterations or more.")
+    recorded = timeline.job if timeline and timeline.job else ProfileInfo()
+    layout = profile.info.layout or recorded.layout
+    if layout is None:
+        raise ConfigError(
+            f"{path}: which layers its stages hold was not recorded: an earlier version of perseus-ds wrote it, or its "
+            "engine does not know the layers of this model. Train a few iterations again with this version."
+        )
+    if len(layout.stages) != profile.num_stages:
+        raise ConfigError(
+            f"{path}: the layout has {len(layout.stages)} stages, the profile {profile.num_stages}. They are of "
+            "different jobs: measure the profile again."
+        )
+    steps = history.steps if history else []
+    times_s = [step.time_s for step in steps if step.counts and step.phase in AT_DEFAULT_CLOCKS]
+    return MeasuredJob(
+        layout=layout,
+        profile=profile,
+        schedule=schedule_for(profile, schedule=schedule, micro_batches=micro_batches),
+        time_s=statistics.median(times_s) if times_s else None,
+        memory_bytes=profile.info.memory_bytes or recorded.memory_bytes,
+    )

@@ -1,73 +1,291 @@
-"""``perseus-ds partition``: where to cut a Hugging Face model into stages."""
+"""``perseus-ds partition``: where to cut a model into stages, one that has trained or one of Hugging Face."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional
 
-from perseus_ds.cli.values import Count, OptionalAmount, OptionalCount, Text
+from perseus_ds.cli.values import (
+    OPTIONAL,
+    BlockingPower,
+    Count,
+    OptionalAmount,
+    OptionalCount,
+    Paths,
+    ScheduleName,
+    Text,
+    several,
+)
+from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
+    from perseus_ds.optimizer.balance import Balance, MeasuredJob, OtherSize
+    from perseus_ds.optimizer.partition import Cut, EvaluatedCut
     from perseus_ds.optimizer.partition import Partition as Cuts
+    from perseus_ds.pipeline.schedule import Schedule
+
+Sizes = Annotated[list[int], several(int, at_least=1), OPTIONAL]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Find where to cut a Hugging Face model into stages: the fastest cut, and the most frugal of those as fast.
+    """Find where to cut a model into stages: the fastest cut, and the most frugal of those as fast.
 
-    Each layer is measured alone on this machine's GPU, the embedding and the head included. Without a GPU, or with
-    --gpu, one is simulated, and the work of a layer follows from its floating-point operations.
+    Of a job that has trained under Perseus, in whatever mode, each kind of layer is estimated from what its stages
+    took, and the best layout is printed as the job's engine reads it. A Hugging Face model need not have trained: each
+    of its layers is measured alone on this machine's GPU. Without a GPU, or with --gpu, one is simulated, and the work
+    of a layer follows from its floating-point operations.
     """
 
     examples = (
+        "perseus-ds partition perseus",
+        "perseus-ds partition perseus --pipeline-sizes 4 8 16 --virtual-stages 1 2 4",
         "perseus-ds partition Qwen/Qwen3-0.6B --stages 8 --micro-batches 32",
         "perseus-ds partition my-model --stages 4 --micro-batches 16 --gpu h100-sxm --memory-gib 80",
     )
 
     model: Positional[str]
-    """name on the hub, or a folder with config.json"""
-    stages: Count
-    """stages of the pipeline"""
-    micro_batches: Count
-    """micro-batches per iteration"""
-    schedule: str = "1f1b"
-    """1f1b, dualpipev or package.module:Class, which is imported"""
-    micro_batch_size: Count = 1
-    """sequences in a micro-batch"""
-    sequence_length: OptionalCount = None
-    """tokens in a sequence; by default 2048, or as many as the model takes"""
-    gradient_checkpointing: bool = False
-    """activations are computed again in the backward pass"""
+    """output_dir of a job, a profile.csv with profile.json beside it, or a Hugging Face model: its name on the hub, or
+    a folder with config.json"""
+    also: Paths = field(default_factory=list)
+    """further runs of the same model with other layouts, to tell kinds of layers apart"""
+    layout: Text = None
+    """a layout to compare with: Megatron-Core's string, or the parts of each stage, such as 9,8,8,7"""
+    pipeline_sizes: Sizes = field(default_factory=list)
+    """ranks of a pipeline to compare, on the same number of GPUs"""
+    virtual_stages: Sizes = field(default_factory=list)
+    """stages on each rank to compare"""
+    tied_on_one_rank: bool = False
+    """keep the embedding and the head on one rank, for a weight that they share"""
+    blocking_power_w: BlockingPower = None
+    stages: OptionalCount = None
+    """stages of the pipeline; of a job, by default its own"""
+    micro_batches: OptionalCount = None
+    """micro-batches per iteration; of a job, by default its own"""
+    schedule: ScheduleName = None
     memory_gib: OptionalAmount = None
-    """what a stage may need at most [GiB]; by default the GPU's memory, no limit if it is simulated"""
+    """what a stage may need at most [GiB]; of a Hugging Face model by default the GPU's memory, no limit if it is
+    simulated"""
+    micro_batch_size: Count = 1
+    """of a Hugging Face model: sequences in a micro-batch"""
+    sequence_length: OptionalCount = None
+    """of a Hugging Face model: tokens in a sequence; by default 2048, or as many as the model takes"""
+    gradient_checkpointing: bool = False
+    """of a Hugging Face model: activations are computed again in the backward pass"""
     gpu: Text = None
-    """GPU to simulate: a100-sxm, a40, h100-sxm or h200"""
+    """of a Hugging Face model: GPU to simulate: a100-sxm, a40, h100-sxm or h200"""
 
     def execute(self) -> int:
+        from perseus_ds.cli.inputs import is_measured_job
+
+        print(self._of_job() if is_measured_job(Path(self.model)) else self._of_huggingface())
+        return 0
+
+    def _of_huggingface(self) -> str:
         from perseus_ds.cli.inputs import check_size, find_schedule
         from perseus_ds.huggingface.partition import partition
 
+        if self.stages is None or self.micro_batches is None:
+            missing = "--stages" if self.stages is None else "--micro-batches"
+            raise ConfigError(f"{missing} is missing: a model that has not trained does not say how it is trained.")
+        schedule = self.schedule or "1f1b"
         check_size(self.stages, self.micro_batches)
-        find_schedule(None, self.schedule)  # what DeepSpeed says on import is not shown
-        options = asdict(self)
-        found = partition(options.pop("model"), **options)
+        find_schedule(None, schedule)  # what DeepSpeed says on import is not shown
+        found = partition(
+            self.model,
+            stages=self.stages,
+            micro_batches=self.micro_batches,
+            schedule=schedule,
+            micro_batch_size=self.micro_batch_size,
+            sequence_length=self.sequence_length,
+            gradient_checkpointing=self.gradient_checkpointing,
+            memory_gib=self.memory_gib,
+            gpu=self.gpu,
+        )
         where = f"{self.stages} stages, {self.micro_batches} micro-batches, {found.costs.gpu}"
-        print(f"{self.model}, {where}\n{table_of(found)}")
-        return 0
+        return f"{self.model}, {where}\n{table_of(found)}"
+
+    def _of_job(self) -> str:
+        from perseus_ds.cli.inputs import measured_job
+        from perseus_ds.optimizer.balance import Balance
+
+        job, *others = (
+            measured_job(
+                path,
+                schedule=self.schedule,
+                micro_batches=self.micro_batches,
+                blocking_power_w=self.blocking_power_w,
+            )
+            for path in (Path(self.model), *self.also)
+        )
+        balance = Balance(job, others, tied_on_one_rank=self.tied_on_one_rank)
+        sizes = self.pipeline_sizes or ([self.stages] if self.stages else [])
+        lines = [*_of_kinds(balance), ""]
+        if sizes or self.virtual_stages:
+            sizes = sizes or [job.ranks]
+            virtual = self.virtual_stages or [1]
+            found = [balance.of_size(ranks, count, _schedule_of) for ranks in sizes for count in virtual]
+            return "\n".join([*lines, *_of_sizes(job, found)])
+        known = {"today": job.layout.cut}
+        if self.layout is not None:
+            known["given"] = _given(self.layout, job)
+        memory_bytes = None if self.memory_gib is None else self.memory_gib * 2**30
+        return "\n".join([*lines, *_of_layouts(balance, balance.partition(known, memory_bytes=memory_bytes))])
+
+
+def _schedule_of(ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    from perseus_ds.cli.schedules import choose_schedules
+
+    name = "interleaved" if stages_per_rank > 1 else "1f1b"
+    ((_, found),) = choose_schedules([name], micro_batches=[micro_batches], ranks=ranks, chunks=stages_per_rank)
+    return found
+
+
+def _given(text: str, job: MeasuredJob) -> Cut:
+    """Return the cut of a layout that was given.
+
+    Raises:
+        ConfigError: It does not fit the model or its engine.
+    """
+    from perseus_ds.artifacts.layout import check_cut_of_megatron, cut_of_megatron
+
+    parts = len(job.layout.parts)
+    if all(word.strip().isdigit() for word in text.split(",")):
+        cut = tuple(int(word) for word in text.split(","))
+        if sum(cut) != parts or 0 in cut:
+            raise ConfigError(
+                f"--layout {text}: the stages have {sum(cut)} parts, the model {parts}, the embedding and the head "
+                "included. Give each stage one or more, and all of them together as many as the model has."
+            )
+    else:
+        cut = cut_of_megatron(text, job.layout)
+        check_cut_of_megatron(job.layout, cut, job.ranks)
+    if len(cut) != job.schedule.num_stages:
+        raise ConfigError(
+            f"--layout {text}: {len(cut)} stages, the job has {job.schedule.num_stages}. Compare other numbers of "
+            "stages with --pipeline-sizes and --virtual-stages."
+        )
+    return cut
+
+
+def _of_kinds(balance: Balance) -> Iterator[str]:
+    """Yield what was measured, and what each kind of part costs."""
+    from perseus_ds.units import number
+
+    job, kinds = balance.job, balance.kinds
+    info = job.profile.info
+    stages = f"{job.schedule.num_stages} stages on {job.ranks} ranks, {job.schedule.micro_batches} micro-batches"
+    yield f"{info.model or 'a model'} on {info.gpu}, {stages}, at {kinds.clocks_mhz[-1]} MHz"
+    yield ""
+    passes = [f"{kind} [ms]" for kind in kinds.time_s]
+    energies = [f"{kind} [J]" for kind in kinds.time_s] if job.has_energy else []
+    width = max(len("kind"), *map(len, kinds.kinds))
+    yield f"{'kind':{width}} parts" + "".join(f"{head:>22}" for head in (*passes, *energies))
+    for n, name in enumerate(kinds.kinds):
+        cells = [(1e3 * kinds.time_s[of][n, -1], 1e3 * kinds.time_covariance[of][n, n] ** 0.5) for of in kinds.time_s]
+        if job.has_energy:
+            cells += [(kinds.energy_j[of][n, -1], kinds.energy_covariance[of][n, n] ** 0.5) for of in kinds.time_s]
+        count = sum(part.kind == name for part in job.layout.parts)
+        texts = (f"{number(value)} ± {number(error, 2)}" for value, error in cells)
+        yield f"{name:{width}} {count:5d}" + "".join(f"{text:>22}" for text in texts)
+
+
+def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
+    """Yield today's and the proposed layout side by side, and the latter as the engine reads it."""
+    from perseus_ds.units import number, percent, plain
+
+    job = balance.job
+    has_energy, planned = job.has_energy, job.has_energy and len(found.costs.clocks_mhz) > 1
+    rows = {**found.known, "proposed": found.most_frugal}
+    if job.time_s is not None:
+        yield f"measured: {number(job.time_s)} s per iteration at default clocks, with today's layout"
+    heads = ["iteration [s]", "bubble", *["energy [J]"] * has_energy, *["best plan [J]"] * planned]
+    heads += ["memory [GiB]"] * bool(balance.memory_bytes(job.layout))
+    yield f"{'layout':10}" + "".join(f"{head:>22}" for head in heads)
+    for name, each in rows.items():
+        time_error, energy_error = balance.errors((1.0, each))
+        cells = [f"{number(each.time_s)} ± {number(time_error, 2)}", f"{each.bubble:.1%}"]
+        if has_energy:
+            cells.append(f"{number(each.energy_j)} ± {number(energy_error, 2)}")
+        if planned:
+            cells.append(f"{number(each.planned_j)} ± {number(energy_error * each.planned_j / each.energy_j, 2)}")
+        if needed := balance.memory_bytes(job.layout.cut_into(each.cut)):
+            cells.append(f"{max(needed) / 2**30:.2f}")
+        yield f"{name:10}" + "".join(f"{cell:>22}" for cell in cells)
+    yield ""
+    for name, each in rows.items():
+        yield f"{name:10} {job.layout.cut_into(each.cut).summary()}"
+    today, proposed = found.known["today"], found.most_frugal
+    time_error, energy_error = balance.errors((1.0, proposed), (-1.0, today))
+    gain = f"{percent(proposed.time_s / today.time_s - 1)} ± {percent(time_error / today.time_s, 2).lstrip('+')} time"
+    if has_energy:
+        energy = percent(proposed.energy_j / today.energy_j - 1)
+        gain += f", {energy} ± {percent(energy_error / today.energy_j, 2).lstrip('+')} energy"
+    yield plain(f"The proposed layout changes an iteration at default clocks by {gain}.")
+    yield from _cautions(balance)
+    yield (
+        "No layout is faster: proven for these costs."
+        if not found.time_gap
+        else f"A layout may be faster, by at most {percent(found.time_gap)} by these costs: the search was ended."
+    )
+    if proposed.cut == today.cut:
+        yield "Keep today's layout."
+        return
+    yield from ("Train with:", job.layout.cut_into(proposed.cut).spelled())
+
+
+def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
+    """Yield a table of the best layouts of pipelines of other sizes."""
+    from perseus_ds.units import number
+
+    has_energy = job.has_energy
+    yield "Of all GPUs, with the same batch; the best layout of each size, at default clocks and under the best plan:"
+    energies = f"{'energy [J]':>13}{'best plan [J]':>15}" if has_energy else ""
+    yield f"ranks  stages a rank  pipelines  micro-batches  iteration [s]{energies}  bubble  layout"
+    for size in sizes:
+        start = f"{size.ranks:5d}{size.stages_per_rank:15d}{size.pipelines:11d}{size.micro_batches:15d}"
+        if size.found is None or size.layout is None:
+            yield f"{start}  {size.problem}"
+            continue
+        found = size.found
+        total_j = [f"{number(size.pipelines * found.energy_j):>13}", f"{number(size.pipelines * found.planned_j):>15}"]
+        energies = "".join(total_j) if has_energy else ""
+        yield f"{start}{number(found.time_s):>15}{energies}{found.bubble:8.1%}  {size.layout.summary()}"
+    fastest: list[tuple[float, OtherSize]] = [(s.found.time_s, s) for s in sizes if s.found is not None]
+    yield "Transfers take the mean of those measured; gradient reduction and optimizer step follow the share of a rank."
+    yield from _simulated(job)
+    if fastest:
+        best = min(fastest, key=lambda pair: pair[0])[1]
+        assert best.layout is not None
+        yield f"Fastest: {best.ranks} ranks with {best.stages_per_rank} stages each:\n{best.layout.spelled()}"
+
+
+def _cautions(balance: Balance) -> Iterator[str]:
+    job = balance.job
+    if not job.has_energy:
+        yield (
+            "Energy is not known: the job was only observed, and its ranks wait equally long. Give --blocking-power-w, "
+            'or train in "profile" mode.'
+        )
+    elif len(balance.kinds.clocks_mhz) < 2:
+        yield 'Nothing is known of other clocks: train in "profile" or "auto" mode to see layouts under the best plan.'
+    yield from _simulated(job)
+
+
+def _simulated(job: MeasuredJob) -> Iterator[str]:
+    if job.profile.info.simulated:
+        yield "The GPUs are SIMULATED: times and energies are not those of real ones."
 
 
 def table_of(found: Cuts) -> str:
     """Return the cuts side by side, what is proven of them, and the cut to train with."""
     from perseus_ds.units import joules, number, percent, plain
 
-    named = {
-        "uniform": found.uniform,
-        "parameters": found.parameters,
-        "fastest": found.fastest,
-        "most frugal": found.most_frugal,
-    }
+    named: dict[str, EvaluatedCut] = {**found.known, "fastest": found.fastest, "most frugal": found.most_frugal}
     planned = len(found.costs.clocks_mhz) > 1
     width = max(len(str(list(each.cut))) for each in named.values())
     lines = [f"{'cut':12} {'layers':{width}}  iteration  default clocks  under Perseus     memory"]
@@ -82,7 +300,7 @@ def table_of(found: Cuts) -> str:
         if not found.time_gap
         else f"A cut may be faster, by at most {percent(found.time_gap)}: the search was ended."
     )
-    if planned:
+    if found.energy_bound_j is not None and found.energy_gap is not None:
         lines.append(
             f"No cut as fast has a plan of less energy than {joules(found.energy_bound_j)}; the most frugal one found "
             f"is {percent(found.energy_gap, 2)} above that."

@@ -383,6 +383,12 @@ class SimulatedConfig(StrictModel):
         description="Time of the pipeline's longest forward or backward at the top clock [s]; the others follow "
         "from their floating-point operations.",
     )
+    flops_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="Floating-point operations in a second at the top clock, in place of longest_instruction_s: "
+        "layouts of one model can then be compared.",
+    )
     transfer_s: float = Field(0.0, ge=0, description="Time of a transfer between two stages [s].")
     tail_s: float = Field(0.0, ge=0, description="Time of gradient reduction and optimizer step at the top clock [s].")
     lock_latency_s: float = Field(0.015, ge=0, description="Time of a clock-setting call [s].")

@@ -12,6 +12,10 @@ steady state of its slowest stage and the draining.) The worst of these bounds o
 dynamic programming finds, and a search lists cuts in the order of their bounds. Each is evaluated by the DAG until the
 next bound is not below the best time found. All times are those at default clocks, the highest ones measured.
 
+With hundreds of layers on tens of stages, such a search takes too long. There, layers are moved between any two stages
+as long as the iteration becomes faster by it, and the bound is that of a linear program in which layers may be divided:
+the least time in which no known path is longer.
+
 Energy has a bound over all cuts as well. A flow through the DAG, in watts, proves a bound for one cut
 (:mod:`perseus_ds.optimizer.bounds`): a price for each second of an instruction. With these prices, the least energy of
 each layer on each stage is a sum over layers, of which dynamic programming finds the least over all cuts in time.
@@ -21,12 +25,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, pairwise, permutations
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linprog
 
 from perseus_ds.artifacts.profile import ClockOptions, Measurement, ProfileInfo, StageProfile
 from perseus_ds.errors import ConfigError
@@ -36,17 +41,18 @@ from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Corners, Floats, problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.optimizer.schedule_comparison import held_by_stage
-from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
 
 Cut = tuple[int, ...]
 
-_KINDS = (Kind.FORWARD, Kind.BACKWARD)
 _SAME = 1e-9
 """Times this close, relative to them, are equal."""
 _MOST_SEARCHED, _MOST_ROUNDS = 30_000, 8
 """So many beginnings of cuts are looked at in each of so many rounds at most."""
+_MOST_PLACES = 4_000
+"""With more stages times layers, a search in the order of bounds takes too long."""
 _PLANS = 12
 """Deadlines for which each of these is planned; the first one is the fastest time."""
 _PRICES, _LATER = 12, 0.003
@@ -55,7 +61,9 @@ _PRICES, _LATER = 12, 0.003
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each layer costs on one device; the first layer includes the embedding, the last one the head and the loss.
+    """What each layer costs on one device.
+
+    The embedding and the head are layers of their own, or are included in the first and the last one.
 
     Attributes:
         clocks_mhz: Shape (clocks,), ascending.
@@ -67,6 +75,8 @@ class LayerCosts:
         blocking_power_w: What a waiting GPU draws [W].
         gpu: Its name.
         simulated: Whether it was simulated.
+        fixed: Durations of what no layer decides.
+        tails: What the tails of ranks take, where they were measured over clocks.
     """
 
     clocks_mhz: tuple[int, ...]
@@ -78,6 +88,13 @@ class LayerCosts:
     blocking_power_w: float
     gpu: str
     simulated: bool
+    fixed: FixedDurations = field(default_factory=FixedDurations)
+    tails: tuple[Measurement, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of instructions of a stage."""
+        return tuple(self.time_s)
 
     @property
     def layers(self) -> int:
@@ -87,7 +104,7 @@ class LayerCosts:
         """Return the profile of stages that have these shares of each layer, shape (stages, layers)."""
         rows = [
             Measurement(stage, kind, clock_mhz, time_s, energy_j)
-            for kind in _KINDS
+            for kind in self.kinds
             for stage, share in enumerate(shares)
             for clock_mhz, time_s, energy_j in zip(
                 self.clocks_mhz,
@@ -97,7 +114,7 @@ class LayerCosts:
             )
         ]
         info = ProfileInfo(simulated=self.simulated, gpu=self.gpu, blocking_power_w=self.blocking_power_w)
-        return StageProfile(rows, info)
+        return StageProfile([*rows, *self.tails], info.with_fixed_durations(self.fixed))
 
 
 @dataclass(frozen=True)
@@ -108,8 +125,11 @@ class EvaluatedCut:
         cut: How many layers each stage has.
         time_s: Iteration time at default clocks [s].
         energy_j: Its energy at default clocks [J].
-        planned_j: Energy under the plan of least energy that is as fast [J]; the same if one clock was measured only.
+        planned_j: Energy under the plan of least energy that is as fast [J]; the same if nothing was planned.
         memory_bytes: Of the stage that needs most.
+        bubble: The part of the GPUs' time in which they wait.
+        on_path: How often the longest path goes through each layer, shape (layers, kinds).
+        runs: How often an iteration runs each layer, shape (layers, kinds).
     """
 
     cut: Cut
@@ -117,6 +137,9 @@ class EvaluatedCut:
     energy_j: float
     planned_j: float
     memory_bytes: float
+    bubble: float
+    on_path: Floats = field(repr=False, compare=False)
+    runs: Floats = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,21 +147,19 @@ class Partition:
     """Where to cut a model.
 
     Attributes:
-        uniform: Equally many layers on each stage.
-        parameters: The stage with most parameters has as few as possible.
+        known: Cuts to compare with, by name; for a model that has not trained, those that engines take by default.
         fastest: The fastest cut found.
         most_frugal: The one of least energy under its plan among those as fast.
         time_bound_s: No cut is faster [s].
-        energy_bound_j: No cut as fast as the fastest one has a plan of less energy [J].
+        energy_bound_j: No cut as fast as the fastest one has a plan of less energy [J]; None if that is not known.
         costs: Of the layers.
     """
 
-    uniform: EvaluatedCut
-    parameters: EvaluatedCut
+    known: Mapping[str, EvaluatedCut]
     fastest: EvaluatedCut
     most_frugal: EvaluatedCut
     time_bound_s: float
-    energy_bound_j: float
+    energy_bound_j: float | None
     costs: LayerCosts
 
     @property
@@ -153,74 +174,112 @@ class Partition:
         return gap if gap > _SAME else 0.0
 
     @property
-    def energy_gap(self) -> float:
+    def energy_gap(self) -> float | None:
         """How far the most frugal cut's plan is above the bound of all cuts, relative."""
-        return self.most_frugal.planned_j / self.energy_bound_j - 1
+        return None if self.energy_bound_j is None else self.most_frugal.planned_j / self.energy_bound_j - 1
 
 
-def best_partition(costs: LayerCosts, schedule: Schedule, *, memory_bytes: float | None = None) -> Partition:
+def best_partition(
+    costs: LayerCosts,
+    schedule: Schedule,
+    *,
+    known: Mapping[str, Cut] | None = None,
+    memory_bytes: float | None = None,
+    may_hold: npt.NDArray[np.bool_] | None = None,
+    is_planned: bool = True,
+) -> Partition:
     """Find the fastest cut and the most frugal one of those as fast.
+
+    Args:
+        costs: Of the layers.
+        schedule: What the ranks execute.
+        known: Cuts to compare with, by name; by default, those that engines take.
+        memory_bytes: What a stage may need at most.
+        may_hold: Whether a stage may have the layers i to j, shape (stages, layers + 1, layers + 1).
+        is_planned: Whether to compute plans, if more than one clock was measured.
 
     Raises:
         ConfigError: The schedule has other instructions, there are more stages than layers, or the model does not fit
             into the memory.
     """
-    return _Search(costs, schedule, memory_bytes).result()
+    return _Search(costs, schedule, memory_bytes, may_hold, is_planned and len(costs.clocks_mhz) > 1).result(known)
 
 
 class _Search:
-    def __init__(self, costs: LayerCosts, schedule: Schedule, memory_bytes: float | None) -> None:
-        self.costs, self.schedule = costs, schedule
+    def __init__(
+        self,
+        costs: LayerCosts,
+        schedule: Schedule,
+        memory_bytes: float | None,
+        may_hold: npt.NDArray[np.bool_] | None,
+        is_planned: bool,
+    ) -> None:
+        self.costs, self.schedule, self.is_planned = costs, schedule, is_planned
         self.stages = schedule.num_stages
-        if others := {i.kind for stream in schedule.instructions for i in stream} - {*_KINDS, Kind.TAIL}:
+        self.kinds = costs.kinds
+        if others := {i.kind for stream in schedule.instructions for i in stream} - {*self.kinds, Kind.TAIL}:
             raise ConfigError(
-                f"{schedule.name} has instructions {', '.join(sorted(others))}; layers are measured as forwards and "
-                "backwards. Choose a schedule of these, such as 1f1b."
+                f"{schedule.name} has instructions {', '.join(sorted(others))}; layers are measured as "
+                f"{' and '.join(self.kinds)}. Choose a schedule of these, such as 1f1b."
             )
         self.uniform = uniform_cut(costs.layers, self.stages)
+        self.is_large = self.stages * costs.layers > _MOST_PLACES
         self.dag = Dag.build(schedule)
         # Of each node, which of the times (stage, kind) it takes; -1 for none.
         self.row = np.array([self._row(node.work) for node in self.dag.nodes])
+        self.fixed_s = self.dag.fixed_durations_s(costs.fixed)
+        self.least_fixed_s = self.fixed_s.copy()  # of tails at their fastest clock
+        tails = {row.stage: [each.time_s for each in costs.tails if each.stage == row.stage] for row in costs.tails}
+        for number, node in enumerate(self.dag.nodes):
+            if isinstance(node.work, Instruction) and node.work.kind is Kind.TAIL and node.work.stage in tails:
+                self.fixed_s[number] = tails[node.work.stage][-1]
+                self.least_fixed_s[number] = min(tails[node.work.stage])
         # Shape (kinds, layers + 1): time of the first layers at default clocks.
-        self.before_s = _sums(np.stack([costs.time_s[kind][:, -1] for kind in _KINDS]))
+        self.before_s = _sums(np.stack([costs.time_s[kind][:, -1] for kind in self.kinds]))
         self.bytes = np.stack(
             [_between(_sums(costs.fixed_bytes + held * costs.held_bytes)) for held in held_by_stage(schedule)]
         )
-        self.allowed = self._allowed(memory_bytes)
-        # How often each known path goes through each stage, shape (paths, stages, kinds).
-        self.paths = np.zeros((0, self.stages, len(_KINDS)))
-        for stage in range(self.stages):
+        self.allowed = self._allowed(memory_bytes, may_hold)
+        # How often each known path goes through each stage, shape (paths, stages, kinds), and the rest of it [s].
+        self.paths = np.zeros((0, self.stages, len(self.kinds)))
+        self.rest_s = np.zeros(0)
+        held = [sorted({i.stage for i in stream}) for stream in schedule.instructions]
+        for stages in held if self.is_large else [[stage] for stage in range(self.stages)]:
             for slower in (1.05, 3.0):
                 times_s = np.tile(self.before_s[:, -1] / self.stages, (self.stages, 1))
-                times_s[stage] *= slower
+                times_s[stages] *= slower
                 self._add_path(times_s)
 
     def _row(self, work: object) -> int:
-        if isinstance(work, Instruction) and work.kind in _KINDS:
-            return work.stage * len(_KINDS) + _KINDS.index(work.kind)
+        if isinstance(work, Instruction) and work.kind in self.kinds:
+            return work.stage * len(self.kinds) + self.kinds.index(work.kind)
         return -1
 
-    def _allowed(self, memory_bytes: float | None) -> npt.NDArray[np.bool_]:
+    def _allowed(self, memory_bytes: float | None, may_hold: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
         """Return whether a stage may have the layers i to j, shape (stages, layers + 1, layers + 1)."""
         limit_bytes = np.inf if memory_bytes is None else memory_bytes
-        needed_bytes, self.fallback = next(_in_order(self.bytes))
+        needed = self.bytes if may_hold is None else np.where(may_hold, self.bytes, np.inf)
+        needed_bytes, self.fallback = next(_in_order(needed), (np.inf, ()))
+        if np.isinf(needed_bytes):
+            raise ConfigError(f"There is no cut into {self.stages} stages that the engine trains. Give fewer stages.")
         if needed_bytes > limit_bytes:
             raise ConfigError(
                 f"memory: with the best cut into {self.stages} stages, {self.fallback}, the fullest one needs "
                 f"{needed_bytes / 2**30:.3g} GiB, and {limit_bytes / 2**30:.3g} GiB are allowed. Give more stages, "
                 "smaller micro-batches, or compute activations again (gradient_checkpointing)."
             )
-        allowed: npt.NDArray[np.bool_] = self.bytes <= limit_bytes
+        allowed: npt.NDArray[np.bool_] = np.isfinite(needed) & (needed <= limit_bytes)
         return allowed
 
-    def result(self) -> Partition:
-        fastest, time_bound_s = self._fastest()
-        most_frugal, energy_bound_j = self._most_frugal(fastest, time_bound_s)
-        parameters = np.stack([_between(_sums(self.costs.parameters))] * self.stages)
-        by_parameters = next(_in_order(parameters))[1]
+    def result(self, known: Mapping[str, Cut] | None) -> Partition:
+        if known is None:
+            parameters = np.stack([_between(_sums(self.costs.parameters))] * self.stages)
+            known = {"uniform": self.uniform, "parameters": next(_in_order(parameters))[1]}
+        self.starts = [cut for cut in (*known.values(), self.uniform, self.fallback) if self._fits(cut)]
+        fastest, time_bound_s = self._fastest_moved() if self.is_large else self._fastest()
+        most_frugal, energy_bound_j = (fastest, None) if self.is_large else self._most_frugal(fastest, time_bound_s)
         return Partition(
-            uniform=self._evaluate(self.uniform),
-            parameters=self._evaluate(by_parameters),
+            known={name: self._evaluate(cut) for name, cut in known.items()},
             fastest=fastest,
             most_frugal=most_frugal,
             time_bound_s=time_bound_s,
@@ -233,30 +292,39 @@ class _Search:
         return np.diff(self.before_s[:, list(accumulate(cut, initial=0))], axis=1).T
 
     def _durations_s(self, times_s: Floats) -> Floats:
-        return np.where(self.row >= 0, times_s.ravel()[self.row], 0.0)
+        return np.where(self.row >= 0, times_s.ravel()[self.row], self.fixed_s)
 
     def _add_path(self, times_s: Floats) -> None:
-        rows = self.row[self.dag.critical_path(self._durations_s(times_s))]
-        count = np.bincount(rows[rows >= 0], minlength=times_s.size).reshape(1, *times_s.shape)
-        if not (self.paths == count).all(axis=(1, 2)).any():
+        path = self.dag.critical_path(self._durations_s(times_s))
+        count = self._counts(path)[None]
+        rest_s = float(self.fixed_s[path][self.row[path] < 0].sum())
+        same = (self.paths == count).all(axis=(1, 2))
+        if not (self.rest_s[same] >= rest_s).any():
             self.paths = np.concatenate([self.paths, count])
+            self.rest_s = np.append(self.rest_s, rest_s)
+
+    def _counts(self, nodes: Sequence[int]) -> Floats:
+        """Return how many of some nodes are of each stage and kind, shape (stages, kinds)."""
+        rows = self.row[list(nodes)]
+        size = self.stages * len(self.kinds)
+        return np.bincount(rows[rows >= 0], minlength=size).reshape(self.stages, len(self.kinds)).astype(float)
 
     def _least_s(self) -> Floats:
         """Return the time that no iteration is below if a stage has the layers i to j, shape as of ``allowed`` [s]."""
         behind_s = self.before_s[:, -1:] - self.before_s
         result = np.zeros_like(self.bytes)
-        for path in self.paths:
+        for path, rest_s in zip(self.paths, self.rest_s, strict=True):
             for stage in range(self.stages):
                 # Before the first stage and behind the last one there are no layers.
                 first = path[: stage or 1].min(axis=0) @ self.before_s
                 last = path[min(stage + 1, self.stages - 1) :].min(axis=0) @ behind_s
-                time_s = first[:, None] + _between(path[stage] @ self.before_s) + last
+                time_s = first[:, None] + _between(path[stage] @ self.before_s) + last + rest_s
                 result[stage] = np.maximum(result[stage], time_s)
         return result
 
     def _fastest(self) -> tuple[EvaluatedCut, float]:
         """Return the fastest cut found, and the time below which no cut stays [s]."""
-        best, bound_s = self.uniform if self._fits(self.uniform) else self.fallback, 0.0
+        best, bound_s = min(self.starts, key=self._time_s), 0.0
         known = 0
         for _ in range(_MOST_ROUNDS):
             if known == len(self.paths):  # of paths found meanwhile, another round has better bounds
@@ -265,7 +333,7 @@ class _Search:
             best = self._improved(best)
             best_s = self._time_s(best)
             self.least_s = np.where(self.allowed, self._least_s(), np.inf)
-            for bound_s, cut in _in_order(self.least_s, self.paths @ self.before_s):
+            for bound_s, cut in _in_order(self.least_s, self.paths @ self.before_s, self.rest_s):
                 if bound_s >= best_s * (1 - _SAME) or not cut:
                     break
                 if float(self._lengths_s(cut).max()) >= best_s * (1 - _SAME):
@@ -277,22 +345,64 @@ class _Search:
                 bound_s = best_s
         return self._evaluate(best), min(bound_s, best_s)
 
+    def _fastest_moved(self) -> tuple[EvaluatedCut, float]:
+        """Return the fastest cut found by moving layers, and the time below which no cut stays [s]."""
+        best = min((self._improved(cut) for cut in dict.fromkeys(self.starts)), key=self._time_s)
+        return self._evaluate(best), min(self._divided_s(), self._time_s(best))
+
+    def _divided_s(self) -> float:
+        """Return the least time in which no known path is longer, if layers may be divided among stages [s]."""
+        layers, counts = np.unique(np.diff(self.before_s), axis=1, return_counts=True)
+        size = self.stages * len(counts)
+        # Of each path, what a layer of each kind adds to it on each stage; the last variable is the time.
+        of_paths = np.concatenate([(self.paths @ layers).reshape(-1, size), -np.ones((len(self.paths), 1))], axis=1)
+        all_placed = np.concatenate([np.tile(np.eye(len(counts)), self.stages), np.zeros((len(counts), 1))], axis=1)
+        a_layer = np.concatenate(
+            [np.repeat(np.eye(self.stages), len(counts), axis=1), np.zeros((self.stages, 1))], axis=1
+        )
+        result = linprog(
+            np.eye(size + 1)[-1],
+            A_ub=np.concatenate([of_paths, -a_layer]),
+            b_ub=np.concatenate([-self.rest_s, -np.ones(self.stages)]),
+            A_eq=all_placed,
+            b_eq=counts,
+        )
+        return float(result.fun) if result.success else 0.0
+
     def _improved(self, cut: Cut) -> Cut:
-        """Return a cut that no layer moved to a neighbouring stage makes faster."""
+        """Return a cut that no layer moved from one stage to another makes faster."""
         best_s, better = self._time_s(cut), True
+        self._add_path(self._times_s(cut))
         while better:
             better = False
-            for giver, taker in [*pairwise(range(self.stages)), *pairwise(reversed(range(self.stages)))]:
-                moved = tuple(n - (s == giver) + (s == taker) for s, n in enumerate(cut))
-                if moved[giver] and self._fits(moved) and self._time_s(moved) < best_s * (1 - _SAME):
-                    best_s, cut, better = self._time_s(moved), moved, True
-            self._add_path(self._times_s(cut))
+            for bound_s, moved in self._moves(cut):
+                if bound_s >= best_s * (1 - _SAME):
+                    break
+                time_s = self._time_s(moved)
+                self._add_path(self._times_s(moved))
+                if time_s < best_s * (1 - _SAME):
+                    best_s, cut, better = time_s, moved, True
+                    break
         return cut
+
+    def _moves(self, cut: Cut) -> list[tuple[float, Cut]]:
+        """Return the cuts with one layer on another stage, in the order of what known paths take at least [s]."""
+        found = []
+        for giver, taker in permutations(range(self.stages), 2):
+            moved = tuple(n - (s == giver) + (s == taker) for s, n in enumerate(cut))
+            if moved[giver] and self._fits(moved):
+                found.append(moved)
+        if not found:
+            return []
+        ends = np.cumsum(np.concatenate([np.zeros((len(found), 1), dtype=int), np.array(found)], axis=1), axis=1)
+        times_s = np.diff(self.before_s[:, ends], axis=2)  # shape (kinds, cuts, stages)
+        lengths_s = np.tensordot(self.paths, times_s, axes=([2, 1], [0, 2])) + self.rest_s[:, None]
+        return sorted(zip(lengths_s.max(axis=0).tolist(), found, strict=True))
 
     def _fits(self, cut: Cut) -> bool:
         return all(self.allowed[place] for place in _places(cut))
 
-    def _most_frugal(self, fastest: EvaluatedCut, time_bound_s: float) -> tuple[EvaluatedCut, float]:
+    def _most_frugal(self, fastest: EvaluatedCut, time_bound_s: float) -> tuple[EvaluatedCut, float | None]:
         """Return the cut of least energy found among those as fast, and the energy below which none stays [J].
 
         Prices for one cut say little about others that are as fast. So rounds alternate: the prices of a mixture of
@@ -300,8 +410,8 @@ class _Search:
         mean, prove a bound; the cuts are candidates.
         """
         best, deadline_s = fastest, fastest.time_s * (1 + _SAME)
-        if len(self.costs.clocks_mhz) < 2:
-            return best, best.planned_j
+        if not self.is_planned:
+            return best, None
         in_time = np.where(self.least_s <= deadline_s, 0.0, np.inf)
         shares, seen, bound_j = shares_of(fastest.cut), {fastest.cut}, 0.0
         mean_w = np.zeros(len(self.dag.nodes) + 1)
@@ -327,7 +437,7 @@ class _Search:
 
     def _lengths_s(self, cut: Cut) -> Floats:
         """Return the length of each known path [s]."""
-        result: Floats = (self.paths * self._times_s(cut)).sum(axis=(1, 2))
+        result: Floats = (self.paths * self._times_s(cut)).sum(axis=(1, 2)) + self.rest_s
         return result
 
     def _price_w(self, shares: Floats, deadline_s: float) -> Floats:
@@ -341,16 +451,18 @@ class _Search:
     def _priced(self, price_w: Floats, deadline_s: float, time_bound_s: float) -> tuple[float, Floats]:
         """Return the bound of a cut's energy at these prices: a constant, and sums over layers by stage [J]."""
         least_j = np.zeros((1, self.stages, self.costs.layers))
-        for row in range(self.stages * len(_KINDS)):
-            stage, kind = divmod(row, len(_KINDS))
+        for row in range(self.stages * len(self.kinds)):
+            stage, kind = divmod(row, len(self.kinds))
             of_row_w = price_w[:-1][self.row == row]
             least_j[0, stage] += [corners.least_j(of_row_w).sum() for corners in self.corners[kind]]
+        # What no layer decides takes its time at these prices too.
+        fixed_j = float(price_w[:-1] @ self.least_fixed_s)
         waiting_w = self.costs.blocking_power_w * len(self.schedule.ranks)
         if waiting_w > price_w[-1]:
             # A plan may end earlier, but not before the bound with all at their fastest clocks.
             fastest = min(float((t.min(axis=1) / t[:, -1]).min()) for t in self.costs.time_s.values())
             deadline_s = time_bound_s * fastest
-        return float(waiting_w - price_w[-1]) * deadline_s, _sums(least_j)
+        return float(waiting_w - price_w[-1]) * deadline_s + fixed_j, _sums(least_j)
 
     @cached_property
     def corners(self) -> list[list[Corners]]:
@@ -361,22 +473,34 @@ class _Search:
             options = ClockOptions(clocks_mhz, time_s, energy_j).pareto(costs.blocking_power_w)
             return Corners.of(options.time_s, options.effective_energy_j(costs.blocking_power_w))
 
-        return [list(map(of_layer, costs.time_s[kind], costs.energy_j[kind])) for kind in _KINDS]
+        return [list(map(of_layer, costs.time_s[kind], costs.energy_j[kind])) for kind in self.kinds]
 
     def _time_s(self, cut: Cut) -> float:
         return self.dag.makespan_s(self._durations_s(self._times_s(cut)))
 
     def _evaluate(self, cut: Cut, deadline_s: float | None = None) -> EvaluatedCut:
         profile = self.costs.profile(shares_of(cut))
-        rows = [(i.stage, i.kind) for stream in self.schedule.instructions for i in stream if i.kind in _KINDS]
-        of_rows = [profile.at_highest_clock(*row) for row in rows]
+        instructions = [instruction for stream in self.schedule.instructions for instruction in stream]
+        of_rows = [profile.at_highest_clock(i.stage, i.kind) for i in instructions if (i.stage, i.kind) in profile.keys]
         time_s, waiting_w = self._time_s(cut), self.costs.blocking_power_w
-        waiting_s = len(self.schedule.ranks) * time_s - sum(row.time_s for row in of_rows)
-        energy_j = planned_j = sum(row.energy_j for row in of_rows) + waiting_w * waiting_s
-        if len(self.costs.clocks_mhz) > 1:
+        rank_s, busy_s = len(self.schedule.ranks) * time_s, sum(row.time_s for row in of_rows)
+        energy_j = planned_j = sum(row.energy_j for row in of_rows) + waiting_w * (rank_s - busy_s)
+        if self.is_planned:
             frontier = optimize(self.schedule, profile, plans=_PLANS)
             planned_j = frontier.lookup((deadline_s or time_s) * (1 + _SAME)).energy_j
-        return EvaluatedCut(cut, time_s, energy_j, planned_j, max(float(self.bytes[place]) for place in _places(cut)))
+        memory_bytes = max(float(self.bytes[place]) for place in _places(cut))
+        counts = self._counts(range(len(self.row)))
+        on_path = self._counts(self.dag.critical_path(self._durations_s(self._times_s(cut))))
+        return EvaluatedCut(
+            cut,
+            time_s,
+            energy_j,
+            planned_j,
+            memory_bytes,
+            bubble=1 - busy_s / rank_s,
+            on_path=np.repeat(on_path, cut, axis=0),
+            runs=np.repeat(counts, cut, axis=0),
+        )
 
 
 def uniform_cut(layers: int, stages: int) -> Cut:
@@ -410,7 +534,7 @@ def _between(sums: Floats) -> Floats:
     return sums[None, :] - sums[:, None]
 
 
-def _in_order(worst: Floats, sums: Floats | None = None) -> Iterator[tuple[float, Cut]]:
+def _in_order(worst: Floats, sums: Floats | None = None, rest: Floats | None = None) -> Iterator[tuple[float, Cut]]:
     """Yield all cuts in the order of a value, with that: the greatest of its stages' values and of several sums.
 
     After a long search the last one is empty: no other cut is below its value.
@@ -419,6 +543,7 @@ def _in_order(worst: Floats, sums: Floats | None = None) -> Iterator[tuple[float
         worst: Value of each stage if it has the layers from i to j, shape (stages, layers + 1, layers + 1); infinite
             where it may not.
         sums: Sums over the first layers of what each layer adds if it is on a stage, shape (sums, stages, layers + 1).
+        rest: What is added to each sum, whatever the cut is, shape (sums,).
     """
     stages, ends = worst.shape[:2]
     worst = np.where(np.triu(np.ones((ends, ends), dtype=bool), 1), worst, np.inf)  # a stage has a layer or more
@@ -435,7 +560,8 @@ def _in_order(worst: Floats, sums: Floats | None = None) -> Iterator[tuple[float
     if not np.isfinite(worst_left[0, 0]):
         return
     # Longer beginnings of cuts come first, so that a whole cut is soon found.
-    queue: list[tuple[float, int, tuple[int, ...], float, Floats]] = [(0.0, 0, (0,), 0.0, np.zeros(len(sums)))]
+    no_layer = np.zeros(len(sums)) if rest is None else rest
+    queue: list[tuple[float, int, tuple[int, ...], float, Floats]] = [(0.0, 0, (0,), 0.0, no_layer)]
     for searched in count():
         if not queue:
             return

@@ -145,7 +145,9 @@ def calibrate(context: ModeContext) -> Phase[None]:
     by_pipeline = communicator.computed_on_rank_0(lambda: most_in_step(communicator.pipeline_of_rank.tolist(), flops))
     if largest := max((count for most in by_pipeline.values() for count in most.values()), default=0):
         own = by_pipeline[communicator.topology.data_parallel_rank]
-        rank.timers.calibrate(job.config.simulated.longest_instruction_s / largest, own)
+        simulated = job.config.simulated
+        per_s = simulated.flops_per_s
+        rank.timers.calibrate(simulated.longest_instruction_s / largest if per_s is None else 1 / per_s, own)
 
 
 def most_in_step(

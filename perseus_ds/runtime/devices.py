@@ -102,7 +102,7 @@ def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_r
     if kind == "nvml":
         ordinal, uuid, _ = _device_of(device, local_rank)
         return NvmlGpu(index_of_cuda_device(ordinal, uuid))
-    settings = config.simulated.model_dump(exclude={"longest_instruction_s", "transfer_s", "tail_s"})
+    settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
     turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
     return SimulatedGpu.named(settings.pop("gpu"), driver_turn=turn, seed=rank, **settings)
 

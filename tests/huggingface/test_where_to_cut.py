@@ -113,9 +113,9 @@ def test_without_permission_layers_are_measured_at_default_clocks():
 def test_a_partition_is_a_cut_for_stages():
     config = tiny("llama", num_hidden_layers=6, vocab_size=2048, tie_word_embeddings=False)
     found = perseus_ds.partition(config, stages=3, micro_batches=4, sequence_length=16)
-    assert found.uniform.cut == (2, 2, 2)
+    assert found.known["uniform"].cut == (2, 2, 2)
     assert found.cut[-1] == 1  # the head is worth many layers
-    assert found.fastest.time_s < found.uniform.time_s
+    assert found.fastest.time_s < found.known["uniform"].time_s
     assert found.time_gap == 0
     ids = token_ids()
     for index in range(3):

@@ -5,15 +5,16 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipelines import dual_pipe_v, one_f_one_b
+from pipelines import dual_pipe_v, interleaved, one_f_one_b
 
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.partition import LayerCosts, best_partition, shares_of
 from perseus_ds.optimizer.problem import problem_for
+from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 
@@ -95,14 +96,14 @@ def test_no_cut_as_fast_uses_less_energy_than_the_bound(model, stages, micro_bat
 
 def test_a_heavy_head_gets_fewer_layers_beside_it():
     found = best_partition(costs([0.01] * 15 + [0.04], [0.02] * 15 + [0.08]), one_f_one_b(4, 16))
-    assert found.uniform.cut == found.parameters.cut == (4, 4, 4, 4)
+    assert found.known["uniform"].cut == found.known["parameters"].cut == (4, 4, 4, 4)
     assert found.cut[-1] <= 2
-    assert found.fastest.time_s < 0.8 * found.uniform.time_s
+    assert found.fastest.time_s < 0.8 * found.known["uniform"].time_s
 
 
 def test_energies_are_those_of_the_planner():
     model, schedule = costs([0.01] * 8, [0.02] * 8), one_f_one_b(4, 8)
-    uniform = best_partition(model, schedule).uniform
+    uniform = best_partition(model, schedule).known["uniform"]
     baseline = problem_for(schedule, model.profile(shares_of((2, 2, 2, 2)))).baseline()
     assert (uniform.time_s, uniform.energy_j) == pytest.approx((baseline.time_s, baseline.energy_j))
 
@@ -134,6 +135,50 @@ def test_a_schedule_with_two_stages_on_each_rank_is_cut_too():
     found = best_partition(one_clock(model), schedule)
     assert found.fastest.time_s == pytest.approx(min(time_s(model, schedule, cut) for cut in all_cuts(8, 4)))
     assert found.time_gap == 0
+
+
+@settings(max_examples=15)
+@given(models, st.integers(2, 3), st.integers(1, 2))
+def test_with_virtual_stages_too_no_cut_is_faster(model, chunks, rounds):
+    schedule = interleaved(2, chunks, 2 * rounds)
+    fixed = FixedDurations(tail_s={0: 0.02, 1: 0.05}, transfer_s={("activation", 0, 1): 0.01})
+    model = replace(one_clock(model), fixed=fixed)
+    assume(model.layers >= 2 * chunks)
+    found = best_partition(model, schedule)
+    dag = Dag.build(schedule)
+
+    def iteration_s(cut):
+        profile = model.profile(shares_of(cut))
+        durations_s = dag.fixed_durations_s(fixed)
+        for number, node in enumerate(dag.nodes):
+            if isinstance(node.work, Instruction) and node.work.kind is not Kind.TAIL:
+                durations_s[number] = profile.at_highest_clock(node.work.stage, node.work.kind).time_s
+        return dag.makespan_s(durations_s)
+
+    best_s = min(map(iteration_s, all_cuts(model.layers, 2 * chunks)))
+    assert found.fastest.time_s == pytest.approx(best_s, rel=1e-9)
+    assert found.time_gap == 0
+
+
+@settings(max_examples=15)
+@given(models, st.integers(2, 4), st.integers(2, 6))
+def test_the_bound_of_divided_layers_holds_for_every_cut(model, stages, micro_batches):
+    schedule = one_f_one_b(stages, micro_batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perseus_ds.optimizer.partition._MOST_PLACES", 0)
+        found = best_partition(one_clock(model), schedule)
+    best_s = min(time_s(model, schedule, cut) for cut in all_cuts(model.layers, stages))
+    assert found.time_bound_s <= best_s * (1 + 1e-9)
+    assert best_s <= found.fastest.time_s * (1 + 1e-9) <= found.known["uniform"].time_s * (1 + 2e-9)
+
+
+def test_only_stages_that_the_engine_trains_are_proposed():
+    model, schedule = one_clock(costs([0.01] * 8, [0.02] * 8)), one_f_one_b(2, 4)
+    may_hold = np.ones((2, 9, 9), dtype=bool)
+    may_hold[0, 0, 4:] = False
+    assert best_partition(model, schedule, may_hold=may_hold).cut == (3, 5)
+    with pytest.raises(ConfigError, match="no cut into 2 stages that the engine trains"):
+        best_partition(model, schedule, may_hold=np.zeros((2, 9, 9), dtype=bool))
 
 
 def test_a_schedule_of_other_instructions_is_an_error():

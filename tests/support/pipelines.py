@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule, TrainSchedule
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.engines.torch_pipelining.order import read_class
 from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -16,6 +18,11 @@ from perseus_ds.pipeline.schedule import Schedule
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     return read_schedule(TrainSchedule, ranks=ranks, micro_batches=micro_batches)
+
+
+def interleaved(ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    schedule_class = get_schedule_class("Interleaved1F1B")
+    return read_class(schedule_class, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
 
 
 def dual_pipe_v(ranks: int, micro_batches: int) -> Schedule:

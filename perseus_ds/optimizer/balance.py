@@ -1,0 +1,244 @@
+"""Where to cut the model of a job that has trained: today's layout, the best one, and other sizes of the pipeline.
+
+Everything is predicted from what each kind of part costs (:mod:`perseus_ds.optimizer.layer_costs`). Loads, transfers
+and tails stay as they were measured. For other sizes of the pipeline, a transfer takes the mean of those measured, and
+a tail the mean in proportion to the share of the model that a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Layout
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.optimizer.layer_costs import KindCosts, kind_costs
+from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts, Partition, best_partition
+from perseus_ds.optimizer.schedule_comparison import held_by_stage
+from perseus_ds.pipeline.dag import FixedDurations
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Exchange, Launch, Schedule
+
+
+@dataclass(frozen=True)
+class MeasuredJob:
+    """A job that has trained under Perseus.
+
+    Attributes:
+        schedule: What its ranks execute.
+        time_s: Of its iterations at default clocks, as measured [s]; None where not known.
+        memory_bytes: By rank, the most that was taken; empty where not known.
+    """
+
+    layout: Layout
+    profile: StageProfile
+    schedule: Schedule
+    time_s: float | None = None
+    memory_bytes: Sequence[int] = ()
+
+    @property
+    def ranks(self) -> int:
+        return len(self.schedule.ranks)
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether energies were measured, or follow from what was."""
+        return self.profile.info.blocking_power_w is not None
+
+
+@dataclass(frozen=True)
+class OtherSize:
+    """The best layout for another size of the pipeline on the same GPUs.
+
+    Attributes:
+        pipelines: How many there are then.
+        micro_batches: Of each pipeline.
+        layout: The proposed one; None if there is none.
+        found: What an iteration of one pipeline costs with it.
+        problem: Why there is none.
+    """
+
+    ranks: int
+    stages_per_rank: int
+    pipelines: int
+    micro_batches: int
+    layout: Layout | None = None
+    found: EvaluatedCut | None = None
+    problem: str = ""
+
+
+class Balance:
+    """The layouts of a job, today's and better ones."""
+
+    def __init__(self, job: MeasuredJob, others: Sequence[MeasuredJob] = (), *, tied_on_one_rank: bool = False) -> None:
+        """Estimate what each kind of part costs from a job, and others of the same model.
+
+        Raises:
+            ConfigError: The stages do not tell kinds apart.
+        """
+        self.job = job
+        self.tied_on_one_rank = tied_on_one_rank
+        self.kinds: KindCosts = kind_costs([(each.layout, each.profile) for each in (job, *others)])
+
+    @cached_property
+    def costs(self) -> LayerCosts:
+        """The costs of the parts, with the job's own transfers and tails."""
+        info = self.job.profile.info
+        tails = [row for row in self.job.profile.measurements if row.kind is Kind.TAIL]
+        costs = self.kinds.of_parts(self.job.layout.parts, self.job.profile, info.fixed_durations, tails)
+        if self.memory is None:
+            return costs
+        _, a_parameter, a_layer = self.memory
+        layers = np.array([float(_is_layer(part.kind)) for part in self.job.layout.parts])
+        return replace(costs, fixed_bytes=a_parameter * costs.parameters, held_bytes=a_layer * layers)
+
+    @cached_property
+    def memory(self) -> tuple[float, float, float] | None:
+        """Bytes of any rank, of a parameter, and of a layer for each micro-batch held; None if they are not known."""
+        job = self.job
+        if len(job.memory_bytes) != job.ranks:
+            return None
+        rows = [[1.0, *self._held_by(stages)] for stages in _stages_of_ranks(job.schedule)]
+        if np.linalg.matrix_rank(rows) < 3:
+            return None
+        (least, a_parameter, a_layer), _ = nnls(np.array(rows), np.array(job.memory_bytes, float))
+        return float(least), float(a_parameter), float(a_layer)
+
+    def _held_by(self, stages: Sequence[int], layout: Layout | None = None) -> tuple[float, float]:
+        """Return the parameters of some stages, and their layers times micro-batches held."""
+        layout, held = layout or self.job.layout, held_by_stage(self.job.schedule)
+        parameters = sum(part.parameters for stage in stages for part in layout.stages[stage])
+        layers = sum(held[stage] * _is_layer(part.kind) for stage in stages for part in layout.stages[stage])
+        return float(parameters), float(layers)
+
+    def memory_bytes(self, layout: Layout) -> list[float]:
+        """Return what each rank takes: as measured of today's layout, predicted of others; empty if not known."""
+        if layout.cut == self.job.layout.cut:
+            return [float(needed) for needed in self.job.memory_bytes]
+        if self.memory is None:
+            return []
+        weights = np.array(self.memory)
+        ranks = _stages_of_ranks(self.job.schedule)
+        return [float(np.array([1.0, *self._held_by(stages, layout)]) @ weights) for stages in ranks]
+
+    def partition(self, known: Mapping[str, Cut], *, memory_bytes: float | None = None) -> Partition:
+        """Return the best cut for the job's own pipeline, and some to compare with.
+
+        Raises:
+            ConfigError: There is none that the engine trains or that fits into the memory.
+        """
+        job = self.job
+        if memory_bytes is not None:
+            if self.memory is None or job.schedule.num_stages != job.ranks:
+                raise ConfigError(
+                    "--memory-gib: what a stage needs follows from measured memory of three ranks or more with one "
+                    "stage each, which this run does not have. Leave it out."
+                )
+            memory_bytes -= self.memory[0]
+        return best_partition(
+            self.costs,
+            job.schedule,
+            known=known,
+            memory_bytes=memory_bytes,
+            may_hold=self._may_hold(job.schedule),
+            is_planned=job.has_energy,
+        )
+
+    def errors(self, *terms: tuple[float, EvaluatedCut]) -> tuple[float, float]:
+        """Return the standard errors of a sum of cuts' times [s] and energies [J], each with a factor."""
+        return self.kinds.errors(self.job.layout, terms, self.costs, ranks=self.job.ranks)
+
+    def of_size(self, ranks: int, stages_per_rank: int, schedule_of: Callable[[int, int, int], Schedule]) -> OtherSize:
+        """Return the best layout for a pipeline of another size, with the same GPUs and the same batch.
+
+        Args:
+            ranks: Of the pipeline.
+            stages_per_rank: How many.
+            schedule_of: Returns the schedule for so many ranks, stages per rank and micro-batches.
+        """
+        job, info = self.job, self.job.profile.info
+        gpus = job.ranks * (info.data_parallel or 1)
+        batch = job.schedule.micro_batches * (info.data_parallel or 1)
+        pipelines = gpus // ranks
+        size = OtherSize(ranks, stages_per_rank, pipelines, batch // max(1, pipelines))
+        if gpus % ranks:
+            return replace(size, problem=f"{gpus} GPUs are no multiple of {ranks} pipeline ranks")
+        if batch % pipelines:
+            return replace(size, problem=f"{batch} micro-batches do not divide among {pipelines} pipelines")
+        if job.layout.engine == "megatron" and stages_per_rank > 1 and size.micro_batches % ranks:
+            rule = "a multiple of the pipeline size, with virtual stages"
+            return replace(size, problem=f"{size.micro_batches} micro-batches: Megatron-Core needs {rule}")
+        if ranks * stages_per_rank > len(job.layout.parts):
+            return replace(size, problem=f"{len(job.layout.parts)} parts are fewer than its stages")
+        try:
+            is_own = (ranks, ranks * stages_per_rank) == (job.ranks, job.schedule.num_stages)
+            schedule = job.schedule if is_own else schedule_of(ranks, stages_per_rank, size.micro_batches)
+            costs = self.costs if is_own else replace(self.costs, fixed=self._fixed_of(schedule), tails=())
+            best = best_partition(
+                costs, schedule, known={}, may_hold=self._may_hold(schedule), is_planned=job.has_energy
+            )
+        except PerseusError as error:
+            return replace(size, problem=str(error).rstrip("."))
+        return replace(size, layout=job.layout.cut_into(best.cut), found=best.most_frugal)
+
+    def _fixed_of(self, schedule: Schedule) -> FixedDurations:
+        """Return loads, transfers and tails of another pipeline."""
+        own = self.job.profile.info.fixed_durations
+        tails_s = [*own.tail_s.values()] or [
+            self.job.profile.at_highest_clock(*key).time_s for key in self.job.profile.keys if key[1] is Kind.TAIL
+        ]
+        tail_s = fmean(tails_s) * self.job.ranks / len(schedule.ranks) if tails_s else 0.0
+        operations = (operation for stream in schedule.ranks for operation in stream)
+        transfers = {t for op in operations if isinstance(op, Exchange | Launch) for t in op.transfers}
+        mean_s = {
+            payload: fmean(known)
+            for payload in ("activation", "grad")
+            if (known := [time_s for (of, *_), time_s in own.transfer_s.items() if of == payload])
+        }
+        last = self.job.schedule.num_stages - 1
+        loads_s = {0: own.load_s.get(0, 0.0), schedule.num_stages - 1: own.load_s.get(last, 0.0)}
+        return FixedDurations(
+            load_s=loads_s,
+            transfer_s={(t.payload, t.source, t.target): mean_s.get(t.payload, 0.0) for t in transfers},
+            tail_s={i.stage: tail_s for stream in schedule.instructions for i in stream if i.kind is Kind.TAIL},
+        )
+
+    def _may_hold(self, schedule: Schedule) -> npt.NDArray[np.bool_]:
+        """Return whether the engine trains a stage with the parts i to j, shape (stages, parts + 1, parts + 1).
+
+        Raises:
+            ConfigError: The embedding and the head cannot be on one rank.
+        """
+        ranks = _stages_of_ranks(schedule)
+        if self.tied_on_one_rank and not any({0, schedule.num_stages - 1} <= set(stages) for stages in ranks):
+            raise ConfigError(
+                f"--tied-on-one-rank: {schedule.name} has the first and the last stage on different ranks. Choose a "
+                "schedule that has both on one, such as dualpipev."
+            )
+        layout = self.job.layout
+        ends = len(layout.parts) + 1
+        result = np.ones((schedule.num_stages, ends, ends), dtype=bool)
+        before = np.cumsum([0, *(_is_layer(part.kind) for part in layout.parts)])
+        mtp = np.cumsum([0, *(part.kind.startswith(MTP) for part in layout.parts)])
+        if layout.engine == "huggingface":
+            result &= (before[None, :] > before[:, None])[None]
+        if layout.engine == "megatron" and mtp[-1]:
+            held = mtp[None, :] - mtp[:, None]
+            result &= ((held == 0) | (held == mtp[-1]))[None]
+            result[: schedule.num_stages - len(ranks)] &= held[None] == 0
+        return result
+
+
+def _is_layer(kind: str) -> bool:
+    return kind.split(maxsplit=1)[0] not in (EMBEDDING, HEAD)
+
+
+def _stages_of_ranks(schedule: Schedule) -> list[list[int]]:
+    return [sorted({instruction.stage for instruction in stream}) for stream in schedule.instructions]

@@ -1,0 +1,206 @@
+"""What each kind of layer costs, by least squares from stages that hold different mixtures of kinds.
+
+A stage takes the sum of what its parts take. With N the number of parts of each kind on each measured stage and y what
+the stages take, the costs x are those of least ``|(N x - y) / errors|²``, none of them below zero. A kind can be told
+from the others if no change of the costs that leaves all stages as they are changes that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import numpy as np
+from scipy.optimize import nnls
+
+from perseus_ds.artifacts.layout import Layout, Part
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.errors import ConfigError
+from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts
+from perseus_ds.optimizer.problem import Floats
+from perseus_ds.pipeline.dag import FixedDurations
+from perseus_ds.pipeline.instruction import Kind
+
+_LEAST_ERROR, _UNKNOWN_ERROR = 1e-3, 0.02
+"""Relative: no row is known better than the former; the latter is that of rows without a known error."""
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """What the kinds of parts of a model cost.
+
+    Attributes:
+        kinds: Names, in the order of the model.
+        clocks_mhz: Shape (clocks,), ascending.
+        time_s: By kind of instruction, shape (kinds, clocks), of one micro-batch.
+        energy_j: The same.
+        time_covariance: By kind of instruction, shape (kinds, kinds), at the highest clock [s²].
+        energy_covariance: The same [J²].
+    """
+
+    kinds: tuple[str, ...]
+    clocks_mhz: tuple[int, ...]
+    time_s: Mapping[Kind, Floats]
+    energy_j: Mapping[Kind, Floats]
+    time_covariance: Mapping[Kind, Floats]
+    energy_covariance: Mapping[Kind, Floats]
+
+    def of_parts(
+        self, parts: Sequence[Part], info_of: StageProfile, fixed: FixedDurations, tails: Sequence[Measurement] = ()
+    ) -> LayerCosts:
+        """Return the costs of the parts of a model, on the GPU of a profile."""
+        number = np.array([self.kinds.index(part.kind) for part in parts])
+        info = info_of.info
+        return LayerCosts(
+            clocks_mhz=self.clocks_mhz,
+            time_s={kind: values[number] for kind, values in self.time_s.items()},
+            energy_j={kind: values[number] for kind, values in self.energy_j.items()},
+            parameters=np.array([float(part.parameters) for part in parts]),
+            fixed_bytes=np.zeros(len(parts)),
+            held_bytes=np.zeros(len(parts)),
+            blocking_power_w=info.blocking_power_w or 0.0,
+            gpu=info.gpu or "unknown GPU",
+            simulated=bool(info.simulated),
+            fixed=fixed,
+            tails=tuple(tails),
+        )
+
+    def errors(
+        self, layout: Layout, terms: Sequence[tuple[float, EvaluatedCut]], costs: LayerCosts, *, ranks: int
+    ) -> tuple[float, float]:
+        """Return the standard errors of a sum of cuts' times [s] and energies [J] at default clocks.
+
+        To first order: the longest path of each cut stays the same.
+
+        Args:
+            layout: The parts of the model.
+            terms: A factor and a cut each: one for the cut's own errors, two for those of a difference.
+            costs: Of the parts.
+            ranks: Of the pipeline.
+        """
+        of_kind = np.array([[part.kind == kind for part in layout.parts] for kind in self.kinds], dtype=float)
+        factor = sum(factor for factor, _ in terms)
+        path = sum(factor * (of_kind @ found.on_path) for factor, found in terms)  # shape (kinds, instructions)
+        runs = factor * (of_kind @ terms[0][1].runs)
+        waiting_w = costs.blocking_power_w
+        time_variance = energy_variance = 0.0
+        for number, kind in enumerate(self.time_s):
+            covariance, on_path = self.time_covariance[kind], np.asarray(path)[:, number]
+            time_variance += float(on_path @ covariance @ on_path)
+            waited = waiting_w * (ranks * on_path - runs[:, number])
+            energy_variance += float(waited @ covariance @ waited)
+            energy_variance += float(runs[:, number] @ self.energy_covariance[kind] @ runs[:, number])
+        return time_variance**0.5, energy_variance**0.5
+
+
+def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
+    """Estimate the costs of all kinds of parts from one or more jobs of the same model.
+
+    Raises:
+        ConfigError: The stages do not tell kinds apart; the message names a layout that would.
+    """
+    kinds = tuple(dict.fromkeys(part.kind for layout, _ in jobs for part in layout.parts))
+    held = np.concatenate([_held(layout, kinds) for layout, _ in jobs])
+    if together := _inseparable(held, kinds):
+        raise ConfigError(_what_separates(jobs[0][0], held, kinds, together))
+    measured = [
+        (kind, set(profile.options(stage, kind).clock_mhz.tolist()))
+        for _, profile in jobs
+        for stage, kind in profile.keys
+        if kind is not Kind.TAIL
+    ]
+    clocks_mhz = tuple(sorted(set.intersection(*(clocks for _, clocks in measured))))
+    if not clocks_mhz:
+        raise ConfigError("The runs have no clock in common. Give runs of one mode, profile or observe, on one GPU.")
+    time_s: dict[Kind, Floats] = {}
+    energy_j: dict[Kind, Floats] = {}
+    time_covariance: dict[Kind, Floats] = {}
+    energy_covariance: dict[Kind, Floats] = {}
+    for kind in (kind for kind in Kind if kind in dict(measured)):
+        at_clocks = [_solved(jobs, kinds, kind, clock_mhz) for clock_mhz in clocks_mhz]
+        time_s[kind], energy_j[kind] = (np.stack([found[n] for found in at_clocks], axis=1) for n in (0, 1))
+        time_covariance[kind], energy_covariance[kind] = at_clocks[-1][2:]
+    return KindCosts(kinds, clocks_mhz, time_s, energy_j, time_covariance, energy_covariance)
+
+
+def _held(layout: Layout, kinds: Sequence[str]) -> Floats:
+    """Return how many parts of each kind each stage holds, shape (stages, kinds)."""
+    return np.array([[sum(part.kind == kind for part in parts) for kind in kinds] for parts in layout.stages], float)
+
+
+def _solved(
+    jobs: Sequence[tuple[Layout, StageProfile]], kinds: Sequence[str], kind: Kind, clock_mhz: int
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return time [s] and energy [J] of each kind of part at a clock, and their covariances."""
+    held, values, errors = [], [], []
+    for layout, profile in jobs:
+        quality = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+        for stage, counts in enumerate(_held(layout, kinds)):
+            if (stage, kind) not in profile.keys:
+                continue
+            row, known = profile.at(stage, kind, clock_mhz), quality.get((stage, kind, clock_mhz))
+            held.append(counts)
+            values.append((row.time_s, row.energy_j))
+            of_row = (known.time_relative_error, known.energy_relative_error) if known else (None, None)
+            errors.append([max(_LEAST_ERROR, _UNKNOWN_ERROR if error is None else error) for error in of_row])
+    measured = np.array(values)
+    found: list[Floats] = []
+    covariances: list[Floats] = []
+    for which in (0, 1):
+        sigma = measured[:, which] * np.array(errors)[:, which]
+        weighted = np.array(held) / sigma[:, None]
+        costs, residual = nnls(weighted, measured[:, which] / sigma)
+        # What the errors of the rows do not explain counts as their error.
+        freedom = len(sigma) - len(kinds)
+        scale = max(1.0, residual**2 / freedom) if freedom > 0 else 1.0
+        found.append(costs)
+        covariances.append(scale * np.linalg.pinv(weighted.T @ weighted))
+    return found[0], found[1], covariances[0], covariances[1]
+
+
+def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
+    """Return the groups of kinds that the stages do not tell apart."""
+    unseen = np.eye(len(kinds)) - np.linalg.pinv(held) @ held  # onto changes of costs that no stage shows
+    linked = np.abs(unseen) > 1e-6
+    groups: list[list[str]] = []
+    left = {n for n in range(len(kinds)) if linked[n, n]}
+    while left:
+        group: set[int] = set()
+        grown = {min(left)}
+        while grown - group:
+            group |= grown
+            grown = {int(n) for member in group for n in np.flatnonzero(linked[member])}
+        left -= group
+        groups.append([kinds[n] for n in sorted(group)])
+    return groups
+
+
+def _what_separates(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:
+    """Return the error for kinds that cannot be told apart: which they are, and a layout that separates them."""
+    groups = "; ".join(f"{', '.join(group[:-1])} and {group[-1]}" if len(group) > 1 else group[0] for group in together)
+    problem = f"The stages do not tell these kinds of parts apart: {groups}. "
+    for cut in _other_cuts(layout.cut):
+        other = layout.cut_into(cut)
+        if not _inseparable(np.concatenate([held, _held(other, kinds)]), kinds):
+            return (
+                f"{problem}Train a few iterations of the same model with another layout in the same mode, such as\n"
+                f"{other.spelled()}\nand give both output folders: perseus-ds partition RUN --also OTHER_RUN"
+            )
+    return f"{problem}They are on the same stages in the same numbers: train with more stages, and give that run."
+
+
+def _other_cuts(cut: Cut) -> list[Cut]:
+    """Return cuts with one or two parts moved to a neighbouring stage."""
+    ways = [(a, b) for a, b in pairwise(range(len(cut)))]
+    ways += [(b, a) for a, b in ways]
+    found = []
+    for moves in [*combinations(ways, 1), *combinations(ways, 2)]:
+        counts = list(cut)
+        for giver, taker in moves:
+            counts[giver] -= 1
+            counts[taker] += 1
+        if min(counts) > 0:
+            found.append(tuple(counts))
+    return found

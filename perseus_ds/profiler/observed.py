@@ -1,0 +1,119 @@
+"""A profile at default clocks alone, of a job that was only observed: from its timeline and its energy by rank.
+
+No clock was changed, so the energy of single instructions was not measured. It follows from each rank's power: waiting
+takes blocking power, and computing takes the rest. If blocking power is not given, it is the one that explains the
+powers of all ranks best while computing takes the same power on each. Ranks that wait equally long do not determine it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
+from perseus_ds.errors import ConfigError
+from perseus_ds.pipeline.dag import Boundary, FixedDurations
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Load, Transfer
+
+_LEAST_SPREAD = 0.05
+"""Ranks whose waiting differs by less than this part of an iteration do not tell blocking power."""
+_ANY_CLOCK_MHZ = 1000
+"""Of a profile whose default clock is not known."""
+
+
+def observed_profile(
+    file: TimelineFile, powers_w: Sequence[float], *, blocking_power_w: float | None, clock_mhz: int | None
+) -> StageProfile:
+    """Return the profile of the iterations at default clocks; without blocking power, no energy of it is known.
+
+    Args:
+        file: The job's timeline.
+        powers_w: Mean power of each pipeline rank's GPU [W]; empty where it is not known.
+        blocking_power_w: What a waiting GPU draws [W], if it is known.
+        clock_mhz: The default clock, if it is known.
+
+    Raises:
+        ConfigError: It has no iteration at default clocks.
+    """
+    iterations = [iteration for iteration in file.iterations if iteration.plan is None]
+    if not iterations:
+        raise ConfigError("timeline.json has no iteration at default clocks. Train a few iterations in observe mode.")
+    durations_s: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for operation in _operations(iterations):
+        if isinstance(work := operation.work, Instruction):
+            durations_s[work.stage, work.kind].append(operation.end_s - operation.start_s)
+    waits = [statistics.fmean(shares) for shares in zip(*(waiting_shares(each) for each in iterations), strict=True)]
+    if len(powers_w) != len(waits):
+        powers_w = []
+    known_w = blocking_power_w if blocking_power_w is not None else _blocking_power_w(waits, powers_w)
+    busy_w = dict.fromkeys(range(len(waits)), 1.0)
+    if known_w is not None and powers_w:
+        busy_w = {
+            rank: max(known_w, (power_w - known_w * wait) / (1 - wait))
+            for rank, (power_w, wait) in enumerate(zip(powers_w, waits, strict=True))
+        }
+    rank_of = {op.stage: rank for rank, ops in enumerate(iterations[0].ranks) for op in ops if op.kind == "forward"}
+    clock = clock_mhz or _ANY_CLOCK_MHZ
+    rows, quality = [], []
+    for (stage, kind), taken_s in durations_s.items():
+        if kind is Kind.TAIL:
+            continue
+        mean_s = max(1e-9, statistics.fmean(taken_s))
+        error = statistics.stdev(taken_s) / len(taken_s) ** 0.5 / mean_s if len(taken_s) > 1 else None
+        rows.append(Measurement(stage, kind, clock, mean_s, mean_s * busy_w[rank_of[stage]]))
+        quality.append(
+            RowQuality(stage=stage, kind=kind, clock_mhz=clock, samples=len(taken_s), time_relative_error=error)
+        )
+    job = file.job or ProfileInfo(simulated=file.simulated, gpu=file.gpu)
+    info = job.model_copy(
+        update={"blocking_power_w": known_w if powers_w else None, "rows": quality, "default_clock_mhz": clock_mhz}
+    )
+    return StageProfile(rows, info.with_fixed_durations(_fixed(iterations, durations_s)))
+
+
+def waiting_shares(iteration: MeasuredIteration) -> list[float]:
+    """Return by rank which part of an iteration it waits: no pass, no load and no tail runs."""
+    end_s = max(operation.end_s for operations in iteration.ranks for operation in operations)
+    begin_s = min(operation.start_s for operations in iteration.ranks for operation in operations)
+    works = [[op for op in operations if not isinstance(op.work, Transfer)] for operations in iteration.ranks]
+    return [1 - sum(op.end_s - op.start_s for op in own) / max(1e-9, end_s - begin_s) for own in works]
+
+
+def _operations(iterations: Sequence[MeasuredIteration]) -> Iterator[MeasuredOperation]:
+    return (operation for iteration in iterations for operations in iteration.ranks for operation in operations)
+
+
+def _blocking_power_w(waits: Sequence[float], powers_w: Sequence[float]) -> float | None:
+    """Return the power of a waiting GPU that explains the powers of all ranks best [W]; None if they do not tell."""
+    if len(powers_w) < 2 or max(waits) - min(waits) < _LEAST_SPREAD:
+        return None
+    (_, waiting_w), _ = nnls(np.array([[1 - wait, wait] for wait in waits]), np.array(powers_w))
+    return float(waiting_w) if waiting_w > 0 else None
+
+
+def _fixed(iterations: Sequence[MeasuredIteration], durations_s: dict[tuple[int, Kind], list[float]]) -> FixedDurations:
+    loads_s: dict[int, list[float]] = defaultdict(list)
+    transfers_s: dict[Boundary, list[float]] = defaultdict(list)
+    for iteration in iterations:
+        sides: dict[Transfer, list[MeasuredOperation]] = defaultdict(list)
+        for operation in _operations([iteration]):
+            match operation.work:
+                case Load(stage=stage):
+                    loads_s[stage].append(operation.end_s - operation.start_s)
+                case Transfer() as transfer:
+                    sides[transfer].append(operation)
+        for transfer, both in sides.items():
+            if len(both) == 2:  # neither waits any more once both have begun
+                taken_s = min(op.end_s for op in both) - max(op.start_s for op in both)
+                transfers_s[transfer.payload, transfer.source, transfer.target].append(max(0.0, taken_s))
+    return FixedDurations(
+        load_s={stage: statistics.median(taken_s) for stage, taken_s in loads_s.items()},
+        transfer_s={boundary: statistics.median(taken_s) for boundary, taken_s in transfers_s.items()},
+        tail_s={stage: statistics.median(v) for (stage, kind), v in durations_s.items() if kind is Kind.TAIL},
+    )

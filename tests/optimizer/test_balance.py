@@ -1,0 +1,181 @@
+"""What kinds of layers cost, from stages of known mixtures; layouts that follow."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import interleaved, one_f_one_b
+
+from perseus_ds.artifacts.layout import Layout, Part
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.errors import ConfigError
+from perseus_ds.optimizer.balance import Balance, MeasuredJob
+from perseus_ds.optimizer.layer_costs import kind_costs
+from perseus_ds.optimizer.problem import problem_for
+from perseus_ds.pipeline.instruction import Kind
+
+COSTS_S = {"embedding": (0.001, 0.002), "dense": (0.01, 0.02), "moe": (0.015, 0.03), "mtp": (0.02, 0.04)}
+COSTS_S["head"] = (0.03, 0.06)
+CLOCKS = {1000: (1.3, 200.0), 1400: (1.0, 350.0)}
+"""How much longer passes take at a clock, and the power that they draw [W]."""
+
+
+def layout_of(*stages, engine="megatron", parameters=None):
+    """A layout of stages such as ``"Edd"``, in the first letters of kinds; ``M`` is MTP."""
+    kinds = {"E": "embedding", "d": "dense", "m": "moe", "M": "mtp", "h": "head"}
+    sizes = parameters or {}
+    return Layout(
+        engine=engine,
+        stages=[[Part(kind=kinds[k], parameters=sizes.get(kinds[k], 0)) for k in stage] for stage in stages],
+    )
+
+
+def profile_of(layout, *, noise=0.0, seed=0, clocks=CLOCKS, **info):
+    """The profile of stages whose parts cost what ``COSTS_S`` says, with errors of its rows as they are known."""
+    draw = np.random.default_rng(seed)
+    rows, quality = [], []
+    for stage, parts in enumerate(layout.stages):
+        for which, kind in enumerate((Kind.FORWARD, Kind.BACKWARD)):
+            for clock_mhz, (slower, power_w) in clocks.items():
+                time_s = sum(COSTS_S[part.kind][which] for part in parts) * slower * (1 + noise * draw.normal())
+                rows.append(Measurement(stage, kind, clock_mhz, time_s, time_s * power_w))
+                errors = {"time_relative_error": noise, "energy_relative_error": noise}
+                quality.append(RowQuality(stage=stage, kind=kind, clock_mhz=clock_mhz, samples=4, **errors))
+    facts = {"blocking_power_w": 80.0, "gpu": "A100", "rows": quality, "pipeline_ranks": len(layout.stages), **info}
+    return StageProfile(rows, ProfileInfo(**facts))
+
+
+def job_of(*stages, micro_batches=8, **options):
+    layout = layout_of(*stages)
+    schedule = one_f_one_b(len(stages), micro_batches)
+    return MeasuredJob(layout, profile_of(layout, **options), schedule)
+
+
+def test_stages_of_different_mixtures_give_each_kind():
+    job = job_of("Edd", "ddm", "mmm", "mMh", "mm")
+    found = kind_costs([(job.layout.cut_into((3, 3, 3, 2, 3)), profile_of(job.layout.cut_into((3, 3, 3, 2, 3))))])
+    assert found.kinds == ("embedding", "dense", "moe", "mtp", "head")
+    for n, name in enumerate(found.kinds):
+        assert found.time_s[Kind.FORWARD][n] == pytest.approx([1.3 * COSTS_S[name][0], COSTS_S[name][0]], rel=1e-6)
+        assert found.energy_j[Kind.BACKWARD][n, 1] == pytest.approx(350 * COSTS_S[name][1], rel=1e-6)
+
+
+def test_errors_are_those_of_repeated_measurements():
+    layout = layout_of("Edd", "ddd", "dddd", "dd", "dh")
+    estimates = [kind_costs([(layout, profile_of(layout, noise=0.01, seed=seed))]) for seed in range(200)]
+    for n in (1, 2):  # an embedding may not be below zero
+        values = np.array([found.time_s[Kind.BACKWARD][n, -1] for found in estimates])
+        claimed = np.mean([found.time_covariance[Kind.BACKWARD][n, n] ** 0.5 for found in estimates])
+        assert values.mean() == pytest.approx(COSTS_S[layout.parts[-1].kind if n == 2 else "dense"][1], rel=0.01)
+        assert 0.8 < claimed / values.std() < 1.6
+
+
+def test_two_stages_do_not_tell_three_kinds_apart_and_a_layout_that_does_is_named():
+    first = layout_of("Edddd", "ddddh")
+    with pytest.raises(ConfigError, match="apart: embedding, dense and head") as error:
+        kind_costs([(first, profile_of(first))])
+    assert "--pipeline-model-parallel-layout 'Et*3|t*5L'" in str(error.value)
+    second = first.cut_into((4, 6))
+    found = kind_costs([(first, profile_of(first)), (second, profile_of(second))])
+    assert found.time_s[Kind.FORWARD][:, -1] == pytest.approx([COSTS_S[kind][0] for kind in found.kinds], abs=1e-9)
+
+
+def test_kinds_that_always_come_together_are_named_alone():
+    layout = layout_of("Ed", "dm", "dm", "ddmh")
+    with pytest.raises(ConfigError, match="apart: embedding, dense, moe and head") as error:
+        kind_costs([(layout, profile_of(layout))])
+    assert "--also" in str(error.value)
+    every = layout_of("E", "dd", "Mh")
+    with pytest.raises(ConfigError, match="apart: mtp and head"):
+        kind_costs([(every, profile_of(every))])
+
+
+def test_runs_without_a_common_clock_are_refused():
+    layout = layout_of("Ed", "dd", "dh")
+    others = profile_of(layout, clocks={900: (1.5, 150.0)})
+    with pytest.raises(ConfigError, match="no clock in common"):
+        kind_costs([(layout, profile_of(layout)), (layout, others)])
+
+
+def test_the_prediction_for_todays_layout_is_that_of_its_profile():
+    job = job_of("Eddd", "dddd", "dddd", "ddddh")
+    balance = Balance(job)
+    found = balance.partition({"today": job.layout.cut})
+    baseline = problem_for(job.schedule, job.profile).baseline()
+    today = found.known["today"]
+    assert (today.time_s, today.energy_j) == pytest.approx((baseline.time_s, baseline.energy_j), rel=1e-6)
+    assert found.most_frugal.time_s < 0.85 * today.time_s
+    assert found.time_gap == 0
+    assert job.layout.cut_into(found.cut).stages[-1][-1].kind == "head"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000))
+def test_the_error_of_an_iteration_covers_what_was_measured_wrongly(seed):
+    job = job_of("Eddd", "dddd", "dddd", "ddddh")
+    noisy = replace(job, profile=profile_of(job.layout, noise=0.01, seed=seed))
+    balance = Balance(noisy)
+    today = balance.partition({"today": job.layout.cut}).known["today"]
+    true_s = problem_for(job.schedule, job.profile).baseline().time_s
+    time_error, energy_error = balance.errors((1.0, today))
+    assert abs(today.time_s - true_s) < 5 * time_error
+    assert 0 < time_error < 0.05 * true_s
+    assert energy_error > 0
+
+
+def test_mtp_layers_stay_together_on_the_last_stage_of_a_rank():
+    layout = layout_of("Ed", "dd", "dd", "dddd", "dd", "ddMMh")
+    job = MeasuredJob(layout, profile_of(layout), interleaved(3, 2, 6))
+    with_head = replace(job, profile=profile_of(layout))
+    other = layout_of("Ed", "dd", "dd", "dd", "ddddMM", "h")
+    balance = Balance(with_head, [MeasuredJob(other, profile_of(other), job.schedule)])
+    found = balance.partition({"today": layout.cut})
+    stages = layout.cut_into(found.cut).stages
+    with_mtp = [stage for stage, parts in enumerate(stages) if any(part.kind == "mtp" for part in parts)]
+    assert len(with_mtp) == 1
+    assert with_mtp[0] >= 3
+
+
+def test_a_tied_head_needs_a_schedule_with_both_ends_on_one_rank():
+    balance = Balance(job_of("Edd", "ddd", "dddh"), tied_on_one_rank=True)
+    with pytest.raises(ConfigError, match=r"--tied-on-one-rank: .*different ranks"):
+        balance.partition({"today": (3, 3, 4)})
+
+
+def test_other_sizes_keep_gpus_and_batch():
+    job = job_of("Eddd", "dddd", "dddd", "ddddh", data_parallel=2)
+    balance = Balance(job)
+
+    def schedule_of(ranks, stages_per_rank, micro_batches):
+        is_single = stages_per_rank == 1
+        return one_f_one_b(ranks, micro_batches) if is_single else interleaved(ranks, stages_per_rank, micro_batches)
+
+    half = balance.of_size(2, 2, schedule_of)
+    assert (half.pipelines, half.micro_batches) == (4, 4)
+    assert half.found.bubble < balance.of_size(4, 1, schedule_of).found.bubble
+    assert "no multiple of 3" in balance.of_size(3, 1, schedule_of).problem
+    assert "fewer than its stages" in balance.of_size(8, 4, schedule_of).problem
+    few = Balance(job_of("Eddd", "dddd", "dddd", "ddddh", micro_batches=6))
+    assert "Megatron-Core needs a multiple of the pipeline size" in few.of_size(4, 2, schedule_of).problem
+
+
+def test_memory_of_ranks_follows_from_parameters_and_layers_held():
+    sizes = {"embedding": 100, "dense": 10, "head": 100}
+    layout = layout_of("Eddd", "dddd", "ddddd", "ddddh", parameters=sizes)
+    schedule = one_f_one_b(4, 8)
+    held = [4, 3, 2, 1]  # micro-batches of each stage
+    known = [
+        1000 + 16 * sum(part.parameters for part in parts) + 50 * held[s] * sum(p.kind == "dense" for p in parts)
+        for s, parts in enumerate(layout.stages)
+    ]
+    balance = Balance(MeasuredJob(layout, profile_of(layout), schedule, memory_bytes=known))
+    assert balance.memory == pytest.approx((1000, 16, 50))
+    assert balance.memory_bytes(layout) == known
+    moved = layout.cut_into((5, 4, 5, 4))
+    assert balance.memory_bytes(moved)[0] == pytest.approx(1000 + 16 * 140 + 50 * 4 * 4)
+    most = balance.partition({"today": layout.cut}, memory_bytes=4000).most_frugal
+    assert max(balance.memory_bytes(layout.cut_into(most.cut))) <= 4000
+    with pytest.raises(ConfigError, match="measured memory of three ranks"):
+        Balance(replace(balance.job, memory_bytes=())).partition({"today": layout.cut}, memory_bytes=1e9)
