@@ -1,5 +1,7 @@
 """Plans whose clocks are held: every run of instructions at one clock lasts at least the dwell time.
 
+Clocks that need not be held are chosen by the same dynamic program, in runs of any length.
+
 A run is the time at one clock. It begins when the last instruction at another clock ends, includes waiting, and
 continues across the end of the iteration, which repeats.
 
@@ -31,8 +33,8 @@ import numpy as np
 
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Floats, Indices, begins_run
-from perseus_ds.optimizer.search import evenly
+from perseus_ds.optimizer.problem import Floats, Indices, Problem, begins_run
+from perseus_ds.optimizer.search import evenly, options_at
 from perseus_ds.planning import DwellTimes
 
 Sequences = list[Indices]
@@ -61,6 +63,63 @@ _REPAIRS = 4
 _FITS = 1 + 1e-9
 _SHORTER, _MOST_STEPS = 1.5, 3
 """Dwell times that are shorter by this factor are planned for apart; so many at most."""
+
+
+_NEARLY_EQUAL = 3e-5
+"""A clock change must save this fraction of a mean instruction's energy even where changes cost nothing."""
+_LATE, _NOT = 1e3, 1e6
+"""Prices of an instruction that ends late, and of a clock that does not fit, in energies of a mean instruction: each is
+more than all that clocks can save."""
+
+
+def change_energy_j(problem: Problem) -> float:
+    """Return what a change of clock must save [J]."""
+    return max(problem.settings.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
+
+
+def choose_clocks(network: Network, event_s: Floats) -> Indices:
+    """Choose clocks that fit between the events, at the least energy plus cost of clock changes.
+
+    With the events fixed, every rank is a chain of its own, with runs of any length.
+
+    Args:
+        network: The events.
+        event_s: Shape (events, plans) [s].
+
+    Returns:
+        The option of every decision, shape (decisions, plans).
+    """
+    problem, n = network.problem, network.decisions
+    table, change_s = problem.table, problem.settings.switch_cost_s
+    mean_j = float(table.cost_j.mean())
+    slowest = options_at(network, event_s)
+    # The slowest option that fits after a change of clock, and where none does.
+    window_s = event_s[network.head[:n]] - event_s[network.tail[:n]] - change_s
+    after_change = table.longest_within(problem.group[:, None], window_s)
+    is_late = (table.time_s[after_change] > window_s + table.tolerance_s) & (change_s > 0)
+    clocks, index = np.unique(table.clock_mhz, return_inverse=True)
+    option_of = np.full((len(table.begin), len(clocks)), -1, dtype=np.intp)
+    for group, (begin, last) in enumerate(zip(table.begin, table.last, strict=True)):
+        option_of[group, index[begin : last + 1]] = np.arange(begin, last + 1)
+    result = slowest.copy()
+    for chain in problem.rank_decisions:
+        if not len(chain):
+            continue
+        options = option_of[problem.group[chain]]
+        cost_j = np.where(options >= 0, table.cost_j[options], _NOT * mean_j)
+        too_slow, late = (options > own.T[:, :, None] for own in (slowest[chain], after_change[chain]))
+        places = np.arange(len(chain), dtype=np.intp)
+        chosen = best_runs(
+            cost_j + _NOT * mean_j * too_slow,
+            np.tile(places.astype(float), (event_s.shape[1], 1)),
+            np.full(event_s.shape[1], float(len(chain))),
+            dwell_s=np.zeros(len(clocks)),
+            change_j=_NOT * mean_j * late + _LATE * mean_j * is_late[chain].T[:, :, None] + change_energy_j(problem),
+            places=places,
+            most_cuts=_CUTS if change_s else 1,
+        )
+        result[chain] = options[places[:, None], chosen.T]
+    return result
 
 
 def searched_of(count: int) -> Indices:
@@ -283,7 +342,7 @@ class RunSearch:
             allowed_s = rank.time_s[np.arange(len(own)), own] * _FITS
             own_w = price_w[rank.decisions]
             cut_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, 1e3 * rank.cost_j.max())
-            change_j = self._change_j + np.stack([np.zeros(len(own)), self._change_s * own_w])
+            change_j = self._change_j + np.stack([np.zeros(len(own)), self._change_s * own_w])[..., None]
             found.append(
                 best_runs(
                     np.stack([cut_j, rank.cost_j + own_w[:, None] * rank.time_s]),
@@ -496,7 +555,14 @@ def _parts(rank: _Rank, label: Indices) -> list[tuple[Indices, Indices, Indices]
 
 
 def best_runs(
-    priced_j: Floats, begins_s: Floats, length_s: Floats, *, dwell_s: Floats, change_j: Floats, places: Indices
+    priced_j: Floats,
+    begins_s: Floats,
+    length_s: Floats,
+    *,
+    dwell_s: Floats,
+    change_j: Floats,
+    places: Indices,
+    most_cuts: int = _CUTS,
 ) -> Indices:
     """Return the sequences of least cost whose runs last long enough, for several prices.
 
@@ -508,8 +574,9 @@ def best_runs(
         begins_s: Shape (prices, instructions): when a change of clock before each instruction happens, rising [s].
         length_s: Shape (prices,): time after which instructions repeat [s].
         dwell_s: Shape (clocks,): least time at each [s].
-        change_j: Shape (prices, instructions): cost of a change of clock before each [J].
+        change_j: Shape (prices, instructions, clocks or 1): cost of a change to a clock before each [J].
         places: Rising: instructions at which runs may begin.
+        most_cuts: Dynamic programming begins at so many of them.
 
     Returns:
         Indices of clocks, shape (prices, instructions).
@@ -520,19 +587,21 @@ def best_runs(
     blocks_j = np.add.reduceat(priced_j[:, turned], places - places[0], axis=1)
     block_of = np.empty(count, dtype=np.intp)
     block_of[turned] = np.searchsorted(places - places[0], np.arange(count), side="right") - 1
-    cuts = evenly(len(places), _CUTS)
+    cuts = evenly(len(places), most_cuts)
     orders = (np.arange(len(places)) + cuts[:, None]) % len(places)
     at_s = begins_s[:, places][:, orders] + np.where(orders < cuts[:, None], length_s[:, None, None], 0.0)
     at_s = (at_s - at_s[:, :, :1]).reshape(prices * len(cuts), -1)
     costs_j = blocks_j[:, orders].reshape(prices * len(cuts), len(places), -1)
-    changes_j = change_j[:, places][:, orders].reshape(prices * len(cuts), -1)
+    changes_j = change_j[:, places][:, orders].reshape(prices * len(cuts), len(places), -1)
     clocks = _best_runs_from(costs_j, at_s, np.repeat(length_s, len(cuts)), dwell_s, changes_j)
     chosen = np.empty((prices, len(cuts) + 1, len(places)), dtype=np.intp)
     np.put_along_axis(chosen[:, 1:], orders[None], clocks.reshape(prices, len(cuts), -1), axis=2)
     chosen[:, 0] = blocks_j.sum(axis=1).argmin(axis=1)[:, None]
     total_j = np.take_along_axis(blocks_j[:, None], chosen[..., None], axis=3)[..., 0].sum(axis=2)
     # The first run of a sequence and its last one may be at one clock.
-    total_j += (change_j[:, None, places] * begins_run(chosen)).sum(axis=2)
+    changed_j = np.broadcast_to(change_j[:, places], blocks_j.shape)[:, None]
+    changed_j = np.take_along_axis(changed_j, chosen[..., None], axis=3)[..., 0]
+    total_j += (changed_j * begins_run(chosen)).sum(axis=2)
     whole: Indices = chosen[np.arange(prices), total_j.argmin(axis=1)][:, block_of]
     return whole
 
@@ -554,6 +623,7 @@ def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Flo
     latest[:, blocks] = np.maximum(latest[:, blocks], 0)  # one clock throughout is always possible
     # By place and clock: the least cost before a run of that clock that begins there or earlier, less the clock's sum.
     before_j = np.zeros((rows, blocks, clocks))
+    before_j[:, 0] = change_j[:, 0]
     begin = np.zeros((rows, blocks, clocks), dtype=np.intp)
     end_clock = np.zeros((rows, blocks + 1), dtype=np.intp)
     end_begin = np.zeros((rows, blocks + 1), dtype=np.intp)
@@ -564,7 +634,7 @@ def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Flo
         total_j = through_j[row, best]
         end_clock[:, end], end_begin[:, end] = best, begin[row, last[row, best], best]
         if end < blocks:
-            here_j = (total_j + change_j[:, end])[:, None] - sums_j[:, end]
+            here_j = total_j[:, None] + change_j[:, end] - sums_j[:, end]
             better = here_j < before_j[:, end - 1]
             before_j[:, end] = np.where(better, here_j, before_j[:, end - 1])
             begin[:, end] = np.where(better, end, begin[:, end - 1])

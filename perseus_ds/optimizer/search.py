@@ -3,7 +3,7 @@
 A set of plans is held as the times of all events, shape (events, plans): each instruction then runs
 at the slowest clock that fits between its events. Times that leave every arc its least duration are
 a plan that meets its deadline. Local search moves one event after the other to the time at which the instructions
-around it cost least. Among plans of nearly equal energy, the one that changes clocks least often is chosen.
+around it cost least.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Floats, Indices, OptionTable, Problem
+from perseus_ds.optimizer.problem import Floats, Indices, OptionTable
 
 _SNAP = 2e-5
 """An error of the relaxed optimum's times up to this fraction of a typical instruction causes no faster clock."""
@@ -217,100 +217,3 @@ class Descent:
         least_s = np.where(exists, self.network.least_s[padded], -np.inf)[:, :, None]
         rows, columns = np.nonzero(exists & (padded < self.network.decisions))
         return _Arcs(other, least_s, (rows, columns), self.network.problem.group[padded[rows, columns]])
-
-
-_NEARLY_EQUAL = 3e-5
-"""A clock change must save this fraction of a mean instruction's energy even where changes cost nothing."""
-_LATE = 1e3
-"""Price of an instruction that ends late, in energies of a mean instruction: more than changes of the clock save."""
-
-
-def change_energy_j(problem: Problem) -> float:
-    """Return what a change of clock must save [J]."""
-    return max(problem.settings.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
-
-
-def choose_clocks(network: Network, event_s: Floats) -> Indices:
-    """Choose clocks that fit between the events, at the least energy plus cost of clock changes.
-
-    With the events fixed, every rank is a chain of its own, and dynamic programming over its instructions is exact,
-    but for the change from the iteration's end to its start. That one is ignored where changes delay nothing. Otherwise
-    the last clock is that of the best chain without it, and the best chain that ends so is found.
-
-    Args:
-        network: The events.
-        event_s: Shape (events, plans) [s].
-
-    Returns:
-        The option of every decision, shape (decisions, plans).
-    """
-    problem, n = network.problem, network.decisions
-    table, change_s = problem.table, problem.settings.switch_cost_s
-    slowest = options_at(network, event_s)
-    # The slowest option that fits after a change of clock, and where none does.
-    window_s = event_s[network.head[:n]] - event_s[network.tail[:n]] - change_s
-    after_change = table.longest_within(problem.group[:, None], window_s)
-    is_late = (table.time_s[after_change] > window_s + table.tolerance_s) & (change_s > 0)
-    change_j = np.where(is_late, _LATE * float(table.cost_j.mean()), 0.0) + change_energy_j(problem)
-    result = slowest.copy()
-    for chain in problem.rank_decisions:
-        if len(chain):
-            options = _Options(problem.group[chain], table)
-            arguments = slowest[chain], after_change[chain], change_j[chain]
-            clocks = options.best(*arguments)
-            if change_s:
-                clocks = options.best(*arguments, last=clocks[-1])
-            result[chain] = options.at(clocks)
-    return result
-
-
-class _Options:
-    """The options of one rank's instructions, by clock."""
-
-    def __init__(self, group: Indices, table: OptionTable) -> None:
-        clocks, index = np.unique(table.clock_mhz, return_inverse=True)
-        option_of = np.full((len(table.begin), len(clocks)), -1, dtype=np.intp)
-        for number, (begin, last) in enumerate(zip(table.begin, table.last, strict=True)):
-            option_of[number, index[begin : last + 1]] = np.arange(begin, last + 1)
-        self._table = table
-        self._of = option_of[group]
-
-    def at(self, clocks: Indices) -> Indices:
-        """Return the options of clocks, both of shape (instructions, plans)."""
-        return self._of[np.arange(len(clocks))[:, None], clocks]
-
-    def best(self, slowest: Indices, after_change: Indices, change_j: Floats, last: Indices | None = None) -> Indices:
-        """Return the best clocks, none slower than allowed.
-
-        Args:
-            slowest: The slowest options allowed, shape (instructions, plans).
-            after_change: Those allowed after a change of clock.
-            change_j: What such a change costs [J].
-            last: Shape (plans,): the last clock, which that of the first instruction follows; None for any, and no
-                change before the first instruction.
-        """
-        clocks = np.arange(self._of.shape[1])[:, None]
-        plans = np.arange(slowest.shape[1])
-        if last is None:
-            total_j = np.zeros((len(clocks), len(plans)))
-            change_j = np.concatenate([np.zeros_like(change_j[:1]), change_j[1:]])
-            after_change = np.concatenate([slowest[:1], after_change[1:]])
-        else:
-            total_j = np.where(clocks == last, 0.0, np.inf)
-        came_from = []
-        for options, allowed, allowed_changed, changing_j in zip(
-            self._of, slowest, after_change, change_j, strict=True
-        ):
-            cheapest = total_j.argmin(axis=0)
-            exists = options[:, None] >= 0
-            kept_j = np.where(exists & (options[:, None] <= allowed), total_j, np.inf)
-            changed_j = total_j[cheapest, plans] + changing_j
-            changed_j = np.where(exists & (options[:, None] <= allowed_changed), changed_j, np.inf)
-            came_from.append(np.where(kept_j <= changed_j, clocks, cheapest))
-            total_j = np.minimum(kept_j, changed_j) + self._table.cost_j[options][:, None]
-        clock = total_j.argmin(axis=0) if last is None else last
-        result = np.empty_like(slowest)
-        for step in range(len(slowest) - 1, -1, -1):
-            result[step] = clock
-            clock = came_from[step][clock, plans]
-        return result

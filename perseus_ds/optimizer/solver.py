@@ -18,11 +18,9 @@ from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Floats, Indices, OptionTable, Problem, Progress
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.rhythms import mixed_into
-from perseus_ds.optimizer.runs import HeldPlan, RunSearch, dwell_ladder, searched_of
+from perseus_ds.optimizer.runs import HeldPlan, RunSearch, change_energy_j, choose_clocks, dwell_ladder, searched_of
 from perseus_ds.optimizer.search import (
     Descent,
-    change_energy_j,
-    choose_clocks,
     durations_at,
     evenly,
     options_at,

@@ -192,7 +192,7 @@ def best_by_trying(priced_j, begins_s, length_s, dwell_s, change_j):
             lengths_s = np.diff(np.append(at_s, at_s[0] + length_s))
             if np.any(lengths_s < dwell_s[[chosen[number] for number in changes]] * (1 + 1e-9)):
                 continue
-        cost_j = priced_j[np.arange(count), chosen].sum() + change_j[changes].sum()
+        cost_j = priced_j[np.arange(count), chosen].sum() + change_j[changes, np.array(chosen)[changes]].sum()
         least_j = min(least_j, cost_j)
     return least_j
 
@@ -201,7 +201,11 @@ def best_by_trying(priced_j, begins_s, length_s, dwell_s, change_j):
 @given(seed=st.integers(0, 10_000), count=st.integers(2, 7), dwell=st.floats(0.0, 4.0))
 def test_runs_of_a_rank_are_the_best_at_given_prices(seed, count, dwell):
     rng = np.random.default_rng(seed)
-    priced_j, time_s, change_j = rng.uniform(1, 3, (count, 3)), rng.uniform(0.5, 1.5, count), rng.uniform(0, 0.3, count)
+    priced_j, time_s, change_j = (
+        rng.uniform(1, 3, (count, 3)),
+        rng.uniform(0.5, 1.5, count),
+        rng.uniform(0, 0.3, (count, 3)),
+    )
     begins_s, length_s = np.cumsum(time_s) - time_s - rng.uniform(0, 1), float(time_s.sum())
     dwell_s = np.array([dwell, dwell, 1.3 * dwell])
     (chosen,) = best_runs(
@@ -212,8 +216,8 @@ def test_runs_of_a_rank_are_the_best_at_given_prices(seed, count, dwell):
         change_j=change_j[None],
         places=np.arange(count),
     )
-    changed = chosen != np.roll(chosen, 1)
-    cost_j = priced_j[np.arange(count), chosen].sum() + change_j[changed].sum()
+    changed = np.flatnonzero(chosen != np.roll(chosen, 1))
+    cost_j = priced_j[np.arange(count), chosen].sum() + change_j[changed, chosen[changed]].sum()
     assert cost_j == pytest.approx(best_by_trying(priced_j, begins_s, length_s, dwell_s, change_j))
 
 
