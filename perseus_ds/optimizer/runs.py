@@ -70,6 +70,8 @@ _NEARLY_EQUAL = 3e-5
 _LATE, _NOT = 1e3, 1e6
 """Prices of an instruction that ends late, and of a clock that does not fit, in energies of a mean instruction: each is
 more than all that clocks can save."""
+_MOST_AT_ONCE = 4_000_000
+"""Plans with so many instructions times clocks are chosen at once, to save memory."""
 
 
 def change_energy_j(problem: Problem) -> float:
@@ -107,18 +109,21 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
             continue
         options = option_of[problem.group[chain]]
         cost_j = np.where(options >= 0, table.cost_j[options], _NOT * mean_j)
-        too_slow, late = (options > own.T[:, :, None] for own in (slowest[chain], after_change[chain]))
         places = np.arange(len(chain), dtype=np.intp)
-        chosen = best_runs(
-            cost_j + _NOT * mean_j * too_slow,
-            np.tile(places.astype(float), (event_s.shape[1], 1)),
-            np.full(event_s.shape[1], float(len(chain))),
-            dwell_s=np.zeros(len(clocks)),
-            change_j=_NOT * mean_j * late + _LATE * mean_j * is_late[chain].T[:, :, None] + change_energy_j(problem),
-            places=places,
-            most_cuts=_CUTS if change_s else 1,
-        )
-        result[chain] = options[places[:, None], chosen.T]
+        parts = 1 + options.size * event_s.shape[1] // _MOST_AT_ONCE
+        for own in np.array_split(np.arange(event_s.shape[1]), parts):
+            here = np.ix_(chain, own)
+            too_slow, late = (options > allowed[here].T[:, :, None] for allowed in (slowest, after_change))
+            chosen = best_runs(
+                cost_j + _NOT * mean_j * too_slow,
+                np.tile(places.astype(float), (len(own), 1)),
+                np.full(len(own), float(len(chain))),
+                dwell_s=np.zeros(len(clocks)),
+                change_j=_NOT * mean_j * late + _LATE * mean_j * is_late[here].T[:, :, None] + change_energy_j(problem),
+                places=places,
+                most_cuts=_CUTS if change_s else 1,
+            )
+            result[here] = options[places[:, None], chosen.T]
     return result
 
 

@@ -37,7 +37,7 @@ _SAME = 1e-9
 """Between two times this close, relative to them, there is no other worth planning for."""
 _FIRST_SWEEPS, _LATER_SWEEPS = 2, 3
 _LONG = 20_000
-"""In iterations of so many instructions, plans are searched for at the solved deadlines only, from one start each."""
+"""In iterations of so many instructions, plans are searched for at the solved deadlines only."""
 _LONG_PLANS = 12
 """For so many deadlines if clocks are to be held."""
 
@@ -55,13 +55,11 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     # Else no instruction alone is too short.
     is_held = problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
     if _is_long(problem):
-        progress("clocks", 0.0)
-        found_s = Descent(network).run(round_late(network, problem.table, target_s, time_s), _FIRST_SWEEPS)
+        found_s = _round(network, [target_s], time_s, progress)
         # Where micro-batches are many, the change from one plan to another within the iteration costs next to nothing.
         other_s = np.setdiff1d(deadline_s, time_s)
         _, mixed_s = _mixtures(network, found_s, time_s, other_s, slow_first=True)
         event_s = np.concatenate([found_s, mixed_s], axis=1)
-        progress("clocks", 1.0)
     else:
         # Plans whose clocks are held need those of free clocks at some deadlines only.
         own_s = deadline_s[searched_of(len(deadline_s))] if is_held else deadline_s
