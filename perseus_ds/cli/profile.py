@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +31,21 @@ class Show:
 
     def execute(self) -> int:
         profile, power_w = _load(self.profile, self.blocking_power_w)
-        _show(profile, power_w, self.out)
+        print(_heading(profile))
+        for stage, kind in profile.keys:
+            options = profile.options(stage, kind)
+            pareto = options.pareto(power_w or 0.0).clock_mhz
+            print(f"\nstage {stage}, {kind}\n   MHz   time [s]  energy [J]  power [W]")
+            for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
+                mark = "  *" if clock in pareto else ""
+                print(f"{clock:6d} {time_s:10.5f} {energy_j:11.4f} {energy_j / time_s:10.1f}{mark}")
+        waiting = "effective energy (beyond blocking power)" if power_w else "energy"
+        print(f"\n* no other clock is as fast and as low in {waiting}")
+        if self.out is not None:
+            from perseus_ds.report.pictures import profile_picture
+
+            profile_picture(profile, self.out, blocking_power_w=power_w or 0.0)
+            print(f"Written: {self.out}")
         return 0
 
 
@@ -46,7 +59,27 @@ class Compare:
     """profile.csv of both, or the folders they are in"""
 
     def execute(self) -> int:
-        _compare(*self.profiles)
+        import numpy as np
+
+        from perseus_ds.artifacts.profile import StageProfile
+
+        (path, profile), (other_path, other) = ((path, StageProfile.load(path)) for path in self.profiles)
+        print(f"{_heading(profile)}\n{_heading(other)}\n\nsecond relative to first, at the clocks both have")
+        print("stage kind      clocks   time: mean   worst    energy: mean   worst")
+        for stage, kind in sorted(set(profile.keys) & set(other.keys)):
+            ours, theirs = profile.options(stage, kind), other.options(stage, kind)
+            _, i, j = np.intersect1d(ours.clock_mhz, theirs.clock_mhz, return_indices=True)
+            if not i.size:
+                print(f"{stage:5d} {kind:9} {0:6d}   no clock in common")
+                continue
+            time, energy = theirs.time_s[j] / ours.time_s[i] - 1, theirs.energy_j[j] / ours.energy_j[i] - 1
+            print(
+                f"{stage:5d} {kind:9} {i.size:6d}     {time.mean():+8.2%} {_worst(time):+8.2%}"
+                f"       {energy.mean():+8.2%} {_worst(energy):+8.2%}"
+            )
+        for holder, keys, others in ((path, profile.keys, other.keys), (other_path, other.keys, profile.keys)):
+            for stage, kind in sorted(set(keys) - set(others)):
+                print(f"{stage:5d} {kind:9} only in {holder}")
         return 0
 
 
@@ -60,7 +93,32 @@ class Validate:
     blocking_power_w: BlockingPower = None
 
     def execute(self) -> int:
-        return _validate(self.profile, *_load(self.profile, self.blocking_power_w))
+        import numpy as np
+
+        from perseus_ds.cli.inputs import schedule_for
+        from perseus_ds.cli.output import answer_no
+        from perseus_ds.optimizer.problem import problem_for
+        from perseus_ds.pipeline.instruction import Kind
+
+        profile, power_w = _load(self.profile, self.blocking_power_w)
+        schedule = schedule_for(profile, micro_batches=profile.info.micro_batches or 2)
+        try:
+            problem = problem_for(schedule, profile, blocking_power_w=power_w)
+        except ProfileError as error:
+            return answer_no("profile validate", f"{self.profile}: {error}")
+        print(_heading(profile))
+        for key in itertools.product(range(profile.num_stages), (Kind.FORWARD, Kind.BACKWARD)):
+            if key not in profile.keys:
+                print(f"  note: stage {key[0]}, {key[1]}: no rows")
+        for group in problem.groups:
+            options = profile.options(group.stage, group.kind)
+            slower = options.time_s[1:] / np.minimum.accumulate(options.time_s)[:-1] - 1
+            if slower.max() > 0.03:
+                clock = int(options.clock_mhz[1:][slower.argmax()])
+                where = f"stage {group.stage}, {group.kind}, {clock} MHz"
+                print(f"  note: {where}: {slower.max():.1%} slower than at a lower clock")
+        print(f"Plans can be made of it: {len(problem.groups)} kinds of instructions, T_min {problem.t_min_s:.4f} s.")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +133,37 @@ class Merge:
     """folder for profile.csv and profile.json"""
 
     def execute(self) -> int:
-        _merge(self.profiles, self.out)
+        from perseus_ds.artifacts.profile import RowQuality, StageProfile, leave_out
+        from perseus_ds.profiler.online import MeasuredRow, combine_rows
+
+        first, *others = profiles = [StageProfile.load(path) for path in self.profiles]
+        for path, other in zip(self.profiles[1:], others, strict=True):
+            for key in ("gpu", "simulated", "model", "micro_batch_size", "tensor_parallel"):
+                expected, found = getattr(first.info, key), getattr(other.info, key)
+                if expected is not None and found is not None and expected != found:
+                    raise ConfigError(
+                        f"{path}: {key} is {found!r}, in {self.profiles[0]} it is {expected!r}; such rows do not go "
+                        "together."
+                    )
+
+        def measured(profile: StageProfile) -> list[MeasuredRow]:
+            known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+            return [
+                MeasuredRow(
+                    row,
+                    known.get((row.stage, row.kind, row.clock_mhz))
+                    or RowQuality(stage=row.stage, kind=row.kind, clock_mhz=row.clock_mhz, samples=1),
+                )
+                for row in profile.measurements
+            ]
+
+        of_profiles = {str(path): measured(profile) for path, profile in zip(self.profiles, profiles, strict=True)}
+        rows, incomplete = combine_rows(of_profiles, first.info.blocking_power_w or 0.0)
+        merged = StageProfile(
+            [row.measurement for row in rows], first.info.model_copy(update={"rows": [row.quality for row in rows]})
+        )
+        leave_out(incomplete, merged.keys)
+        _write(merged, self.out)
         return 0
 
 
@@ -105,118 +193,6 @@ def _load(path: Path, power_w: float | None = None) -> tuple[StageProfile, float
 
     profile = StageProfile.load(path)
     return profile, profile.info.blocking_power_w if power_w is None else power_w
-
-
-def _show(profile: StageProfile, power_w: float | None, picture: Path | None) -> None:
-    """Print the rows, and draw them if a path for the picture is given."""
-    print(_heading(profile))
-    for stage, kind in profile.keys:
-        options = profile.options(stage, kind)
-        pareto = options.pareto(power_w or 0.0).clock_mhz
-        print(f"\nstage {stage}, {kind}\n   MHz   time [s]  energy [J]  power [W]")
-        for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
-            mark = "  *" if clock in pareto else ""
-            print(f"{clock:6d} {time_s:10.5f} {energy_j:11.4f} {energy_j / time_s:10.1f}{mark}")
-    waiting = "effective energy (beyond blocking power)" if power_w else "energy"
-    print(f"\n* no other clock is as fast and as low in {waiting}")
-    if picture is not None:
-        from perseus_ds.report.pictures import profile_picture
-
-        profile_picture(profile, picture, blocking_power_w=power_w or 0.0)
-        print(f"Written: {picture}")
-
-
-def _compare(path: Path, other_path: Path) -> None:
-    """Print by how much the rows of a second profile differ from those of a first one."""
-    import numpy as np
-
-    from perseus_ds.artifacts.profile import StageProfile
-
-    profile, other = StageProfile.load(path), StageProfile.load(other_path)
-    print(f"{_heading(profile)}\n{_heading(other)}\n\nsecond relative to first, at the clocks both have")
-    print("stage kind      clocks   time: mean   worst    energy: mean   worst")
-    for stage, kind in sorted(set(profile.keys) & set(other.keys)):
-        ours, theirs = profile.options(stage, kind), other.options(stage, kind)
-        _, i, j = np.intersect1d(ours.clock_mhz, theirs.clock_mhz, return_indices=True)
-        if not i.size:
-            print(f"{stage:5d} {kind:9} {0:6d}   no clock in common")
-            continue
-        time, energy = theirs.time_s[j] / ours.time_s[i] - 1, theirs.energy_j[j] / ours.energy_j[i] - 1
-        print(
-            f"{stage:5d} {kind:9} {i.size:6d}     {time.mean():+8.2%} {_worst(time):+8.2%}"
-            f"       {energy.mean():+8.2%} {_worst(energy):+8.2%}"
-        )
-    for holder, keys, others in ((path, profile.keys, other.keys), (other_path, other.keys, profile.keys)):
-        for stage, kind in sorted(set(keys) - set(others)):
-            print(f"{stage:5d} {kind:9} only in {holder}")
-
-
-def _validate(path: Path, profile: StageProfile, power_w: float | None) -> int:
-    """Print whether plans can be computed from a profile; return 1 if not."""
-    import numpy as np
-
-    from perseus_ds.cli.inputs import schedule_for
-    from perseus_ds.cli.output import answer_no
-    from perseus_ds.optimizer.problem import problem_for
-    from perseus_ds.pipeline.instruction import Kind
-
-    schedule = schedule_for(profile, micro_batches=profile.info.micro_batches or 2)
-    try:
-        problem = problem_for(schedule, profile, blocking_power_w=power_w)
-    except ProfileError as error:
-        return answer_no("profile validate", f"{path}: {error}")
-    print(_heading(profile))
-    for key in itertools.product(range(profile.num_stages), (Kind.FORWARD, Kind.BACKWARD)):
-        if key not in profile.keys:
-            print(f"  note: stage {key[0]}, {key[1]}: no rows")
-    for group in problem.groups:
-        options = profile.options(group.stage, group.kind)
-        slower = options.time_s[1:] / np.minimum.accumulate(options.time_s)[:-1] - 1
-        if slower.max() > 0.03:
-            clock = int(options.clock_mhz[1:][slower.argmax()])
-            where = f"stage {group.stage}, {group.kind}, {clock} MHz"
-            print(f"  note: {where}: {slower.max():.1%} slower than at a lower clock")
-    print(f"Plans can be made of it: {len(problem.groups)} kinds of instructions, T_min {problem.t_min_s:.4f} s.")
-    return 0
-
-
-def _merge(paths: Sequence[Path], out: Path) -> None:
-    """Write the rows of several profiles as one; of stages that several have, as if they were ranks of one job.
-
-    Raises:
-        ConfigError: They were measured on different GPUs or in different jobs.
-        ProfileError: A stage that several have was measured at no clock that all of these have.
-    """
-    from perseus_ds.artifacts.profile import RowQuality, StageProfile, leave_out
-    from perseus_ds.profiler.online import MeasuredRow, combine_rows
-
-    first, *others = profiles = [StageProfile.load(path) for path in paths]
-    for path, other in zip(paths[1:], others, strict=True):
-        for key in ("gpu", "simulated", "model", "micro_batch_size", "tensor_parallel"):
-            expected, found = getattr(first.info, key), getattr(other.info, key)
-            if expected is not None and found is not None and expected != found:
-                raise ConfigError(
-                    f"{path}: {key} is {found!r}, in {paths[0]} it is {expected!r}; such rows do not go together."
-                )
-
-    def measured(profile: StageProfile) -> list[MeasuredRow]:
-        known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
-        return [
-            MeasuredRow(
-                row,
-                known.get((row.stage, row.kind, row.clock_mhz))
-                or RowQuality(stage=row.stage, kind=row.kind, clock_mhz=row.clock_mhz, samples=1),
-            )
-            for row in profile.measurements
-        ]
-
-    of_profiles = {str(path): measured(profile) for path, profile in zip(paths, profiles, strict=True)}
-    rows, incomplete = combine_rows(of_profiles, first.info.blocking_power_w or 0.0)
-    merged = StageProfile(
-        [row.measurement for row in rows], first.info.model_copy(update={"rows": [row.quality for row in rows]})
-    )
-    leave_out(incomplete, merged.keys)
-    _write(merged, out)
 
 
 def _write(profile: StageProfile, out: Path) -> None:
