@@ -24,6 +24,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
 RelativeTime = Annotated[float, Field(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+_TRANSFERS = ("activation", "grad")
 Work = Instruction | Load | Other | Transfer
 
 
@@ -113,6 +114,23 @@ class MeasuredIteration(FileModel):
     def operations(self) -> int:
         """Number of operations of all ranks."""
         return sum(map(len, self.ranks))
+
+    @property
+    def time_s(self) -> float:
+        """From the first operation's start to the last one's end, on whatever rank [s]."""
+        times = [(op.start_s, op.end_s) for operations in self.ranks for op in operations]
+        return max((end_s for _, end_s in times), default=0.0) - min((start_s for start_s, _ in times), default=0.0)
+
+    @property
+    def busy_s(self) -> list[float]:
+        """By pipeline rank, the time of all that is no transfer: passes, loads, the tail [s]."""
+        return [sum(op.end_s - op.start_s for op in ops if op.kind not in _TRANSFERS) for ops in self.ranks]
+
+    @property
+    def waits(self) -> list[float]:
+        """By pipeline rank, the part of the iteration in which it waits or transfers: the measured bubble."""
+        time_s = self.time_s
+        return [max(0.0, 1 - busy_s / time_s) if time_s > 0 else 0.0 for busy_s in self.busy_s]
 
 
 class TimelineFile(FileModel):

@@ -200,6 +200,8 @@ def measured_job(
     from perseus_ds.optimizer.balance import MeasuredJob
     from perseus_ds.profiler.observed import observed_profile
 
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder. Give the output_dir of a job, or its profile.csv.")
     folder = folder_of(path)
     timeline = TimelineFile.load(folder / "timeline.json") if (folder / "timeline.json").is_file() else None
     history = read_history(folder) if (folder / FILE_NAME).is_file() else None

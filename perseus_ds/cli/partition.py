@@ -81,8 +81,10 @@ class Partition:
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import is_measured_job
+        from perseus_ds.units import plain
 
-        print(self._of_job() if is_measured_job(Path(self.model)) else self._of_huggingface())
+        text = self._of_job() if is_measured_job(Path(self.model)) else self._of_huggingface()
+        print("\n".join(map(plain, text.splitlines())))
         return 0
 
     def _of_huggingface(self) -> str:
@@ -196,10 +198,10 @@ def _of_kinds(balance: Balance) -> Iterator[str]:
 
 def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     """Yield today's and the proposed layout side by side, and the latter as the engine reads it."""
-    from perseus_ds.units import number, percent, plain
+    from perseus_ds.units import number, percent
 
     job = balance.job
-    has_energy, planned = job.has_energy, job.has_energy and len(found.costs.clocks_mhz) > 1
+    has_energy, planned = job.has_energy, found.is_planned
     rows = {**found.known, "proposed": found.most_frugal}
     if job.time_s is not None:
         yield f"measured: {number(job.time_s)} s per iteration at default clocks, with today's layout"
@@ -225,8 +227,8 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     if has_energy:
         energy = percent(proposed.energy_j / today.energy_j - 1)
         gain += f", {energy} ± {percent(energy_error / today.energy_j, 2).lstrip('+')} energy"
-    yield plain(f"The proposed layout changes an iteration at default clocks by {gain}.")
-    yield from _cautions(balance)
+    yield f"The proposed layout changes an iteration at default clocks by {gain}."
+    yield from _cautions(balance, is_planned=planned)
     yield (
         "No layout is faster: proven for these costs."
         if not found.time_gap
@@ -264,7 +266,7 @@ def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
         yield f"Fastest: {best.ranks} ranks with {best.stages_per_rank} stages each:\n{best.layout.spelled()}"
 
 
-def _cautions(balance: Balance) -> Iterator[str]:
+def _cautions(balance: Balance, *, is_planned: bool) -> Iterator[str]:
     job = balance.job
     if not job.has_energy:
         yield (
@@ -273,6 +275,8 @@ def _cautions(balance: Balance) -> Iterator[str]:
         )
     elif len(balance.kinds.clocks_mhz) < 2:
         yield 'Nothing is known of other clocks: train in "profile" or "auto" mode to see layouts under the best plan.'
+    elif not is_planned:
+        yield "No plans were computed, since they would take minutes: train with the layout in auto mode."
     yield from _simulated(job)
 
 
@@ -283,10 +287,10 @@ def _simulated(job: MeasuredJob) -> Iterator[str]:
 
 def table_of(found: Cuts) -> str:
     """Return the cuts side by side, what is proven of them, and the cut to train with."""
-    from perseus_ds.units import joules, number, percent, plain
+    from perseus_ds.units import joules, number, percent
 
     named: dict[str, EvaluatedCut] = {**found.known, "fastest": found.fastest, "most frugal": found.most_frugal}
-    planned = len(found.costs.clocks_mhz) > 1
+    planned = found.is_planned
     width = max(len(str(list(each.cut))) for each in named.values())
     lines = [f"{'cut':12} {'layers':{width}}  iteration  default clocks  under Perseus     memory"]
     for name, each in named.items():
@@ -309,4 +313,4 @@ def table_of(found: Cuts) -> str:
     if found.costs.simulated:
         lines.append("The GPU is SIMULATED: nothing was measured, work follows from floating-point operations.")
     lines.append(f"Train with cut={list(found.cut)}.")
-    return "\n".join(map(plain, lines))
+    return "\n".join(lines)

@@ -211,7 +211,7 @@ class Balance:
         )
 
     def _may_hold(self, schedule: Schedule) -> npt.NDArray[np.bool_]:
-        """Return whether the engine trains a stage with the parts i to j, shape (stages, parts + 1, parts + 1).
+        """Return what :func:`may_hold` does for the job's model.
 
         Raises:
             ConfigError: The embedding and the head cannot be on one rank.
@@ -222,18 +222,22 @@ class Balance:
                 f"--tied-on-one-rank: {schedule.name} has the first and the last stage on different ranks. Choose a "
                 "schedule that has both on one, such as dualpipev."
             )
-        layout = self.job.layout
-        ends = len(layout.parts) + 1
-        result = np.ones((schedule.num_stages, ends, ends), dtype=bool)
-        before = np.cumsum([0, *(_is_layer(part.kind) for part in layout.parts)])
-        mtp = np.cumsum([0, *(part.kind.startswith(MTP) for part in layout.parts)])
-        if layout.engine == "huggingface":
-            result &= (before[None, :] > before[:, None])[None]
-        if layout.engine == "megatron" and mtp[-1]:
-            held = mtp[None, :] - mtp[:, None]
-            result &= ((held == 0) | (held == mtp[-1]))[None]
-            result[: schedule.num_stages - len(ranks)] &= held[None] == 0
-        return result
+        return may_hold(self.job.layout, schedule)
+
+
+def may_hold(layout: Layout, schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """Return whether the engine trains a stage with the parts i to j, shape (stages, parts + 1, parts + 1)."""
+    ends = len(layout.parts) + 1
+    result = np.ones((schedule.num_stages, ends, ends), dtype=bool)
+    layers = np.cumsum([0, *(_is_layer(part.kind) for part in layout.parts)])
+    mtp = np.cumsum([0, *(part.kind.startswith(MTP) for part in layout.parts)])
+    if layout.engine == "huggingface":
+        result &= (layers[None, :] > layers[:, None])[None]
+    if layout.engine == "megatron" and mtp[-1]:
+        held = mtp[None, :] - mtp[:, None]
+        result &= ((held == 0) | (held == mtp[-1]))[None]
+        result[: schedule.num_stages - len(schedule.ranks)] &= held[None] == 0
+    return result
 
 
 def _is_layer(kind: str) -> bool:

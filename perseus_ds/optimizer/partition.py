@@ -14,7 +14,7 @@ next bound is not below the best time found. All times are those at default cloc
 
 With hundreds of layers on tens of stages, such a search takes too long. There, layers are moved between any two stages
 as long as the iteration becomes faster by it, and the bound is that of a linear program in which layers may be divided:
-the least time in which no known path is longer.
+the least time in which no known path is longer. A search that was ended has the better of both bounds.
 
 Energy has a bound over all cuts as well. A flow through the DAG, in watts, proves a bound for one cut
 (:mod:`perseus_ds.optimizer.bounds`): a price for each second of an instruction. With these prices, the least energy of
@@ -53,6 +53,8 @@ _MOST_SEARCHED, _MOST_ROUNDS = 30_000, 8
 """So many beginnings of cuts are looked at in each of so many rounds at most."""
 _MOST_PLACES = 4_000
 """With more stages times layers, a search in the order of bounds takes too long."""
+_MOST_PLANNED = 4_000
+"""Of iterations with more instructions, computing plans takes minutes, so that none are computed here."""
 _PLANS = 12
 """Deadlines for which each of these is planned; the first one is the fastest time."""
 _PRICES, _LATER = 12, 0.003
@@ -125,7 +127,7 @@ class EvaluatedCut:
         cut: How many layers each stage has.
         time_s: Iteration time at default clocks [s].
         energy_j: Its energy at default clocks [J].
-        planned_j: Energy under the plan of least energy that is as fast [J]; the same if nothing was planned.
+        planned_j: Energy under the plan of least energy that is as fast [J]; the same if none was computed.
         memory_bytes: Of the stage that needs most.
         bubble: The part of the GPUs' time in which they wait.
         on_path: How often the longest path goes through each layer, shape (layers, kinds).
@@ -153,6 +155,7 @@ class Partition:
         time_bound_s: No cut is faster [s].
         energy_bound_j: No cut as fast as the fastest one has a plan of less energy [J]; None if that is not known.
         costs: Of the layers.
+        is_planned: Whether plans were computed.
     """
 
     known: Mapping[str, EvaluatedCut]
@@ -161,6 +164,7 @@ class Partition:
     time_bound_s: float
     energy_bound_j: float | None
     costs: LayerCosts
+    is_planned: bool
 
     @property
     def cut(self) -> Cut:
@@ -214,7 +218,8 @@ class _Search:
         may_hold: npt.NDArray[np.bool_] | None,
         is_planned: bool,
     ) -> None:
-        self.costs, self.schedule, self.is_planned = costs, schedule, is_planned
+        self.costs, self.schedule = costs, schedule
+        self.is_planned = is_planned and sum(map(len, schedule.instructions)) <= _MOST_PLANNED
         self.stages = schedule.num_stages
         self.kinds = costs.kinds
         if others := {i.kind for stream in schedule.instructions for i in stream} - {*self.kinds, Kind.TAIL}:
@@ -285,6 +290,7 @@ class _Search:
             time_bound_s=time_bound_s,
             energy_bound_j=energy_bound_j,
             costs=self.costs,
+            is_planned=self.is_planned,
         )
 
     def _times_s(self, cut: Cut) -> Floats:
@@ -343,6 +349,8 @@ class _Search:
                     best_s, best = self._time_s(cut), cut
             else:
                 bound_s = best_s
+        if bound_s < best_s * (1 - _SAME):  # the search was ended
+            bound_s = max(bound_s, self._divided_s())
         return self._evaluate(best), min(bound_s, best_s)
 
     def _fastest_moved(self) -> tuple[EvaluatedCut, float]:
@@ -385,19 +393,21 @@ class _Search:
                     break
         return cut
 
-    def _moves(self, cut: Cut) -> list[tuple[float, Cut]]:
-        """Return the cuts with one layer on another stage, in the order of what known paths take at least [s]."""
-        found = []
-        for giver, taker in permutations(range(self.stages), 2):
-            moved = tuple(n - (s == giver) + (s == taker) for s, n in enumerate(cut))
-            if moved[giver] and self._fits(moved):
-                found.append(moved)
-        if not found:
-            return []
-        ends = np.cumsum(np.concatenate([np.zeros((len(found), 1), dtype=int), np.array(found)], axis=1), axis=1)
+    def _moves(self, cut: Cut) -> Iterator[tuple[float, Cut]]:
+        """Yield the cuts with one layer on another stage, in the order of what known paths take at least [s]."""
+        pairs = np.array(list(permutations(range(self.stages), 2)), dtype=int).reshape(-1, 2)
+        moved = np.tile(np.array(cut), (len(pairs), 1))
+        moved[np.arange(len(pairs)), pairs[:, 0]] -= 1
+        moved[np.arange(len(pairs)), pairs[:, 1]] += 1
+        moved = moved[(moved > 0).all(axis=1)]
+        ends = np.pad(moved.cumsum(axis=1), ((0, 0), (1, 0)))
+        fits = self.allowed[np.arange(self.stages), ends[:, :-1], ends[:, 1:]].all(axis=1)
+        moved, ends = moved[fits], ends[fits]
         times_s = np.diff(self.before_s[:, ends], axis=2)  # shape (kinds, cuts, stages)
         lengths_s = np.tensordot(self.paths, times_s, axes=([2, 1], [0, 2])) + self.rest_s[:, None]
-        return sorted(zip(lengths_s.max(axis=0).tolist(), found, strict=True))
+        bounds_s = lengths_s.max(axis=0, initial=0.0)
+        for number in np.argsort(bounds_s, kind="stable"):
+            yield float(bounds_s[number]), tuple(moved[number].tolist())
 
     def _fits(self, cut: Cut) -> bool:
         return all(self.allowed[place] for place in _places(cut))

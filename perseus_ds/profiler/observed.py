@@ -48,7 +48,7 @@ def observed_profile(
     for operation in _operations(iterations):
         if isinstance(work := operation.work, Instruction):
             durations_s[work.stage, work.kind].append(operation.end_s - operation.start_s)
-    waits = [statistics.fmean(shares) for shares in zip(*(waiting_shares(each) for each in iterations), strict=True)]
+    waits = [statistics.fmean(shares) for shares in zip(*(each.waits for each in iterations), strict=True)]
     if len(powers_w) != len(waits):
         powers_w = []
     known_w = blocking_power_w if blocking_power_w is not None else _blocking_power_w(waits, powers_w)
@@ -75,14 +75,6 @@ def observed_profile(
         update={"blocking_power_w": known_w if powers_w else None, "rows": quality, "default_clock_mhz": clock_mhz}
     )
     return StageProfile(rows, info.with_fixed_durations(_fixed(iterations, durations_s)))
-
-
-def waiting_shares(iteration: MeasuredIteration) -> list[float]:
-    """Return by rank which part of an iteration it waits: no pass, no load and no tail runs."""
-    end_s = max(operation.end_s for operations in iteration.ranks for operation in operations)
-    begin_s = min(operation.start_s for operations in iteration.ranks for operation in operations)
-    works = [[op for op in operations if not isinstance(op.work, Transfer)] for operations in iteration.ranks]
-    return [1 - sum(op.end_s - op.start_s for op in own) / max(1e-9, end_s - begin_s) for own in works]
 
 
 def _operations(iterations: Sequence[MeasuredIteration]) -> Iterator[MeasuredOperation]:

@@ -29,6 +29,7 @@ from perseus_ds.artifacts.run_records import (
     limits_in_words,
     policy_in_words,
 )
+from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ADDRESS_FILE
 from perseus_ds.runtime.progress import PHASES, JobFacts, JobLog
@@ -51,6 +52,9 @@ class JobFollower:
         self.problem = ""
         self._name = printable(folder.resolve().name)
         self._log = JobLog(self._name)
+        # Of the last iteration whose operations were timed on all ranks; what tells that the file is another one.
+        self._timed: dict[str, tuple[float, ...]] = {}
+        self._timeline: tuple[int, int] | None = None
 
     def facts(self, now: float) -> JobFacts:
         """Read what is new and return the facts; those known before where it cannot be read."""
@@ -62,7 +66,18 @@ class JobFollower:
                 self._log.add(records)
         except OSError as error:  # a shared disk that does not answer, a file that is being replaced
             self.problem = str(error)
-        return self._log.facts(now)
+        return self._log.facts(now).model_copy(update=self._timed_iteration())
+
+    def _timed_iteration(self) -> dict[str, tuple[float, ...]]:
+        """Return the facts of the last iteration of ``timeline.json``; those known before where it cannot be read."""
+        path = self.folder / "timeline.json"
+        with contextlib.suppress(OSError, ConfigError):
+            found = path.stat()
+            if self._timeline != (found.st_mtime_ns, found.st_ino):
+                self._timeline = found.st_mtime_ns, found.st_ino
+                last = TimelineFile.load(path).iterations[-1]
+                self._timed = {"waits": tuple(last.waits), "busy_s": tuple(last.busy_s)}
+        return self._timed
 
 
 class Jobs:
@@ -197,6 +212,7 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
     if facts.power_window_s is not None:
         text = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {watts(facts.power_change_w)} at most"
         yield from row("  a second", f"{text} from one to the next (each of {duration(facts.power_window_s)})")
+    yield from _ranks(facts, blocks, width)
     yield from row("limited", limits_in_words(facts.limits, facts.more_limits), "yellow")
     times = f"{number(facts.straggler_slowdown, 3)} times as long as the others"
     is_late = facts.straggler is not None
@@ -204,6 +220,28 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
     more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
     ranks = ", ".join(map(str, facts.failed_ranks[:_MANY])) + (f" and {more} more" if more else "")
     yield from row("problem", f"fallen back to default clocks: rank {ranks}" if ranks else "", "red")
+
+
+def _ranks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
+    """Yield which part of an iteration each rank waits, which rank is the slowest, and the power of each GPU."""
+
+    def by_rank(label: str, values: Sequence[float], texts: Sequence[str], most: str) -> tuple[str, Text]:
+        text = ", ".join(texts) if len(texts) <= _MANY else most
+        drawn = strip(values, (0.0,), blocks=blocks, width=max(1, width - len(text) - 2))
+        return label, Text.assemble((drawn, "blue"), "  ", plain(text))
+
+    if facts.waits:
+        low, high = min(facts.waits), max(facts.waits)
+        most = f"ranks wait {low:.0%} to {high:.0%} of an iteration"
+        yield by_rank("waiting", facts.waits, [f"{share:.0%}" for share in facts.waits], most)
+        if len(facts.busy_s) > 1 and (mean_s := sum(facts.busy_s) / len(facts.busy_s)) > 0:
+            slowest_s = max(facts.busy_s)
+            slower = percent(slowest_s / mean_s - 1)
+            text = f"rank {facts.busy_s.index(slowest_s)}: {duration(slowest_s)} without waiting, {slower} on the mean"
+            yield "slowest", Text(plain(text))
+    if facts.powers_w:
+        most = f"{watts(min(facts.powers_w))} to {watts(max(facts.powers_w))}"
+        yield by_rank("GPUs", facts.powers_w, [watts(power_w) for power_w in facts.powers_w], most)
 
 
 def _state(facts: JobFacts) -> str:

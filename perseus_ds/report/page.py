@@ -61,6 +61,7 @@ def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Til
         simulated=found.simulated,
         missing=found.missing,
         found=found,
+        iteration_label=label,
         jobs=jobs,
         job=job,
         tiles=tiles,

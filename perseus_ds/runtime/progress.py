@@ -132,6 +132,11 @@ class JobFacts(_Facts):
     plan: PlanFacts | None
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
     pipelines: tuple[PipelineFacts, ...]
+    waits: tuple[float, ...] = Field(
+        (), description="By rank of a pipeline, the part of an iteration in which it waits."
+    )
+    busy_s: tuple[float, ...] = Field((), description="By rank, the time of its passes, loads and tail in it.")
+    powers_w: tuple[float, ...] = Field((), description="By rank, the power of its GPU in the last iterations.")
     clocks_asked_mhz: tuple[int | None, ...]
     clocks_reached_mhz: tuple[int | None, ...]
     straggler: int | None = Field(description="The pipeline that the others wait for.")
@@ -212,6 +217,9 @@ class JobProgress:
         self.profiling_s = self.profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
+        # By rank, the power of GPUs in the iterations since they were recorded last, and the time of these.
+        self._powers_w: tuple[float, ...] = ()
+        self._unrecorded_s = 0.0
         # By rank, what GPUs were asked for and what they reached; large jobs do not record that with every iteration.
         self._clocks: tuple[tuple[int | None, ...], tuple[int | None, ...]] = (), ()
         self._ended = self.simulated = False
@@ -260,6 +268,10 @@ class JobProgress:
             self._on_the_way = record
         if record.clocks_asked_mhz is not None or record.energy_by_rank_j is not None or record.energy_j is None:
             self._clocks = record.clocks_asked_mhz or (), record.clocks_reached_mhz or ()
+        self._unrecorded_s += 0.0 if record.energy_j is None else record.time_s
+        if record.energy_by_rank_j is not None and self._unrecorded_s:
+            self._powers_w = tuple(energy_j / self._unrecorded_s for energy_j in record.energy_by_rank_j)
+            self._unrecorded_s = 0.0
         self.total.add(record)
         self.since_start.add(record)
         self._recent.append(record)
@@ -311,6 +323,7 @@ class JobProgress:
             unfinished=self._unfinished(start.mode),
             plan=self._plan(chosen),
             pipelines=self._pipelines(),
+            powers_w=self._powers_w,
             clocks_asked_mhz=self._clocks[0],
             clocks_reached_mhz=self._clocks[1],
             straggler=chosen.straggler,

@@ -1,5 +1,12 @@
+import shutil
+
 import pytest
+from layouts import job_of, profile_of
 from tiny_models import tiny
+
+from perseus_ds.artifacts.layout import Layout
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +51,108 @@ def test_a_model_that_does_not_fit_says_what_to_do(run):
     code, _, err = run("partition", "llama", "--stages", "7", "--micro-batches", "4")
     assert code == 2
     assert "6 layers, so 1 to 6 stages, not 7" in err
+
+
+def write_job(folder, *stages, **changes):
+    """Write the profile of a job of Megatron-Core, as profile mode leaves it."""
+    job = job_of(*stages, simulated=True, micro_batches=8)
+    info = {"layout": job.layout, "streams": ScheduleStreams.of(job.schedule), "micro_batches": 8, "model": "GPTModel"}
+    info |= {"pipeline_ranks": len(stages), "stages": len(stages)} | changes
+    profile = StageProfile(job.profile.measurements, job.profile.info.model_copy(update=info))
+    profile.save(folder / "profile.csv")
+    return job
+
+
+@pytest.fixture
+def trained(tmp_path):
+    return write_job(tmp_path / "job", "Eddd", "dddd", "dddd", "ddddh")
+
+
+def test_the_layout_of_a_job_is_printed_as_its_engine_reads_it(run, trained):
+    code, out, err = run("partition", "job", "--layout", "Et*4|t*4|t*4|tttL")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    kinds = {line.split()[0]: line.split() for line in lines if line.startswith(("embedding", "dense", "head"))}
+    assert float(kinds["dense"][2]) == pytest.approx(10.0, abs=0.01)  # forward [ms]
+    assert float(kinds["head"][5]) == pytest.approx(60.0, abs=0.1)  # backward [ms]
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(("today", "given", "proposed"))}
+    assert rows.keys() == {"today", "given", "proposed"}
+    proposed = lines[-1].removeprefix("--pipeline-model-parallel-layout ").strip("'")
+    assert rows["proposed"][1] == proposed != rows["today"][1]
+    assert "No layout is faster: proven for these costs." in lines
+    assert any("SIMULATED" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "spelled"),
+    [
+        ("torch", 'module_fqns_per_model_part = [["tok_embeddings", '),
+        ("deepspeed", "self.parts = [0, "),
+        ("huggingface", "cut=["),
+    ],
+)
+def test_other_engines_have_their_own_spelling(run, tmp_path, trained, engine, spelled):
+    names = ["tok_embeddings", *(f"layers.{n}" for n in range(15)), "output"]
+    parts = [part.model_copy(update={"names": [name]}) for part, name in zip(trained.layout.parts, names, strict=True)]
+    layout = Layout(engine=engine, stages=[parts]).cut_into(trained.layout.cut)
+    write_job(tmp_path / engine, "Eddd", "dddd", "dddd", "ddddh", layout=layout)
+    code, out, _ = run("partition", engine)
+    assert code == 0
+    assert spelled in out
+
+
+def test_sizes_are_compared_in_one_table(run, trained):
+    code, out, _ = run("partition", "job", "--pipeline-sizes", "2", "4", "3", "--virtual-stages", "1", "2")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[:4] for row in rows if row[-1].startswith("E")] == [
+        ["2", "1", "2", "4"], ["2", "2", "2", "4"], ["4", "1", "1", "8"], ["4", "2", "1", "8"]
+    ]  # fmt: skip
+    assert "4 GPUs are no multiple of 3 pipeline ranks" in out
+    assert "Fastest: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["empty"], "no profile.csv, timeline.json or config.json in it"),
+        (["job", "--layout", "Et*4|t*4|t*4|xxL"], "'x' has no meaning in it"),
+        (["job", "--layout", "Et*4|t*4|t*4|t*4L"], "has 16 decoder layers (t), the model 15"),
+        (["job", "--layout", "Et*5|t*5|t*5L"], "3 stages for 4 pipeline ranks. Megatron-Core gives each rank the same"),
+        (["job", "--layout", "4,4,4,4"], "the stages have 16 parts, the model 17"),
+        (["job", "--layout", "9,8"], "2 stages, the job has 4"),
+        (["job", "--memory-gib", "80"], "measured memory of three ranks or more"),
+        (["job", "--tied-on-one-rank"], "the first and the last stage on different ranks"),
+        (["job", "--also", "missing"], "missing: no such file or folder"),
+        (["llama", "--stages", "2"], "--micro-batches is missing"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(run, tmp_path, trained, words, message):
+    (tmp_path / "empty").mkdir()
+    code, _, err = run("partition", *words)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_profile_without_layout_says_what_to_do(run, tmp_path, trained):
+    write_job(tmp_path / "old", "Eddd", "dddd", "dddd", "ddddh", layout=None)
+    assert "which layers its stages hold was not recorded" in run("partition", "old")[2]
+    write_job(tmp_path / "other", "Eddd", "dddd", "dddd", "ddddh", layout=trained.layout.cut_into((8, 9)))
+    assert "the layout has 2 stages, the profile 4" in run("partition", "other")[2]
+
+
+def test_kinds_that_two_stages_hide_are_found_with_another_run(run, tmp_path, trained):
+    first = write_job(tmp_path / "first", "Edddd", "ddddh")
+    code, _, err = run("partition", "first")
+    assert (code, "apart: embedding, dense and head" in err) == (2, True)
+    suggested = err.split("'")[1]
+    assert suggested == "Et*3|t*5L"
+    moved = first.layout.cut_into((4, 6))
+    shutil.copytree("first", "second")
+    profile = profile_of(moved)
+    kept = StageProfile.load(tmp_path / "first").info.model_copy(update={"layout": moved, "rows": profile.info.rows})
+    StageProfile(profile.measurements, kept).save(tmp_path / "second" / "profile.csv")
+    code, out, _ = run("partition", "first", "--also", "second")
+    assert code == 0
+    assert "Train with:" in out

@@ -15,6 +15,7 @@ from rich.console import Console
 from run_log import GIVE_UP_S, wait_until
 
 from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyChanged
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.cli.jobs import answer_to
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
@@ -119,6 +120,38 @@ def test_of_a_job_that_has_ended_it_says_where_and_whether_it_was_finished(run, 
     write(tmp_path, records)
     code, out, _ = run("watch", ".", "--once")
     assert (code, words in " ".join(out.split())) == (0, True), out
+
+
+def timed(*ranks):
+    """A timeline of one iteration whose ranks compute for some times [s], with a transfer in between."""
+    operations = []
+    for stage, (forward_s, backward_s) in enumerate(ranks):
+        kept = [("forward", 0.0, forward_s), ("backward", 1.0 - backward_s, 1.0)]
+        own = [
+            MeasuredOperation(kind=kind, stage=stage, micro_batch=0, start_s=start_s, end_s=end_s)
+            for kind, start_s, end_s in kept
+        ]
+        between = {"kind": "grad", "stage": stage, "target": stage, "micro_batch": 0}
+        own.insert(1, MeasuredOperation(**between, start_s=forward_s, end_s=1.0 - backward_s))
+        operations.append(own)
+    iteration = MeasuredIteration(iteration=3, phase="observe", ranks=operations)
+    return TimelineFile(simulated=True, gpu="A100", iterations=[iteration])
+
+
+def test_it_shows_who_waits_the_slowest_rank_and_the_power_of_each_gpu(run, tmp_path):
+    write(tmp_path, [started(), default_iteration(1, "observe", energy_by_rank_j=(300.0, 500.0))])
+    (tmp_path / "timeline.json").write_text(timed((0.2, 0.3), (0.3, 0.6)).model_dump_json(exclude_none=True))
+    code, out, _ = run("watch", ".", "--once")
+    rows = {line[:10].strip(): " ".join(line[10:].split()) for line in out.splitlines()}
+    assert code == 0
+    assert rows["waiting"].endswith("50%, 10%")
+    assert rows["slowest"] == "rank 1: 900.0 ms without waiting, +28.6 % on the mean"
+    (facts,) = map(json.loads, run("watch", ".", "--once", "--json")[1].splitlines())
+    assert facts["waits"] == pytest.approx([0.5, 0.1])
+    time_s = facts["iteration_s"]
+    assert facts["powers_w"] == pytest.approx([300 / time_s, 500 / time_s])
+    (tmp_path / "timeline.json").write_text("{")
+    assert "waiting" not in run("watch", ".", "--once")[1]
 
 
 def test_one_json_object_for_each_job(run, tmp_path):

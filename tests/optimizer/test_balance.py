@@ -6,51 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import COSTS_S, job_of, layout_of, profile_of
 from pipelines import interleaved, one_f_one_b
 
-from perseus_ds.artifacts.layout import Layout, Part
-from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer.balance import Balance, MeasuredJob
 from perseus_ds.optimizer.layer_costs import kind_costs
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.instruction import Kind
-
-COSTS_S = {"embedding": (0.001, 0.002), "dense": (0.01, 0.02), "moe": (0.015, 0.03), "mtp": (0.02, 0.04)}
-COSTS_S["head"] = (0.03, 0.06)
-CLOCKS = {1000: (1.3, 200.0), 1400: (1.0, 350.0)}
-"""How much longer passes take at a clock, and the power that they draw [W]."""
-
-
-def layout_of(*stages, engine="megatron", parameters=None):
-    """A layout of stages such as ``"Edd"``, in the first letters of kinds; ``M`` is MTP."""
-    kinds = {"E": "embedding", "d": "dense", "m": "moe", "M": "mtp", "h": "head"}
-    sizes = parameters or {}
-    return Layout(
-        engine=engine,
-        stages=[[Part(kind=kinds[k], parameters=sizes.get(kinds[k], 0)) for k in stage] for stage in stages],
-    )
-
-
-def profile_of(layout, *, noise=0.0, seed=0, clocks=CLOCKS, **info):
-    """The profile of stages whose parts cost what ``COSTS_S`` says, with errors of its rows as they are known."""
-    draw = np.random.default_rng(seed)
-    rows, quality = [], []
-    for stage, parts in enumerate(layout.stages):
-        for which, kind in enumerate((Kind.FORWARD, Kind.BACKWARD)):
-            for clock_mhz, (slower, power_w) in clocks.items():
-                time_s = sum(COSTS_S[part.kind][which] for part in parts) * slower * (1 + noise * draw.normal())
-                rows.append(Measurement(stage, kind, clock_mhz, time_s, time_s * power_w))
-                errors = {"time_relative_error": noise, "energy_relative_error": noise}
-                quality.append(RowQuality(stage=stage, kind=kind, clock_mhz=clock_mhz, samples=4, **errors))
-    facts = {"blocking_power_w": 80.0, "gpu": "A100", "rows": quality, "pipeline_ranks": len(layout.stages), **info}
-    return StageProfile(rows, ProfileInfo(**facts))
-
-
-def job_of(*stages, micro_batches=8, **options):
-    layout = layout_of(*stages)
-    schedule = one_f_one_b(len(stages), micro_batches)
-    return MeasuredJob(layout, profile_of(layout, **options), schedule)
 
 
 def test_stages_of_different_mixtures_give_each_kind():

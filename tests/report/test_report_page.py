@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import Event, PlanChosen, PlanJudged, to_line
+from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
 from perseus_ds.engines.torch_pipelining.order import read_class
 from perseus_ds.optimizer import optimize
@@ -75,6 +76,16 @@ def test_all_plans_are_there_beside_what_was_measured_and_what_one_would_set_ins
     assert "measured: plan 2 (2 iterations)" in names
     assert "measured: default clocks (2 iterations)" in names
     assert "one power cap for all GPUs" in names
+
+
+def test_it_says_of_each_measured_iteration_who_waits(folder):
+    measured = TimelineFile.load(folder / "timeline.json").iterations
+    words = re.sub(r"<[^>]+>", " ", text_of(report(folder)))
+    for iteration in measured:
+        slowest = max(range(len(iteration.ranks)), key=lambda rank: iteration.busy_s[rank])
+        assert f"rank {slowest}, the slowest" in words
+        for rank, waits in enumerate(iteration.waits):
+            assert re.search(rf"rank {rank}(, the slowest)?\s+{100 * waits:.1f} %", words)
 
 
 def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
