@@ -1,6 +1,6 @@
 #!/bin/bash
 # Slurm's Prolog and Epilog (slurm.conf), which run as root on each node before and after a job. Slurm kills a job's
-# processes together, Perseus's guardians among them, so the node itself must see to the clocks.
+# processes together, Perseus's agents among them, so the node itself must see to the clocks.
 # SLURM_JOB_GPUS holds the minor numbers of /dev/nvidia*. nvidia-smi numbers GPUs in another order, so it gets their PCI
 # addresses, which are the names of the driver's folders.
 gpus=()

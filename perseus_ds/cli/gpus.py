@@ -12,7 +12,7 @@ from perseus_ds.cli.values import OPTIONAL, Texts
 class Reset:
     """Return GPUs to their default clocks.
 
-    It is needed where a node's guardian was killed together with its job.
+    It is needed if a node's agent was killed together with its job.
     """
 
     examples = ("perseus-ds reset", "perseus-ds reset --gpus 0 1")

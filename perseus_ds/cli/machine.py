@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from perseus_ds.clocks.lock_records import left_locks
+from perseus_ds.agent.gpu_records import note_reset
 from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 from perseus_ds.errors import ConfigError, GpuError
@@ -56,9 +56,7 @@ def _reset(index: int) -> bool:
         gpu = NvmlGpu(index)
         try:
             gpu.reset_clock()
-            for left in left_locks():
-                if left.address == gpu.address:
-                    left.forget()
+            note_reset(gpu.address)
             print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")
         finally:
             gpu.close()

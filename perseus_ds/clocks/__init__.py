@@ -1,1 +1,1 @@
-"""Clocks while training: controller, transitions, read-back, timers, guardian."""
+"""Clocks while training: controller, transitions, read-back and timers."""

@@ -114,6 +114,7 @@ class ClockController:
         overtaken: Requests skipped because a later one was already due.
         readback: What was read of the clock, how late clocks are, and what limits them.
         is_closed: Whether the default clock is restored for good.
+        must_not_lock: Returns whether an agent has reset the clock, which must then stay the default one.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class ClockController:
         self._busy_since_s: float | None = None
         self._closing: threading.Thread | None = None
         self.is_closed = False
+        self.must_not_lock: Callable[[], bool] = bool
         self._is_restored = self._has_ended = False
         # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
         self._wanted_mhz: int | None = None
@@ -440,7 +442,7 @@ class ClockController:
         self._in_call(partial(self._ask_driver, clock_mhz))
 
     def _ask_driver(self, clock_mhz: int | None) -> None:
-        if self.is_closed:
+        if self.is_closed or (clock_mhz is not None and self.must_not_lock()):
             return
         self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
         begin_s = self._time.now_s()
@@ -448,7 +450,8 @@ class ClockController:
             self._gpu.reset_clock()
         else:
             self._gpu.lock_clock(clock_mhz)
-        if self.is_closed and clock_mhz is not None:  # the call was late, and close() has not waited for it
+        # The call was late, and neither close() nor the agent has waited for it.
+        if clock_mhz is not None and (self.is_closed or self.must_not_lock()):
             self._gpu.reset_clock()
             clock_mhz = None
         self._clock_mhz = clock_mhz

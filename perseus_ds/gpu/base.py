@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # a guardian needs no pydantic
+if TYPE_CHECKING:  # an agent needs no pydantic
     from perseus_ds.artifacts.profile import GpuSettings
 
 
@@ -28,7 +28,7 @@ class Gpu(Protocol):
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``; a simulated one says so.
         driver: Driver version, or None.
-        address: How another process on this node opens it (:func:`perseus_ds.clocks.guardian_daemon`); None if no lock
+        address: How another process on this node opens it (:mod:`perseus_ds.gpu.opening`); None if no lock
             of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
         settings: What was set of it when it was opened; None where that is not told.

@@ -137,7 +137,7 @@ class NvmlGpu:
 
     @property
     def address(self) -> str:
-        """By which another process, the guardian, opens this GPU."""
+        """By which another process, the agent, opens this GPU."""
         return f"nvml:{self.uuid}"
 
     def __str__(self) -> str:

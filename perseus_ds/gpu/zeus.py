@@ -212,7 +212,7 @@ class ZeusAmdGpu:
 
     @property
     def address(self) -> str:
-        """By which another process, the guardian, opens this GPU."""
+        """By which another process, the agent, opens this GPU."""
         return f"zeus:{self._gpu.pci_address}"
 
     def __str__(self) -> str:

@@ -24,8 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.clocks.exit_guard import ExitGuard
-from perseus_ds.clocks.guardian import Guardian
+from perseus_ds.client.lease import Lease
 from perseus_ds.clocks.timers import FlopCounter
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
@@ -255,8 +254,7 @@ def _lockable(gpu: Gpu) -> Iterator[tuple[int, ...]]:
         return
     with ExitStack() as stack:
         if gpu.address is not None:
-            stack.callback(Guardian([gpu.address]).close)
-        stack.callback(ExitGuard(gpu.reset_clock, gpu.reset_clock).release)
+            stack.callback(Lease(gpu.address).close)
         stack.callback(gpu.reset_clock)
         yield tuple(sorted({upper[n] for n in np.linspace(0, len(upper) - 1, _CLOCKS).round().astype(int).tolist()}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import logging
@@ -138,7 +139,8 @@ class PerseusRuntime:
         self._control.on_order = self._recorder.event
         self._driver = ModeDriver(job, self.rank, self._recorder, self._control, on_error=self._fail)
         self._recorder.start(job.started(communicator, gpu.name))
-        self._supervision = Supervision(job, self.rank, self._recorder, self._control, self.close)
+        self._supervision = Supervision(job, self.rank, self._recorder, self._control)
+        atexit.register(self.close)
 
     @classmethod
     def start(
@@ -404,14 +406,15 @@ class PerseusRuntime:
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again, or in a forked process.
 
-        Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
+        Iterations may follow: at default clocks, without energies.
         """
         if self._supervision.is_forked:
             return  # the clock is its parent's
         self._closed = True
+        atexit.unregister(self.close)
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
             ends = self._supervision.close, self._recorder.close, self._driver.close
-            for end in (*ends, self.rank.clocks.close, self._supervision.release):
+            for end in (*ends, self.rank.clocks.close):
                 steps.callback(end)
 
     def _check(self) -> bool:

@@ -1,52 +1,48 @@
-"""What keeps a job safe: guardian, exit guard, control socket and metrics; and a rank's fall back to default clocks."""
+"""What keeps a job safe: its lease, control socket and metrics; and a rank's fall back to default clocks."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from perseus_ds.artifacts.run_records import Event, Failed, Recovered
+from perseus_ds.client.lease import Lease
 from perseus_ds.clocks.controller import ClockController, DriverCall, short_switch_interval
-from perseus_ds.clocks.exit_guard import ExitGuard
-from perseus_ds.clocks.guardian import Guardian
-from perseus_ds.clocks.guardian_daemon import open_gpu
-from perseus_ds.clocks.lock_records import left_locks
 from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.metrics import MetricsReporter
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.timebase import REAL_TIME, Timebase
+from perseus_ds.timebase import Timebase
 
 logger = logging.getLogger("perseus_ds")
-_RESET_ATTEMPTS, _RETRY_S = 3, 0.5
 _PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 # What fails again so soon had not passed: it is not warned of twice.
 _OVER_S = 300.0
 
 
 class Supervision:
-    """Started before training; ended by :meth:`release`, then :meth:`close`."""
+    """Started before training; ended by :meth:`close`."""
 
-    def __init__(
-        self, job: Job, rank: RankContext, recorder: Recorder, control: JobControl, restore: Callable[[], None]
-    ) -> None:
-        """Start the guardian and the control socket, and have clocks restored however the process ends.
+    def __init__(self, job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> None:
+        """Request the lease of the GPU, by which clocks are reset however the process ends; open the control socket.
 
         Raises:
-            GpuError: On all ranks, if the guardian of one cannot be started.
+            GpuError: On all ranks, if one gets no lease.
         """
         self._rank = rank
-        self._guardian: Guardian | None = None
+        self._process = os.getpid()
+        self._lease: Lease | None = None
         self._parts = ExitStack()
 
         def start() -> None:
             if job.config.mode != "observe" and rank.gpu.address is not None:  # otherwise no clock can stay locked
-                reset_left_clocks()
-                self._guardian = Guardian([rank.gpu.address])
-                self._parts.callback(self._guardian.close)
+                self._lease = lease = Lease(rank.gpu.address)
+                self._parts.callback(lease.close)
+                rank.clocks.must_not_lock = lambda: lease.is_revoked
             if rank.communicator.is_rank_0:
                 self._listen(job, recorder, control)
                 if (config := job.config.metrics) is not None:
@@ -60,7 +56,6 @@ class Supervision:
         except BaseException:
             self.close()
             raise
-        self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
 
     def _listen(self, job: Job, recorder: Recorder, control: JobControl) -> None:
         """Take orders from outside; a job that runs no plans needs none."""
@@ -75,39 +70,19 @@ class Supervision:
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the rank's."""
-        return self._exit_guard.is_forked
+        return os.getpid() != self._process
 
     def problem(self) -> GpuError | None:
         """Return what keeps clocks from being set safely, if anything."""
-        if self._rank.clocks.is_closed:
-            return GpuError("this process was told to end, and its clock was restored")
-        if self._guardian is not None and not self._guardian.alive:
-            return GpuError("the guardian, which restores the clocks if the job is killed, is gone")
+        if self._lease is not None and self._lease.is_revoked:
+            return GpuError("this process received a termination signal, and its clock was reset")
+        if self._lease is not None and not self._lease.is_watched():
+            return GpuError("the agent, which resets the clocks if the job is killed, is gone")
         return self._rank.clocks.problem
 
-    def release(self) -> None:
-        """Restore the earlier signal handlers."""
-        self._exit_guard.release()
-
     def close(self) -> None:
-        """End metrics, control socket, and at last the guardian's watch over this rank; harmless when called again."""
+        """End metrics, control socket, and at last the lease; harmless when called again."""
         self._parts.close()
-
-
-def reset_left_clocks(timebase: Timebase = REAL_TIME) -> None:
-    """Reset the clocks of GPUs of this node that processes of this user held locked when they died."""
-    for left in left_locks():
-        said = ""
-        for attempt in range(_RESET_ATTEMPTS):
-            timebase.sleep(_RETRY_S if attempt else 0)
-            try:
-                open_gpu(left.address).reset_clock()
-                left.forget()
-                said = "it is reset"
-                break
-            except GpuError as error:
-                said = f"it cannot be reset ({error})"
-        logger.warning("perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.address, said)
 
 
 def may_pass(error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,14 +14,13 @@ from typing import Any
 from gpu_checks.checks import place_of
 from gpu_checks.results import Results
 
+from perseus_ds.client.lease import SignalForwarder
 from perseus_ds.clocks.controller import ClockController
-from perseus_ds.clocks.exit_guard import ExitGuard
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 
 _PASS = Compute(Instruction(0, Kind.FORWARD, 0))
 _ADDITIONS = 500
-_RESET = b"reset\n"
 _GIVE_UP_S = 60.0
 
 
@@ -73,48 +73,40 @@ def _capture(machine: Any, stream: Any, value: Any, additions: int) -> tuple[Any
 
 def sigterm(machine: Any, results: Results) -> None:
     """Send SIGTERM to a process whose main thread waits for a kernel that takes half a minute."""
-    command = [sys.executable, "-c", _VICTIM, place_of(type(machine))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", _VICTIM, place_of(type(machine)), str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]) as process:
         killer = threading.Timer(_GIVE_UP_S, process.kill)  # only ends a check that hangs
         killer.start()
         try:
+            theirs.close()
             assert process.stdout is not None
-            for line in process.stdout:
-                if line == b"waiting\n":
-                    time.sleep(0.5)  # by then the main thread is in the driver
-                    began_s = time.perf_counter()
-                    process.send_signal(signal.SIGTERM)
-                elif line == _RESET:
-                    results.add("from SIGTERM to the reset", time.perf_counter() - began_s, "s", at_most=1)
-                    return
+            assert process.stdout.readline() == b"waiting\n", "the process ended"
+            time.sleep(0.5)  # by then the main thread is in the driver
+            began_s = time.perf_counter()
+            process.send_signal(signal.SIGTERM)
+            received = ours.recv(1)
+            results.add("from SIGTERM until the agent receives it", time.perf_counter() - began_s, "s", at_most=1)
+            results.add_fact("the agent receives the signal's number", received == bytes([signal.SIGTERM]))
         finally:
             killer.cancel()
             process.kill()
-    raise AssertionError("the process ended without a reset")
 
 
 _VICTIM = """
 import sys
 from gpu_checks.checks import named
-from gpu_checks.process_checks import wait_under_guard
-wait_under_guard(named(sys.argv[1])())
+from gpu_checks.process_checks import wait_for_the_gpu
+wait_for_the_gpu(named(sys.argv[1])(), int(sys.argv[2]))
 """
 
 
-def wait_under_guard(machine: Any) -> None:
-    """Hold a clock, as far as one can that is not to be changed, and wait for the GPU on the main thread."""
-    gpu = machine.gpu
-    record = gpu.reset_clock
-
-    def reset_and_tell() -> None:
-        record()
-        os.write(1, _RESET)
-
-    gpu.reset_clock = reset_and_tell
-    clocks = ClockController(gpu, lambda error: None, timebase=machine.timebase)
-    clocks.request(gpu.supported_clocks_mhz()[-2])
-    clocks.call(lambda: None).value()  # by then it is set
-    ExitGuard(clocks.close, reset_clock=clocks.close)
+def wait_for_the_gpu(machine: Any, agent: int) -> None:
+    """Report signals to a socket, as a lease does, and wait for the GPU on the main thread."""
+    connection = socket.socket(fileno=agent)
+    connection.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    SignalForwarder().start(connection)
     machine.sleep(0.001)
     machine.synchronize()
     machine.sleep(30.0)

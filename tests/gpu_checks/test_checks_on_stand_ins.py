@@ -86,7 +86,7 @@ def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_n
         gpu.lock_clock(1201)
     assert gpu.changes == [Change(100.0, 1200), Change(101.0, None)]
     assert gpu.clock_mhz() == 1410, "nothing was locked"
-    assert gpu.address is None, "no guardian may reset it"
+    assert gpu.address is None, "no agent may reset it"
     gpu.close()
 
 
@@ -190,10 +190,11 @@ def test_spans_that_count_a_wait_for_another_stream_are_found(monkeypatch):
     assert "span after a wait for another stream" in result.reason
 
 
-def test_sigterm_resets_the_clock_while_the_main_thread_hangs(monkeypatch):
+def test_the_agent_receives_sigterm_while_the_main_thread_hangs(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(map(str, checks._PATH)))
     result = made("sigterm", HostMachine)
-    assert [figure.name for figure in result.figures] == ["from SIGTERM to the reset"], result.notes
+    names = ["from SIGTERM until the agent receives it", "the agent receives the signal's number"]
+    assert [figure.name for figure in result.figures] == names, result.notes
 
 
 def test_a_figure_beyond_its_limits_fails_a_check_and_says_so():

@@ -39,14 +39,14 @@ def failed_ranks(records):
     return iterations(records)[-1]["failed_ranks"]
 
 
-def test_a_guardian_that_dies_is_replaced_and_no_plan_is_interrupted(tmp_path, make_stub_nvml):
+def test_an_agent_that_dies_is_replaced_and_no_plan_is_interrupted(tmp_path, make_stub_nvml):
     stub = make_stub_nvml(2)
 
     def during(job):
         # Each rank may have started one at first, of which one leaves.
-        (killed,) = wait_until(lambda: stub.has_guardian(2) and len(stub.guardians()) == 1 and stub.guardians(), "one")
+        (killed,) = wait_until(lambda: stub.has_agent(2) and len(stub.agents()) == 1 and stub.agents(), "one")
         killed.kill()
-        wait_until(lambda: stub.has_guardian(2, besides=[killed]), "another guardian")
+        wait_until(lambda: stub.has_agent(2, besides=[killed]), "another agent")
         job.wait_for(lambda records: len(iterations(records)) >= 10)
 
     finished = run_under_a_plan(tmp_path, stub, during)

@@ -61,9 +61,9 @@ class Node:
             [*self.entry, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_OUTSIDE
         )
 
-    def guardians(self) -> list[psutil.Process]:
-        """Return the guardians of the node."""
-        return self.gpus.guardians()
+    def agents(self) -> list[psutil.Process]:
+        """Return the agents of the node."""
+        return self.gpus.agents()
 
 
 class Cluster:

@@ -148,13 +148,13 @@ def assert_ran_as_on_one_node(cluster, plain_runs, **job):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_job_of_several_nodes_by_torchrun(make_cluster, plain_runs, count):
-    """No disk is shared: the plan is on rank 0's node alone. Each node has a guardian of its own."""
+    """No disk is shared: the plan is on rank 0's node alone. Each node has an agent of its own."""
     cluster = make_cluster(count)
     first = cluster.nodes[0]
     started = start_under_a_plan(cluster)
     for node in cluster.nodes:
         wait_for(lambda node=node: any(node.gpus.locked_clocks_mhz()), f"a locked clock on {node.name}", started)
-        assert len(node.guardians()) == 1
+        assert len(node.agents()) == 1
     wait_for(lambda: len(iterations(first, "run")) >= 3, "iterations under the plan", started)
     stop(cluster, started)
     assert_ran_as_on_one_node(cluster, plain_runs)
@@ -187,7 +187,7 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     )
     wait_for(lambda: len(iterations(first, "run")) >= 5, "iterations under the plan", [process])
     for node in cluster.nodes:
-        assert len(node.guardians()) == 1
+        assert len(node.agents()) == 1
     stop(cluster, [process])
     assert_ran_as_on_one_node(cluster, plain_runs, buckets=[BATCH])
     # Of the activations of four micro-batches, a link lets some through at once.
@@ -281,7 +281,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
 
     wait_for(has_gone_on, "steps of the restarted job under the plan", started)
     for node in (survivor, spare):
-        wait_until(lambda node=node: len(node.guardians()) == 1, f"a guardian on {node.name}")
+        wait_until(lambda node=node: len(node.agents()) == 1, f"an agent on {node.name}")
     (survivor.disk / "stop").touch()
     for process in started:
         finished(process)
@@ -301,4 +301,4 @@ def test_a_node_whose_job_cannot_go_on_gets_its_clocks_back(make_cluster):
     cluster.lose(first)
     assert started[1].wait(timeout=run_log.GIVE_UP_S) != 0
     assert_restored(second)
-    wait_until(lambda: not second.guardians(), "the end of the guardian")
+    wait_until(lambda: not second.agents(), "the end of the agent")

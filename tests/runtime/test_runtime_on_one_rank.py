@@ -54,7 +54,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def stub(stub_nvml_here, monkeypatch):
-    """GPUs that the guardian sees too."""
+    """GPUs that the agent sees too."""
     for name, value in stub_nvml_here.environment.items():
         monkeypatch.setenv(name, value)
     return stub_nvml_here
@@ -89,7 +89,7 @@ def fork(function):
     return child
 
 
-def test_forked_processes_leave_the_clock_and_the_guardian_to_their_parent(start, plan, stub, tmp_path):
+def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(start, plan, stub, tmp_path):
     runtime = start(NvmlGpu(0), **plan)
     train(runtime)
     worker = fork(lambda: time.sleep(60))

@@ -165,24 +165,23 @@ class StubNvml:
         """Return the clock each GPU is locked at, 0 where it is not."""
         return [int(gpu.locked_clock_mhz) for gpu in self.gpus]
 
-    def guardians(self) -> list[psutil.Process]:
-        """Return the guardians of these GPUs' node; several while one starts, or takes the place of another."""
+    def agents(self) -> list[psutil.Process]:
+        """Return the agents of these GPUs' node; several while one starts, or takes the place of another."""
         state_file = self.environment[STATE_VARIABLE]
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                is_guardian = "perseus_ds.clocks.guardian_daemon" in " ".join(process.cmdline())
-                if is_guardian and process.environ().get(STATE_VARIABLE) == state_file:
+                is_agent = "perseus_ds.agent.process" in " ".join(process.cmdline())
+                if is_agent and process.environ().get(STATE_VARIABLE) == state_file:
                     found.append(process)
         return found
 
-    def has_guardian(self, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
-        """Whether a guardian, which is none of some others, serves, and so many ranks have records for it."""
-        for guardian in {*self.guardians()} - {*besides}:
+    def has_agent(self, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
+        """Return whether one agent, which is none of some others, holds the memory of so many ranks."""
+        for agent in {*self.agents()} - {*besides}:
             with contextlib.suppress(OSError):
-                targets = [Path(os.readlink(descriptor)) for descriptor in Path(f"/proc/{guardian.pid}/fd").iterdir()]
-                own = [path for path in targets if path.name.startswith("guardian.")]
-                if own and len([*own[0].parent.glob(f"[0-9]*.{own[0].suffix[1:]}.*")]) >= ranks:
+                files = [os.readlink(descriptor) for descriptor in Path(f"/proc/{agent.pid}/fd").iterdir()]
+                if sum(file.startswith("/memfd:perseus-ds") for file in files) >= ranks:
                     return True
         return False
 

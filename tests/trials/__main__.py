@@ -92,7 +92,7 @@ def line_of(row: Row) -> str:
 def table_of(rows: Sequence[Row]) -> str:
     """Return the table, in Markdown."""
     sums = [(rows, "all")]
-    sums += [([row for row in rows if row.scenario.ends_guardian is ends], name) for ends, name in _KINDS.items()]
+    sums += [([row for row in rows if row.scenario.ends_agent is ends], name) for ends, name in _KINDS.items()]
     lines = [_HEAD, "|---|---|---|---|---|---|---|", *map(line_of, rows)]
     for chosen, name in sums:
         sum_of_all = Row(Scenario(f"**{name}**", end=lambda trial: 0.0), [o for row in chosen for o in row.outcomes])
@@ -101,10 +101,10 @@ def table_of(rows: Sequence[Row]) -> str:
 
 
 _HEAD = (
-    "| the job is ended by | trials | of these with locked clocks | restored by its ranks or its guardian "
+    "| the job is ended by | trials | of these with locked clocks | restored by its ranks or its agent "
     "| worst, seconds | restored by the next job or `perseus-ds reset` | left locked |"
 )
-_KINDS = {False: "the guardian lives", True: "the guardian is killed too"}
+_KINDS = {False: "the agent lives", True: "the agent is killed too"}
 
 
 def main() -> int:

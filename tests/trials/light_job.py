@@ -1,6 +1,6 @@
 """A small job that is to be ended: a launcher and two ranks, without DeepSpeed's engine.
 
-All that changes clocks and restores them is real: Perseus's runtime on gloo, its guardian, pynvml on the stub driver.
+All that changes clocks and restores them is real: Perseus's runtime on gloo, its agent, pynvml on the stub driver.
 A pass is a short sleep. Processes are forked from one that has imported torch.
 """
 

@@ -45,26 +45,44 @@ def _tree(trial: Trial) -> float:
     return kill(trial.tree)
 
 
-def _with_guardian(trial: Trial) -> float:
-    return kill([*trial.guardians, *trial.tree])
+def _with_agent(trial: Trial) -> float:
+    return kill([*trial.agents, *trial.tree])
 
 
-def _guardian_then_ranks(trial: Trial) -> float:
-    """Kill the guardian; the ranks follow once another one has taken its place."""
-    killed = trial.guardians
+def _agent_then_ranks(trial: Trial) -> float:
+    """Kill the agent; the ranks follow once another one has taken its place."""
+    killed = trial.agents
     kill(killed)
-    trial.wait_until(lambda: trial.has_guardian(besides=killed), "a guardian again")
+    trial.wait_until(lambda: trial.has_agent(besides=killed), "an agent again")
     trial.look()
     time.sleep(trial.draw.uniform(0.0, 0.5))
     return kill(trial.ranks)
 
 
-def _guardian_then_ranks_soon(trial: Trial) -> float:
-    """Kill the guardian and, within half a second, the job."""
-    kill(trial.guardians)
+def _agent_then_ranks_soon(trial: Trial) -> float:
+    """Kill the agent and, within half a second, the job."""
+    kill(trial.agents)
     time.sleep(trial.draw.uniform(0.0, 0.5))
     trial.look()
     return kill(trial.tree)
+
+
+def _stopped_agent_then_ranks(trial: Trial) -> float:
+    """Stop the agent, kill the job, and let the agent continue."""
+    agents = trial.agents
+    send(agents, signal.SIGSTOP)
+    time.sleep(trial.draw.uniform(0.0, 2.0))  # ranks may look for another one
+    trial.look()
+    kill(trial.tree)
+    time.sleep(trial.draw.uniform(0.0, 0.5))
+    return send(agents, signal.SIGCONT)
+
+
+def _all_while_the_agent_is_stopped(trial: Trial) -> float:
+    agents = trial.agents
+    send(agents, signal.SIGSTOP)
+    time.sleep(trial.draw.uniform(0.0, 2.0))
+    return kill([*trial.tree, *agents])
 
 
 def _term_then_kill(after_s: float, trial: Trial) -> float:
@@ -158,17 +176,18 @@ LIGHT = [
     ),
     Scenario("SIGKILL to all, calls of the driver take 20 ms", _tree, prepare=_slow_driver),
     Scenario("SIGKILL to all, the driver is busy for 0.7 s", _while_the_driver_is_busy),
-    Scenario("the guardian; when replaced, all ranks", _guardian_then_ranks),
-    Scenario("the job's cgroup, the guardian in a scope", _cgroup, settings={"cgroup": True}, has_systemd=True),
-    Scenario("the guardian; within 0.5 s all ranks", _guardian_then_ranks_soon, ends_guardian=True),
-    Scenario("the guardian and all at once", _with_guardian, ends_guardian=True),
+    Scenario("the agent; when replaced, all ranks", _agent_then_ranks),
+    Scenario("the agent; within 0.5 s all ranks", _agent_then_ranks_soon, ends_agent=True),
+    Scenario("the agent is stopped; all ranks; it continues", _stopped_agent_then_ranks),
+    Scenario("the agent, stopped before, and all at once", _all_while_the_agent_is_stopped, ends_agent=True),
+    Scenario("the agent and all at once", _with_agent, ends_agent=True),
     Scenario(
-        "the guardian and all at once, records of locked clocks too",
-        _with_guardian,
-        ends_guardian=True,
+        "the agent and all at once, records of locked clocks too",
+        _with_agent,
+        ends_agent=True,
         loses_records=True,
     ),
-    Scenario("the job's cgroup, the guardian in it", _cgroup, settings={"cgroup": True}, ends_guardian=True),
+    Scenario("the job's cgroup, the agent in it", _cgroup, settings={"cgroup": True}, ends_agent=True),
 ]
 
 DEEPSPEED = [

@@ -14,10 +14,10 @@ CHOSEN = {
     "SIGTERM, on which the script goes on; SIGKILL",
     "a rank ends: segfault",
     "a rank ends: exec",
-    "the guardian; when replaced, all ranks",
-    "the guardian and all at once",
-    "the guardian and all at once, records of locked clocks too",
-    "the job's cgroup, the guardian in a scope",
+    "the agent; when replaced, all ranks",
+    "the agent is stopped; all ranks; it continues",
+    "the agent and all at once",
+    "the agent and all at once, records of locked clocks too",
 }
 
 
@@ -28,5 +28,5 @@ def test_no_clock_stays_locked(scenario, stub_library, tmp_path):
     except NotPossibleError as error:
         pytest.skip(str(error))
     assert outcome.locked, "no clock was locked, so nothing was tested"
-    assert (outcome.restored_s is None) == scenario.ends_guardian
+    assert (outcome.restored_s is None) == scenario.ends_agent
     assert outcome.restored_s is not None or outcome.restored_later

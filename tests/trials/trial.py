@@ -43,7 +43,7 @@ class Outcome:
 
     Attributes:
         locked: GPUs whose clocks were locked when the job was ended.
-        restored_s: From then until a rank or guardian of the job had reset all clocks [s], its own where a rank has
+        restored_s: From then until a rank or agent of the job had reset all clocks [s], its own where a rank has
             ended itself; None if a clock was still locked when all of these had ended.
         restored_later: Whether the next job, or ``perseus-ds reset``, has restored it then.
     """
@@ -62,10 +62,9 @@ class Scenario:
         end: Ends the job; returns when, or from when on its clocks must be restored (``time.monotonic``) [s].
         when: What the job is doing: ``starting``, a phase, or ``closing``.
         settings: More of the job than by default, as :class:`LightJob` has it.
-        ends_guardian: Whether the guardian is killed with the job, at once or right before.
+        ends_agent: Whether the agent is killed with the job, at once or right before.
         launcher: ``torchrun`` or ``deepspeed``, for a job of DeepSpeed; None for a :class:`LightJob`.
         prepare: Prepares the GPUs.
-        has_systemd: Whether there is a stand-in for the user's systemd.
         loses_records: Whether the records of locked clocks are lost at the end of the job.
     """
 
@@ -73,10 +72,9 @@ class Scenario:
     end: Callable[[Trial], float]
     when: str = "run"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    ends_guardian: bool = False
+    ends_agent: bool = False
     launcher: str | None = None
     prepare: Callable[[StubNvml], object] = lambda node: None
-    has_systemd: bool = False
     loses_records: bool = False
 
 
@@ -97,7 +95,7 @@ class Trial:
 
     def look(self) -> None:
         """Note the processes that there are."""
-        self._seen |= {*self.tree, *self.guardians}
+        self._seen |= {*self.tree, *self.agents}
 
     @property
     def launcher(self) -> psutil.Process:
@@ -121,16 +119,16 @@ class Trial:
         return []
 
     @property
-    def guardians(self) -> list[psutil.Process]:
-        """The node's guardian; several while one takes the place of another."""
-        return self.node.guardians()
+    def agents(self) -> list[psutil.Process]:
+        """The node's agent; several while one takes the place of another."""
+        return self.node.agents()
 
-    def has_guardian(self, besides: Iterable[psutil.Process]) -> bool:
-        """Whether a guardian, another one than some, watches all ranks."""
-        return self.node.has_guardian(RANKS, besides)
+    def has_agent(self, besides: Iterable[psutil.Process]) -> bool:
+        """Whether an agent, another one than some, watches all ranks."""
+        return self.node.has_agent(RANKS, besides)
 
     def has_ended(self) -> bool:
-        """Whether all processes of the job have ended, and the node's guardians."""
+        """Whether all processes of the job have ended, and the node's agents."""
         time.sleep(_LOOK_S)
         self.look()
         return not any(map(_is_running, self._seen))
@@ -150,8 +148,8 @@ class Trial:
 
     def kill_all_that_is_left(self) -> None:
         """Leave no process."""
-        for _ in range(2):  # a guardian may have been about to start
-            for process in (*self._seen, *self.tree, *self.guardians):
+        for _ in range(2):  # an agent may have been about to start
+            for process in (*self._seen, *self.tree, *self.agents):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
 
@@ -228,8 +226,6 @@ def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_
             settings[name] = until_the_end.enter_context(new_cgroup(kind, f"perseus-trial-{os.getpid()}"))
             if settings[name] is None:
                 raise NotPossibleError(f"{scenario.name}: no such cgroup can be made here")
-    if scenario.has_systemd:
-        _stand_in_for_systemd(trial.folder, settings["cgroup"].parent)
     trial.cgroup = settings.get("cgroup")
     settings["end_after_s"] = trial.draw.uniform(0.0, 0.25)
     _launch(trial, LightJob(trial.folder, _environment(trial), block, **settings))
@@ -247,20 +243,7 @@ def _environment(trial: Trial) -> dict[str, str]:
         "XDG_RUNTIME_DIR": str(folder / "runtime"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "PATH": f"{folder}/bin:{os.environ['PATH']}",
     }
-
-
-def _stand_in_for_systemd(folder: Path, cgroup: Path) -> None:
-    """Have a user's systemd that puts scopes into a cgroup, as far as a guardian is concerned."""
-    (folder / "runtime" / "systemd").mkdir()
-    (folder / "runtime" / "systemd" / "private").touch()
-    (folder / "bin").mkdir()
-    command = folder / "bin" / "systemd-run"
-    command.write_text(
-        f'#!/bin/sh\necho $$ > {cgroup}/cgroup.procs\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n'
-    )
-    command.chmod(0o755)
 
 
 def _wait_for_the_moment(scenario: Scenario, trial: Trial) -> None:

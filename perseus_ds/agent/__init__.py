@@ -1,0 +1,1 @@
+"""One node's GPUs: leases of ranks, locked clocks on record, and the process that resets them."""

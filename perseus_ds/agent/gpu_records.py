@@ -1,0 +1,147 @@
+"""Which GPUs of this node may have a locked clock: one file for each, locked by the agent that serves the GPU.
+
+A locked clock survives every process. Its record is written before the clock is locked, so that whoever opens the GPU
+next knows that it must be reset. The record also counts the agents that have served the GPU: an agent that was stopped,
+and was replaced meanwhile, finds another number in it and leaves the GPU alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from perseus_ds.errors import GpuError
+from perseus_ds.protocol import places
+
+_PREFIX = "gpu."
+_LENGTH = 64
+
+
+class GpuHeldError(GpuError):
+    """Another agent serves the GPU."""
+
+
+class GpuRecord:
+    """The record of a GPU that this process serves.
+
+    Attributes:
+        gpu: Its address.
+        left_by: The agent that left the clock locked when it died; None if none did.
+        is_of_same_job: Whether that agent served the same job.
+    """
+
+    def __init__(self, gpu: str, agent: str) -> None:
+        """Lock the record of a GPU; create it if there is none.
+
+        Args:
+            gpu: Its address.
+            agent: The name of this agent; see :func:`perseus_ds.protocol.places.agent_name`.
+
+        Raises:
+            GpuHeldError: Another agent serves the GPU.
+            OSError: There is no folder for it.
+        """
+        self.gpu = gpu
+        self._path = places.user_folder() / f"{_PREFIX}{gpu}"
+        try:
+            self._file = places.lock(self._path)
+        except (BlockingIOError, PermissionError):
+            # Not ``holder_of``: this process may itself have locked it.
+            raise GpuHeldError(f"{gpu} is used by another job of this user{_holder(self._path)}.") from None
+        self._agent = agent
+        generation, pid, is_locked, before = _read(self._file)
+        self.left_by = pid if is_locked else None
+        self.is_of_same_job = before == agent
+        self._generation = generation + 1
+        self._may_be_locked = is_locked
+        self._write()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no other agent, and no ``perseus-ds reset``, has taken the GPU from this one."""
+        return _read(self._file)[0] == self._generation
+
+    def set_locked(self, may_be_locked: bool) -> None:
+        """Record whether the clock may be locked."""
+        self._may_be_locked = may_be_locked
+        if self.is_current:
+            self._write()
+
+    def restore(self) -> None:
+        """Write the record again if its file is gone, as at the end of a login session.
+
+        Raises:
+            OSError: It cannot be written, or another agent has locked the new file.
+        """
+        if not places.is_at(self._path, self._file):
+            file = places.lock(self._path)
+            os.close(self._file)
+            self._file = file
+            self._write()
+
+    def close(self) -> None:
+        """Unlock the record; what it says stays."""
+        os.close(self._file)
+
+    def _write(self) -> None:
+        _write(self._file, self._generation, os.getpid(), self._may_be_locked, self._agent)
+
+
+def left_locked(agent: str) -> Iterator[GpuRecord]:
+    """Yield the locked records of GPUs of this user that no agent serves and whose clock may be locked."""
+    for path in _paths():
+        with contextlib.suppress(OSError, GpuHeldError):
+            record = GpuRecord(path.name.removeprefix(_PREFIX), agent)
+            if record.left_by is not None:
+                yield record
+            else:
+                record.close()
+
+
+def note_reset(gpu: str) -> None:
+    """Note that the clock of a GPU was reset from outside.
+
+    An agent that runs goes on serving the GPU; one that is stopped will leave it alone when it continues.
+    """
+    for path in _paths():
+        if path.name == f"{_PREFIX}{gpu}":
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                pid = places.holder(file)
+                if pid is None or _is_stopped(pid):
+                    _write(file, _read(file)[0] + 1, os.getpid(), False, "reset")
+            finally:
+                os.close(file)
+
+
+def _paths() -> list[Path]:
+    return [path for path in places.user_folder().glob(f"{_PREFIX}*") if path.is_file() and not path.is_symlink()]
+
+
+def _read(file: int) -> tuple[int, int, bool, str]:
+    """Return generation, process, whether the clock may be locked, and the agent; what is no record counts as none."""
+    try:
+        generation, pid, is_locked, agent = os.pread(file, _LENGTH, 0).decode().split()
+        return int(generation), int(pid), is_locked == "1", agent
+    except ValueError:
+        return 0, 0, False, ""
+
+
+def _write(file: int, generation: int, pid: int, may_be_locked: bool, agent: str) -> None:
+    os.pwrite(file, f"{generation} {pid} {may_be_locked:d} {agent}\n".ljust(_LENGTH).encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        if pid := places.holder_of(path):
+            return f" (process {pid}{', which is stopped' if _is_stopped(pid) else ''})"
+    return ""
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False

@@ -1,0 +1,342 @@
+"""The agent, a process on each node that outlives the ranks of a job and returns their GPUs to default clocks.
+
+A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. A rank
+requests a lease of its GPU and passes memory along, which it keeps locked: the kernel ends that lock with the process,
+however that happens. The agent looks at these locks, and resets the GPU of each rank whose lease has ended. On SIGTERM,
+to itself or to a rank, it resets at once: a job that writes its last checkpoint does so at default clocks.
+
+The agent is no descendant of the rank and has a session of its own, so a signal to the job's process tree or group does
+not reach it. It ends with the last rank. A kill of everything, as that of a container or control group, leaves clocks
+locked until the next job of this user, or ``perseus-ds reset``, resets them.
+
+It imports neither torch nor DeepSpeed, so that it starts quickly and stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import syslog
+from collections.abc import Callable
+
+import msgspec
+
+from perseus_ds.agent.gpu_driver import GpuDriver
+from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, left_locked
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.opening import open_gpu
+from perseus_ds.protocol import layout, messages, places
+from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.protocol.messages import Granted, LeftLocked, Refused, Release, Released
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+_FIRST_RANK_TIMEOUT_S = 10.0
+_POLL_S = 0.1
+_ENDING_POLL_S = 0.005
+"""How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
+_LEFT_TIMEOUT_S = 3.0
+"""How long the first lease waits for GPUs that earlier jobs left locked."""
+_TERMINATION = (signal.SIGTERM, signal.SIGINT)
+# Variables of the job that must not affect the agent.
+_NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+class _Rank:
+    """A client: its connection, its lease, and the lock by which the lease lives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.gpu: str | None = None
+        self.memory: RankMemory | None = None
+        self.memory_file: int | None = None
+        self.is_connected = True
+        self.is_granted = self.is_released = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the lease has ended, or the connection of a process that has requested none."""
+        if self.memory_file is None:
+            return not self.is_connected
+        return self.is_released or places.holder(self.memory_file) is None
+
+    def send(self, message: messages.ToClient) -> None:
+        """Send a message; a client that does not read its messages gets no more."""
+        with contextlib.suppress(OSError):
+            self.connection.send(messages.encode(message))
+
+    def map(self, file: int) -> None:
+        """Map the memory that the client passed along.
+
+        Raises:
+            GpuError: It could be truncated, which would end this process, or has another layout.
+        """
+        self.memory_file = file
+        try:
+            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+            length = os.fstat(file).st_size
+            if not seals & fcntl.F_SEAL_SHRINK or length < layout.LENGTH:
+                raise GpuError(f"The memory of a rank can be truncated, or has {length} bytes only.")
+            self.memory = RankMemory(memoryview(mmap.mmap(file, layout.LENGTH)))
+        except (OSError, ValueError) as error:
+            raise GpuError(f"The memory of a rank cannot be used: {error}.") from error
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.memory_file is not None:
+            os.close(self.memory_file)
+            self.memory_file = None
+
+
+class Agent:
+    """Serves the ranks of a job on this node."""
+
+    def __init__(
+        self,
+        name: str,
+        open_gpu: Callable[[str], Gpu] = open_gpu,
+        timebase: Timebase = REAL_TIME,
+    ) -> None:
+        """Reset what earlier processes of this user left locked, and wait for ranks.
+
+        Args:
+            name: By which clients find it; see :func:`perseus_ds.protocol.places.agent_name`.
+            open_gpu: Opens a GPU by its address.
+            timebase: The time in which to wait.
+
+        Raises:
+            OSError: Its socket cannot be created.
+        """
+        self._name = name
+        self._listener = places.listen(name)
+        self._open_gpu = open_gpu
+        self._time = timebase
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        # Drivers' threads wake the loop.
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._ranks: dict[int, _Rank] = {}
+        self._drivers: dict[str, GpuDriver] = {}
+        self._left: dict[str, tuple[int, GpuDriver]] = {}
+        self._began_s = timebase.now_s()
+        self._has_served = self.terminates = False
+        # GPUs of the agent before this one, whose ranks will request their leases again.
+        self._inherited: set[str] = set()
+        with contextlib.suppress(OSError):
+            for record in left_locked(name):
+                driver = self._drive(record)
+                if record.is_of_same_job:
+                    self._inherited.add(record.gpu)
+                else:
+                    self._left[record.gpu] = record.left_by or 0, driver
+
+    def serve(self) -> None:
+        """Serve until the last rank is gone, or none came."""
+        while self._is_needed():
+            self.step()
+        if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
+            gpus = ", ".join(given_up)
+            syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
+
+    def step(self) -> None:
+        """Do what is due, after waiting for it for at most 0.1 s."""
+        is_ending = any(not rank.is_connected for rank in self._ranks.values())
+        try:
+            for key, _ in self._selector.select(_ENDING_POLL_S if is_ending else _POLL_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                else:
+                    self._receive(self._ranks[key.fd])
+            self._look()
+        except (OSError, RuntimeError):  # too many files or threads: tried again
+            self._time.sleep(_POLL_S)
+
+    def _is_needed(self) -> bool:
+        now_s = self._time.now_s()
+        if self._inherited or any(rank.memory_file is not None for rank in self._ranks.values()):
+            return True
+        if any(not driver.is_reset and not driver.has_given_up for driver in self._drivers.values()):
+            return True
+        return not self._has_served and now_s < self._began_s + _FIRST_RANK_TIMEOUT_S
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._ranks[connection.fileno()] = _Rank(connection)
+
+    def _receive(self, rank: _Rank) -> None:
+        files: list[int] = []
+        try:
+            packet, files, _, _ = socket.recv_fds(rank.connection, messages.LONGEST, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        try:
+            if len(packet) > 1:
+                self._handle(rank, messages.decode_to_agent(packet), files)
+            elif packet:
+                if packet[0] in _TERMINATION:
+                    self._revoke(rank)
+            else:
+                rank.is_connected = False
+                self._selector.unregister(rank.connection)
+        except msgspec.DecodeError as error:
+            rank.send(Refused("memory", f"The agent does not understand a message: {error}."))
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _handle(self, rank: _Rank, message: messages.ToAgent, files: list[int]) -> None:
+        if isinstance(message, Release):
+            rank.is_released = True
+        elif rank.gpu is None and files:
+            try:
+                rank.map(files.pop())
+                self._forget_former(rank)
+                if message.gpu not in self._drivers:
+                    self._drive(GpuRecord(message.gpu, self._name))
+            except GpuHeldError as error:
+                self._refuse(rank, "held", str(error))
+            except GpuError as error:
+                self._refuse(rank, "memory", str(error))
+            except (OSError, RuntimeError) as error:
+                self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
+            else:
+                rank.gpu = message.gpu
+                self._has_served = True
+
+    def _forget_former(self, rank: _Rank) -> None:
+        """Forget the former connection of a process that has connected again, as when this agent was stopped."""
+        for other in [*self._ranks.values()]:
+            ours, theirs = rank.memory_file, other.memory_file
+            if other is not rank and ours is not None and theirs is not None and os.path.sameopenfile(ours, theirs):
+                self._forget(other)
+
+    def _drive(self, record: GpuRecord) -> GpuDriver:
+        driver = GpuDriver(record, lambda: self._open_gpu(record.gpu), self._wake, self._time)
+        self._drivers[record.gpu] = driver
+        return driver
+
+    def _refuse(self, rank: _Rank, reason: messages.Reason, error: str) -> None:
+        rank.send(Refused(reason, error))
+        self._forget(rank)
+
+    def _forget(self, rank: _Rank) -> None:
+        del self._ranks[rank.connection.fileno()]
+        if rank.is_connected:
+            self._selector.unregister(rank.connection)
+        rank.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_writer.send(b"x")
+
+    def _revoke(self, rank: _Rank) -> None:
+        """Return a GPU to its default clock before its rank ends."""
+        if rank.memory is not None and rank.gpu is not None:
+            rank.memory.revoke()  # first, so that the rank does not lock the clock again
+            self._drivers[rank.gpu].reset()
+
+    def _look(self) -> None:
+        """Grant leases whose GPU is open, and have the GPUs reset whose leases have ended."""
+        if self.terminates:
+            self.terminates = False
+            for rank in self._ranks.values():
+                self._revoke(rank)
+        now_s = self._time.now_s()
+        for rank in [*self._ranks.values()]:
+            if rank.memory is not None:
+                rank.memory.heartbeat_s = now_s
+            if rank.has_ended:
+                self._end(rank)
+            elif rank.gpu is not None and not rank.is_granted:
+                self._grant(rank, now_s)
+        if self._inherited and now_s > self._began_s + _FIRST_RANK_TIMEOUT_S:
+            for gpu in self._inherited:
+                self._drivers[gpu].reset()
+            self._inherited.clear()
+        for gpu, driver in [*self._drivers.items()]:
+            driver.record.restore()
+            self._let_go(gpu, driver)
+
+    def _grant(self, rank: _Rank, now_s: float) -> None:
+        assert rank.gpu is not None
+        driver = self._drivers[rank.gpu]
+        if (problem := driver.problem()) is not None:
+            self._refuse(rank, "unusable", str(problem))
+            return
+        is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
+        if driver.is_open and driver.is_reset and is_clear:
+            driver.record.set_locked(True)
+            rank.is_granted = True
+            left = [
+                LeftLocked(gpu, pid, "" if each.is_reset else str(each.error or "its driver does not answer"))
+                for gpu, (pid, each) in self._left.items()
+            ]
+            self._inherited.discard(rank.gpu)
+            self._left = {}
+            rank.send(Granted(tuple(left)))
+
+    def _end(self, rank: _Rank) -> None:
+        """A lease has ended: reset the GPU unless another rank uses it."""
+        driver = self._drivers.get(rank.gpu or "")
+        others = [each for each in self._ranks.values() if each is not rank and each.gpu == rank.gpu]
+        if driver is None or others:
+            rank.send(Released())
+            self._forget(rank)
+            return
+        if rank.is_granted:
+            rank.is_granted = False
+            driver.reset()
+        if driver.is_reset or not (rank.is_released and rank.is_connected):
+            rank.send(Released())
+            self._forget(rank)
+
+    def _let_go(self, gpu: str, driver: GpuDriver) -> None:
+        """Forget a GPU that no rank uses, once it is reset."""
+        is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
+        if not is_used and driver.is_reset and (driver.is_open or driver.error is not None):
+            driver.record.set_locked(False)
+            driver.close()
+            driver.record.close()
+            del self._drivers[gpu]
+
+
+def main() -> None:
+    """Become the agent of a job, unless another process is."""
+    (name,) = sys.argv[1:]
+    if os.fork():
+        return  # The agent is the child, an orphan: it is not in the job's process tree.
+    for variable in _NOT_INHERITED:
+        os.environ.pop(variable, None)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a launcher may have pinned the rank to some cores
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    with contextlib.suppress(OSError):  # another rank has started it already
+        places.lock(places.agent_lock_path(name))
+        agent = Agent(name)
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(agent, "terminates", True))
+        agent.serve()
+        places.forget(name)

@@ -1,0 +1,281 @@
+"""A rank's lease of its GPU: the right to change its clock, as long as an agent watches over the rank's process.
+
+The agent (:mod:`perseus_ds.agent.process`) is started by the first rank of a job on a node. If it dies, the rank
+notices an old heartbeat at the end of an iteration and starts another one. Nothing here waits while training runs, and
+there is no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from perseus_ds.client.memory import SharedMemory
+from perseus_ds.errors import GpuError
+from perseus_ds.protocol import layout, messages, places
+from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.protocol.messages import Granted, Refused, Release, Released, RequestLease
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+logger = logging.getLogger("perseus_ds")
+_ANSWER_TIMEOUT_S = 30.0
+_AGAIN_S = 0.02
+_STARTED_AGAIN_S = 0.5
+_OLD_S = 1.0
+"""A heartbeat of this age, ten times the agent's period, is that of an agent that is gone or stopped."""
+_REPLACED_WITHIN_S = 5.0
+# Variables that make every process of a job profile, preload or count threads.
+_NOT_INHERITED = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "COVERAGE_PROCESS_START")
+_NOT_INHERITED_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "NSYS_", "VTUNE_")
+# This package, whichever others there are. Other packages are looked for elsewhere first: next to this one there may be
+# an old copy of a part of the standard library.
+_CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
+    "sys.path.append(sys.path.pop(0)); from perseus_ds.agent.process import main; main()"
+)
+
+
+class Lease:
+    """The lease of one GPU, from its creation until :meth:`close` or the end of the process.
+
+    While it lasts, the interpreter reports signals to the agent, which resets the clock upon SIGTERM or SIGINT.
+
+    Attributes:
+        is_granted: Whether an agent has granted it and is connected.
+    """
+
+    def __init__(self, gpu: str, job: str | None = None, timebase: Timebase = REAL_TIME) -> None:
+        """Request the lease from the node's agent, and wait for it; start an agent if there is none.
+
+        Args:
+            gpu: The GPU's ``address``.
+            job: Ranks with the same text share an agent. By default the job's ``MASTER_ADDR`` and ``MASTER_PORT``, or
+                this process alone.
+            timebase: The time in which to wait.
+
+        Raises:
+            GpuError: No agent can be started, or none can use the GPU.
+        """
+        self._gpu = gpu
+        self._time = timebase
+        self._process = os.getpid()
+        self._shared = SharedMemory(layout.LENGTH)
+        self._memory = RankMemory.create(self._shared.view)
+        # The lease itself: the kernel ends this lock with the process.
+        fcntl.lockf(self._shared.file, fcntl.LOCK_EX)
+        self._connection: socket.socket | None = None
+        self._signals = SignalForwarder()
+        self._name = places.agent_name(job)
+        self._starting: subprocess.Popen[bytes] | None = None
+        self._next_start_s = -_STARTED_AGAIN_S
+        self._seen_s = timebase.now_s()
+        self.is_granted = False
+        self._is_released = False
+        try:
+            self._request(job)
+        except BaseException as error:
+            self._disconnect()
+            if isinstance(error, OSError):
+                raise GpuError(f"No agent can be reached: {error}.") from error
+            raise
+
+    @property
+    def agent_pid(self) -> int | None:
+        """The agent's process id; None while there is none."""
+        with contextlib.suppress(OSError):
+            return places.holder_of(places.agent_lock_path(self._name))
+        return None
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether this process received a termination signal, so that the clock must stay the default one."""
+        return self._memory.is_revoked
+
+    def is_watched(self) -> bool:
+        """Return whether an agent watches, or was lost within the last seconds; if it was, start another one.
+
+        It returns immediately, and is to be called between iterations.
+        """
+        now_s = self._time.now_s()
+        if now_s - self._memory.heartbeat_s < _OLD_S:
+            if self.is_granted:
+                self._seen_s = now_s
+                return True
+        elif self.is_granted:
+            self._disconnect()
+        with contextlib.suppress(OSError, GpuError):  # such as no memory for another process: tried again
+            self._progress()
+        return now_s - self._seen_s < _REPLACED_WITHIN_S
+
+    def close(self, timeout_s: float = 3.0) -> bool:
+        """End the lease, and wait until the agent has reset the clock; harmless when called again.
+
+        Returns:
+            Whether it did. If not, the agent is gone, or the driver refuses or hangs.
+        """
+        if os.getpid() != self._process:
+            return False
+        self._signals.stop()
+        if self._connection is not None and not self._is_released:
+            end_s = self._time.now_s() + timeout_s
+            with contextlib.suppress(OSError):
+                self._connection.send(messages.encode(Release()))
+                while not self._is_released and self._time.now_s() < end_s:
+                    self._is_released = isinstance(self._receive(), Released)
+                    if not self._is_released:
+                        self._time.sleep(_AGAIN_S / 10)
+            self._disconnect()
+        return self._is_released
+
+    def _request(self, job: str | None) -> None:
+        """Wait until the lease is granted."""
+        end_s = self._time.now_s() + _ANSWER_TIMEOUT_S
+        alone = places.agent_name(job, self._gpu)
+        while not self.is_granted:
+            refused = self._progress()
+            if refused is not None:
+                # An agent that another rank started may not see this rank's GPU, as with a control group for each.
+                if refused.reason != "unusable" or self._name == alone:
+                    raise GpuError(refused.error)
+                self._name, self._next_start_s = alone, -_STARTED_AGAIN_S
+            elif self._time.now_s() > end_s:
+                raise GpuError(
+                    f"No agent answered within {_ANSWER_TIMEOUT_S:.0f} s, so {self._gpu} is not used. Without an agent "
+                    "its clock would stay locked after a kill -9; `perseus-ds reset` restores it."
+                )
+            elif not self.is_granted:
+                self._time.sleep(_AGAIN_S)
+        if self._starting is not None:  # it has ended, or ends soon since another agent serves
+            self._starting.communicate()
+            self._starting = None
+
+    def _progress(self) -> Refused | None:
+        """Take the next step towards a lease, without waiting; return a refusal."""
+        if self._connection is None:
+            try:
+                self._connection = places.connect(self._name)
+                socket.send_fds(self._connection, [messages.encode(RequestLease(self._gpu))], [self._shared.file])
+            except (FileNotFoundError, ConnectionRefusedError, BrokenPipeError):
+                self._disconnect()
+                self._start_if_due()
+                return None
+        answer = self._receive()
+        if isinstance(answer, Granted):
+            self.is_granted, self._is_released = True, False
+            self._signals.start(self._connection)
+            for left in answer.left_locked:
+                said = f"it cannot be reset ({left.error})" if left.error else "it is reset"
+                logger.warning(
+                    "perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.gpu, said
+                )
+        elif isinstance(answer, Refused):
+            self._disconnect()
+            return answer
+        return None
+
+    def _start_if_due(self) -> None:
+        """Start an agent, unless one was started just now.
+
+        Raises:
+            GpuError: The one before failed to start.
+        """
+        if self._starting is not None and self._starting.poll() is not None:
+            has_failed = self._starting.returncode != 0
+            _, complaint = self._starting.communicate()
+            self._starting = None
+            if has_failed:
+                lines = complaint.decode(errors="replace").strip().splitlines()
+                raise GpuError(f"The agent of this node failed to start: {lines[-1] if lines else 'it said nothing'}")
+        if self._time.now_s() >= self._next_start_s:
+            self._next_start_s = self._time.now_s() + _STARTED_AGAIN_S
+            self._starting = _start(self._name)
+
+    def _receive(self) -> messages.ToClient | None:
+        """Return the next message, if there is one; forget a connection that the agent has closed."""
+        if self._connection is None:
+            return None
+        try:
+            packet = self._connection.recv(messages.LONGEST)
+        except BlockingIOError:
+            return None
+        except OSError:
+            packet = b""
+        if not packet:
+            self._disconnect()
+            return None
+        return messages.decode_to_client(packet)
+
+    def _disconnect(self) -> None:
+        self._signals.stop()
+        self.is_granted = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class SignalForwarder:
+    """Has the interpreter write the number of each signal it handles to a socket, at once, whatever runs.
+
+    Python runs the handlers of signals on the main thread, between two of its instructions: a rank that waits for the
+    GPU or for another rank runs them only when that is over, often after the scheduler's SIGKILL. The interpreter's own
+    part of a handler runs immediately (``signal.set_wakeup_fd``). A signal without handler ends the process, and with
+    it the lease.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+        # A signal to a forked process, such as a Pool's worker, is none to this process. What is registered stays
+        # registered; this object must not stay for that.
+        stop = weakref.WeakMethod(self.stop)
+        os.register_at_fork(after_in_child=lambda: (function := stop()) and function())
+
+    def start(self, connection: socket.socket) -> None:
+        """Forward signals, unless another part of the process, such as asyncio, already receives them that way."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # The kernel drops this signal for the first process of a container, unless it has a handler.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        previous = signal.set_wakeup_fd(connection.fileno(), warn_on_full_buffer=False)
+        if previous == -1:
+            self._file = connection.fileno()
+        else:
+            signal.set_wakeup_fd(previous)
+
+    def stop(self) -> None:
+        """Forward no more signals."""
+        with contextlib.suppress(ValueError, OSError):  # not the main thread
+            if self._file != -1 and (current := signal.set_wakeup_fd(-1)) not in (-1, self._file):
+                signal.set_wakeup_fd(current)
+        self._file = -1
+
+
+def _start(name: str) -> subprocess.Popen[bytes]:
+    """Start an agent, which ends again if another one serves; the process returned ends once it serves.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    environment = {
+        variable: value
+        for variable, value in os.environ.items()
+        if variable not in _NOT_INHERITED and not variable.startswith(_NOT_INHERITED_PREFIXES)
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", _CODE, name],
+        cwd="/",  # Not among the user's modules, and in no file system that somebody may want to unmount.
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )

@@ -1,0 +1,333 @@
+"""Agents and ranks as real processes, with the real pynvml and the stub NVML library."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from run_log import GIVE_UP_S, wait_until
+from stub_nvml.controller import StubNvml
+
+from perseus_ds.client.lease import Lease
+from perseus_ds.gpu.nvml import NvmlGpu
+
+RANK = (
+    f"GIVE_UP_S = {GIVE_UP_S}"
+    + """
+import os, signal, sys, time
+from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.client.lease import Lease
+job, end, *indices = sys.argv[1:]
+gpus = [NvmlGpu(int(index)) for index in indices]
+if end == "handles SIGTERM":
+    signal.signal(signal.SIGTERM, lambda number, frame: print("handled", flush=True))
+leases = [Lease(gpu.address, job) for gpu in gpus]
+for gpu in gpus:
+    gpu.lock_clock(1200)
+print(leases[0].agent_pid, flush=True)
+if end == "close":
+    print(*(lease.close(GIVE_UP_S) for lease in leases * 2), flush=True)
+if end == "watch":
+    before = leases[0].agent_pid
+    while leases[0].agent_pid in (before, None) or not leases[0].is_granted:
+        time.sleep(0.01)
+        assert leases[0].is_watched()
+    print(leases[0].agent_pid, flush=True)
+    print(leases[0].close(GIVE_UP_S), flush=True)
+if end == "cannot start":
+    sys.executable = "/bin/false"  # so that no other agent can be started
+    while leases[0].is_watched():
+        time.sleep(0.01)
+    print("not watched", gpus[0].clock_mhz(), flush=True)
+if end == "fork":
+    if os.fork() == 0:
+        time.sleep(600)
+while True:
+    time.sleep(0.01)
+"""
+)
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+class Node:
+    """Starts ranks of one job on the stub's GPUs."""
+
+    def __init__(self, stub: StubNvml, job: str) -> None:
+        self.stub = stub
+        self.job = job
+        self.started: list[subprocess.Popen[str]] = []
+        self.agents: set[int] = set()
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, **self.stub.environment}
+        command = [sys.executable, "-c", *arguments]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.started.append(process)
+        return process
+
+    def rank(self, end: str, *indices: int) -> subprocess.Popen[str]:
+        """Start a rank that locks these GPUs and then ends as told."""
+        return self.start(RANK, self.job, end, *map(str, indices))
+
+    def agent_of(self, rank: subprocess.Popen[str]) -> int:
+        """Wait until a rank has locked its GPUs, or has registered again; returns its agent's process id."""
+        assert rank.stdout is not None
+        pid = int(rank.stdout.readline().split()[0])
+        self.agents.add(pid)
+        return pid
+
+
+@pytest.fixture
+def node(stub_nvml: StubNvml, tmp_path: Path) -> Iterator[Node]:
+    made = Node(stub_nvml, str(tmp_path))
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    wait_until(lambda: not any(is_running(pid) for pid in made.agents), "the end of the agents")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_clocks_are(stub: StubNvml, expected: list[int]) -> None:
+    wait_until(lambda: stub.locked_clocks_mhz() == expected, f"clocks locked at {expected}")
+
+
+def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
+    node.stub.gpus[3].locked_clock_mhz = 900  # Somebody else's.
+    ranks = [node.rank("wait", index) for index in range(3)]
+    assert len({node.agent_of(rank) for rank in ranks}) == 1, "ranks of one node share an agent"
+    assert node.stub.locked_clocks_mhz() == [1200, 1200, 1200, 900]
+    for rank in ranks:
+        rank.kill()
+    wait_until_clocks_are(node.stub, [0, 0, 0, 900])
+    assert node.stub.gpus[3].calls("reset_locked") == 0
+
+
+def test_killing_the_launchers_process_tree_spares_the_agent(node: Node) -> None:
+    """DeepSpeed's launcher ends all its descendants, first by SIGTERM, then by SIGKILL."""
+    launcher = node.start(LAUNCHER, RANK, node.job, "wait", "0")
+    agent = psutil.Process(node.agent_of(launcher))
+    tree = [*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)]
+    assert agent not in tree
+    assert os.getsid(agent.pid) != os.getsid(launcher.pid)
+    agent.terminate()  # Even if somebody finds it, it stays as long as there is a rank.
+    for process in tree:
+        process.kill()
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
+
+
+def test_a_gpu_stays_locked_while_one_of_its_ranks_lives(node: Node) -> None:
+    first, second, third = node.rank("wait", 0, 1), node.rank("wait", 1), node.rank("wait", 2)
+    agent = node.agent_of(first)
+    assert [node.agent_of(rank) for rank in (second, third)] == [agent] * 2
+    first.kill()
+    wait_until_clocks_are(node.stub, [0, 1200, 1200, 0])
+    second.kill()
+    third.kill()
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
+    wait_until(lambda: not is_running(agent), "the end of the agent")
+    assert node.stub.gpus[1].calls("reset_locked") == 1, "not when the first of its ranks was gone"
+
+
+def test_close_restores_before_it_returns(node: Node) -> None:
+    rank = node.rank("close", 2)
+    node.agent_of(rank)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "True True\n"
+    assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert rank.poll() is None
+
+
+def test_ranks_start_another_agent_when_theirs_has_died(node: Node) -> None:
+    ranks = [node.rank("watch", 0), node.rank("watch", 1)]
+    (dead,) = {node.agent_of(rank) for rank in ranks}
+    os.kill(dead, signal.SIGKILL)
+    for rank in ranks:
+        assert rank.stdout is not None
+        successor = int(rank.stdout.readline())
+        node.agents.add(successor)
+        assert successor != dead
+        assert rank.stdout.readline() == "True\n", "it restores the clock at the end"
+    assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
+
+
+def test_a_record_that_is_removed_is_written_again(node: Node, tmp_path: Path) -> None:
+    """As the end of a login session removes files of its user in memory."""
+    rank = node.rank("wait", 0)
+    agent = node.agent_of(rank)
+    (record,) = (tmp_path / "runtime").glob("*/gpu.*")
+    record.unlink()
+    wait_until(record.exists, "a record")
+    os.kill(agent, signal.SIGKILL)
+    rank.kill()
+    next_rank = node.rank("close", 1)
+    assert next_rank.stdout is not None
+    assert next_rank.stdout.readline()
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
+
+
+def test_a_rank_whose_agent_cannot_be_replaced_notices_it_and_nothing_else_happens(node: Node) -> None:
+    rank = node.rank("cannot start", 0)
+    os.kill(node.agent_of(rank), signal.SIGKILL)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "not watched 1200\n"
+    assert rank.poll() is None
+    assert node.stub.locked_clocks_mhz()[0] == 1200
+
+
+def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: Node) -> None:
+    ranks = [node.rank("wait", index) for index in range(3)]
+    for rank in ranks:
+        node.agent_of(rank)
+    node.stub.gpus[1].hang("reset_locked")
+    for rank in ranks:
+        rank.kill()
+    wait_until_clocks_are(node.stub, [0, 1200, 0, 0])
+    node.stub.gpus[1].hang("reset_locked", False)
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
+
+
+def test_a_gpu_that_no_agent_can_open_is_an_error_that_says_why(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    start = "from perseus_ds.client.lease import Lease; Lease('nvml:GPU-dead', 'lost')"
+    done = stub_nvml.run("-c", start)
+    assert done.returncode == 1
+    assert "GpuError: GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
+    wait_until(lambda: not stub_nvml.agents(), "the end of the agents")
+
+
+def test_an_agent_that_cannot_start_says_why(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    start = (
+        "import sys; from perseus_ds.client import lease; lease._CODE = 'raise SystemError(1)'; "
+        "lease.Lease('nvml:GPU-dead', 'lost')"
+    )
+    done = stub_nvml.run("-c", start)
+    assert "GpuError: The agent of this node failed to start: SystemError: 1" in done.stderr
+
+
+def test_a_rank_whose_gpu_the_agent_cannot_open_gets_an_agent_of_its_own(
+    node: Node, stub_nvml: StubNvml, stub_library: Path, tmp_path: Path
+) -> None:
+    """As with ``srun --gpus-per-task=1``, where each task has a control group with its own GPU."""
+    hidden = StubNvml(stub_library, tmp_path / "hidden", 1)
+    hidden.gpus[0].uuid = b"GPU-of-another-task"
+    first = node.rank("wait", 0)
+    agent = node.agent_of(first)
+    node.stub = hidden
+    second = node.rank("wait", 0)
+    assert node.agent_of(second) != agent
+    second.kill()
+    wait_until_clocks_are(hidden, [0])
+    first.kill()
+    node.stub = stub_nvml
+    wait_until_clocks_are(stub_nvml, [0, 0, 0, 0])
+
+
+def test_a_signal_to_a_rank_resets_its_clock_while_the_rank_goes_on(node: Node) -> None:
+    ranks = [node.rank("handles SIGTERM", 0), node.rank("handles SIGTERM", 1)]
+    for rank in ranks:
+        node.agent_of(rank)
+    ranks[0].send_signal(signal.SIGTERM)
+    wait_until_clocks_are(node.stub, [0, 1200, 0, 0])
+    assert ranks[0].stdout is not None
+    assert ranks[0].stdout.readline() == "handled\n"
+    assert ranks[0].poll() is None
+
+
+def test_sigterm_to_an_agent_resets_all_clocks(node: Node) -> None:
+    """As when a scheduler ends all processes of a job."""
+    ranks = [node.rank("wait", 0), node.rank("wait", 1)]
+    (agent,) = {node.agent_of(rank) for rank in ranks}
+    os.kill(agent, signal.SIGTERM)
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
+    assert is_running(agent), "ranks may still need it"
+
+
+def test_a_forked_process_that_outlives_its_rank_keeps_no_clock_locked(node: Node) -> None:
+    rank = node.rank("fork", 0)
+    node.agent_of(rank)
+    rank.kill()
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
+
+
+def test_an_agent_that_is_stopped_and_continues_leaves_a_gpu_alone_that_was_reset_from_outside(node: Node) -> None:
+    rank = node.rank("wait", 0)
+    agent = node.agent_of(rank)
+    os.kill(agent, signal.SIGSTOP)
+    rank.kill()
+    rank.wait()
+    assert node.stub.run("-m", "perseus_ds", "reset").returncode == 0
+    node.stub.gpus[0].locked_clock_mhz = 900  # by the next job
+    os.kill(agent, signal.SIGCONT)
+    wait_until(lambda: not is_running(agent), "the end of the agent")
+    assert node.stub.locked_clocks_mhz()[0] == 900
+
+
+def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node, stub_nvml: StubNvml) -> None:
+    stub_nvml.gpus[1].locked_clock_mhz = 900  # somebody else's
+    rank = node.rank("wait", 2)
+    os.kill(node.agent_of(rank), signal.SIGKILL)
+    rank.kill()
+    rank.wait()
+    assert stub_nvml.locked_clocks_mhz() == [0, 900, 1200, 0]
+    start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
+    done = [stub_nvml.run("-c", start + "Lease(NvmlGpu(0).address, 'another').close()") for _ in range(2)]
+    assert stub_nvml.locked_clocks_mhz() == [0, 900, 0, 0]
+    said = r"perseus: process \d+ died and left the clock of nvml:GPU-\S+ locked: it is reset\.\n"
+    assert re.fullmatch(said, done[0].stderr)
+    assert done[1].stderr == ""
+
+
+def test_a_gpu_of_another_job_is_refused_with_its_agent(node: Node, stub_nvml: StubNvml) -> None:
+    agent = node.agent_of(node.rank("wait", 0))
+    start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
+    done = stub_nvml.run("-c", start + "Lease(NvmlGpu(0).address, 'another')")
+    assert f"is used by another job of this user (process {agent})" in done.stderr
+
+
+@pytest.fixture
+def address(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU that agents of this process see, too."""
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
+    return NvmlGpu(0).address
+
+
+def test_an_agent_is_of_the_package_that_starts_it(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "perseus_ds").mkdir()
+    (tmp_path / "perseus_ds" / "__init__.py").write_text("raise ImportError('another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert Lease(address, str(tmp_path)).close(GIVE_UP_S)
+
+
+def test_jobs_do_not_share_an_agent(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
+    other = Node(stub_nvml, f"{tmp_path}/other")
+    mine, theirs = node.rank("wait", 0), other.rank("wait", 1)
+    assert node.agent_of(mine) != other.agent_of(theirs)
+    theirs.kill()
+    wait_until_clocks_are(node.stub, [1200, 0, 0, 0])
+    theirs.communicate()
+
+
+def test_the_agent_is_small_and_imports_no_framework(node: Node) -> None:
+    assert psutil.Process(node.agent_of(node.rank("wait", 0))).memory_info().rss < 60e6
+    code = "import sys, perseus_ds.agent.process, perseus_ds.gpu.nvml; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "deepspeed", "numpy", "scipy", "pydantic", "transformers"} & set(modules)

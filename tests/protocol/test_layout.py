@@ -1,0 +1,58 @@
+"""Memory of another layout, or that its owner could truncate, is refused."""
+
+import os
+import socket
+
+import pytest
+
+from perseus_ds.agent.process import Agent
+from perseus_ds.client.memory import SharedMemory
+from perseus_ds.errors import GpuError
+from perseus_ds.protocol import layout, messages, places
+from perseus_ds.protocol.layout import RankMemory
+
+
+def test_what_one_side_writes_the_other_reads():
+    shared = SharedMemory(layout.LENGTH)
+    client, agent = RankMemory.create(shared.view), RankMemory(shared.view)
+    agent.heartbeat_s = 2.5
+    assert (client.heartbeat_s, client.is_revoked) == (2.5, False)
+    agent.revoke()
+    assert client.is_revoked
+
+
+@pytest.mark.parametrize("content", [b"", b"PERSEUS\0\2\0\0\0", b"x" * layout.LENGTH])
+def test_memory_of_another_layout_is_an_error(content):
+    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 1 and 4096 bytes"):
+        RankMemory(memoryview(bytearray(content)))
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return Agent("name", open_gpu=lambda gpu: pytest.fail(f"{gpu} was opened"))
+
+
+def answer(agent, packet, file=None):
+    """Send a packet to an agent, with a file, and return its answer."""
+    with places.connect("name") as connection:
+        socket.send_fds(connection, [packet], [] if file is None else [file])
+        for _ in range(2):
+            agent.step()
+        return messages.decode_to_client(connection.recv(messages.LONGEST))
+
+
+def test_an_agent_refuses_memory_that_can_be_truncated_or_is_too_short(agent):
+    file = os.memfd_create("unsealed")
+    os.truncate(file, layout.LENGTH)
+    request = messages.encode(messages.RequestLease("nvml:GPU-1"))
+    refused = answer(agent, request, file)
+    assert refused.reason == "memory"
+    assert refused.error == "The memory of a rank can be truncated, or has 4096 bytes only."
+    damaged = SharedMemory(layout.LENGTH)
+    assert "damaged or of another version" in answer(agent, request, damaged.file).error
+
+
+@pytest.mark.parametrize("packet", [b"\xff\xff", b"{}", messages.encode({"type": "Shutdown"}), b"\x81" * 500])
+def test_an_agent_refuses_what_is_no_message(agent, packet):
+    assert "does not understand a message" in answer(agent, packet).error

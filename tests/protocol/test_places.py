@@ -1,0 +1,95 @@
+"""The folder of this user, its locks, and sockets with long paths."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import psutil
+import pytest
+from run_log import wait_until
+
+from perseus_ds.protocol import places
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_a_folder_that_others_can_write_or_that_is_a_link_is_not_used(tmp_path):
+    own = tmp_path / f"perseus-ds-{os.getuid()}"
+    own.mkdir()
+    own.chmod(0o777)
+    other = places.user_folder()
+    assert other != own
+    other.rmdir()
+    other.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="not a folder of this user alone"):
+        places.user_folder()
+
+
+def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeypatch):
+    """Slurm hands on the variables of the login node."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "1000"))
+    monkeypatch.setattr(places, "IN_MEMORY", tmp_path)
+    assert places.user_folder().parent == tmp_path
+
+
+# The first thread ends, which makes the process a zombie for as long as the other one lives.
+LEADER_ENDS = """
+import ctypes, sys, threading
+from pathlib import Path
+from perseus_ds.protocol import places
+file = places.lock(Path(sys.argv[1]))
+threading.Thread(target=sys.stdin.read).start()
+print(flush=True)
+ctypes.CDLL(None).syscall(int(sys.argv[2]), 0)  # exit, of this thread only
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the number of the system call")
+def test_a_lock_ends_with_the_last_thread_of_its_process(tmp_path):
+    path = tmp_path / "locked"
+    number = str({"x86_64": 60, "aarch64": 93}[platform.machine()])
+    command = [sys.executable, "-c", LEADER_ENDS, str(path), number]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        started.stdout.readline()
+        wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_ZOMBIE, "the first thread's end")
+        assert places.holder_of(path) == started.pid
+        started.stdin.close()  # the other thread ends; the process stays a zombie, since nobody waits for it
+        wait_until(lambda: places.holder_of(path) is None, "the end of the lock")
+
+
+def test_a_file_that_was_removed_is_locked_as_a_new_one(tmp_path):
+    path = tmp_path / "locked"
+    first = places.lock(path)
+    path.unlink()
+    second = places.lock(path)
+    assert places.is_at(path, second)
+    assert not places.is_at(path, first)
+
+
+def test_an_agents_socket_is_found_by_its_name_however_long_the_path_is(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with pytest.raises(FileNotFoundError):
+        places.connect("name")
+    with places.listen("name") as listener, places.connect("name") as client:
+        server, _ = listener.accept()
+        server.send(b"1")
+        assert client.recv(1) == b"1"
+        server.close()
+    with pytest.raises(ConnectionRefusedError):  # the agent is dead, and its socket is left
+        places.connect("name")
+    places.listen("name").close()
+
+
+def test_agents_of_other_jobs_gpus_and_ports_have_other_names(monkeypatch):
+    names = {places.agent_name("job"), places.agent_name("other"), places.agent_name("job", "nvml:GPU-1")}
+    for port in ("1", "2"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        names.add(places.agent_name())
+        assert places.agent_name() in names
+    assert len(names) == 5
