@@ -357,12 +357,18 @@ class Connection:
     def cut(self) -> None:
         """End all calls to the store that are under way, by breaking this process's connections with it."""
         self._end("this process ends")
+        host, port = self.address
+        peers = set()
+        with contextlib.suppress(OSError):
+            peers = {address[0] for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # no socket, or one without a peer
                 found = socket.socket(fileno=int(name))
                 try:
-                    if found.family != socket.AF_UNIX and found.getpeername()[1] == self.address[1]:
-                        found.shutdown(socket.SHUT_RDWR)
+                    if found.family != socket.AF_UNIX:
+                        peer = found.getpeername()
+                        if peer[1] == port and str(peer[0]).removeprefix("::ffff:") in peers:
+                            found.shutdown(socket.SHUT_RDWR)
                 finally:
                     found.detach()
 

@@ -201,6 +201,17 @@ def test_all_ranks_leave_when_one_loses_its_connection(job, use, broken):
     assert all(error.startswith("a connection between ranks is lost (") for error in errors), errors
 
 
+def test_a_rank_breaks_its_connections_with_the_store_and_no_others_with_the_same_port():
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.2", port)) as connection:
+            Connection(1, SIZE, ("127.0.0.1", port)).cut()
+            connection.send(b"1")
+            Connection(1, SIZE, ("127.0.0.2", port)).cut()
+            with pytest.raises(BrokenPipeError):
+                connection.send(b"1")
+
+
 def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all(job):
     """As where a cable is pulled: nothing arrives, and no connection is closed."""
     for connection in job.connections:
