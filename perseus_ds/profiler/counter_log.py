@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -141,39 +140,33 @@ def measure_blocking_power_w(
     window_s: float,
     timebase: Timebase = REAL_TIME,
 ) -> float:
-    """Return this rank's power while ranks of a pipeline wait for each other in turns [W]; all must call this.
+    """Return this rank's power while it waits for another one [W]; all ranks of the job must call this.
 
-    Each rank is measured for some refreshes of the energy counter, after a time in which the counter still tells what
-    was drawn before.
+    The ranks wait in a collective, first for the first ranks of their pipelines, which come late, and then for all
+    others. Each is measured for some refreshes of the energy counter, after a time in which the counter still tells
+    what was drawn before.
 
     Raises:
-        GpuError: It could not be measured; raised only after all ranks have waited for each other.
+        GpuError: It could not be measured; raised only after all ranks have waited.
     """
-    rank = topology.pipeline_rank
+    late_s = settle_s + window_s
     if topology.pipeline_ranks == 1:  # it never waits; idling comes closest
-        return _power_w(gpu, lambda: timebase.sleep(settle_s + window_s), settle_s, timebase)
+        return _power_w(gpu, lambda: timebase.sleep(late_s), settle_s, timebase)
     power_w: float | None = None
     problem: GpuError | None = None
-    for waiting, sending in _turns(topology.pipeline_ranks):
-        if rank == waiting:
+    for is_first_late in (True, False):
+        if is_first_late == (topology.pipeline_rank == 0):
+            timebase.sleep(late_s)
+            _wait_for_all(device)
+        else:
             try:
-                power_w = _power_w(gpu, partial(_receive, topology.pipeline[sending], device), settle_s, timebase)
+                power_w = _power_w(gpu, lambda: _wait_for_all(device), settle_s, timebase)
             except GpuError as error:
                 problem = error
-        elif rank == sending:
-            timebase.sleep(settle_s + window_s)
-            dist.send(torch.zeros(1, device=device), topology.pipeline[waiting])
     if problem is not None:
         raise problem
     assert power_w is not None
     return power_w
-
-
-def _turns(ranks: int) -> list[tuple[int, int]]:
-    """Return who waits for whom, neighbours only, so that every rank waits at least once; pairs do so side by side."""
-    pairs = [(rank, rank + 1) for rank in range(0, ranks - 1, 2)]
-    turns = [*pairs, *((after, before) for before, after in pairs)]
-    return [*turns, (ranks - 1, ranks - 2)] if ranks % 2 else turns
 
 
 def _power_w(gpu: Gpu, wait: Callable[[], None], settle_s: float, timebase: Timebase) -> float:
@@ -184,7 +177,8 @@ def _power_w(gpu: Gpu, wait: Callable[[], None], settle_s: float, timebase: Time
         return log.power_w(begin_s, timebase.now_s())
 
 
-def _receive(source: int, device: torch.device) -> None:
-    dist.recv(torch.zeros(1, device=device), source)
+def _wait_for_all(device: torch.device) -> None:
+    """Wait for all ranks in a collective of the job's own communicator; sending to one rank would make another."""
+    dist.all_reduce(torch.zeros(1, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

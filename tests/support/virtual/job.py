@@ -222,7 +222,7 @@ class VirtualJob:
 
     def _start(self):
         self._meetings = Meetings(self.time)
-        self._neighbours = Neighbours(self._meetings)
+        self._collectives = Collectives(self._meetings, len(self.gpus))
         self._iterations = [0] * len(self.gpus)
         self._on_all_ranks(self._begin)
 
@@ -291,7 +291,7 @@ class VirtualJob:
     @contextmanager
     def _stand_ins(self):
         with (
-            patch("perseus_ds.profiler.counter_log.dist", self._neighbours),
+            patch("perseus_ds.profiler.counter_log.dist", self._collectives),
             patch("perseus_ds.runtime.frontiers.OptimizeWorker", self.worker),
         ):
             yield
@@ -305,7 +305,7 @@ class VirtualJob:
         problems = []
 
         def on(rank):
-            self._neighbours.use(rank)
+            self._collectives.use(rank)
             try:
                 run(rank)
             except RankLeftError:
@@ -495,26 +495,23 @@ class _Collective:
         return self._meetings.wait_within(self._name, self._size, timeout_s)
 
 
-class Neighbours:
+class Collectives:
     """``torch.distributed`` as the measurement of blocking power uses it."""
 
-    def __init__(self, meetings):
+    def __init__(self, meetings, ranks):
         self._meetings = meetings
+        self._ranks = ranks
         self._rank = threading.local()
         self._counts = Counter()
 
     def use(self, rank):
         self._rank.number = rank
 
-    def send(self, tensor, target):
-        self._meetings.bring(self._name("sent", self._rank.number, target), "sender", None)
-
-    def recv(self, tensor, source):
-        self._meetings.wait(self._name("received", source, self._rank.number), 1)
-
-    def _name(self, side, source, target):
-        self._counts[side, source, target] += 1
-        return "blocking", source, target, self._counts[side, source, target]
+    def all_reduce(self, tensor):
+        self._counts[self._rank.number] += 1
+        name = "blocking", self._counts[self._rank.number]
+        self._meetings.bring(name, self._rank.number, None)
+        self._meetings.wait(name, self._ranks)
 
 
 def reports_of(*fields, pipelines=None):
