@@ -1,5 +1,8 @@
 """Faults while training under a plan, on the real pynvml and a stub driver: training goes on as without Perseus."""
 
+import os
+import signal
+
 import pytest
 from frontiers import save_random_plan
 from hostile_ranks import HostileRanks
@@ -52,6 +55,28 @@ def test_an_agent_that_dies_is_replaced_and_no_plan_is_interrupted(tmp_path, mak
     finished = run_under_a_plan(tmp_path, stub, during)
     assert finished.events("failure") == []
     assert all(record["failed_ranks"] == [] for record in finished.iterations())
+
+
+def test_a_job_that_trains_on_after_sigterm_does_so_at_default_clocks_and_its_records_say_so(tmp_path, make_stub_nvml):
+    stub = make_stub_nvml(2)
+    done = []
+
+    def during(job):
+        for rank in range(2):
+            os.kill(int((job.folder / f"pid{rank}").read_text()), signal.SIGTERM)
+        wait_until_restored(*stub.gpus)
+        done.append(len(job.wait_for(iterations)))
+        job.wait_for(lambda records: len(iterations(records)) >= done[0] + 5)
+
+    finished = run_under_a_plan(tmp_path, stub, during, survives_term=True)
+    (reason,) = {event["error"] for event in finished.events("failure")}
+    assert "received a termination signal" in reason
+    assert len(finished.events("end")) == 1
+    for record in finished.iterations()[done[0] + 2 :]:
+        assert record["plan"] is None
+        assert record["failed_ranks"] == [0, 1]
+        assert record["clock_changes"] == 0
+        assert record["clocks_asked_mhz"] in (None, [None, None])
 
 
 def test_training_outlives_the_connections_of_perseus(tmp_path, make_stub_nvml):

@@ -4,8 +4,8 @@ Started with the folder's path. Every rank writes ``rank<N>.json`` into the fold
 weights, what Perseus says of itself; and its process into ``pid<N>``. A test steers a running job by files in the
 folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while
 ``slow`` is there. The last rank's connections with others break when ``cut`` appears. A job with ``end_by`` ends in
-that manner when ``end`` appears. A job that is ``followed`` writes each loss to ``losses.csv``, and saves a checkpoint
-when ``save`` appears, which it then removes.
+that manner when ``end`` appears. One that ``survives_term`` trains on after SIGTERM. A job that is ``followed`` writes
+each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a shell lack
+    if job.get("survives_term"):
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
     torch.set_num_threads(1)
     if dtype_of(job) is torch.half:
         set_accelerator(HalfPrecisionCpu())
