@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
-from perseus_ds.errors import ConfigError, PerseusError, ScheduleError, VersionError
+from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
@@ -281,8 +281,9 @@ class Session:
             try:
                 with reported_once():
                     self._start()
-            except ScheduleError as error:
-                if not (self.engine.starts_late and self.config.mode == "auto"):
+            except (ScheduleError, GpuError) as error:
+                may_observe = self.engine.starts_late and self.config.mode == "auto"
+                if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
                     raise
                 self._go_on_without(error)
         elif order != self._order:
@@ -331,7 +332,8 @@ class Session:
 
     def _go_on_without(self, error: PerseusError) -> None:
         self.runtime, self._closed = None, True
-        logger.warning("perseus: %s. Training goes on without Perseus.", str(error).rstrip("."))
+        if dist.get_rank() == 0:
+            logger.warning("perseus: %s. Training goes on without Perseus.", str(error).rstrip("."))
 
 
 def _surround_nothing(operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
@@ -431,7 +433,7 @@ def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
     engine.check_order()
     with ExitStack() as opened:
         gpu = None
-        if (device := engine.device()) is not None:
+        if (device := engine.device()) is not None and (config.needs_gpu or config.mode == "run"):
             gpu = driver_of(config, device, rank=dist.get_rank(), local_rank=local_rank())
             opened.callback(gpu.close)
             if config.needs_clocks:

@@ -101,7 +101,8 @@ class PerseusConfig(StrictModel):
     )
     required: bool = Field(
         False,
-        description="auto mode: an error where clocks cannot be set; without it, a warning, and the job is observed.",
+        description="auto and observe mode: an error if a GPU cannot be used or, in auto mode, its clocks cannot be "
+        "set; without it, a warning, and the job trains at default clocks.",
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
@@ -122,6 +123,11 @@ class PerseusConfig(StrictModel):
     )
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether it is an error if a GPU cannot be used."""
+        return self.required or self.mode in ("profile", "run")
 
     @property
     def needs_clocks(self) -> bool:
