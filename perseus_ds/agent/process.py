@@ -35,7 +35,7 @@ from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.opening import open_gpu
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.protocol.messages import Granted, LeftLocked, Refused, Release, Released
+from perseus_ds.protocol.messages import Granted, LeftLocked, Refused, Release, Released, RequestStatus, Status
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
@@ -52,8 +52,9 @@ _NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 class _Rank:
     """A client: its connection, its lease, and the lock by which the lease lives."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
+        self.pid = pid
         self.gpu: str | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
@@ -174,12 +175,13 @@ class Agent:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.getuid():
+        pid, uid, _ = struct.unpack("3i", credentials)
+        if uid != os.getuid():
             connection.close()
             return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ)
-        self._ranks[connection.fileno()] = _Rank(connection)
+        self._ranks[connection.fileno()] = _Rank(connection, pid)
 
     def _receive(self, rank: _Rank) -> None:
         files: list[int] = []
@@ -207,6 +209,9 @@ class Agent:
     def _handle(self, rank: _Rank, message: messages.ToAgent, files: list[int]) -> None:
         if isinstance(message, Release):
             rank.is_released = True
+        elif isinstance(message, RequestStatus):
+            granted = [each for each in self._ranks.values() if each.is_granted and each.gpu is not None]
+            rank.send(Status(tuple((str(each.gpu), each.pid) for each in granted)))
         elif rank.gpu is None and files:
             try:
                 rank.map(files.pop())

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from perseus_ds.agent.gpu_records import note_reset
+from perseus_ds.client.lease import Lease, leases
 from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
-from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.errors import ConfigError, GpuBusyError, GpuError
 from perseus_ds.gpu.energy_counter import counter_period_s
 from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_uuid
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -68,6 +69,8 @@ def _reset(index: int) -> bool:
 
 _PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
 _CAP_SYS_ADMIN = 21
+_ALL_UIDS = ["0", "0", "4294967295"]
+"""The map of user ids outside of user namespaces."""
 _SETTLE_TIMEOUT_S = 1.0
 _CLOCKS_TRIED = 5
 _POLL_S = 5e-4
@@ -207,7 +210,8 @@ def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding
         for what, examine in (("clocks", _clocks), ("default", _settings), ("power", _power)):
             yield from _guarded(what, examine(gpu))
         yield from _guarded("energy", _energy(gpu, timebase))
-        yield from _guarded("lock", _lock(gpu, timebase) if lock else _capability())
+        yield from _agent(gpu)
+        yield from _guarded("lock", _leased(gpu, timebase) if lock else _capability())
 
 
 def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -257,6 +261,26 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
             yield Finding("ok", "energy", refreshed)
 
 
+def _agent(gpu: NvmlGpu) -> Iterator[Finding]:
+    """Report the agent that serves a GPU, and the processes that lease it."""
+    if (found := leases().get(gpu.address)) is not None:
+        agent, pids = found
+        yield Finding("ok", "agent", f"process {agent}; leased by process {', '.join(map(str, pids))}")
+    else:
+        yield Finding("ok", "agent", "no process of this user leases it")
+
+
+def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
+    """Lock clocks under a lease: an agent resets them however this process ends."""
+    try:
+        lease = Lease(gpu.address, f"doctor {os.getpid()}")
+    except GpuBusyError as error:
+        yield Finding("info", "lock", f"not tried: {error}")
+        return
+    with closing(lease):
+        yield from _lock(gpu, timebase)
+
+
 def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     """Lock a few clocks of the upper half, one higher than the other and back, and return to the default clock."""
     clocks = gpu.supported_clocks_mhz()
@@ -304,7 +328,12 @@ def _capability() -> Iterator[Finding]:
     """Check the permission without calling the driver, because a training job may be setting clocks now."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
-    if effective >> _CAP_SYS_ADMIN & 1:
+    uids = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()
+    if effective >> _CAP_SYS_ADMIN & 1 and uids != _ALL_UIDS:
+        text = "this process has CAP_SYS_ADMIN in a user namespace only, such as that of a rootless container"
+        remedy = 'The driver wants it outside. Run as root of the node, or run zeusd there and set "device": "zeus".'
+        yield Finding("fail", "lock", text, remedy)
+    elif effective >> _CAP_SYS_ADMIN & 1:
         text = "this process has CAP_SYS_ADMIN; not tried (--lock tries, and changes clocks)"
         yield Finding("ok", "lock", text)
     else:

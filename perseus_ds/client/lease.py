@@ -20,10 +20,10 @@ import weakref
 from pathlib import Path
 
 from perseus_ds.client.memory import SharedMemory
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.protocol.messages import Granted, Refused, Release, Released, RequestLease
+from perseus_ds.protocol.messages import Granted, Refused, Release, Released, RequestLease, RequestStatus, Status
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -63,6 +63,7 @@ class Lease:
             timebase: The time in which to wait.
 
         Raises:
+            GpuBusyError: Another job uses the GPU.
             GpuError: No agent can be started, or none can use the GPU.
         """
         self._gpu = gpu
@@ -145,7 +146,7 @@ class Lease:
             if refused is not None:
                 # An agent that another rank started may not see this rank's GPU, as with a control group for each.
                 if refused.reason != "unusable" or self._name == alone:
-                    raise GpuError(refused.error)
+                    raise (GpuBusyError if refused.reason == "held" else GpuError)(refused.error)
                 self._name, self._next_start_s = alone, -_STARTED_AGAIN_S
             elif self._time.now_s() > end_s:
                 raise GpuError(
@@ -220,6 +221,25 @@ class Lease:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return the agent of each GPU that processes of this user lease on this node, and these processes.
+
+    Agents that do not answer within a second are left out.
+    """
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    with contextlib.suppress(OSError):
+        for name in places.agents():
+            with contextlib.suppress(OSError), places.connect(name) as connection:
+                connection.settimeout(_OLD_S)
+                connection.send(messages.encode(RequestStatus()))
+                status = messages.decode_to_client(connection.recv(messages.LONGEST))
+                agent = places.holder_of(places.agent_lock_path(name)) or 0
+                for gpu, pid in status.leases if isinstance(status, Status) else ():
+                    _, pids = found.get(gpu, (agent, ()))
+                    found[gpu] = agent, (*pids, pid)
+    return found
 
 
 class SignalForwarder:

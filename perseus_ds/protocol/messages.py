@@ -64,12 +64,26 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     """The client ends its lease."""
 
 
+class RequestStatus(msgspec.Struct, tag=True, frozen=True):
+    """Anybody of this user requests the agent's status."""
+
+
+class Status(msgspec.Struct, tag=True, frozen=True):
+    """What the agent does.
+
+    Attributes:
+        leases: GPU and process of each lease.
+    """
+
+    leases: tuple[tuple[str, int], ...]
+
+
 class Released(msgspec.Struct, tag=True, frozen=True):
     """The lease has ended, and the clock is the default one unless another rank uses the GPU."""
 
 
-ToAgent: TypeAlias = RequestLease | Release
-ToClient: TypeAlias = Granted | Refused | Released
+ToAgent: TypeAlias = RequestLease | Release | RequestStatus
+ToClient: TypeAlias = Granted | Refused | Released | Status
 
 encode = msgspec.msgpack.Encoder().encode
 _to_agent = msgspec.msgpack.Decoder(ToAgent)

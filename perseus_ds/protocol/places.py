@@ -146,6 +146,11 @@ def connect(name: str) -> socket.socket:
     return connection
 
 
+def agents() -> list[str]:
+    """Return the names of agents of this user on this node, of which some may be dead."""
+    return [path.name.partition(".")[2] for path in user_folder().glob("agent.*")]
+
+
 def forget(name: str) -> None:
     """Remove the files of an agent that ends."""
     with _short(name) as path, contextlib.suppress(OSError):

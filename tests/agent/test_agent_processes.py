@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
 import re
 import signal
@@ -89,8 +91,8 @@ def node(stub_nvml: StubNvml, tmp_path: Path) -> Iterator[Node]:
     made = Node(stub_nvml, str(tmp_path))
     yield made
     for process in made.started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has forked
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
@@ -306,6 +308,18 @@ def address(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in stub_nvml_here.environment.items():
         monkeypatch.setenv(name, value)
     return NvmlGpu(0).address
+
+
+def test_an_agent_reports_which_processes_lease_which_gpus(node: Node, stub_nvml: StubNvml) -> None:
+    ranks = [node.rank("wait", 0), node.rank("wait", 0), node.rank("wait", 2)]
+    (agent,) = {node.agent_of(rank) for rank in ranks}
+    done = stub_nvml.run("-c", "from perseus_ds.client.lease import leases; print(leases())")
+    found = ast.literal_eval(done.stdout)
+    assert [gpu[:10] for gpu in sorted(found)] == ["nvml:GPU-0", "nvml:GPU-2"]
+    assert [(pid, sorted(pids)) for _, (pid, pids) in sorted(found.items())] == [
+        (agent, sorted([ranks[0].pid, ranks[1].pid])),
+        (agent, [ranks[2].pid]),
+    ]
 
 
 def test_an_agent_is_of_the_package_that_starts_it(

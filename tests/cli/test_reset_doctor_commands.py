@@ -1,12 +1,27 @@
 """`perseus-ds reset` and `perseus-ds doctor` on the real NVML binding and the stub driver."""
 
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 
 import pynvml
 import pytest
+from run_log import wait_until
 
+from perseus_ds.cli import machine
 from perseus_ds.cli.machine import examine_gpus
+from perseus_ds.client.lease import Lease
+from perseus_ds.gpu.nvml import NvmlGpu
+
+
+@pytest.fixture(autouse=True)
+def environment(stub_nvml_here, monkeypatch):
+    """Have agents see the same GPUs as this process."""
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -111,6 +126,37 @@ def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here, stub_tim
     assert float(re.search(r"--least-dwell-s ([\d.]+)", text)[1]) == pytest.approx(0.110, abs=0.0015)
     assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
     assert len(set(gpu.changes_mhz())) > 3
+
+
+def test_doctor_that_is_interrupted_while_it_locks_clocks_leaves_none_locked(stub_nvml_here):
+    for gpu in stub_nvml_here.gpus:
+        gpu.settle_s = 1e6  # it waits for the clock
+    with subprocess.Popen(
+        [sys.executable, "-m", "perseus_ds", "doctor", "--lock"], stdout=subprocess.DEVNULL
+    ) as doctor:
+        wait_until(lambda: all(stub_nvml_here.locked_clocks_mhz()), "locked clocks")
+        doctor.send_signal(signal.SIGINT)
+        wait_until(lambda: not any(stub_nvml_here.locked_clocks_mhz()), "default clocks")
+        assert doctor.wait() != 0
+
+
+def test_doctor_locks_no_clock_of_a_gpu_that_a_job_uses(stub_nvml_here, stub_time):
+    lease = Lease(NvmlGpu(3).address, "a job")
+    found = findings_of(stub_time, lock=True)
+    assert found["agent"] == ("ok", f"process {lease.agent_pid}; leased by process {os.getpid()}")
+    level, text = found["lock"]
+    assert level == "info"
+    assert f"is used by another job of this user (process {lease.agent_pid})" in text
+    assert stub_nvml_here.gpus[3].change_count == 0
+    assert lease.close(60.0)
+
+
+def test_doctor_finds_a_user_namespace_in_which_root_cannot_set_clocks(stub_nvml_here, stub_time, monkeypatch):
+    assert findings_of(stub_time)["lock"][0] == "ok"
+    monkeypatch.setattr(machine, "_ALL_UIDS", ["1000", "0", "1"])  # so that this process is in another one
+    level, text = findings_of(stub_time)["lock"]
+    assert level == "fail"
+    assert "in a user namespace only" in text
 
 
 @pytest.mark.parametrize(
