@@ -33,7 +33,7 @@ def test_deepspeed_reads_the_hostfile():
     assert fetch_hostfile(str(CLUSTER / "hostfile")) == {"node-0": 8, "node-1": 8}
 
 
-@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm-epilog.sh"])
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm-epilog.sh", "reset-idle-gpus.sh"])
 def test_bash_reads_the_scripts(script):
     assert subprocess.run(["bash", "-n", str(CLUSTER / script)], capture_output=True, check=True).stderr == b""
 
@@ -79,3 +79,31 @@ def test_the_epilog_resets_the_gpus_of_the_job_and_never_drains_the_node(tmp_pat
         done = subprocess.run(["bash", "-c", script], env=environment, check=False)
         assert done.returncode == 0
     assert (tmp_path / "called").read_text() == "--id=0000:17:00.0,0000:bd:00.0 --reset-gpu-clocks\n"
+
+
+def test_unused_gpus_are_reset_and_no_others(tmp_path):
+    """One has a process, one has memory in use by a process that is not listed, and one does not report its memory."""
+    stub = tmp_path / "nvidia-smi"
+    stub.write_text(
+        "#!/bin/bash\n"
+        'case "$1" in\n'
+        '    --query-compute-apps=*) echo "GPU-b" ;;\n'
+        '    --query-gpu=*) printf "GPU-a, 4\\nGPU-b, 5\\nGPU-c, 30000\\nGPU-d, [N/A]\\nGPU-e, 0\\n" ;;\n'
+        f'    *) echo "$@" >> {tmp_path}/called; [[ "$1" != --id=GPU-a ]] ;;\n'
+        "esac\n"
+    )
+    stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = CLUSTER / "reset-idle-gpus.sh"
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, check=False)
+    assert (tmp_path / "called").read_text() == "--id=GPU-a --reset-gpu-clocks\n--id=GPU-e --reset-gpu-clocks\n"
+    assert done.stderr == "GPU-a: its clock was not reset\n"
+
+
+def test_the_daemon_set_runs_the_script_and_sees_the_processes_of_jobs():
+    found = documents("kubernetes-reset.yaml")
+    assert found["ConfigMap"]["data"] == {"reset-idle-gpus.sh": (CLUSTER / "reset-idle-gpus.sh").read_text()}
+    pod = found["DaemonSet"]["spec"]["template"]["spec"]
+    assert pod["hostPID"]
+    (container,) = pod["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["SYS_ADMIN"]

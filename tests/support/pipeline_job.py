@@ -127,6 +127,7 @@ def main() -> None:
     report = train(engine, module, data, job, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     perseus = getattr(engine, "perseus", None)
+    runs = perseus is not None and perseus.runtime is not None
     report |= {
         "engine": type(engine).__name__,
         "attached": perseus is not None,
@@ -134,8 +135,8 @@ def main() -> None:
         "weights": hash_of(module.state_dict().items()),
         "random": torch.rand(1).item(),
         "skipped_steps": engine.skipped_steps,
-        "plan": perseus is not None and perseus.runtime.next.plan is not None,
-        "policy": perseus.state()["policy"] if perseus else None,
+        "plan": runs and perseus.runtime.next.plan is not None,
+        "policy": perseus.state()["policy"] if runs else None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
@@ -165,7 +166,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if "buckets" in job:
             engine.reset_activation_shape()
         losses.append(float(engine.train_batch(data)))
-        if getattr(engine, "perseus", None) is not None:
+        if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
             plans.append(engine.perseus.runtime.next.status.get("plan"))
         follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:
