@@ -96,7 +96,7 @@ class GpuDriver:
                         self._gpu.reset_clock()
                     self._done = requested
                     self._on_change()
-            except Exception as error:  # whatever it is, nobody else would try again
+            except Exception as error:  # of any kind: no other process would try again
                 self.error = error
                 self._on_change()
                 pause_s = _RETRY_S if requested != self._done else math.inf

@@ -1,4 +1,4 @@
-"""Which GPUs of this node may have a locked clock: one file for each, locked by the agent that serves the GPU.
+"""Records of GPUs whose clock may be locked: one file for each, held by the agent that serves the GPU.
 
 A locked clock survives every process. Its record is written before the clock is locked, so that whoever opens the GPU
 next knows that it must be reset. The record also counts the agents that have served the GPU: an agent that was stopped,

@@ -1,4 +1,4 @@
-"""A rank's lease of its GPU: the right to change its clock, as long as an agent watches over the rank's process.
+"""A rank's lease of its GPU: the right to change its clock while an agent watches the rank's process.
 
 The agent (:mod:`perseus_ds.agent.process`) is started by the first rank of a job on a node. If it dies, the rank
 notices an old heartbeat at the end of an iteration and starts another one. Nothing here waits while training runs, and
@@ -54,7 +54,9 @@ class Lease:
     """
 
     def __init__(self, gpu: str, job: str | None = None, timebase: Timebase = REAL_TIME) -> None:
-        """Request the lease from the node's agent, and wait for it; start an agent if there is none.
+        """Request the lease from the node's agent and wait for it.
+
+        An agent is started if there is none.
 
         Args:
             gpu: The GPU's ``address``.
@@ -91,7 +93,7 @@ class Lease:
 
     @property
     def agent_pid(self) -> int | None:
-        """The agent's process id; None while there is none."""
+        """The agent's process id, or None while there is none."""
         with contextlib.suppress(OSError):
             return places.holder_of(places.agent_lock_path(self._name))
         return None
@@ -243,7 +245,7 @@ def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
 
 
 class SignalForwarder:
-    """Has the interpreter write the number of each signal it handles to a socket, at once, whatever runs.
+    """Has the interpreter write the number of each signal it handles to a socket, while any code runs.
 
     Python runs the handlers of signals on the main thread, between two of its instructions: a rank that waits for the
     GPU or for another rank runs them only when that is over, often after the scheduler's SIGKILL. The interpreter's own
@@ -259,7 +261,7 @@ class SignalForwarder:
         os.register_at_fork(after_in_child=lambda: (function := stop()) and function())
 
     def start(self, connection: socket.socket) -> None:
-        """Forward signals, unless another part of the process, such as asyncio, already receives them that way."""
+        """Forward signals, unless another part of the process, such as asyncio, already does."""
         if threading.current_thread() is not threading.main_thread():
             return
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -280,7 +282,9 @@ class SignalForwarder:
 
 
 def _start(name: str) -> subprocess.Popen[bytes]:
-    """Start an agent, which ends again if another one serves; the process returned ends once it serves.
+    """Start an agent, which ends again if another one serves.
+
+    The process returned ends when the agent is about to serve.
 
     Raises:
         OSError: No process can be started.

@@ -154,7 +154,7 @@ def test_a_job_of_several_nodes_by_torchrun(make_cluster, plain_runs, count):
     started = start_under_a_plan(cluster)
     for node in cluster.nodes:
         wait_for(lambda node=node: any(node.gpus.locked_clocks_mhz()), f"a locked clock on {node.name}", started)
-        assert len(node.agents()) == 1
+        wait_until(lambda node=node: len(node.agents()) == 1, f"one agent on {node.name}")
     wait_for(lambda: len(iterations(first, "run")) >= 3, "iterations under the plan", started)
     stop(cluster, started)
     assert_ran_as_on_one_node(cluster, plain_runs)
@@ -187,7 +187,7 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     )
     wait_for(lambda: len(iterations(first, "run")) >= 5, "iterations under the plan", [process])
     for node in cluster.nodes:
-        assert len(node.agents()) == 1
+        wait_until(lambda node=node: len(node.agents()) == 1, f"one agent on {node.name}")
     stop(cluster, [process])
     assert_ran_as_on_one_node(cluster, plain_runs, buckets=[BATCH])
     # Of the activations of four micro-batches, a link lets some through at once.
