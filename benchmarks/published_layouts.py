@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -105,9 +105,10 @@ KIMI_K2 = Model(
 )  # fmt: skip
 LLAMA_405B = Model(126, 16_384, 128_256, 8192, 53_248, queries=16_384, keys=1024)
 LLAMA_70B = Model(80, 8192, 128_256, 8192, 28_672, queries=8192, keys=1024)
-GLM_45_AIR = Model(
+GLM_45V = Model(
     46, 4096, 151_552, 4096, 10_944, queries=96 * 128, keys=8 * 128, dense_layers=1, experts=9, expert_inner=1408
 )
+LARGE = replace(DEEPSEEK_V3, layers=126)
 
 # Name -> model, pipeline ranks, micro-batches, layout; without one, Megatron's own split counts embedding and loss.
 LAYOUTS: dict[str, tuple[Model, int, int, str | None]] = {
@@ -120,8 +121,9 @@ LAYOUTS: dict[str, tuple[Model, int, int, str | None]] = {
     "llama-3-405b, 16 ranks": (LLAMA_405B, 16, 64, None),
     "llama-3-405b, 8 ranks with 2 stages": (LLAMA_405B, 8, 64, None),
     "llama-3-70b, 8 ranks with 5 stages": (LLAMA_70B, 8, 64, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL"),
-    "glm-4.5-air, 4 ranks": (GLM_45_AIR, 4, 64, "Et*11|t*12|t*12|t*11L"),
-    "glm-4.5-air, 8 ranks": (GLM_45_AIR, 8, 64, "Et*5|(t*6|)*6t*5L"),
+    "126 layers, 3 of them dense, 1 MTP, 16 ranks with 4 stages": (LARGE, 16, 64, "Ett|(tt|)*62,mL"),
+    "glm-4.5v without its vision encoder, 4 ranks": (GLM_45V, 4, 64, "Et*11|t*12|t*12|t*11L"),
+    "glm-4.5v without its vision encoder, 8 ranks": (GLM_45V, 8, 64, "Et*5|(t*6|)*6t*5L"),
 }
 _STAGES = {"llama-3-405b, 16 ranks": 16, "llama-3-405b, 8 ranks with 2 stages": 16}
 

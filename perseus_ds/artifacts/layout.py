@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, groupby
 from typing import Annotated, Literal
 
@@ -61,7 +62,8 @@ class Layout(FileModel):
     ) -> Layout | None:
         """Return the layout of the stages of all ranks; None if the parts of a stage are not known.
 
-        Parts of one kind that differ in their number of parameters become kinds of their own.
+        Parts of one kind that differ in their number of parameters become kinds of their own. Neighbours that are each
+        the only one of their kind, such as DeepSpeed's layers for tokens and positions, are one part.
         """
         by_stage = {stage: parts for rank in ranks for stage, parts in rank.items()}
         if not by_stage or sorted(by_stage) != list(range(len(by_stage))):
@@ -77,6 +79,9 @@ class Layout(FileModel):
                 number = known.index(part.parameters)
                 named.append(part.model_copy(update={"kind": f"{part.kind} {number + 1}"}) if number else part)
             stages.append(named)
+        if engine == "deepspeed":
+            counts = Counter(part.kind for parts in stages for part in parts)
+            stages = [list(_joined(parts, counts)) for parts in stages]
         return cls(engine=engine, stages=stages, tied=tied)
 
     @property
@@ -105,13 +110,26 @@ class Layout(FileModel):
                 names = [list(chain.from_iterable(part.names for part in parts)) for parts in self.stages]
                 return f"module_fqns_per_model_part = {json.dumps(names)}"
             case "deepspeed":
-                return _DEEPSPEED.format(parts=list(accumulate(self.cut, initial=0)))
+                layers = [sum(len(part.names) for part in parts) for parts in self.stages]
+                return _DEEPSPEED.format(parts=list(accumulate(layers, initial=0)))
             case "huggingface":
                 return f"cut={[sum(part.kind not in (EMBEDDING, HEAD) for part in parts) for parts in self.stages]}"
 
     def summary(self) -> str:
         """Return the parts of each stage in the letters of Megatron-Core, or their number."""
         return megatron_layout(self) if self.engine == "megatron" else " ".join(map(str, self.cut))
+
+
+def _joined(parts: Sequence[Part], counts: Mapping[str, int]) -> Iterator[Part]:
+    """Yield parts, of which neighbours without others of their kind are one."""
+    for single, group in groupby(parts, lambda part: counts[part.kind] == 1):
+        own = list(group)
+        if single and len(own) > 1:
+            names = list(chain.from_iterable(part.names for part in own))
+            kind = "+".join(part.kind for part in own)
+            yield Part(kind=kind, names=names, parameters=sum(part.parameters for part in own))
+        else:
+            yield from own
 
 
 _DEEPSPEED = """\

@@ -231,8 +231,10 @@ def measured_job(
             f"{path}: the layout has {len(layout.stages)} stages, the profile {profile.num_stages}. They are of "
             "different jobs: measure the profile again."
         )
-    steps = history.steps if history else []
-    times_s = [step.time_s for step in steps if step.counts and step.phase in AT_DEFAULT_CLOCKS]
+    steps = [step for step in history.steps if step.counts] if history else []
+    # Of the phase in which iterations are least disturbed.
+    by_phase_s = ([step.time_s for step in steps if step.phase == phase] for phase in AT_DEFAULT_CLOCKS)
+    times_s: list[float] = next((found_s for found_s in by_phase_s if len(found_s) > 1), [])
     return MeasuredJob(
         layout=layout,
         profile=profile,

@@ -54,7 +54,8 @@ class Partition:
     also: Paths = field(default_factory=list)
     """further runs of the same model with other layouts, to tell kinds of layers apart"""
     layout: Text = None
-    """a layout to compare with: Megatron-Core's string, or the parts of each stage, such as 9,8,8,7"""
+    """a layout to compare with: Megatron-Core's string, the parts of each stage, such as 9,8,8,7, or even, for equally
+    many layers on each stage"""
     pipeline_sizes: Sizes = field(default_factory=list)
     """ranks of a pipeline to compare, on the same number of GPUs"""
     virtual_stages: Sizes = field(default_factory=list)
@@ -153,9 +154,14 @@ def _given(text: str, job: MeasuredJob) -> Cut:
     Raises:
         ConfigError: It does not fit the model or its engine.
     """
-    from perseus_ds.artifacts.layout import check_cut_of_megatron, cut_of_megatron
+    from perseus_ds.artifacts.layout import check_cut_of_megatron, cut_of_megatron, default_cut_of_megatron
+    from perseus_ds.optimizer.partition import uniform_cut
 
     parts = len(job.layout.parts)
+    if text == "even":
+        if job.layout.engine == "megatron":
+            return default_cut_of_megatron(job.layout, job.schedule.num_stages, job.ranks)
+        return uniform_cut(parts, job.schedule.num_stages)
     if all(word.strip().isdigit() for word in text.split(",")):
         cut = tuple(int(word) for word in text.split(","))
         if sum(cut) != parts or 0 in cut:

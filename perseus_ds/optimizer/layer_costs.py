@@ -101,6 +101,11 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
     Raises:
         ConfigError: The stages do not tell kinds apart; the message names a layout that would.
     """
+    if any(kind is Kind.FORWARD_BACKWARD for _, profile in jobs for _, kind in profile.keys):
+        raise ConfigError(
+            "In combined 1F1B, one step is the forward of one stage and the backward of another, so that stages cannot "
+            "be told apart. Observe some iterations without overlap_moe_expert_parallel_comm."
+        )
     kinds = tuple(dict.fromkeys(part.kind for layout, _ in jobs for part in layout.parts))
     held = np.concatenate([_held(layout, kinds) for layout, _ in jobs])
     if together := _inseparable(held, kinds):

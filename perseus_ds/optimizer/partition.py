@@ -13,8 +13,9 @@ dynamic programming finds, and a search lists cuts in the order of their bounds.
 next bound is not below the best time found. All times are those at default clocks, the highest ones measured.
 
 With hundreds of layers on tens of stages, such a search takes too long. There, layers are moved between any two stages
-as long as the iteration becomes faster by it, and the bound is that of a linear program in which layers may be divided:
-the least time in which no known path is longer. A search that was ended has the better of both bounds.
+as long as the iteration becomes faster by it, from several beginnings, and the bound is that of a linear program in
+which layers may be divided: the least time in which no known path is longer. A search that was ended has the better of
+both bounds.
 
 Energy has a bound over all cuts as well. A flow through the DAG, in watts, proves a bound for one cut
 (:mod:`perseus_ds.optimizer.bounds`): a price for each second of an instruction. With these prices, the least energy of
@@ -51,8 +52,10 @@ _SAME = 1e-9
 """Times this close, relative to them, are equal."""
 _MOST_SEARCHED, _MOST_ROUNDS = 30_000, 8
 """So many beginnings of cuts are looked at in each of so many rounds at most."""
-_MOST_PLACES = 4_000
-"""With more stages times layers, a search in the order of bounds takes too long."""
+_MOST_PLACES, _MOST_VIRTUAL_PLACES = 4_000, 500
+"""With more stages times layers, a search in the order of bounds takes too long; so with several stages on a rank."""
+_MOST_EVALUATED, _MOST_NODES = 1_200, 6_000_000
+"""Cuts that are evaluated by the DAG while layers are moved, and nodes of all of these DAGs."""
 _MOST_PLANNED = 4_000
 """Of iterations with more instructions, computing plans takes minutes, so that none are computed here."""
 _PLANS = 12
@@ -228,7 +231,8 @@ class _Search:
                 f"{' and '.join(self.kinds)}. Choose a schedule of these, such as 1f1b."
             )
         self.uniform = uniform_cut(costs.layers, self.stages)
-        self.is_large = self.stages * costs.layers > _MOST_PLACES
+        most = _MOST_PLACES if self.stages == len(schedule.ranks) else _MOST_VIRTUAL_PLACES
+        self.is_large = self.stages * costs.layers > most
         self.dag = Dag.build(schedule)
         # Of each node, which of the times (stage, kind) it takes; -1 for none.
         self.row = np.array([self._row(node.work) for node in self.dag.nodes])
@@ -248,6 +252,7 @@ class _Search:
         # How often each known path goes through each stage, shape (paths, stages, kinds), and the rest of it [s].
         self.paths = np.zeros((0, self.stages, len(self.kinds)))
         self.rest_s = np.zeros(0)
+        self.evaluated = 0
         held = [sorted({i.stage for i in stream}) for stream in schedule.instructions]
         for stages in held if self.is_large else [[stage] for stage in range(self.stages)]:
             for slower in (1.05, 3.0):
@@ -280,7 +285,7 @@ class _Search:
         if known is None:
             parameters = np.stack([_between(_sums(self.costs.parameters))] * self.stages)
             known = {"uniform": self.uniform, "parameters": next(_in_order(parameters))[1]}
-        self.starts = [cut for cut in (*known.values(), self.uniform, self.fallback) if self._fits(cut)]
+        self.starts = [cut for cut in (*known.values(), self.uniform) if self._fits(cut)] or [self.fallback]
         fastest, time_bound_s = self._fastest_moved() if self.is_large else self._fastest()
         most_frugal, energy_bound_j = (fastest, None) if self.is_large else self._most_frugal(fastest, time_bound_s)
         return Partition(
@@ -354,8 +359,19 @@ class _Search:
         return self._evaluate(best), min(bound_s, best_s)
 
     def _fastest_moved(self) -> tuple[EvaluatedCut, float]:
-        """Return the fastest cut found by moving layers, and the time below which no cut stays [s]."""
+        """Return the fastest cut found by moving layers, and the time below which no cut stays [s].
+
+        Again and again, layers of the best one are moved at random before others are moved to make it faster.
+        """
         best = min((self._improved(cut) for cut in dict.fromkeys(self.starts)), key=self._time_s)
+        draw = np.random.default_rng(0)
+        while self.evaluated < min(_MOST_EVALUATED, _MOST_NODES // len(self.row)):
+            self.evaluated += 1
+            cut = np.array(best)
+            for giver, taker in draw.integers(self.stages, size=(1 + self.stages // 4, 2)):
+                cut[[giver, taker]] += (-1, 1) if giver != taker else (0, 0)
+            if cut.min() > 0 and self._fits(moved := tuple(cut.tolist())):
+                best = min(best, self._improved(moved), key=self._time_s)
         return self._evaluate(best), min(self._divided_s(), self._time_s(best))
 
     def _divided_s(self) -> float:
@@ -486,6 +502,7 @@ class _Search:
         return [list(map(of_layer, costs.time_s[kind], costs.energy_j[kind])) for kind in self.kinds]
 
     def _time_s(self, cut: Cut) -> float:
+        self.evaluated += 1
         return self.dag.makespan_s(self._durations_s(self._times_s(cut)))
 
     def _evaluate(self, cut: Cut, deadline_s: float | None = None) -> EvaluatedCut:

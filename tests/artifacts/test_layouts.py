@@ -112,8 +112,18 @@ def test_each_engine_has_its_spelling():
     names.append(Part(kind="head", names=["norm", "output"]))
     torchtitan = Layout(engine="torch", stages=[names]).cut_into([1, 2]).spelled()
     assert json.loads(torchtitan.partition(" = ")[2]) == [["tok_embeddings"], ["layers.0", "norm", "output"]]
-    assert "self.parts = [0, 3, 7]" in layout("embedding dense*2", "dense*3 head", engine="deepspeed").spelled()
     assert layout("embedding dense*2", "dense*3 head", engine="huggingface").spelled() == "cut=[2, 3]"
+
+
+def test_layers_of_deepspeed_that_come_once_are_one_part_with_their_neighbours():
+    kinds = [["Embedding", "Positions", "Block", "Block"], ["Block", "LayerNorm", "head"]]
+    ranks, number = [], 0
+    for stage, own in enumerate(kinds):
+        ranks.append({stage: [Part(kind=kind, names=[str(number + n)]) for n, kind in enumerate(own)]})
+        number += len(own)
+    found = Layout.of_ranks("deepspeed", ranks)
+    assert [part.kind for part in found.parts] == ["Embedding+Positions", "Block", "Block", "Block", "LayerNorm+head"]
+    assert "self.parts = [0, 3, 7]" in found.cut_into((2, 3)).spelled()
 
 
 def test_layouts_of_ranks_are_put_together_and_sizes_are_kinds():

@@ -121,6 +121,7 @@ def test_sizes_are_compared_in_one_table(run, trained):
         (["job", "--layout", "Et*5|t*5|t*5L"], "3 stages for 4 pipeline ranks. Megatron-Core gives each rank the same"),
         (["job", "--layout", "4,4,4,4"], "the stages have 16 parts, the model 17"),
         (["job", "--layout", "9,8"], "2 stages, the job has 4"),
+        (["job", "--layout", "even"], "15 layers do not divide among 4 ranks with 1 stages each: in Megatron-Core"),
         (["job", "--memory-gib", "80"], "measured memory of three ranks or more"),
         (["job", "--tied-on-one-rank"], "the first and the last stage on different ranks"),
         (["job", "--also", "missing"], "missing: no such file or folder"),

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import one_rank_engine
 import pytest
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
+from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.engines.deepspeed.engine import _parts_of
 from perseus_ds.engines.megatron.parts import parts_of_chunk
 from perseus_ds.engines.torch_pipelining.parts import parts_of_module
@@ -83,3 +85,14 @@ def test_layers_of_a_pipeline_module_are_its_parts(tmp_path):
         parts = _parts_of(one_rank_engine.module(layers=3))
     assert [(part.kind, part.names) for part in parts] == [("Layer", [str(index)]) for index in range(3)]
     assert parts[0].parameters > 0
+
+
+@pytest.mark.integration
+def test_the_class_that_is_printed_for_deepspeed_cuts_as_it_says(tmp_path):
+    layout = Layout(engine="deepspeed", stages=[[Part(kind="Layer", names=[str(n)]) for n in range(3)]])
+    names = {"PipelineModule": PipelineModule}
+    exec(layout.spelled(), names)
+    with one_rank_engine.one_rank(tmp_path):
+        module = names["Balanced"]([LayerSpec(one_rank_engine.Layer) for _ in range(3)], num_stages=1)
+    assert module.parts == [0, 3]
+    assert len(module.forward_funcs) == 3

@@ -172,6 +172,13 @@ def test_the_bound_of_divided_layers_holds_for_every_cut(model, stages, micro_ba
     assert best_s <= found.fastest.time_s * (1 + 1e-9) <= found.known["uniform"].time_s * (1 + 2e-9)
 
 
+def test_many_virtual_stages_are_cut_with_a_bound():
+    model = costs([0.001] + [0.01] * 30 + [0.04], [0.002] + [0.02] * 30 + [0.08])
+    found = best_partition(one_clock(model), interleaved(4, 4, 8))
+    assert found.fastest.time_s < 0.92 * found.known["uniform"].time_s
+    assert found.fastest.time_s >= found.time_bound_s > 0.7 * found.fastest.time_s
+
+
 def test_only_stages_that_the_engine_trains_are_proposed():
     model, schedule = one_clock(costs([0.01] * 8, [0.02] * 8)), one_f_one_b(2, 4)
     may_hold = np.ones((2, 9, 9), dtype=bool)

@@ -199,8 +199,10 @@ def _parts_of(module: Any) -> list[Part]:
     """Return the layers of this rank's stage of a ``PipelineModule``, in which a function may take the place of one."""
     parts = []
     for index, layer in enumerate(module.forward_funcs, module.parts[module.stage_id]):
-        inner = layer.args[0] if isinstance(layer, functools.partial) and layer.args else layer  # of a tied layer
-        kind = getattr(inner, "__name__", type(inner).__name__)
+        inner, run = layer, layer
+        if isinstance(layer, functools.partial) and layer.args:  # a tied layer, which is run by a function of its own
+            inner, run = layer.args[0], layer.func
+        kind = getattr(run, "__name__", type(run).__name__)
         parameters = sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0
         parts.append(Part(kind=kind, names=[str(index)], parameters=parameters))
     return parts
