@@ -40,7 +40,7 @@ class Part(FileModel):
         parameters: How many of them this rank has.
     """
 
-    kind: Text
+    kind: Annotated[Text, Field(pattern=r"^[^\s\x00-\x1f\x7f-\x9f][^\x00-\x1f\x7f-\x9f]*$")]
     names: list[Text] = Field(default_factory=list)
     parameters: Annotated[int, Field(ge=0)] = 0
 

@@ -211,7 +211,7 @@ def measured_job(
             info = profile.info.model_copy(update={"blocking_power_w": blocking_power_w})
             profile = StageProfile(profile.measurements, info)
     elif timeline is not None:
-        ranks = (timeline.job and timeline.job.pipeline_ranks) or len(timeline.iterations[0].ranks)
+        ranks = max((len(iteration.ranks) for iteration in timeline.iterations), default=1)
         powers_w = np.array([power_w for _, power_w in history.by_rank]) if history else np.array([])
         # Ranks that share a stage are numbered one after the other.
         by_stage_w = powers_w.reshape(ranks, -1).mean(axis=1) if len(powers_w) and len(powers_w) % ranks == 0 else []

@@ -75,8 +75,8 @@ class JobFollower:
             found = path.stat()
             if self._timeline != (found.st_mtime_ns, found.st_ino):
                 self._timeline = found.st_mtime_ns, found.st_ino
-                last = TimelineFile.load(path).iterations[-1]
-                self._timed = {"waits": tuple(last.waits), "busy_s": tuple(last.busy_s)}
+                for last in TimelineFile.load(path).iterations[-1:]:
+                    self._timed = {"waits": tuple(last.waits), "busy_s": tuple(last.busy_s)}
         return self._timed
 
 

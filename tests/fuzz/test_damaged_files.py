@@ -52,15 +52,16 @@ _PROFILE = [
     ("profile merge", {"profiles": [PROFILE, PROFILE], "out": OUT}),
     ("profile convert", {"profile": PROFILE, "out": OUT}),
 ]
+_PARTITION = ("partition", {"model": str(RUN)})
 _STATUS = ("control status", {"run": RUN})
 _WATCH = [("watch", {"run": RUN, "once": True, "json": as_json}) for as_json in (False, True)]
 COMMANDS = {
-    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT],
-    "run/profile.json": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT],
+    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT, _PARTITION],
+    "run/profile.json": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT, _PARTITION],
     "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _VERIFY, _REPORT, _TRACE],
     "run/certificates.npz": [_VERIFY],
     "run/run.jsonl": [_REPORT, _TRACE, *_WATCH, ("compare", {"runs": [RUN], "out": OUT / "comparison.html"})],
-    "run/timeline.json": [_REPORT, _TRACE],
+    "run/timeline.json": [_REPORT, _TRACE, *_WATCH, _PARTITION],
     corpus.PLAN: [_IMPORT],
     corpus.CONTROL: [_STATUS],
     corpus.EVIDENCE: [("report", {"run": Path("evidence"), "out": OUT / "evidence.html"})],

@@ -192,6 +192,14 @@ def test_stages_in_bf16_give_the_logits_of_the_whole_model_in_bf16(tmp_path):
     assert torch.equal(logits, whole(token_ids()).logits)
 
 
+@pytest.mark.parametrize(("family", "kind"), [("llama", "dense"), ("mixtral", "moe")])
+def test_the_parts_of_stages_are_those_of_the_model(family, kind):
+    config = tiny(family, num_hidden_layers=3)
+    parts = [part for index in range(2) for part in build_stage(config, (2, 1), index).layout_parts]
+    assert [part.kind for part in parts] == ["embedding", kind, kind, kind, "head"]
+    assert len({part.parameters for part in parts[1:4]}) == 1
+
+
 def test_a_tied_embedding_is_an_error_where_stages_share_no_weight():
     config = tiny("qwen3", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="Set tie_word_embeddings=False in the configuration"):

@@ -53,7 +53,9 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
     train_in(tmp_path, name, ["observe", "run", "profile", "auto"])
     order = order_of(name)
     kinds = {(i.stage, i.kind) for stream in order.instructions for i in stream if i.kind is not Kind.TAIL}
-    assert kinds <= set(StageProfile.load(tmp_path / "profile").keys)
+    profile = StageProfile.load(tmp_path / "profile")
+    assert kinds <= set(profile.keys)
+    assert (profile.info.layout.engine, len(profile.info.layout.stages)) == ("torch", profile.info.stages)
     phases = [phase for phase, _ in groupby(r["phase"] for r in iterations(records(tmp_path / "auto")))]
     assert phases[:4] == ["calibrate", "warm-up", "profile", "optimizing"]
 

@@ -8,6 +8,7 @@ from pipelines import one_f_one_b, synthetic_profile
 
 from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import StageProfile, TransferDuration
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.optimizer import optimize
@@ -17,6 +18,7 @@ from perseus_ds.report.timeline import timeline
 
 RANKS, MICRO_BATCHES, PLANS = 3, 4, 12
 LATE_S = 0.004
+PARTS = (("embedding", "dense"), ("dense", "dense"), ("dense", "head"))
 
 
 @dataclass
@@ -40,9 +42,10 @@ def make_job() -> Job:
         micro_batches=MICRO_BATCHES,
         blocking_power_w=80.0,
         transfers=transfers,
+        layout=Layout(engine="megatron", stages=[[Part(kind=kind) for kind in kinds] for kinds in PARTS]),
     )
     schedule = one_f_one_b(RANKS, MICRO_BATCHES)
-    return Job(profile, optimize(schedule, profile, plans=PLANS), Dag.build(schedule))
+    return Job(profile, optimize(schedule, profile, plans=PLANS, certificates=True), Dag.build(schedule))
 
 
 def write_auto_run(folder: Path, job: Job) -> None:
@@ -58,7 +61,7 @@ def write_auto_run(folder: Path, job: Job) -> None:
     records += [record(n, "run", plan.time_s, plan.energy_j, plan=2) for n in (7, 8, 9)]
     write_log(folder, records)
     kept = [measured(job, plan, 8, 2), measured(job, default, 3, None)]
-    file = TimelineFile(simulated=True, gpu="simulated A100-SXM", iterations=kept)
+    file = TimelineFile(simulated=True, gpu="simulated A100-SXM", job=job.profile.info, iterations=kept)
     (folder / "timeline.json").write_text(file.model_dump_json(exclude_none=True))
 
 
