@@ -49,13 +49,11 @@ class Partition:
     )
 
     model: Positional[str]
-    """output_dir of a job, a profile.csv with profile.json beside it, or a Hugging Face model: its name on the hub, or
-    a folder with config.json"""
+    """output_dir of a job or its profile.csv; or a Hugging Face model, by its name or its folder with config.json"""
     also: Paths = field(default_factory=list)
     """further runs of the same model with other layouts, to tell kinds of layers apart"""
     layout: Text = None
-    """a layout to compare with: Megatron-Core's string, the parts of each stage, such as 9,8,8,7, or even, for equally
-    many layers on each stage"""
+    """a layout to compare with: Megatron-Core's string, the parts of each stage, such as 9,8,8,7, or even"""
     pipeline_sizes: Sizes = field(default_factory=list)
     """ranks of a pipeline to compare, on the same number of GPUs"""
     virtual_stages: Sizes = field(default_factory=list)
@@ -69,8 +67,7 @@ class Partition:
     """micro-batches per iteration; of a job, by default its own"""
     schedule: ScheduleName = None
     memory_gib: OptionalAmount = None
-    """what a stage may need at most [GiB]; of a Hugging Face model by default the GPU's memory, no limit if it is
-    simulated"""
+    """what a stage may need at most [GiB]; of a Hugging Face model by default the memory of the GPU that is there"""
     micro_batch_size: Count = 1
     """of a Hugging Face model: sequences in a micro-batch"""
     sequence_length: OptionalCount = None
@@ -94,7 +91,9 @@ class Partition:
 
         if self.stages is None or self.micro_batches is None:
             missing = "--stages" if self.stages is None else "--micro-batches"
-            raise ConfigError(f"{missing} is missing: a model that has not trained does not say how it is trained.")
+            raise ConfigError(
+                f"{missing} is missing: {self.model} is no job's folder, so it is taken for a Hugging Face model."
+            )
         schedule = self.schedule or "1f1b"
         check_size(self.stages, self.micro_batches)
         find_schedule(None, schedule)  # what DeepSpeed says on import is not shown
