@@ -341,6 +341,7 @@ def main() -> None:
         os.dup2(null, stream)
     with contextlib.suppress(OSError):  # another rank has started it already
         places.lock(places.agent_lock_path(name))
+        places.forget_dead(name)
         agent = Agent(name)
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(agent, "terminates", True))
         agent.serve()

@@ -151,6 +151,13 @@ def agents() -> list[str]:
     return [path.name.partition(".")[2] for path in user_folder().glob("agent.*")]
 
 
+def forget_dead(own: str) -> None:
+    """Remove the files of agents that are dead; ``own`` is the name of the agent that asks."""
+    for name in agents():
+        if name != own and holder_of(agent_lock_path(name)) is None:
+            forget(name)
+
+
 def forget(name: str) -> None:
     """Remove the files of an agent that ends."""
     with _short(name) as path, contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from stub_nvml.controller import StubNvml
 
 from perseus_ds.client.lease import Lease
 from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.protocol import places
 
 RANK = (
     f"GIVE_UP_S = {GIVE_UP_S}"
@@ -290,6 +291,8 @@ def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node
     start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
     done = [stub_nvml.run("-c", start + "Lease(NvmlGpu(0).address, 'another').close()") for _ in range(2)]
     assert stub_nvml.locked_clocks_mhz() == [0, 900, 0, 0]
+    wait_until(lambda: not stub_nvml.agents(), "the end of the agents")
+    assert places.agents() == [], "files of the agent that was killed are removed, too"
     said = r"perseus: process \d+ died and left the clock of nvml:GPU-\S+ locked: it is reset\.\n"
     assert re.fullmatch(said, done[0].stderr)
     assert done[1].stderr == ""

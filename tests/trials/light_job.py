@@ -35,6 +35,7 @@ _GRACE_S = 2.0
 """From SIGTERM, which the launcher sends when a rank has failed, to SIGKILL."""
 _POLL_S = 0.01
 _LAST_STEPS = 3
+_CLONE_NEWPID = 0x20000000
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class LightJob:
         workers: Processes of each rank's data loader.
         ignores_term: Whether the script has a handler of SIGTERM after which it goes on.
         cgroup: To start in.
+        is_container: Whether the ranks have a PID namespace of their own, whose first process is rank 0.
         small_cgroup: Of little memory, for the rank that ends by using more.
     """
 
@@ -65,6 +67,7 @@ class LightJob:
     workers: int = 0
     ignores_term: bool = False
     cgroup: Path | None = None
+    is_container: bool = False
     small_cgroup: Path | None = None
 
 
@@ -74,6 +77,8 @@ def launch(job: LightJob) -> None:
     if job.cgroup is not None:
         join(job.cgroup)
     live_in(job.environment)
+    if job.is_container and ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWPID):
+        raise OSError(ctypes.get_errno(), "no PID namespace can be made")
     output = os.open(job.folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -92,6 +92,13 @@ def _term_then_kill(after_s: float, trial: Trial) -> float:
     return now_s
 
 
+def _term_then_kill_container(trial: Trial) -> float:
+    now_s = send(trial.ranks, signal.SIGTERM)
+    time.sleep(0.5)
+    kill(trial.ranks[:1])
+    return now_s
+
+
 def _term_while_one_is_stopped(trial: Trial) -> float:
     """One rank is stopped, the other waits for it in a collective; both get SIGTERM, and SIGKILL a second later."""
     send(trial.ranks[:1], signal.SIGSTOP)
@@ -177,6 +184,17 @@ LIGHT = [
     Scenario("SIGKILL to all, calls of the driver take 20 ms", _tree, prepare=_slow_driver),
     Scenario("SIGKILL to all, the driver is busy for 0.7 s", _while_the_driver_is_busy),
     Scenario("the agent; when replaced, all ranks", _agent_then_ranks),
+    Scenario(
+        "a container: SIGTERM to its ranks, 0.5 s later SIGKILL to its first process",
+        _term_then_kill_container,
+        settings={"is_container": True},
+    ),
+    Scenario(
+        "a container: SIGKILL to its first process, so to all of it",
+        lambda trial: kill(trial.ranks[:1]),
+        settings={"is_container": True},
+        ends_agent=True,
+    ),
     Scenario("the agent; within 0.5 s all ranks", _agent_then_ranks_soon, ends_agent=True),
     Scenario("the agent is stopped; all ranks; it continues", _stopped_agent_then_ranks),
     Scenario("the agent, stopped before, and all at once", _all_while_the_agent_is_stopped, ends_agent=True),

@@ -284,4 +284,5 @@ def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool
     trial.wait_until(trial.has_ended, "the end of the next job")
     is_reset_first = all(gpu.changes_mhz()[count:][:1] == [0] for gpu, count in left)
     said = trial.output().count(_SAYS_SO) - before
-    return is_reset_first and said == (len(left) if says_so else 0)
+    # An agent may have been killed after it has reset a clock and before it has recorded that.
+    return is_reset_first and (len(left) <= said <= RANKS if says_so else said == 0)
