@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import syslog
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -44,9 +45,40 @@ _ENDING_POLL_S = 0.005
 """How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
 _LEFT_TIMEOUT_S = 3.0
 """How long the first lease waits for GPUs that earlier jobs left locked."""
+_STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
+_REMEMBERED, _UNKNOWN_S = 8, 20.0
+"""So many iterations are remembered; one takes so long if none is."""
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
 # Variables of the job that must not affect the agent.
 _NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+class Progress:
+    """How long a rank has been where it is.
+
+    A rank stands still 2 s after its last iteration, and in an iteration after three times as long as iterations take.
+    """
+
+    def __init__(self) -> None:
+        self._seen = self._reset_at = -1
+        self._since_s = 0.0
+        self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def stands_still(self, memory: RankMemory, now_s: float) -> bool:
+        """Return whether the clock is to be reset because the rank stands still; once for each time that it does."""
+        progress = memory.progress
+        if progress != self._seen:
+            if self._seen >= 0 and (self._seen % 2 or progress > self._seen + 1):
+                iterations = max(1, (progress - self._seen) // 2)  # several if they are short
+                self._taken_s.append((now_s - self._since_s) / iterations)
+            self._seen, self._since_s = progress, now_s
+        longest_s = _STANDS_STILL_S
+        if progress % 2:
+            longest_s = max(longest_s, _TIMES_AS_LONG * max(self._taken_s, default=_UNKNOWN_S))
+        if now_s - self._since_s <= longest_s or self._reset_at == progress or not memory.may_be_locked:
+            return False
+        self._reset_at = progress
+        return True
 
 
 class _Rank:
@@ -58,6 +90,7 @@ class _Rank:
         self.gpu: str | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
+        self.progress = Progress()
         self.is_connected = True
         self.is_granted = self.is_released = False
 
@@ -258,6 +291,9 @@ class Agent:
         """Return a GPU to its default clock before its rank ends."""
         if rank.memory is not None and rank.gpu is not None:
             rank.memory.revoke()  # first, so that the rank does not lock the clock again
+            for other in self._others(rank):
+                if other.memory is not None:
+                    other.memory.count_reset()
             self._drivers[rank.gpu].reset()
 
     def _look(self) -> None:
@@ -270,6 +306,9 @@ class Agent:
         for rank in [*self._ranks.values()]:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
+                if rank.progress.stands_still(rank.memory, now_s) and rank.is_granted and not self._others(rank):
+                    rank.memory.count_reset()  # first, so that the rank locks the clock again when it goes on
+                    self._drivers[rank.gpu or ""].reset()
             if rank.has_ended:
                 self._end(rank)
             elif rank.gpu is not None and not rank.is_granted:
@@ -300,11 +339,14 @@ class Agent:
             self._left = {}
             rank.send(Granted(tuple(left)))
 
+    def _others(self, rank: _Rank) -> list[_Rank]:
+        """Return the other ranks that use the GPU of a rank."""
+        return [each for each in self._ranks.values() if each is not rank and each.gpu == rank.gpu]
+
     def _end(self, rank: _Rank) -> None:
         """A lease has ended: reset the GPU unless another rank uses it."""
         driver = self._drivers.get(rank.gpu or "")
-        others = [each for each in self._ranks.values() if each is not rank and each.gpu == rank.gpu]
-        if driver is None or others:
+        if driver is None or self._others(rank):
             rank.send(Released())
             self._forget(rank)
             return

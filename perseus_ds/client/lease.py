@@ -50,6 +50,7 @@ class Lease:
     While it lasts, the interpreter reports signals to the agent, which resets the clock upon SIGTERM or SIGINT.
 
     Attributes:
+        memory: What the rank shares with the agent.
         is_granted: Whether an agent has granted it and is connected.
     """
 
@@ -72,7 +73,7 @@ class Lease:
         self._time = timebase
         self._process = os.getpid()
         self._shared = SharedMemory(layout.LENGTH)
-        self._memory = RankMemory.create(self._shared.view)
+        self.memory = RankMemory.create(self._shared.view)
         # The lease itself: the kernel ends this lock with the process.
         fcntl.lockf(self._shared.file, fcntl.LOCK_EX)
         self._connection: socket.socket | None = None
@@ -101,7 +102,7 @@ class Lease:
     @property
     def is_revoked(self) -> bool:
         """Whether this process received a termination signal, so that the clock must stay the default one."""
-        return self._memory.is_revoked
+        return self.memory.is_revoked
 
     def is_watched(self) -> bool:
         """Return whether an agent watches, or was lost within the last seconds; if it was, start another one.
@@ -109,7 +110,7 @@ class Lease:
         It returns immediately, and is to be called between iterations.
         """
         now_s = self._time.now_s()
-        if now_s - self._memory.heartbeat_s < _OLD_S:
+        if now_s - self.memory.heartbeat_s < _OLD_S:
             if self.is_granted:
                 self._seen_s = now_s
                 return True

@@ -19,6 +19,7 @@ from perseus_ds.clocks.events import DeviceEvent
 from perseus_ds.clocks.readback import ClockReadback, Refusal
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 DRIVER_HANGS_S = 3.0
@@ -114,7 +115,8 @@ class ClockController:
         overtaken: Requests skipped because a later one was already due.
         readback: What was read of the clock, how late clocks are, and what limits them.
         is_closed: Whether the default clock is restored for good.
-        must_not_lock: Returns whether an agent has reset the clock, which must then stay the default one.
+        lease: The memory by which an agent knows whether the clock is locked, and says that it has reset it; None
+            without an agent.
     """
 
     def __init__(
@@ -154,7 +156,8 @@ class ClockController:
         self._busy_since_s: float | None = None
         self._closing: threading.Thread | None = None
         self.is_closed = False
-        self.must_not_lock: Callable[[], bool] = bool
+        self.lease: RankMemory | None = None
+        self._resets = 0
         self._is_restored = self._has_ended = False
         # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
         self._wanted_mhz: int | None = None
@@ -167,7 +170,7 @@ class ClockController:
 
     def request(self, clock_mhz: int | None, after: DeviceEvent | None = None) -> None:
         """Request a clock (None for the default) once the GPU has passed an event; returns at once."""
-        if clock_mhz != self._requested_mhz or self._is_idle:
+        if clock_mhz != self._requested_mhz or self._is_idle or self._was_reset:
             self._requested_mhz = clock_mhz
             self._is_idle = False
             self._put(ClockRequest(clock_mhz, after))
@@ -232,6 +235,16 @@ class ClockController:
         if self.failing_s >= DRIVER_HANGS_S:
             return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
         return None
+
+    @property
+    def _is_revoked(self) -> bool:
+        """Whether the clock must stay the default one, since the process received a termination signal."""
+        return self.lease is not None and self.lease.is_revoked
+
+    @property
+    def _was_reset(self) -> bool:
+        """Whether the agent has reset the clock since it was set."""
+        return self._clock_mhz is not None and self.lease is not None and self.lease.resets != self._resets
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Restore the default clock for good; from any thread, a signal's handler included.
@@ -405,7 +418,7 @@ class ClockController:
         """Set a clock, now or, after a refusal, later; None for the default."""
         self._wanted_mhz, self._again_at_s = clock_mhz, None
         try:
-            if clock_mhz != self._clock_mhz:
+            if clock_mhz != self._clock_mhz or self._was_reset:
                 self._call_driver(clock_mhz)
             self._refusals, self._busy_since_s = 0, None
         except GpuBusyError:
@@ -442,8 +455,11 @@ class ClockController:
         self._in_call(partial(self._ask_driver, clock_mhz))
 
     def _ask_driver(self, clock_mhz: int | None) -> None:
-        if self.is_closed or (clock_mhz is not None and self.must_not_lock()):
+        if self.is_closed or (clock_mhz is not None and self._is_revoked):
             return
+        if self.lease is not None:
+            self._resets = self.lease.resets
+            self.lease.may_be_locked = True
         self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
         begin_s = self._time.now_s()
         if clock_mhz is None:
@@ -451,10 +467,12 @@ class ClockController:
         else:
             self._gpu.lock_clock(clock_mhz)
         # The call was late, and neither close() nor the agent has waited for it.
-        if clock_mhz is not None and (self.is_closed or self.must_not_lock()):
+        if clock_mhz is not None and (self.is_closed or self._is_revoked):
             self._gpu.reset_clock()
             clock_mhz = None
         self._clock_mhz = clock_mhz
+        if self.lease is not None:
+            self.lease.may_be_locked = clock_mhz is not None
         self.changes += 1
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
 

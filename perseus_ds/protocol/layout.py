@@ -1,6 +1,7 @@
 """The layout of the memory that a rank shares with its agent.
 
-The client writes the header. The agent writes its heartbeat and whether it revoked the lease.
+The client writes the header, how far its rank is, and whether the clock may be locked. The agent writes its heartbeat,
+how many times it has reset the clock, and whether it revoked the lease.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 1
+VERSION = 2
 LENGTH = 4096
 """Length of the memory [bytes]."""
 _MAGIC = b"PERSEUS\0"
 _HEADER = struct.Struct("=8sII")  # magic, version, length
-_HEARTBEAT, _REVOKED = 2, 3  # words of 8 bytes
+_HEARTBEAT, _REVOKED, _RESETS, _LOCKED, _PROGRESS = range(2, 7)  # words of 8 bytes
 
 
 class RankMemory:
@@ -23,6 +24,9 @@ class RankMemory:
     Attributes:
         heartbeat_s: When the agent last looked at this rank, in monotonic time [s]; 0 if it never did.
         is_revoked: Whether the agent has ended the lease, since the rank's process received a termination signal.
+        resets: Number of times that the agent has reset the clock while the lease lasts.
+        may_be_locked: Whether the clock may be locked; set before it is.
+        progress: Number of times that an iteration has begun or ended. It is odd within an iteration.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -61,3 +65,31 @@ class RankMemory:
     def revoke(self) -> None:
         """Forbid the rank to lock the clock from now on."""
         self._words[_REVOKED] = 1
+
+    @property
+    def resets(self) -> int:
+        return self._words[_RESETS]
+
+    def count_reset(self) -> None:
+        """Note that the agent is about to reset the clock."""
+        self._words[_RESETS] += 1
+
+    @property
+    def may_be_locked(self) -> bool:
+        return self._words[_LOCKED] != 0
+
+    @may_be_locked.setter
+    def may_be_locked(self, locked: bool) -> None:
+        self._words[_LOCKED] = locked
+
+    @property
+    def progress(self) -> int:
+        return self._words[_PROGRESS]
+
+    def begin_iteration(self) -> None:
+        """Note that an iteration begins."""
+        self._words[_PROGRESS] = (self._words[_PROGRESS] + 1) | 1
+
+    def end_iteration(self) -> None:
+        """Note that the iteration has ended, if there is one."""
+        self._words[_PROGRESS] += self._words[_PROGRESS] & 1

@@ -267,6 +267,8 @@ class PerseusRuntime:
         begun = ended if start_s - ended_s < _TOGETHER_S else self._energy_at(begins)
         self._hooks.change_plan(plan, aligns_tail=aligns_tail)
         self._in_iteration = True
+        if clocks.lease is not None:
+            clocks.lease.begin_iteration()
         try:
             yield
         except BaseException:
@@ -274,6 +276,8 @@ class PerseusRuntime:
             raise
         finally:
             self._in_iteration = False
+            if clocks.lease is not None:
+                clocks.lease.end_iteration()
         # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
         finished = self.rank.timers.finish_iteration()
         ended = self._energy_at(finished.end, with_limits=True)

@@ -42,7 +42,7 @@ class Supervision:
             if job.config.mode != "observe" and rank.gpu.address is not None:  # otherwise no clock can stay locked
                 self._lease = lease = Lease(rank.gpu.address)
                 self._parts.callback(lease.close)
-                rank.clocks.must_not_lock = lambda: lease.is_revoked
+                rank.clocks.lease = lease.memory
             if rank.communicator.is_rank_0:
                 self._listen(job, recorder, control)
                 if (config := job.config.metrics) is not None:

@@ -52,8 +52,13 @@ if end == "cannot start":
 if end == "fork":
     if os.fork() == 0:
         time.sleep(600)
+for lease in leases:
+    lease.memory.may_be_locked = True
 while True:
-    time.sleep(0.01)
+    for lease in leases:
+        lease.memory.begin_iteration()
+        time.sleep(0.01)
+        lease.memory.end_iteration()
 """
 )
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
@@ -259,6 +264,14 @@ def test_sigterm_to_an_agent_resets_all_clocks(node: Node) -> None:
     os.kill(agent, signal.SIGTERM)
     wait_until_clocks_are(node.stub, [0, 0, 0, 0])
     assert is_running(agent), "ranks may still need it"
+
+
+def test_a_rank_that_is_stopped_has_its_clock_reset(node: Node) -> None:
+    ranks = [node.rank("wait", 0), node.rank("train", 1)]
+    for rank in ranks:
+        node.agent_of(rank)
+    ranks[1].send_signal(signal.SIGSTOP)
+    wait_until_clocks_are(node.stub, [1200, 0, 0, 0])
 
 
 def test_a_forked_process_that_outlives_its_rank_keeps_no_clock_locked(node: Node) -> None:

@@ -11,6 +11,8 @@ from virtual.time import VirtualTime
 from perseus_ds.clocks.controller import ClockController, short_switch_interval
 from perseus_ds.clocks.events import PassedEvent
 from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.protocol import layout
+from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.timebase import Flag, RealTime
 
 LATENCY_S = 0.02
@@ -527,3 +529,43 @@ def test_a_thread_that_is_kept_from_going_on_says_by_how_much(now, gpu, held_s, 
         now.sleep(A_WHILE_S)
     assert clocks.thread_late_s == pytest.approx(late_s, abs=1e-6)
     clocks.close()
+
+
+@pytest.fixture
+def lease(clocks):
+    clocks.lease = RankMemory.create(memoryview(bytearray(layout.LENGTH)))
+    return clocks.lease
+
+
+def test_an_agent_knows_that_a_clock_may_be_locked_before_it_is(clocks, gpu, lease):
+    seen = []
+    lock = gpu.lock_clock
+    gpu.lock_clock = lambda clock_mhz: (seen.append(lease.may_be_locked), lock(clock_mhz))
+    set_clock(clocks, 1200)
+    assert seen == [True]
+    set_clock(clocks, None)
+    assert not lease.may_be_locked
+
+
+def test_a_clock_that_the_agent_has_reset_is_set_again_when_it_is_requested(clocks, gpu, lease):
+    set_clock(clocks, 1200)
+    lease.count_reset()
+    gpu.reset_clock()
+    set_clock(clocks, 1200)
+    set_clock(clocks, 1200)
+    assert gpu.clocks_set == [1200, None, 1200]
+
+
+def test_no_clock_is_set_once_the_agent_has_revoked_the_lease(clocks, gpu, lease):
+    set_clock(clocks, 1200)
+    lease.revoke()
+    set_clock(clocks, 1305)
+    clocks.close()
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_a_call_that_was_under_way_when_the_lease_was_revoked_leaves_no_clock_locked(clocks, gpu, lease, now):
+    lock = gpu.lock_clock
+    gpu.lock_clock = lambda clock_mhz: (lock(clock_mhz), lease.revoke())
+    set_clock(clocks, 1200)
+    assert gpu.clocks_set == [1200, None]

@@ -19,11 +19,25 @@ def test_what_one_side_writes_the_other_reads():
     assert (client.heartbeat_s, client.is_revoked) == (2.5, False)
     agent.revoke()
     assert client.is_revoked
+    agent.count_reset()
+    assert client.resets == 1
+    client.may_be_locked = True
+    assert agent.may_be_locked
 
 
-@pytest.mark.parametrize("content", [b"", b"PERSEUS\0\2\0\0\0", b"x" * layout.LENGTH])
+def test_progress_is_odd_within_an_iteration_and_increases_whatever_is_left_out():
+    memory = RankMemory.create(memoryview(bytearray(layout.LENGTH)))
+    seen = [memory.progress]
+    for step in (memory.begin_iteration, memory.begin_iteration, memory.end_iteration, memory.end_iteration):
+        step()
+        seen.append(memory.progress)
+    memory.begin_iteration()
+    assert [*seen, memory.progress] == [0, 1, 3, 4, 4, 5]
+
+
+@pytest.mark.parametrize("content", [b"", b"PERSEUS\0\1\0\0\0", b"x" * layout.LENGTH])
 def test_memory_of_another_layout_is_an_error(content):
-    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 1 and 4096 bytes"):
+    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 2 and 4096 bytes"):
         RankMemory(memoryview(bytearray(content)))
 
 

@@ -85,6 +85,14 @@ def _all_while_the_agent_is_stopped(trial: Trial) -> float:
     return kill([*trial.tree, *agents])
 
 
+def _stopped_rank(trial: Trial) -> float:
+    """Stop a rank, for which the others wait, and kill all of them once their clocks are the default ones."""
+    now_s = send([trial.draw.choice(trial.ranks)], signal.SIGSTOP)
+    trial.wait_until(lambda: not any(trial.node.locked_clocks_mhz()), "default clocks")
+    kill(trial.tree)
+    return now_s
+
+
 def _term_then_kill(after_s: float, trial: Trial) -> float:
     now_s = send(trial.ranks, signal.SIGTERM)
     time.sleep(after_s)
@@ -196,6 +204,7 @@ LIGHT = [
         ends_agent=True,
     ),
     Scenario("the agent; within 0.5 s all ranks", _agent_then_ranks_soon, ends_agent=True),
+    Scenario("SIGSTOP to one rank, for which the other waits", _stopped_rank),
     Scenario("the agent is stopped; all ranks; it continues", _stopped_agent_then_ranks),
     Scenario("the agent, stopped before, and all at once", _all_while_the_agent_is_stopped, ends_agent=True),
     Scenario("the agent and all at once", _with_agent, ends_agent=True),
