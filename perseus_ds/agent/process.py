@@ -259,6 +259,8 @@ class Agent:
                 self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
             else:
                 rank.gpu = message.gpu
+                if message.gpu in self._inherited and not message.is_renewal:
+                    self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
                 self._has_served = True
 
     def _forget_former(self, rank: _Rank) -> None:

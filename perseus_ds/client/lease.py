@@ -82,8 +82,7 @@ class Lease:
         self._starting: subprocess.Popen[bytes] | None = None
         self._next_start_s = -_STARTED_AGAIN_S
         self._seen_s = timebase.now_s()
-        self.is_granted = False
-        self._is_released = False
+        self.is_granted = self._was_granted = self._is_released = False
         try:
             self._request(job)
         except BaseException as error:
@@ -133,12 +132,16 @@ class Lease:
             end_s = self._time.now_s() + timeout_s
             with contextlib.suppress(OSError):
                 self._connection.send(messages.encode(Release()))
-                while not self._is_released and self._time.now_s() < end_s:
+                while self._is_connected and not self._is_released and self._time.now_s() < end_s:
                     self._is_released = isinstance(self._receive(), Released)
                     if not self._is_released:
                         self._time.sleep(_AGAIN_S / 10)
             self._disconnect()
         return self._is_released
+
+    @property
+    def _is_connected(self) -> bool:
+        return self._connection is not None
 
     def _request(self, job: str | None) -> None:
         """Wait until the lease is granted."""
@@ -167,14 +170,16 @@ class Lease:
         if self._connection is None:
             try:
                 self._connection = places.connect(self._name)
-                socket.send_fds(self._connection, [messages.encode(RequestLease(self._gpu))], [self._shared.file])
+                socket.send_fds(
+                    self._connection, [messages.encode(RequestLease(self._gpu, self._was_granted))], [self._shared.file]
+                )
             except (FileNotFoundError, ConnectionRefusedError, BrokenPipeError):
                 self._disconnect()
                 self._start_if_due()
                 return None
         answer = self._receive()
         if isinstance(answer, Granted):
-            self.is_granted, self._is_released = True, False
+            self.is_granted = self._was_granted = True
             self._signals.start(self._connection)
             for left in answer.left_locked:
                 said = f"it cannot be reset ({left.error})" if left.error else "it is reset"

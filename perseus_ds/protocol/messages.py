@@ -20,9 +20,11 @@ class RequestLease(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
+        is_renewal: Whether another agent, which is gone, had granted it to this process.
     """
 
     gpu: str
+    is_renewal: bool = False
 
 
 class LeftLocked(msgspec.Struct, frozen=True):

@@ -311,6 +311,19 @@ def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node
     assert done[1].stderr == ""
 
 
+def test_a_clock_that_the_same_job_left_locked_before_it_was_restarted_is_reset(
+    node: Node, stub_nvml: StubNvml
+) -> None:
+    """As torchrun restarts ranks, after everything was killed."""
+    first = node.rank("wait", 0)
+    os.kill(node.agent_of(first), signal.SIGKILL)
+    first.kill()
+    first.wait()
+    start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
+    done = stub_nvml.run("-c", f"{start}gpu = NvmlGpu(0); Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())")
+    assert done.stdout == "1410\n"
+
+
 def test_a_gpu_of_another_job_is_refused_with_its_agent(node: Node, stub_nvml: StubNvml) -> None:
     agent = node.agent_of(node.rank("wait", 0))
     start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
