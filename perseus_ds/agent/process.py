@@ -376,8 +376,14 @@ def main() -> None:
         return  # The agent is the child, an orphan: it is not in the job's process tree.
     for variable in _NOT_INHERITED:
         os.environ.pop(variable, None)
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a launcher may have pinned the rank to some cores
+    # A launcher may have pinned the rank to some cores, or lowered its priority.
+    for function, *arguments in (
+        (os.sched_setaffinity, 0, range(os.cpu_count() or 1)),
+        (os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0)),
+        (os.setpriority, os.PRIO_PROCESS, 0, 0),
+    ):
+        with contextlib.suppress(OSError):  # such as no permission to raise the priority
+            function(*arguments)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)

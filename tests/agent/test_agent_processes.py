@@ -360,6 +360,20 @@ def test_an_agent_is_of_the_package_that_starts_it(
     assert Lease(address, str(tmp_path)).close(GIVE_UP_S)
 
 
+def test_an_agent_leaves_affinity_priority_and_profilers_of_its_rank_behind(node: Node, stub_nvml: StubNvml) -> None:
+    pinned = (
+        "import os\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
+        "os.nice(5)\n"
+        "os.environ |= {'LD_PRELOAD': '', 'OMP_NUM_THREADS': '1', 'NSYS_X': '1', 'CUDA_VISIBLE_DEVICES': '3'}\n"
+    )
+    agent = psutil.Process(node.agent_of(node.start(pinned + RANK, node.job, "wait", "0")))
+    assert set(agent.cpu_affinity() or ()) == os.sched_getaffinity(0)
+    assert agent.nice() == os.getpriority(os.PRIO_PROCESS, 0) or os.geteuid() != 0
+    assert not {"LD_PRELOAD", "OMP_NUM_THREADS", "NSYS_X"} & set(agent.environ())
+    assert agent.cwd() == "/"
+
+
 def test_jobs_do_not_share_an_agent(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
     other = Node(stub_nvml, f"{tmp_path}/other")
     mine, theirs = node.rank("wait", 0), other.rank("wait", 1)
