@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -26,7 +27,8 @@ _SIGNALS = {
 def _send(number: signal.Signals, to: str, trial: Trial) -> float:
     if to == "the process group":
         now_s = time.monotonic()
-        os.killpg(trial.launcher.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # a job that is at its end may be over
+            os.killpg(trial.launcher.pid, number)
         return now_s
     ranks = trial.ranks
     if to == "one rank":
