@@ -216,7 +216,7 @@ def measured_job(
         # Ranks that share a stage are numbered one after the other.
         by_stage_w = powers_w.reshape(ranks, -1).mean(axis=1) if len(powers_w) and len(powers_w) % ranks == 0 else []
         with naming(path):
-            profile = observed_profile(timeline, list(by_stage_w), blocking_power_w=blocking_power_w, clock_mhz=None)
+            profile = observed_profile(timeline, list(by_stage_w), blocking_power_w=blocking_power_w)
     else:
         raise ConfigError(f"{path}: no profile.csv and no timeline.json. Train for three iterations or more.")
     recorded = timeline.job if timeline and timeline.job else ProfileInfo()

@@ -181,12 +181,14 @@ def _given(text: str, job: MeasuredJob) -> Cut:
 
 def _of_kinds(balance: Balance) -> Iterator[str]:
     """Yield what was measured, and what each kind of part costs."""
+    from perseus_ds.profiler.observed import UNREAD_CLOCK_MHZ
     from perseus_ds.units import number
 
     job, kinds = balance.job, balance.kinds
     info = job.profile.info
     stages = f"{job.schedule.num_stages} stages on {job.ranks} ranks, {job.schedule.micro_batches} micro-batches"
-    yield f"{info.model or 'a model'} on {info.gpu}, {stages}, at {kinds.clocks_mhz[-1]} MHz"
+    clock = "default clocks" if list(kinds.clocks_mhz) == [UNREAD_CLOCK_MHZ] else f"{kinds.clocks_mhz[-1]} MHz"
+    yield f"{info.model or 'a model'} on {info.gpu}, {stages}, at {clock}"
     yield ""
     passes = [f"{kind} [ms]" for kind in kinds.time_s]
     energies = [f"{kind} [J]" for kind in kinds.time_s] if job.has_energy else []
@@ -268,7 +270,8 @@ def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
     if fastest:
         best = min(fastest, key=lambda pair: pair[0])[1]
         assert best.layout is not None
-        yield f"Fastest: {best.ranks} ranks with {best.stages_per_rank} stages each:\n{best.layout.spelled()}"
+        stages = "one stage" if best.stages_per_rank == 1 else f"{best.stages_per_rank} stages"
+        yield f"Fastest: {best.ranks} ranks with {stages} each:\n{best.layout.spelled()}"
 
 
 def _cautions(balance: Balance, *, is_planned: bool) -> Iterator[str]:

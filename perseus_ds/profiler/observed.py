@@ -23,20 +23,17 @@ from perseus_ds.pipeline.schedule import Load, Transfer
 
 _LEAST_SPREAD = 0.05
 """Ranks whose waiting differs by less than this part of an iteration do not tell blocking power."""
-_ANY_CLOCK_MHZ = 1000
-"""Of a profile whose default clock is not known."""
+UNREAD_CLOCK_MHZ = 1000
+"""Stands for the default clock, which nobody has read."""
 
 
-def observed_profile(
-    file: TimelineFile, powers_w: Sequence[float], *, blocking_power_w: float | None, clock_mhz: int | None
-) -> StageProfile:
+def observed_profile(file: TimelineFile, powers_w: Sequence[float], *, blocking_power_w: float | None) -> StageProfile:
     """Return the profile of the iterations at default clocks; without blocking power, no energy of it is known.
 
     Args:
         file: The job's timeline.
         powers_w: Mean power of each pipeline rank's GPU [W]; empty where it is not known.
         blocking_power_w: What a waiting GPU draws [W], if it is known.
-        clock_mhz: The default clock, if it is known.
 
     Raises:
         ConfigError: It has no iteration at default clocks.
@@ -59,21 +56,20 @@ def observed_profile(
             for rank, (power_w, wait) in enumerate(zip(powers_w, waits, strict=True))
         }
     rank_of = {op.stage: rank for rank, ops in enumerate(iterations[0].ranks) for op in ops if op.kind == "forward"}
-    clock = clock_mhz or _ANY_CLOCK_MHZ
     rows, quality = [], []
     for (stage, kind), taken_s in durations_s.items():
         if kind is Kind.TAIL:
             continue
         mean_s = max(1e-9, statistics.fmean(taken_s))
         error = statistics.stdev(taken_s) / len(taken_s) ** 0.5 / mean_s if len(taken_s) > 1 else None
-        rows.append(Measurement(stage, kind, clock, mean_s, mean_s * busy_w[rank_of[stage]]))
+        rows.append(Measurement(stage, kind, UNREAD_CLOCK_MHZ, mean_s, mean_s * busy_w[rank_of[stage]]))
         quality.append(
-            RowQuality(stage=stage, kind=kind, clock_mhz=clock, samples=len(taken_s), time_relative_error=error)
+            RowQuality(
+                stage=stage, kind=kind, clock_mhz=UNREAD_CLOCK_MHZ, samples=len(taken_s), time_relative_error=error
+            )
         )
     job = file.job or ProfileInfo(simulated=file.simulated, gpu=file.gpu)
-    info = job.model_copy(
-        update={"blocking_power_w": known_w if powers_w else None, "rows": quality, "default_clock_mhz": clock_mhz}
-    )
+    info = job.model_copy(update={"blocking_power_w": known_w if powers_w else None, "rows": quality})
     return StageProfile(rows, info.with_fixed_durations(_fixed(iterations, durations_s)))
 
 

@@ -9,7 +9,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Transfer
-from perseus_ds.profiler.observed import observed_profile
+from perseus_ds.profiler.observed import UNREAD_CLOCK_MHZ, observed_profile
 
 FORWARD_S, BACKWARD_S, TRANSFER_S = (0.1, 0.2, 0.3), (0.2, 0.4, 0.5), 0.01
 BUSY_W, WAITING_W = 400.0, 100.0
@@ -46,10 +46,10 @@ def file_of(*iterations):
 
 
 def test_times_transfers_and_tails_are_those_of_the_iteration():
-    profile = observed_profile(file_of(observed()), [], blocking_power_w=None, clock_mhz=1410)
+    profile = observed_profile(file_of(observed()), [], blocking_power_w=None)
     for stage in range(3):
-        assert profile.at(stage, Kind.FORWARD, 1410).time_s == pytest.approx(FORWARD_S[stage])
-        assert profile.at(stage, Kind.BACKWARD, 1410).time_s == pytest.approx(BACKWARD_S[stage])
+        assert profile.at(stage, Kind.FORWARD, UNREAD_CLOCK_MHZ).time_s == pytest.approx(FORWARD_S[stage])
+        assert profile.at(stage, Kind.BACKWARD, UNREAD_CLOCK_MHZ).time_s == pytest.approx(BACKWARD_S[stage])
     assert profile.info.tail_s == pytest.approx({0: 0.05, 1: 0.05, 2: 0.05})
     assert profile.info.fixed_durations.transfer_s["activation", 0, 1] == pytest.approx(TRANSFER_S)
     assert profile.info.rows[0].samples == 4
@@ -60,7 +60,7 @@ def test_the_power_of_waiting_follows_from_ranks_that_wait_differently():
     iteration = observed()
     powers_w = [WAITING_W * waits + BUSY_W * (1 - waits) for waits in iteration.waits]
     for given in (None, WAITING_W):
-        profile = observed_profile(file_of(iteration), powers_w, blocking_power_w=given, clock_mhz=None)
+        profile = observed_profile(file_of(iteration), powers_w, blocking_power_w=given)
         assert profile.info.blocking_power_w == pytest.approx(WAITING_W)
         row = profile.at_highest_clock(2, Kind.BACKWARD)
         assert row.energy_j == pytest.approx(BUSY_W * BACKWARD_S[2])
@@ -70,10 +70,10 @@ def test_ranks_that_wait_alike_do_not_tell_the_power_of_waiting():
     alike = [MeasuredOperation(kind="forward", stage=0, micro_batch=0, start_s=0.0, end_s=1.0)]
     other = [alike[0].model_copy(update={"stage": 1})]
     iteration = MeasuredIteration(iteration=2, phase="observe", ranks=[alike, other])
-    profile = observed_profile(file_of(iteration), [300.0, 300.0], blocking_power_w=None, clock_mhz=None)
+    profile = observed_profile(file_of(iteration), [300.0, 300.0], blocking_power_w=None)
     assert profile.info.blocking_power_w is None
 
 
 def test_iterations_under_plans_are_left_out():
     with pytest.raises(ConfigError, match="no iteration at default clocks"):
-        observed_profile(file_of(observed(plan=3)), [], blocking_power_w=None, clock_mhz=None)
+        observed_profile(file_of(observed(plan=3)), [], blocking_power_w=None)
