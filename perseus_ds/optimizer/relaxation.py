@@ -40,12 +40,12 @@ Micro-batches are alike, so the optimum is far from unique. The tilt picks one t
 part of the iteration down as a whole rather than everything by half a step, which real clocks can
 realise with few clock changes. The bound is computed without the tilt and loses less than 0.01 % by it.
 """
-_ALTERNATION = 0.1
+_ALTERNATION = 0.15
 """The fraction by which savings are raised and lowered in turns where optima are to alternate.
 
-Where no single clock fits, an instruction runs at a lower one for some micro-batches and at a higher one for others. In
-the middle of 1F1B, a backward and the forward after it have the same time as the forward and the backward of the next
-stage. So neighbours need not wait where they take turns at the lower clock: the tilt picks such an optimum.
+Where no single clock fits, an instruction runs at a lower one for some micro-batches and at a higher one for others.
+Neighbouring stages need not wait for each other where these micro-batches follow a rule: every second one, or every
+third, fourth or fifth, the next stage one micro-batch later. The tilt picks such an optimum.
 """
 
 
@@ -81,12 +81,12 @@ class Pieces:
 class Relaxation:
     """Solves the relaxed problem of one network for any deadline."""
 
-    def __init__(self, network: Network, *, alternating: bool = False) -> None:
-        """Take the network, and whether its optima are to alternate; see ``_ALTERNATION``."""
+    def __init__(self, network: Network, *, turns: int = 1) -> None:
+        """Take the network, and after how many micro-batches its optima are to repeat; see ``_ALTERNATION``."""
         self.network = network
         self._tilt = 1 + _TILT * (1 - 2 * network.position[: network.decisions])
-        if alternating:
-            self._tilt += _ALTERNATION * _alternation(network.problem)
+        if turns > 1:
+            self._tilt += _ALTERNATION * _alternation(network.problem, turns)
         problem = network.problem
         self.fastest_j = float(problem.table.cost_j[problem.fastest].sum())
         self.time_unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
@@ -151,12 +151,14 @@ class Relaxation:
         return _InteriorPoint(self, deadline_s, pieces, waiting_w, self.network.least_s).run()
 
 
-def _alternation(problem: Problem) -> Floats:
-    """Return 1 and -1 in turns over micro-batches, stages, and a backward and the forward beside it."""
+def _alternation(problem: Problem, turns: int) -> Floats:
+    """Return values from -1 to 1 for every decision, which repeat after so many micro-batches."""
     turn = np.zeros(len(problem.node))
     for decisions, stream in zip(problem.rank_decisions, problem.instructions, strict=True):
-        turn[decisions] = [i.micro_batch + i.stage + (i.kind is Kind.BACKWARD) for i in stream]
-    result: Floats = 1.0 - 2.0 * (turn % 2)
+        # In the middle of 1F1B, a backward and the forward after it have the same time as the forward and the backward
+        # of the next stage.
+        turn[decisions] = [i.micro_batch - i.stage + (turns == 2 and i.kind is Kind.BACKWARD) for i in stream]
+    result: Floats = np.cos(2 * np.pi / turns * turn)
     return result
 
 

@@ -36,6 +36,8 @@ _FLAT = 2e-6
 _SAME = 1e-9
 """Between two times this close, relative to them, there is no other worth planning for."""
 _FIRST_SWEEPS, _LATER_SWEEPS = 2, 3
+_TURNS = (2, 3, 4, 5)
+"""After so many micro-batches relaxed optima repeat from which plans are searched for too."""
 _DISTANCES = (4, -4, 2, -2, 1, -1)
 """Plans are searched for from those so many deadlines later too, sped up, and from those before, slowed down."""
 _WORTH_IT = 5e-6
@@ -70,7 +72,7 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
         targets_s = [_between(target_s, time_s, own_s)]
         # Runs of instructions at one clock do not alternate.
         if not is_held:
-            targets_s.append(_between(_alternating_s(network, time_s), time_s, own_s))
+            targets_s += [_between(_alternating_s(network, time_s, turns), time_s, own_s) for turns in _TURNS]
         event_s = _round(network, targets_s, own_s, progress)
     options = choose_clocks(network, event_s)
     if is_held:
@@ -203,9 +205,9 @@ def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
     return values[:, right - 1] * (1 - share) + values[:, right] * share
 
 
-def _alternating_s(network: Network, deadline_s: Floats) -> Floats:
+def _alternating_s(network: Network, deadline_s: Floats, turns: int) -> Floats:
     """Return event times of relaxed optima that alternate, shape (events, deadlines) [s]."""
-    relaxation, earliest_s = Relaxation(network, alternating=True), network.problem.t_min_s * (1 + _NEAR)
+    relaxation, earliest_s = Relaxation(network, turns=turns), network.problem.t_min_s * (1 + _NEAR)
     return np.stack([relaxation.solve(max(time_s, earliest_s)).event_s for time_s in deadline_s.tolist()], axis=1)
 
 
