@@ -22,9 +22,10 @@ durations between X and Y on either path, x the times at which nodes finish, and
 
     f1 * L1 + f2 * L2  <=  (f1 + f2) * max(L1, L2)  <=  (f1 + f2) * (x_Y - t_Y - x_X).
 
-So the proof holds with the middle term in place of the left one. Let G(L) be the least effective
-energy of the four instructions where neither path is longer than L. Then their energy and the middle term are
-together at least the minimum of G(L) + (f1 + f2) * L, which lies at a corner of the lower hull of G.
+So the proof holds with the middle term in place of the left one. Flow into an instruction beyond that of its path,
+b, pays for it as before. So the four instructions and the middle term are together at least the minimum, over the
+clocks of all four, of the sum of c + b * t + (f1 + f2) * max(L1, L2), where lengths with which no plan can end by T
+do not count.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import FrontierError, ProfileError
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Corners, Floats, Indices, InstructionGroup, Problem, problem_for
+from perseus_ds.optimizer.problem import Corners, Floats, Indices, Problem, problem_for
 from perseus_ds.optimizer.relaxation import Relaxed
+from perseus_ds.optimizer.search import evenly
 
+_SAMPLED = 8
+"""By the gains of so many pairs of paths it is decided which ranks are bounded together."""
 _ROUNDING = 1e-12
 """Largest rounding error of the sums, relative to their terms; the bound is lowered by it."""
 
@@ -140,7 +144,7 @@ class Verifier:
         into, ends = self.prices_w(edge_flow_w, source_flow_w)
         price_w = into[self.problem.node]
         least_j = self._least_j(time_s, price_w)
-        instructions_j = float(least_j.sum()) + self._joint_gain_j(least_j, price_w, edge_flow_w)
+        instructions_j = float(least_j.sum()) + self._joint_gain_j(time_s, least_j, price_w, edge_flow_w)
         fixed_j = float(into @ self.problem.fixed_s)
         waiting_w = self.problem.waiting_power_w
         # A plan may end earlier, which costs less where a second is worth less than it costs to wait.
@@ -167,33 +171,44 @@ class Verifier:
             result[some] = values.min(axis=1)
         return result
 
-    def _joint_gain_j(self, least_j: Floats, price_w: Floats, edge_flow_w: Floats) -> float:
+    def _joint_gain_j(self, time_s: float, least_j: Floats, price_w: Floats, edge_flow_w: Floats) -> float:
         """Return by how much joint minima over parallel paths exceed the sums of ``least_j``."""
-        flows_w = [tuple(edge_flow_w[edges].min(axis=1) for edges in pairs.edges) for pairs in self._pairs]
-        gains_j = [self._gains_j(*args, least_j, price_w) for args in zip(self._pairs, flows_w, strict=True)]
-        chosen = matching([pairs.rank for pairs in self._pairs], [float(g.sum()) for g in gains_j])
+        expected_j = []
+        for pairs in self._pairs:
+            few = pairs.sample()
+            flows_w = [edge_flow_w[edges].min(axis=1) for edges in few.edges]
+            gains_j = self._gains_j(few, flows_w, time_s, least_j, price_w)
+            expected_j.append(len(pairs.decisions) * float(gains_j.mean()))
+        chosen = [self._pairs[n] for n in matching([p.rank for p in self._pairs], expected_j) if expected_j[n] > 0]
         # Paths may share an edge; together they must not use more than its flow.
         used_w = np.zeros(len(edge_flow_w))
-        for number in chosen:
-            for edges, flow_w in zip(self._pairs[number].edges, flows_w[number], strict=True):
-                np.add.at(used_w, edges, flow_w[:, None])
+        for pairs in chosen:
+            for edges in pairs.edges:
+                np.add.at(used_w, edges, edge_flow_w[edges].min(axis=1)[:, None])
         share = np.divide(edge_flow_w, used_w, out=np.ones_like(used_w), where=used_w > edge_flow_w)
         total_j = 0.0
-        for number in chosen:
-            pairs = self._pairs[number]
-            kept = tuple(f * share[e].min(axis=1) for f, e in zip(flows_w[number], pairs.edges, strict=True))
-            total_j += float(self._gains_j(pairs, kept, least_j, price_w).sum())
+        for pairs in chosen:
+            flows_w = [edge_flow_w[edges].min(axis=1) * share[edges].min(axis=1) for edges in pairs.edges]
+            total_j += float(self._gains_j(pairs, flows_w, time_s, least_j, price_w).sum())
         return total_j
 
-    def _gains_j(self, pairs: PathPairs, flows_w: tuple[Floats, ...], least_j: Floats, price_w: Floats) -> Floats:
+    def _gains_j(
+        self, pairs: PathPairs, flows_w: Sequence[Floats], time_s: float, least_j: Floats, price_w: Floats
+    ) -> Floats:
         """Return for each pair of paths what its joint minimum adds, never below 0."""
-        first_w, second_w = flows_w
-        joint_j = pairs.corners.least_j(first_w + second_w) - pairs.fixed_s[0] * first_w - pairs.fixed_s[1] * second_w
+        path_w = np.stack(flows_w, axis=1)
+        decisions = pairs.decisions.reshape(-1, 2, 2)
         # Flow beyond that of the paths pays for each instruction on its own.
-        path_w = np.stack([first_w, first_w, second_w, second_w], axis=1)
-        beyond_w = price_w[pairs.decisions] - path_w
-        joint_j += (beyond_w * self._fastest_s[pairs.decisions]).sum(axis=1)
-        gain_j: Floats = np.maximum(joint_j - least_j[pairs.decisions].sum(axis=1), 0.0)
+        beyond_w = price_w[decisions] - path_w[:, :, None]
+        joint_j = path_w.sum(axis=1)[:, None] * pairs.length_s
+        for number, path in enumerate(pairs.options):
+            priced_j = path.cost_j + beyond_w[:, number] @ path.time_s
+            joint_j += np.minimum.accumulate(priced_j, axis=1)[:, path.within]
+        room_s = time_s * (1 + 1e-9) - self._rest_s[decisions[:, :, 1]] - self._ready_s[decisions[:, :, 0]]
+        longest_s = (room_s + pairs.fixed_s).max(axis=1)
+        joint_j[:, 1:][pairs.length_s[1:] > longest_s[:, None]] = np.inf
+        added_j = joint_j.min(axis=1) - path_w @ pairs.fixed_s - least_j[pairs.decisions].sum(axis=1)
+        gain_j: Floats = np.maximum(added_j, 0.0)
         return gain_j
 
 
@@ -204,6 +219,21 @@ class _Path:
     nodes: tuple[int, ...]
     first: int
     last: int
+
+
+@dataclass(frozen=True)
+class _PathOptions:
+    """The choices of clocks for the two decisions of a path, the shortest first.
+
+    Attributes:
+        time_s: Shape (2, choices): of both decisions [s].
+        cost_j: Shape (choices,): effective energy of both [J].
+        within: Shape (lengths,): for each length, the last choice that is not longer.
+    """
+
+    time_s: Floats
+    cost_j: Floats
+    within: Indices
 
 
 _Alike = tuple[int, tuple[int, ...], tuple[float, float], tuple[int, ...]]
@@ -219,14 +249,22 @@ class PathPairs:
         decisions: Shape (pairs, 4): two decisions of the first path and two of the second.
         edges: Two arrays of shape (pairs, edges of the path): indices of the DAG's edges along each path.
         fixed_s: What each path takes beside its decisions [s].
-        corners: Those of G's hull: least effective energy of the four instructions by length.
+        length_s: Shape (lengths,), rising: those that the longer path can have [s].
+        options: Of both paths.
     """
 
     rank: int
     decisions: Indices
     edges: tuple[Indices, Indices]
     fixed_s: tuple[float, float]
-    corners: Corners
+    length_s: Floats
+    options: tuple[_PathOptions, _PathOptions]
+
+    def sample(self) -> PathPairs:
+        """Return a few of the pairs, from the whole iteration."""
+        kept = evenly(len(self.decisions), _SAMPLED)
+        first, second = self.edges
+        return replace(self, decisions=self.decisions[kept], edges=(first[kept], second[kept]))
 
 
 def find_path_pairs(problem: Problem) -> list[PathPairs]:
@@ -314,36 +352,32 @@ class _Finder:
         """Return pairs with the same options as arrays."""
         rank, groups, fixed_s, _ = alike
         options = [self.problem.groups[group] for group in groups]
-        paths = _path_cost(options[0], options[1], fixed_s[0]), _path_cost(options[2], options[3], fixed_s[1])
+        times_s, lengths_s, costs_j = [], [], []
+        for own, own_s in zip((options[:2], options[2:]), fixed_s, strict=True):
+            time_s = np.stack([t.ravel() for t in np.meshgrid(*(g.options.time_s for g in own), indexing="ij")])
+            order = np.argsort(time_s.sum(axis=0), kind="stable")
+            times_s.append(time_s[:, order])
+            lengths_s.append(times_s[-1].sum(axis=0) + own_s)
+            costs_j.append(np.add.outer(own[0].cost_j, own[1].cost_j).ravel()[order])
+        length_s = np.union1d(*lengths_s)
+        length_s = length_s[length_s >= max(own_s[0] for own_s in lengths_s)]
+        first, second = (
+            _PathOptions(time_s, cost_j, np.searchsorted(own_s, length_s, side="right") - 1)
+            for time_s, cost_j, own_s in zip(times_s, costs_j, lengths_s, strict=True)
+        )
         return PathPairs(
             rank=rank,
             decisions=np.array([[p.first, p.last, q.first, q.last] for p, q in pairs], dtype=np.intp),
             edges=(self._edges([p for p, _ in pairs]), self._edges([q for _, q in pairs])),
             fixed_s=fixed_s,
-            corners=_longer(*paths),
+            length_s=length_s,
+            options=(first, second),
         )
 
     def _edges(self, paths: list[_Path]) -> Indices:
         first, before = self.first_edge, self.dag.predecessors
         along = [[first[head] + before[head].index(tail) for tail, head in pairwise(path.nodes)] for path in paths]
         return np.array(along, dtype=np.intp)
-
-
-def _path_cost(first: InstructionGroup, last: InstructionGroup, fixed_s: float) -> tuple[Floats, Floats]:
-    """Return lengths of a path of two instructions, rising, and the least energy of them that each length allows."""
-    length_s = (first.options.time_s[:, None] + last.options.time_s).ravel() + fixed_s
-    cost_j = (first.cost_j[:, None] + last.cost_j).ravel()
-    order = np.argsort(length_s, kind="stable")
-    return length_s[order], np.minimum.accumulate(cost_j[order])
-
-
-def _longer(first: tuple[Floats, Floats], second: tuple[Floats, Floats]) -> Corners:
-    """Return the hull of the least energy of both paths by the length of the longer one."""
-    length_s = np.union1d(first[0], second[0])
-    length_s = length_s[length_s >= max(first[0][0], second[0][0])]
-    cost_j = sum(cost[np.searchsorted(length, length_s, side="right") - 1] for length, cost in (first, second))
-    falls = np.concatenate(([True], np.diff(cost_j) < 0))
-    return Corners.of(length_s[falls], cost_j[falls])
 
 
 def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile) -> float:

@@ -93,6 +93,7 @@ class Relaxation:
         # Lengths and savings of the hull's pieces, by group and number of clocks that are fast enough to be usable.
         self._hulls: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self.laplacian = Laplacian(network)
+        self.spread = _spread(network)
         self._earliest_s = network.earliest_s(network.least_s)
         self._after_s = network.latest_s(network.least_s, 0.0)
 
@@ -189,10 +190,10 @@ class _InteriorPoint:
         self.demand[-1] = (waiting_w or 0.0) / self.power_unit_w
         least = self.network.earliest_s(self.least)
         self.x = least * (deadline_s / self.time_unit_s / least[-1])
-        self._start()
+        self._start(relaxation.spread)
 
-    def _start(self) -> None:
-        self.flow = _spread(self.network)
+    def _start(self, spread: Floats) -> None:
+        self.flow = spread.copy()
         if self.end_is_free:
             self.flow *= max(float(self.demand[-1]), 1.0)
         elif len(self.movable):

@@ -77,7 +77,7 @@ def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock
     deadline_s = np.array([1.01 * problem.t_min_s])
     network = Network(problem)
     descent = Descent(network)
-    targets_s = [Relaxation(network, alternating=own).solve(deadline_s[0]).event_s[:, None] for own in (False, True)]
+    targets_s = [Relaxation(network, turns=turns).solve(deadline_s[0]).event_s[:, None] for turns in (1, 2)]
     starts_s = [round_late(network, problem.table, target_s, deadline_s) for target_s in targets_s]
     usual_j, alternating_j = (descent.cost_j(descent.run(start_s, 4))[0] for start_s in starts_s)
     assert usual_j - alternating_j > 0.002 * problem.plan(problem.fastest).energy_j
