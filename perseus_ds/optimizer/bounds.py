@@ -50,6 +50,8 @@ from perseus_ds.optimizer.search import evenly
 
 _SAMPLED = 8
 """By the gains of so many pairs of paths it is decided which ranks are bounded together."""
+_WORTH_IT = 1e-4
+"""Ranks are bounded together if that adds at least this fraction of the energy."""
 _ROUNDING = 1e-12
 """Largest rounding error of the sums, relative to their terms; the bound is lowered by it."""
 
@@ -179,7 +181,10 @@ class Verifier:
             flows_w = [edge_flow_w[edges].min(axis=1) for edges in few.edges]
             gains_j = self._gains_j(few, flows_w, time_s, least_j, price_w)
             expected_j.append(len(pairs.decisions) * float(gains_j.mean()))
-        chosen = [self._pairs[n] for n in matching([p.rank for p in self._pairs], expected_j) if expected_j[n] > 0]
+        least_worth_j = _WORTH_IT * float(np.abs(least_j).sum())
+        chosen = [
+            self._pairs[n] for n in matching([p.rank for p in self._pairs], expected_j) if expected_j[n] > least_worth_j
+        ]
         # Paths may share an edge; together they must not use more than its flow.
         used_w = np.zeros(len(edge_flow_w))
         for pairs in chosen:
