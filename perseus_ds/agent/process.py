@@ -352,8 +352,9 @@ class Agent:
             rank.send(Released())
             self._forget(rank)
             return
-        if rank.is_granted:
+        if rank.is_granted or rank.gpu in self._inherited:
             rank.is_granted = False
+            self._inherited.discard(rank.gpu or "")
             driver.reset()
         if driver.is_reset or not (rank.is_released and rank.is_connected):
             rank.send(Released())

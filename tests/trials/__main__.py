@@ -76,6 +76,7 @@ def _compiled_extensions(folder: Path) -> Path:
     if Path(job.EXTENSIONS).is_dir():
         shutil.copytree(job.EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock"))
     assert job.run(folder / "compiling", RANKS, {"TORCH_EXTENSIONS_DIR": str(extensions)}, steps=1).ranks
+    extensions.mkdir(exist_ok=True)  # a version of DeepSpeed may compile nothing
     return extensions
 
 
