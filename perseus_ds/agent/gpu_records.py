@@ -61,7 +61,7 @@ class GpuRecord:
     @property
     def is_current(self) -> bool:
         """Whether no other agent, and no ``perseus-ds reset``, has taken the GPU from this one."""
-        return _read(self._file)[0] == self._generation
+        return _read(self._file)[0] in (self._generation, 0)  # 0: it could not be written
 
     def set_locked(self, may_be_locked: bool) -> None:
         """Record whether the clock may be locked."""
@@ -76,9 +76,10 @@ class GpuRecord:
             OSError: It cannot be written, or another agent has locked the new file.
         """
         if not places.is_at(self._path, self._file):
-            file = places.lock(self._path)
-            os.close(self._file)
-            self._file = file
+            self._path = places.user_folder() / self._path.name
+            before, self._file = self._file, places.lock(self._path)
+            os.close(before)
+        if not _read(self._file)[0]:
             self._write()
 
     def close(self) -> None:

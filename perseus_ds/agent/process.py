@@ -43,6 +43,7 @@ _FIRST_RANK_TIMEOUT_S = 10.0
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
+_ENDS_WITHIN_S = 1.0
 _LEFT_TIMEOUT_S = 3.0
 """How long the first lease waits for GPUs that earlier jobs left locked."""
 _STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
@@ -91,7 +92,8 @@ class _Rank:
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
         self.progress = Progress()
-        self.is_connected = True
+        self.is_connected, self.disconnected_s = True, 0.0
+        self.awaits_reset = False
         self.is_granted = self.is_released = False
 
     @property
@@ -164,8 +166,10 @@ class Agent:
         self._left: dict[str, tuple[int, GpuDriver]] = {}
         self._began_s = timebase.now_s()
         self._has_served = self.terminates = False
-        # GPUs of the agent before this one, whose ranks will request their leases again.
+        # GPUs of the agent before this one, whose ranks will request their leases again; and those that were reset
+        # because none did, although a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
+        self._abandoned: set[str] = set()
         with contextlib.suppress(OSError):
             for record in left_locked(name):
                 driver = self._drive(record)
@@ -184,7 +188,8 @@ class Agent:
 
     def step(self) -> None:
         """Do what is due, after waiting for it for at most 0.1 s."""
-        is_ending = any(not rank.is_connected for rank in self._ranks.values())
+        recently_s = self._time.now_s() - _ENDS_WITHIN_S
+        is_ending = any(not rank.is_connected and rank.disconnected_s > recently_s for rank in self._ranks.values())
         try:
             for key, _ in self._selector.select(_ENDING_POLL_S if is_ending else _POLL_S):
                 if key.fileobj is self._listener:
@@ -192,7 +197,7 @@ class Agent:
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
                 else:
-                    self._receive(self._ranks[key.fd])
+                    self._receive(key.fd)
             self._look()
         except (OSError, RuntimeError):  # too many files or threads: tried again
             self._time.sleep(_POLL_S)
@@ -216,7 +221,10 @@ class Agent:
         self._selector.register(connection, selectors.EVENT_READ)
         self._ranks[connection.fileno()] = _Rank(connection, pid)
 
-    def _receive(self, rank: _Rank) -> None:
+    def _receive(self, descriptor: int) -> None:
+        rank = self._ranks.get(descriptor)
+        if rank is None:  # forgotten just now
+            return
         files: list[int] = []
         try:
             packet, files, _, _ = socket.recv_fds(rank.connection, messages.LONGEST, 1)
@@ -231,7 +239,7 @@ class Agent:
                 if packet[0] in _TERMINATION:
                     self._revoke(rank)
             else:
-                rank.is_connected = False
+                rank.is_connected, rank.disconnected_s = False, self._time.now_s()
                 self._selector.unregister(rank.connection)
         except msgspec.DecodeError as error:
             rank.send(Refused("memory", f"The agent does not understand a message: {error}."))
@@ -247,6 +255,8 @@ class Agent:
             rank.send(Status(tuple((str(each.gpu), each.pid) for each in granted)))
         elif rank.gpu is None and files:
             try:
+                if not message.gpu.isprintable() or "/" in message.gpu:
+                    raise GpuError(f"{message.gpu!r} is no address of a GPU.")
                 rank.map(files.pop())
                 self._forget_former(rank)
                 if message.gpu not in self._drivers:
@@ -259,7 +269,8 @@ class Agent:
                 self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
             else:
                 rank.gpu = message.gpu
-                if message.gpu in self._inherited and not message.is_renewal:
+                record = self._drivers[message.gpu].record
+                if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
                     self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
                 self._has_served = True
 
@@ -304,6 +315,8 @@ class Agent:
             self.terminates = False
             for rank in self._ranks.values():
                 self._revoke(rank)
+            for gpu in self._inherited:
+                self._drivers[gpu].reset()
         now_s = self._time.now_s()
         for rank in [*self._ranks.values()]:
             if rank.memory is not None:
@@ -311,6 +324,10 @@ class Agent:
                 if rank.progress.stands_still(rank.memory, now_s) and rank.is_granted and not self._others(rank):
                     rank.memory.count_reset()  # first, so that the rank locks the clock again when it goes on
                     self._drivers[rank.gpu or ""].reset()
+                    rank.awaits_reset = True
+                elif rank.awaits_reset and self._drivers[rank.gpu or ""].is_reset:
+                    rank.memory.count_reset()  # it may have gone on before the driver did it
+                    rank.awaits_reset = False
             if rank.has_ended:
                 self._end(rank)
             elif rank.gpu is not None and not rank.is_granted:
@@ -318,9 +335,11 @@ class Agent:
         if self._inherited and now_s > self._began_s + _FIRST_RANK_TIMEOUT_S:
             for gpu in self._inherited:
                 self._drivers[gpu].reset()
+            self._abandoned |= self._inherited
             self._inherited.clear()
         for gpu, driver in [*self._drivers.items()]:
-            driver.record.restore()
+            with contextlib.suppress(OSError):  # no memory for its file, or no folder: tried again
+                driver.record.restore()
             self._let_go(gpu, driver)
 
     def _grant(self, rank: _Rank, now_s: float) -> None:
@@ -338,6 +357,10 @@ class Agent:
                 for gpu, (pid, each) in self._left.items()
             ]
             self._inherited.discard(rank.gpu)
+            if rank.gpu in self._abandoned and rank.memory is not None:
+                self._abandoned.discard(rank.gpu)
+                rank.memory.count_reset()
+            driver.record.left_by = None
             self._left = {}
             rank.send(Granted(tuple(left)))
 
@@ -348,13 +371,14 @@ class Agent:
     def _end(self, rank: _Rank) -> None:
         """A lease has ended: reset the GPU unless another rank uses it."""
         driver = self._drivers.get(rank.gpu or "")
-        if driver is None or self._others(rank):
+        if driver is None or any(other.is_granted for other in self._others(rank)):
             rank.send(Released())
             self._forget(rank)
             return
-        if rank.is_granted or rank.gpu in self._inherited:
+        if rank.is_granted or driver.record.left_by is not None:
             rank.is_granted = False
             self._inherited.discard(rank.gpu or "")
+            driver.record.left_by = None
             driver.reset()
         if driver.is_reset or not (rank.is_released and rank.is_connected):
             rank.send(Released())
@@ -364,7 +388,8 @@ class Agent:
         """Forget a GPU that no rank uses, once it is reset."""
         is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
         if not is_used and driver.is_reset and (driver.is_open or driver.error is not None):
-            driver.record.set_locked(False)
+            if gpu not in self._abandoned:
+                driver.record.set_locked(False)
             driver.close()
             driver.record.close()
             del self._drivers[gpu]

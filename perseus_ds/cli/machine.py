@@ -9,7 +9,7 @@ import socket
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -57,7 +57,8 @@ def _reset(index: int) -> bool:
         gpu = NvmlGpu(index)
         try:
             gpu.reset_clock()
-            note_reset(gpu.address)
+            with suppress(OSError):
+                note_reset(gpu.address)
             print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")
         finally:
             gpu.close()

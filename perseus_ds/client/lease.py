@@ -19,6 +19,8 @@ import threading
 import weakref
 from pathlib import Path
 
+import msgspec
+
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.protocol import layout, messages, places
@@ -30,6 +32,8 @@ logger = logging.getLogger("perseus_ds")
 _ANSWER_TIMEOUT_S = 30.0
 _AGAIN_S = 0.02
 _STARTED_AGAIN_S = 0.5
+_HELD_S = 5.0
+"""How long to wait for a GPU that another job's agent may be about to reset and let go."""
 _OLD_S = 1.0
 """A heartbeat of this age, ten times the agent's period, is that of an agent that is gone or stopped."""
 _REPLACED_WITHIN_S = 5.0
@@ -81,12 +85,14 @@ class Lease:
         self._name = places.agent_name(job)
         self._starting: subprocess.Popen[bytes] | None = None
         self._next_start_s = -_STARTED_AGAIN_S
-        self._seen_s = timebase.now_s()
+        self._lost_s: float | None = None
+        self._kept: list[socket.socket] = []
         self.is_granted = self._was_granted = self._is_released = False
         try:
             self._request(job)
         except BaseException as error:
             self._disconnect()
+            os.close(self._shared.file)
             if isinstance(error, OSError):
                 raise GpuError(f"No agent can be reached: {error}.") from error
             raise
@@ -111,13 +117,18 @@ class Lease:
         now_s = self._time.now_s()
         if now_s - self.memory.heartbeat_s < _OLD_S:
             if self.is_granted:
-                self._seen_s = now_s
+                self._lost_s = None
+                if self._starting is not None and self._starting.poll() is not None:
+                    self._starting.communicate()
+                    self._starting = None
                 return True
         elif self.is_granted:
             self._disconnect()
+        if self._lost_s is None:
+            self._lost_s = now_s
         with contextlib.suppress(OSError, GpuError):  # such as no memory for another process: tried again
             self._progress()
-        return now_s - self._seen_s < _REPLACED_WITHIN_S
+        return now_s - self._lost_s < _REPLACED_WITHIN_S
 
     def close(self, timeout_s: float = 3.0) -> bool:
         """End the lease, and wait until the agent has reset the clock; harmless when called again.
@@ -151,6 +162,9 @@ class Lease:
             refused = self._progress()
             if refused is not None:
                 # An agent that another rank started may not see this rank's GPU, as with a control group for each.
+                if refused.reason == "held" and self._time.now_s() < end_s - _ANSWER_TIMEOUT_S + _HELD_S:
+                    self._time.sleep(_AGAIN_S)
+                    continue
                 if refused.reason != "unusable" or self._name == alone:
                     raise (GpuBusyError if refused.reason == "held" else GpuError)(refused.error)
                 self._name, self._next_start_s = alone, -_STARTED_AGAIN_S
@@ -221,13 +235,21 @@ class Lease:
         if not packet:
             self._disconnect()
             return None
-        return messages.decode_to_client(packet)
+        try:
+            return messages.decode_to_client(packet)
+        except msgspec.DecodeError as error:
+            self._disconnect()
+            raise GpuError(f"The agent sent what this version of perseus-ds does not understand: {error}.") from error
 
     def _disconnect(self) -> None:
-        self._signals.stop()
         self.is_granted = False
         if self._connection is not None:
-            self._connection.close()
+            if self._signals.stop():
+                self._connection.close()
+            else:  # its number must not become that of another file while the interpreter writes signals to it
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                self._kept.append(self._connection)
             self._connection = None
 
 
@@ -239,7 +261,7 @@ def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     with contextlib.suppress(OSError):
         for name in places.agents():
-            with contextlib.suppress(OSError), places.connect(name) as connection:
+            with contextlib.suppress(OSError, msgspec.DecodeError), places.connect(name) as connection:
                 connection.settimeout(_OLD_S)
                 connection.send(messages.encode(RequestStatus()))
                 status = messages.decode_to_client(connection.recv(messages.LONGEST))
@@ -279,12 +301,17 @@ class SignalForwarder:
         else:
             signal.set_wakeup_fd(previous)
 
-    def stop(self) -> None:
-        """Forward no more signals."""
-        with contextlib.suppress(ValueError, OSError):  # not the main thread
-            if self._file != -1 and (current := signal.set_wakeup_fd(-1)) not in (-1, self._file):
-                signal.set_wakeup_fd(current)
-        self._file = -1
+    def stop(self) -> bool:
+        """Forward no more signals; return whether the interpreter knows, which only the main thread can tell it."""
+        if self._file != -1:
+            try:
+                current = signal.set_wakeup_fd(-1)
+                if current not in (-1, self._file):
+                    signal.set_wakeup_fd(current)
+            except (ValueError, OSError):
+                return False
+            self._file = -1
+        return True
 
 
 def _start(name: str) -> subprocess.Popen[bytes]:

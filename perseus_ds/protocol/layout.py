@@ -11,6 +11,7 @@ import struct
 from perseus_ds.errors import GpuError
 
 VERSION = 2
+"""Of the layout and of the messages."""
 LENGTH = 4096
 """Length of the memory [bytes]."""
 _MAGIC = b"PERSEUS\0"
@@ -72,7 +73,7 @@ class RankMemory:
 
     def count_reset(self) -> None:
         """Note that the agent is about to reset the clock."""
-        self._words[_RESETS] += 1
+        self._words[_RESETS] = (self._words[_RESETS] + 1) % 2**64  # whatever the client has written there
 
     @property
     def may_be_locked(self) -> bool:

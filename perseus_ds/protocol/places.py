@@ -29,15 +29,16 @@ def user_folder() -> Path:
     """
     # Schedulers hand on the variable of the node where the job was submitted; the folder need not be on this one.
     named = Path(os.environ.get("XDG_RUNTIME_DIR") or IN_MEMORY)
-    parent = next((parent for parent in (named, IN_MEMORY) if parent.is_dir()), Path("/tmp"))
+    parents = [parent for parent in (named, IN_MEMORY) if parent.is_dir()] or [Path("/tmp")]
     own = f"perseus-ds-{os.getuid()}"
     # Users of several containers, which may share the folder, can have the same number.
-    for name in (own, f"{own}-{os.stat('/proc/self/ns/user').st_ino}"):
-        folder = parent / name
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-            return folder
+    names = own, f"{own}-{os.stat('/proc/self/ns/user').st_ino}"
+    for folder in [parent / name for parent in parents for name in names]:
+        with contextlib.suppress(OSError):  # such as the variable of another user
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                return folder
     raise OSError(f"{folder} is not a folder of this user alone")
 
 
@@ -154,8 +155,11 @@ def agents() -> list[str]:
 def forget_dead(own: str) -> None:
     """Remove the files of agents that are dead; ``own`` is the name of the agent that asks."""
     for name in agents():
-        if name != own and holder_of(agent_lock_path(name)) is None:
-            forget(name)
+        if name != own:
+            with contextlib.suppress(OSError):  # it lives
+                file = lock(agent_lock_path(name))
+                forget(name)
+                os.close(file)
 
 
 def forget(name: str) -> None:

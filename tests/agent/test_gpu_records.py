@@ -1,6 +1,7 @@
 """Records of locked clocks: who holds a GPU, what was left locked, and who was superseded."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -81,6 +82,24 @@ def test_a_record_taken_by_another_agent_is_not_current(hold, tmp_path):
     assert not later.is_current
     later.set_locked(False)
     assert path.read_text() == "99 1 1 another", "it is left to its new agent"
+
+
+def test_a_record_whose_folder_is_removed_is_written_again(hold, tmp_path):
+    """As at the end of a login session."""
+    record = GpuRecord("nvml:GPU-1", "this")
+    record.set_locked(True)
+    shutil.rmtree(next(tmp_path.iterdir()))
+    record.restore()
+    assert record.is_current
+    assert next(tmp_path.glob("*/gpu.*")).read_text().split()[2:] == ["1", "this"]
+
+
+def test_a_record_that_could_not_be_written_leaves_the_gpu_to_its_agent(hold, tmp_path):
+    record = GpuRecord("nvml:GPU-1", "this")
+    next(tmp_path.glob("*/gpu.*")).write_text("")  # a full disk
+    assert record.is_current
+    record.restore()
+    assert next(tmp_path.glob("*/gpu.*")).read_text()
 
 
 def test_a_reset_from_outside_ends_what_a_dead_agent_left(hold):

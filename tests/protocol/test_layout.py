@@ -67,6 +67,20 @@ def test_an_agent_refuses_memory_that_can_be_truncated_or_is_too_short(agent):
     assert "damaged or of another version" in answer(agent, request, damaged.file).error
 
 
+@pytest.mark.parametrize("gpu", ["x\0y", "../../etc/passwd", "nvml:\n"])
+def test_an_agent_refuses_what_is_no_address(agent, gpu):
+    refused = answer(agent, messages.encode(messages.RequestLease(gpu)), SharedMemory(layout.LENGTH).file)
+    assert "is no address of a GPU" in refused.error
+
+
+def test_a_count_that_a_client_has_damaged_goes_on_from_zero():
+    shared = SharedMemory(layout.LENGTH)
+    memory = RankMemory.create(shared.view)
+    shared.view[:] = shared.view[:16].tobytes() + b"\xff" * (shared.length - 16)
+    memory.count_reset()
+    assert memory.resets == 0
+
+
 @pytest.mark.parametrize("packet", [b"\xff\xff", b"{}", messages.encode({"type": "Shutdown"}), b"\x81" * 500])
 def test_an_agent_refuses_what_is_no_message(agent, packet):
     assert "does not understand a message" in answer(agent, packet).error

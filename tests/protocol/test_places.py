@@ -17,7 +17,8 @@ def runtime(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_a_folder_that_others_can_write_or_that_is_a_link_is_not_used(tmp_path):
+def test_a_folder_that_others_can_write_or_that_is_a_link_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "IN_MEMORY", tmp_path)
     own = tmp_path / f"perseus-ds-{os.getuid()}"
     own.mkdir()
     own.chmod(0o777)
@@ -34,6 +35,18 @@ def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeyp
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "1000"))
     monkeypatch.setattr(places, "IN_MEMORY", tmp_path)
     assert places.user_folder().parent == tmp_path
+
+
+def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
+    """As with ``su`` without ``-``; for root, who may write everywhere, a file stands in for it."""
+    theirs, memory = tmp_path / "theirs", tmp_path / "memory"
+    theirs.mkdir()
+    memory.mkdir()
+    for name in (f"perseus-ds-{os.getuid()}", f"perseus-ds-{os.getuid()}-{os.stat('/proc/self/ns/user').st_ino}"):
+        (theirs / name).touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
+    monkeypatch.setattr(places, "IN_MEMORY", memory)
+    assert places.user_folder().parent == memory
 
 
 # The first thread ends, which makes the process a zombie for as long as the other one lives.
