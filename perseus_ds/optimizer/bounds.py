@@ -135,8 +135,17 @@ class Verifier:
         self._corners = [Corners.of(group.options.time_s, group.cost_j) for group in problem.groups]
         self._members = [np.flatnonzero(problem.group == g) for g in range(len(problem.groups))]
 
-    def bound_j(self, time_s: float, edge_flow_w: Floats, source_flow_w: Floats) -> float:
+    def bound_j(
+        self, time_s: float, edge_flow_w: Floats, source_flow_w: Floats, *, with_all_pairs: bool = False
+    ) -> float:
         """Return the energy below which no plan that ends by ``time_s`` can stay [J].
+
+        Args:
+            time_s: The deadline [s].
+            edge_flow_w: Along each edge of the DAG [W].
+            source_flow_w: Into each first node [W].
+            with_all_pairs: Whether to look at every pair of paths before it is decided which ranks are bounded
+                together. It takes longer and seldom proves more.
 
         Raises:
             FrontierError: The flow is negative, or is not a number.
@@ -146,7 +155,9 @@ class Verifier:
         into, ends = self.prices_w(edge_flow_w, source_flow_w)
         price_w = into[self.problem.node]
         least_j = self._least_j(time_s, price_w)
-        instructions_j = float(least_j.sum()) + self._joint_gain_j(time_s, least_j, price_w, edge_flow_w)
+        instructions_j = float(least_j.sum()) + self._joint_gain_j(
+            time_s, least_j, price_w, edge_flow_w, with_all_pairs=with_all_pairs
+        )
         fixed_j = float(into @ self.problem.fixed_s)
         waiting_w = self.problem.waiting_power_w
         # A plan may end earlier, which costs less where a second is worth less than it costs to wait.
@@ -173,15 +184,17 @@ class Verifier:
             result[some] = values.min(axis=1)
         return result
 
-    def _joint_gain_j(self, time_s: float, least_j: Floats, price_w: Floats, edge_flow_w: Floats) -> float:
+    def _joint_gain_j(
+        self, time_s: float, least_j: Floats, price_w: Floats, edge_flow_w: Floats, *, with_all_pairs: bool
+    ) -> float:
         """Return by how much joint minima over parallel paths exceed the sums of ``least_j``."""
         expected_j = []
         for pairs in self._pairs:
-            few = pairs.sample()
+            few = pairs if with_all_pairs else pairs.sample()
             flows_w = [edge_flow_w[edges].min(axis=1) for edges in few.edges]
             gains_j = self._gains_j(few, flows_w, time_s, least_j, price_w)
             expected_j.append(len(pairs.decisions) * float(gains_j.mean()))
-        least_worth_j = _WORTH_IT * float(np.abs(least_j).sum())
+        least_worth_j = 0.0 if with_all_pairs else _WORTH_IT * float(np.abs(least_j).sum())
         chosen = [
             self._pairs[n] for n in matching([p.rank for p in self._pairs], expected_j) if expected_j[n] > least_worth_j
         ]
@@ -415,6 +428,8 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
             raise FrontierError(f"{name} states no lower bound.")
         try:
             proven_j = verifier.bound_j(plan.time_s, *certificates.flow_w(number))
+            if plan.lower_bound_j > proven_j:  # as in frontiers of version 0.1.0
+                proven_j = verifier.bound_j(plan.time_s, *certificates.flow_w(number), with_all_pairs=True)
         except FrontierError as error:
             raise FrontierError(f"{name}: {error}") from None
         if not plan.lower_bound_j <= proven_j * (1 + _ROUNDING):

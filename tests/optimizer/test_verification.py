@@ -12,8 +12,9 @@ from pipelines import dual_pipe_v, one_f_one_b, scaled, synthetic_profile
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.errors import FrontierError, ProfileError
-from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.bounds import verify
+from perseus_ds.optimizer import bounds, optimize
+from perseus_ds.optimizer.bounds import Verifier, verify
+from perseus_ds.optimizer.problem import problem_for
 
 POWER_W = 80.0
 
@@ -46,6 +47,22 @@ def test_two_stages_a_rank_are_verified(tmp_path):
     profile = synthetic_profile(4)
     frontier = optimize(dual_pipe_v(2, 4), profile, blocking_power_w=POWER_W, plans=6, certificates=True)
     frontier.save(tmp_path)
+    assert check(tmp_path, profile) == max(plan.gap for plan in frontier.plans)
+
+
+def test_bounds_by_ranks_that_a_first_look_leaves_out_are_verified(tmp_path, monkeypatch):
+    """As in frontiers of version 0.1.0, which bounded more ranks together."""
+    profile = synthetic_profile(4)
+    schedule = one_f_one_b(4, 6)
+    frontier = optimize(schedule, profile, blocking_power_w=POWER_W, plans=6, certificates=True)
+    frontier.save(tmp_path)
+    certificates = Certificates.load(tmp_path)
+    monkeypatch.setattr(bounds, "_WORTH_IT", 1.0)
+    verifier = Verifier(problem_for(schedule, profile, blocking_power_w=POWER_W))
+    at_first_j = [
+        verifier.bound_j(plan.time_s, *certificates.flow_w(number)) for number, plan in enumerate(frontier.plans)
+    ]
+    assert any(first_j < plan.lower_bound_j for first_j, plan in zip(at_first_j, frontier.plans, strict=True))
     assert check(tmp_path, profile) == max(plan.gap for plan in frontier.plans)
 
 
