@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from perseus_ds.agent.gpu_records import GpuRecord
@@ -73,7 +72,7 @@ class GpuDriver:
         return not self.is_reset and not insists
 
     def reset(self) -> None:
-        """Request the default clock; returns immediately."""
+        """Request the default clock, without waiting for it."""
         if self.is_reset:
             self._requested_s = self._answered_s = self._time.now_s()
         self._requested += 1
@@ -86,7 +85,8 @@ class GpuDriver:
 
     def _work(self) -> None:
         while not self._is_closed:
-            requested, pause_s = self._requested, math.inf
+            requested = self._requested
+            pause_s: float | None = None
             try:
                 if self._gpu is None:
                     self._gpu = self._open_gpu()
@@ -99,11 +99,11 @@ class GpuDriver:
             except Exception as error:  # of any kind: no other process would try again
                 self.error = error
                 self._on_change()
-                pause_s = _RETRY_S if requested != self._done else math.inf
+                pause_s = _RETRY_S if requested != self._done else None
             self._answered_s = self._time.now_s()
             if requested == self._requested:
-                self._bell.wait(None if math.isinf(pause_s) else pause_s)
+                self._bell.wait(pause_s)
 
     def problem(self) -> GpuError | None:
-        """Return why the GPU cannot be used; None while that is not known."""
+        """Return why the GPU cannot be used, or None while that is not known."""
         return None if self.error is None or self.is_open else GpuError(str(self.error))

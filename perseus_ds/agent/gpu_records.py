@@ -33,7 +33,7 @@ class GpuRecord:
     """
 
     def __init__(self, gpu: str, agent: str) -> None:
-        """Lock the record of a GPU; create it if there is none.
+        """Lock the record of a GPU, which is created if there is none.
 
         Args:
             gpu: Its address.
@@ -122,7 +122,7 @@ def _paths() -> list[Path]:
 
 
 def _read(file: int) -> tuple[int, int, bool, str]:
-    """Return generation, process, whether the clock may be locked, and the agent; what is no record counts as none."""
+    """Return generation, process, whether the clock may be locked, and the agent, or zeros if damaged."""
     try:
         generation, pid, is_locked, agent = os.pread(file, _LENGTH, 0).decode().split()
         return int(generation), int(pid), is_locked == "1", agent

@@ -1,4 +1,4 @@
-"""The agent, a process on each node that outlives the ranks of a job and returns their GPUs to default clocks.
+"""The agent: a process on each node that outlives ranks and resets the clocks of their GPUs.
 
 A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. A rank
 requests a lease of its GPU and passes memory along, which it keeps locked: the kernel ends that lock with the process,
@@ -50,12 +50,10 @@ _STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
 _REMEMBERED, _UNKNOWN_S = 8, 20.0
 """So many iterations are remembered; one takes so long if none is."""
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
-# Variables of the job that must not affect the agent.
-_NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 class Progress:
-    """How long a rank has been where it is.
+    """The progress of a rank, and how long it has stood still.
 
     A rank stands still 2 s after its last iteration, and in an iteration after three times as long as iterations take.
     """
@@ -66,7 +64,7 @@ class Progress:
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def stands_still(self, memory: RankMemory, now_s: float) -> bool:
-        """Return whether the clock is to be reset because the rank stands still; once for each time that it does."""
+        """Return, once for each time that the rank stands still, that its clock is to be reset."""
         progress = memory.progress
         if progress != self._seen:
             if self._seen >= 0 and (self._seen % 2 or progress > self._seen + 1):
@@ -400,8 +398,6 @@ def main() -> None:
     (name,) = sys.argv[1:]
     if os.fork():
         return  # The agent is the child, an orphan: it is not in the job's process tree.
-    for variable in _NOT_INHERITED:
-        os.environ.pop(variable, None)
     # A launcher may have pinned the rank to some cores, or lowered its priority.
     for function, *arguments in (
         (os.sched_setaffinity, 0, range(os.cpu_count() or 1)),

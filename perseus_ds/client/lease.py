@@ -37,8 +37,11 @@ _HELD_S = 5.0
 _OLD_S = 1.0
 """A heartbeat of this age, ten times the agent's period, is that of an agent that is gone or stopped."""
 _REPLACED_WITHIN_S = 5.0
-# Variables that make every process of a job profile, preload or count threads.
-_NOT_INHERITED = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "COVERAGE_PROCESS_START")
+# Variables that make every process of a job profile, preload or count threads, or that hide GPUs of the node from it.
+_NOT_INHERITED = (
+    "LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "COVERAGE_PROCESS_START",
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
+)  # fmt: skip
 _NOT_INHERITED_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "NSYS_", "VTUNE_")
 # This package, whichever others there are. Other packages are looked for elsewhere first: next to this one there may be
 # an old copy of a part of the standard library.
@@ -104,11 +107,6 @@ class Lease:
             return places.holder_of(places.agent_lock_path(self._name))
         return None
 
-    @property
-    def is_revoked(self) -> bool:
-        """Whether this process received a termination signal, so that the clock must stay the default one."""
-        return self.memory.is_revoked
-
     def is_watched(self) -> bool:
         """Return whether an agent watches, or was lost within the last seconds; if it was, start another one.
 
@@ -118,9 +116,7 @@ class Lease:
         if now_s - self.memory.heartbeat_s < _OLD_S:
             if self.is_granted:
                 self._lost_s = None
-                if self._starting is not None and self._starting.poll() is not None:
-                    self._starting.communicate()
-                    self._starting = None
+                self._reap()
                 return True
         elif self.is_granted:
             self._disconnect()
@@ -176,8 +172,8 @@ class Lease:
             elif not self.is_granted:
                 self._time.sleep(_AGAIN_S)
         if self._starting is not None:  # it has ended, or ends soon since another agent serves
-            self._starting.communicate()
-            self._starting = None
+            self._starting.wait()
+            self._reap()
 
     def _progress(self) -> Refused | None:
         """Take the next step towards a lease, without waiting; return a refusal."""
@@ -211,16 +207,20 @@ class Lease:
         Raises:
             GpuError: The one before failed to start.
         """
-        if self._starting is not None and self._starting.poll() is not None:
-            has_failed = self._starting.returncode != 0
-            _, complaint = self._starting.communicate()
-            self._starting = None
-            if has_failed:
-                lines = complaint.decode(errors="replace").strip().splitlines()
-                raise GpuError(f"The agent of this node failed to start: {lines[-1] if lines else 'it said nothing'}")
+        if (complaint := self._reap()) is not None:
+            raise GpuError(f"The agent of this node failed to start: {complaint}")
         if self._time.now_s() >= self._next_start_s:
             self._next_start_s = self._time.now_s() + _STARTED_AGAIN_S
             self._starting = _start(self._name)
+
+    def _reap(self) -> str | None:
+        """Remove the process that has started an agent, if it has ended, and return why it failed, if it did."""
+        if self._starting is None or self._starting.poll() is None:
+            return None
+        ended, self._starting = self._starting, None
+        _, complaint = ended.communicate()
+        lines = complaint.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        return lines[-1] if ended.returncode else None
 
     def _receive(self) -> messages.ToClient | None:
         """Return the next message, if there is one; forget a connection that the agent has closed."""

@@ -74,7 +74,7 @@ class Supervision:
 
     def problem(self) -> GpuError | None:
         """Return what keeps clocks from being set safely, if anything."""
-        if self._lease is not None and self._lease.is_revoked:
+        if self._lease is not None and self._lease.memory.is_revoked:
             return GpuError("this process received a termination signal, and its clock was reset")
         if self._lease is not None and not self._lease.is_watched():
             return GpuError("the agent, which resets the clocks if the job is killed, is gone")
