@@ -1,4 +1,4 @@
-"""Every exception a user of perseus-ds can see."""
+"""The exceptions of perseus-ds that users can see."""
 
 
 class PerseusError(Exception):
@@ -6,35 +6,35 @@ class PerseusError(Exception):
 
 
 class ConfigError(PerseusError, ValueError):
-    """The ``perseus`` block, a command's arguments, or what they point to, is wrong."""
+    """The ``perseus`` block, a command's arguments or a file that they name is invalid."""
 
 
 class ProfileError(PerseusError, ValueError):
-    """A profile (``profile.csv``, ``profile.json``) cannot be used."""
+    """A profile (``profile.csv``, ``profile.json``) is invalid or unsuitable."""
 
 
 class ScheduleError(PerseusError, ValueError):
-    """A pipeline schedule cannot be turned into a DAG: deadlock, or a transfer without a partner."""
+    """A pipeline schedule cannot be converted to a DAG, because of a deadlock or an unmatched transfer."""
 
 
 class FrontierError(PerseusError, ValueError):
-    """A frontier or plan file cannot be used as it is."""
+    """A frontier or plan file is invalid or unsuitable."""
 
 
 class PlanError(PerseusError, ValueError):
-    """A frequency plan does not fit the schedule or the GPU it is meant for."""
+    """A frequency plan does not fit the schedule or the GPU."""
 
 
 class SignalError(PerseusError, ValueError):
-    """The file of a signal (a price, a carbon intensity, a power cap over time) cannot be used."""
+    """The file of a signal (price, carbon intensity or power cap over time) is invalid."""
 
 
 class DeadlineError(PerseusError, ValueError):
-    """No plan is as fast as requested."""
+    """No plan meets the requested deadline."""
 
 
 class GpuError(PerseusError, RuntimeError):
-    """The GPU or its driver refused something."""
+    """The GPU or its driver refused a request."""
 
 
 class GpuPermissionError(GpuError):
@@ -42,12 +42,12 @@ class GpuPermissionError(GpuError):
 
 
 class GpuBusyError(GpuError):
-    """The driver did not do what was asked of it now, and may do it later."""
+    """The driver did not execute a request but may do so later."""
 
 
 class ConnectionLostError(PerseusError, RuntimeError):
-    """A connection between ranks is lost."""
+    """A connection between ranks was lost."""
 
 
 class VersionError(PerseusError, ImportError):
-    """The installed DeepSpeed, torch or Megatron-Core is not one that Perseus works with."""
+    """The installed version of DeepSpeed, torch or Megatron-Core is not supported."""

@@ -1,9 +1,9 @@
-"""Runs a training script with Perseus attached to DeepSpeed's engines or to Megatron-Core, its code untouched.
+"""Runs an unchanged training script with Perseus attached to DeepSpeed or Megatron-Core.
 
-``deepspeed --module perseus_ds.launch train.py …`` and ``torchrun -m perseus_ds.launch train.py …`` run ``train.py``;
-``… perseus_ds.launch -m package.module …`` runs a module. An engine of DeepSpeed gets Perseus if its config has a
-``perseus`` block or the environment variable ``PERSEUS`` is set, Megatron-Core if the variable is set; otherwise the
-script runs as without the launcher.
+``deepspeed --module perseus_ds.launch train.py …`` and ``torchrun -m perseus_ds.launch train.py …`` run ``train.py``.
+``… perseus_ds.launch -m package.module …`` runs a module. Perseus attaches to a DeepSpeed engine if its config has a
+``perseus`` block or the environment variable ``PERSEUS`` is set, and to Megatron-Core if the variable is set. Otherwise
+the script runs as it does without this launcher.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _USAGE = "usage: python -m perseus_ds.launch [-m] SCRIPT [ARGUMENT ...]"
 
 
 def main() -> None:
-    """Run the script or module that the command line names, as ``python`` would."""
+    """Run the script or module named on the command line, as ``python`` would."""
     before, name, arguments, is_module = parse(sys.argv[1:])
     attach_when_engines_are_imported()
     module, code = _load_module(name) if is_module else _load_script(name)
@@ -37,10 +37,13 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
-    """Split the launcher's arguments ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``; DeepSpeed's puts the first.
+    """Split the arguments ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``.
+
+    DeepSpeed's launcher inserts ``--local_rank`` as the first argument.
 
     Returns:
-        What belongs before the script's arguments, the script or module, its arguments, whether it is a module.
+        The arguments to insert before the script's arguments, the script or module, the script's arguments, and whether
+        it is a module.
     """
     rest = list(arguments)
     before = []
@@ -55,7 +58,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
 
 
 def attach_when_engines_are_imported() -> None:
-    """Have Perseus attach to what trains as it is made or first used; nothing of it is imported here."""
+    """Attach Perseus to each engine once it is imported, without importing any engine here."""
     attach = {_DEEPSPEED: _attach_to_engines, _MEGATRON: _attach_to_megatron}
     for name in attach.keys() & sys.modules.keys():
         attach.pop(name)(sys.modules[name])
@@ -63,7 +66,7 @@ def attach_when_engines_are_imported() -> None:
 
 
 def _attach_to_engines(engine_module: Any) -> None:
-    """Have the constructor of DeepSpeed's engines attach to them; Perseus is imported when the first one is made."""
+    """Wrap the constructor of DeepSpeed's pipeline engines so that Perseus attaches to each new engine."""
     pipeline_engine = engine_module.PipelineEngine
     construct = pipeline_engine.__init__
 
@@ -81,9 +84,9 @@ def _attach_to_engines(engine_module: Any) -> None:
 
 
 def _attach_to_megatron(schedules: Any) -> None:
-    """Attach to Megatron-Core when a script first asks for the function that trains, if ``PERSEUS`` is set.
+    """Attach to Megatron-Core at the first call of ``get_forward_backward_func``, if ``PERSEUS`` is set.
 
-    Old code with a copy of Megatron-Core in it that has no version, such as Megatron-DeepSpeed, trains by DeepSpeed.
+    Copies of Megatron-Core without a version, as in Megatron-DeepSpeed, are skipped: their jobs train with DeepSpeed.
     """
     get_function = schedules.get_forward_backward_func
 
@@ -102,7 +105,7 @@ def _attach_to_megatron(schedules: Any) -> None:
 
 
 class _EngineFinder(MetaPathFinder):
-    """Notices the import of modules, by name what to call with each; the import itself is left to the others."""
+    """Calls a function after the import of a module, for each of the named modules."""
 
     def __init__(self, attach: dict[str, Callable[[Any], None]]) -> None:
         self._attach = attach
@@ -124,7 +127,7 @@ class _EngineFinder(MetaPathFinder):
 
 
 def _load_script(path: str) -> tuple[ModuleType, CodeType]:
-    """Return a ``__main__`` of a script and its code; its folder takes the place of this one on the path."""
+    """Return a ``__main__`` module for a script and its code, and put its folder on ``sys.path``."""
     try:
         with io.open_code(str(Path(path).absolute())) as script:
             code = compile(script.read(), path, "exec", dont_inherit=True)
@@ -139,7 +142,7 @@ def _load_script(path: str) -> tuple[ModuleType, CodeType]:
 
 
 def _load_module(name: str) -> tuple[ModuleType, CodeType]:
-    """Return a ``__main__`` of a module, or of a package's ``__main__``, and its code."""
+    """Return a ``__main__`` module for a module or package, and its code."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

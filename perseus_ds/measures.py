@@ -1,20 +1,20 @@
-"""One number: what an iteration takes, and what is saved against iterations at default clocks.
+"""Defines the time and energy of an iteration and its saving compared with default clocks.
 
-The log, ``watch``, ``control status``, metrics, ``compare``, the report and the table of the demo take their figures
-from here, computed from the job's records:
+The log, ``watch``, ``control status``, metrics, ``compare``, the report and the demo's table take their figures from
+this module, which computes them from the job's records:
 
-- An iteration *counts* unless it is the first one after a start or after a change of phase or plan, whose clocks are
-  still those before, or a rank had fallen back to default clocks.
-- The *typical* iteration of several that ran alike takes their median time, since single ones may be held up. Its
-  energy is their mean power times that: counters are refreshed so rarely that a short iteration reads too much or
-  nothing.
-- The *baseline* of a plan are the iterations at default clocks with which its verdict compared it. Where there was no
-  verdict, it is the longest series at default clocks of the same job or of another run of it: in observe mode or to
-  compare plans with, else while plans were computed, else in the warm-up. A series of fewer than five iterations is
-  taken only where the profile predicts nothing for default clocks.
-- *Power over a second* is that of the fewest whole iterations in a row that take a second at least, so of one iteration
-  where that takes longer: nothing is known of the power within one. An energy counter that is refreshed every 100 ms
-  tells the power of a GPU over one second to 4 %.
+- An iteration *counts* unless it is the first one after a start or after a change of phase or plan, because its clocks
+  may still be the previous ones, or a rank had fallen back to default clocks.
+- The *typical* iteration of a series has its median time, because single iterations may be delayed. Its energy is
+  the mean power of the series multiplied by that time, because energy counters are refreshed so rarely that the reading
+  of a short iteration is too large or zero.
+- The *baseline* of a plan is the series of iterations at default clocks with which its verdict compared it. Without a
+  verdict, it is the longest series at default clocks of this run or another run of the same job: preferably in
+  observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
+  than five iterations is used only if the profile has no prediction for default clocks.
+- *Power over a second* is the mean power of the fewest consecutive whole iterations that take at least a second: the
+  power within an iteration is unknown. With an energy counter that is refreshed every 100 ms, the power of a GPU
+  over one second has an error of 4 %.
 """
 
 from __future__ import annotations
@@ -36,25 +36,29 @@ AT_DEFAULT_CLOCKS: Mapping[str, str] = {
     "optimizing": "while plans were computed",
     "warm-up": "while it warmed up",
 }
-"""The phases at default clocks, and what to say of iterations in each."""
-# Computing plans takes processor time. In the warm-up, ranks wait for each other before the tail, which an ordinary
-# iteration does not.
+"""The phases at default clocks, and how to describe the iterations of each."""
+# Computing plans uses processor time. In the warm-up, ranks wait for each other before the tail, unlike in an ordinary
+# iteration.
 _LAST_CHOICES = ("optimizing", "warm-up")
 _LEAST_MEASURED = 5
 _MOST_KEPT = 2000
-"""Of one series; a longer one is known by its last iterations."""
+"""Maximum length of a series; of a longer one, only the last iterations are kept."""
 _PARTS = 8
 _SECOND_S = 1.0
-# The begin and the end of a window are each known to a uniformly distributed part of a refresh of the counter.
+# The begin and the end of a window each have a uniformly distributed error of up to one refresh of the counter.
 _REFRESH_ERROR = math.sqrt(2 / 12)
 
 
 @dataclass(frozen=True)
 class Typical:
-    """A typical one of several iterations that ran alike.
+    """The typical iteration of a series that ran under the same conditions.
 
     Attributes:
-        power_w: Power of all GPUs [W]; None where no energy could be read.
+        iterations: Number of iterations in the series.
+        time_s: Time [s].
+        power_w: Power of all GPUs [W], or None if no energy could be read.
+        time_error: Relative standard error of the time.
+        power_error: Relative standard error of the power.
     """
 
     iterations: int
@@ -67,12 +71,12 @@ class Typical:
     def of(
         cls, times_s: Sequence[float], energies_j: Sequence[float | None], *, counter_period_s: float = 0.0
     ) -> Typical | None:
-        """Return the typical one of some iterations, None where there are none.
+        """Return the typical iteration of a series, or None if the series is empty.
 
         Args:
-            times_s: Their times [s].
-            energies_j: Their energies, of all GPUs [J]; None where one could not be read.
-            counter_period_s: How often energy counters are refreshed [s].
+            times_s: The iterations' times [s].
+            energies_j: The iterations' energies of all GPUs [J], None for those that could not be read.
+            counter_period_s: The period at which energy counters are refreshed [s].
         """
         if not times_s:
             return None
@@ -95,14 +99,14 @@ class Typical:
 
 
 def sums_by_part(sums: Sequence[float], parts: Sequence[float]) -> list[float]:
-    """Return sums to which parts were added, of which there may be more or fewer than before."""
+    """Return the elementwise sum of two sequences, of which the shorter one is padded with zeros."""
     if len(sums) == len(parts):
         return list(map(operator.add, sums, parts))
     return [total + part for total, part in itertools.zip_longest(sums, parts, fillvalue=0.0)]
 
 
 def error_of_median(deviations: Iterable[float], samples: int) -> float:
-    """Return the standard error of the median of so many samples, from deviations of which no single one decides."""
+    """Return a robust estimate of the standard error of the median of that number of samples."""
     return 1.25 * 1.4826 * statistics.median(map(abs, deviations)) / math.sqrt(samples)
 
 
@@ -112,12 +116,15 @@ def _power_w(known: Iterable[tuple[float, float]]) -> float:
 
 
 def refresh_error(time_s: float, counter_period_s: float) -> float:
-    """Return the relative standard error of the mean power over a time that the counter's refreshes alone make."""
+    """Return the relative standard error of a mean power that results from the counter's refreshes."""
     return _REFRESH_ERROR * counter_period_s / time_s
 
 
 def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_period_s: float) -> float:
-    """Return the relative standard error of the mean power: from the parts of the window, not below the counter's."""
+    """Return the relative standard error of the mean power, which is at least the error due to refreshes.
+
+    It is estimated from the mean powers of the parts of the window.
+    """
     by_refresh = refresh_error(sum(time_s for time_s, _ in known), counter_period_s)
     size = len(known) // _PARTS
     if not size:
@@ -125,14 +132,19 @@ def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_p
     cuts = [number * size for number in range(_PARTS)] + [len(known)]
     powers_w = [_power_w(known[begin:end]) for begin, end in itertools.pairwise(cuts)]
     spread = statistics.stdev(powers_w) / math.sqrt(_PARTS) / power_w
-    # The end of a part is the begin of the next one: refreshes that are seen late make parts differ, not the whole.
+    # A part ends when the next one begins, so late refreshes add to the spread of the parts but not to the total.
     return max(by_refresh, math.sqrt(max(0.0, spread**2 - _PARTS * by_refresh**2)))
 
 
 class PowerFigures(NamedTuple):
-    """Power of all GPUs over a second; see the top of this module. The change is from one second to the next.
+    """Power of all GPUs over a second, as defined at the top of this module.
 
-    ``window_s`` is what such a second really took, on average.
+    Attributes:
+        mean_w: Mean power [W].
+        highest_w: Highest power over a second [W].
+        lowest_w: Lowest power over a second [W].
+        change_w: Largest change from one second to the next [W].
+        window_s: Mean length of these seconds, which consist of whole iterations [s].
     """
 
     mean_w: float
@@ -143,21 +155,27 @@ class PowerFigures(NamedTuple):
 
 
 class PowerBySecond:
-    """Power over each second of a job, the last ones of many.
+    """The power over each of the last seconds of a job.
 
     Args:
-        most: How many seconds are kept; None for all.
+        most: Number of seconds to keep, or None for all.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        # Time, energy, and whether it follows right upon the one before.
+        # Time, energy, and whether it follows the previous second without a gap.
         self._seconds: deque[tuple[float, float, bool]] = deque(maxlen=most)
         self._time_s = self._energy_j = 0.0
         self._ended: float | None = None
         self._follows = False
 
     def add(self, time_s: float, energy_j: float | None, ended: float | None) -> None:
-        """Add an iteration: its time [s], its energy [J] if it could be read, and when it ended [Unix seconds]."""
+        """Add an iteration.
+
+        Args:
+            time_s: Its time [s].
+            energy_j: Its energy [J], or None if it could not be read.
+            ended: Its end [Unix seconds], or None if unknown.
+        """
         is_apart = ended is not None and self._ended is not None and ended - time_s - self._ended > _SECOND_S
         self._ended = ended
         if energy_j is None or is_apart:
@@ -171,7 +189,7 @@ class PowerBySecond:
 
     @property
     def figures(self) -> PowerFigures | None:
-        """The figures of the seconds that are kept; None where there are fewer than two."""
+        """The figures of the kept seconds, or None if there are fewer than two."""
         if len(self._seconds) < 2:
             return None
         times_s, energies_j, follow = zip(*self._seconds, strict=True)
@@ -184,12 +202,12 @@ class PowerBySecond:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Iterations at default clocks that others are compared with.
+    """Iterations at default clocks with which other iterations are compared.
 
     Attributes:
-        typical: A typical one of them.
-        phase: The phase in which they ran; None where the profile predicts them.
-        run: The run they are of; None for the same one.
+        typical: Their typical iteration.
+        phase: The phase in which they ran, or None if the profile predicts them.
+        run: The name of the run that they belong to, or None for the same run.
     """
 
     typical: Typical
@@ -198,12 +216,12 @@ class Baseline:
 
     @property
     def is_measured(self) -> bool:
-        """Whether they were measured, not predicted."""
+        """True if the iterations were measured and not predicted."""
         return self.phase is not None
 
     @property
     def is_enough(self) -> bool:
-        """Whether they are not too few to be compared with."""
+        """True if there are enough iterations for a comparison."""
         return self.typical.iterations >= _LEAST_MEASURED
 
     def __str__(self) -> str:
@@ -215,11 +233,13 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Measured:
-    """Iterations under a plan, against their baseline.
+    """Iterations under a plan, compared with their baseline.
 
     Attributes:
-        plan: The plan's place on the frontier; None for plans of several shapes of inputs.
-        ran: How many iterations ran under it, those that do not count included.
+        plan: The plan's index on the frontier, or None for the plans of several input shapes.
+        ran: Number of iterations under the plan, including those that do not count.
+        typical: The typical iteration under the plan.
+        baseline: The iterations at default clocks.
     """
 
     plan: int | None
@@ -229,23 +249,23 @@ class Measured:
 
     @property
     def slowdown(self) -> float:
-        """How much longer an iteration takes, as a fraction of the baseline's time."""
+        """Increase of the iteration time, as a fraction of the baseline's time."""
         return self.typical.time_s / self.baseline.typical.time_s - 1
 
     @property
     def slowdown_error(self) -> float:
-        """Its standard error."""
+        """Standard error of ``slowdown``."""
         return (1 + self.slowdown) * math.hypot(self.typical.time_error, self.baseline.typical.time_error)
 
     @property
     def saved(self) -> float | None:
-        """How much less energy it uses, as a fraction of the baseline's."""
+        """Decrease of the iteration's energy, as a fraction of the baseline's energy."""
         energy_j, default_j = self.typical.energy_j, self.baseline.typical.energy_j
         return 1 - energy_j / default_j if energy_j is not None and default_j else None
 
     @property
     def saved_error(self) -> float | None:
-        """Its standard error."""
+        """Standard error of ``saved``."""
         if self.saved is None:
             return None
         return (1 - self.saved) * math.hypot(self.typical.energy_error, self.baseline.typical.energy_error)
@@ -253,7 +273,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saving:
-    """So many iterations of the whole job, each a typical one, against as many of the baseline."""
+    """Time and energy of a number of typical iterations of the whole job, and of their baseline."""
 
     iterations: int
     time_s: float
@@ -263,7 +283,7 @@ class Saving:
 
     @classmethod
     def of(cls, measured: Iterable[Measured]) -> Saving | None:
-        """Return that of all plans; None where no energy is known."""
+        """Return the saving of all plans together, or None if no energy is known."""
         found = [(one.ran, one.typical, one.baseline.typical) for one in measured]
         known = [
             cls(1, ours.time_s, ours.energy_j, theirs.time_s, theirs.energy_j).times(ran)
@@ -276,7 +296,7 @@ class Saving:
         return Saving(*map(operator.add, astuple(self), astuple(other)))
 
     def times(self, iterations: int) -> Saving:
-        """Return that of as many iterations of the same kind."""
+        """Return the saving scaled to another number of iterations."""
         _, *figures = astuple(self)
         return Saving(iterations, *(iterations / self.iterations * figure for figure in figures))
 
@@ -287,22 +307,22 @@ class Saving:
 
     @property
     def saved(self) -> float:
-        """As a fraction of the energy at default clocks."""
+        """Energy saved, as a fraction of the energy at default clocks."""
         return self.saved_j / self.default_j
 
     @property
     def gained_s(self) -> float:
-        """How much less time they took than at default clocks [s]; negative for more."""
+        """Time saved compared with default clocks [s], negative if the iterations took longer."""
         return self.default_s - self.time_s
 
     @property
     def slowdown(self) -> float:
-        """How much longer they took, as a fraction of the time at default clocks."""
+        """Increase of the time, as a fraction of the time at default clocks."""
         return self.time_s / self.default_s - 1
 
 
 class _Series:
-    """Iterations that ran alike and count, the last ones of many."""
+    """The last iterations that count, of those that ran under the same conditions."""
 
     def __init__(self) -> None:
         self.ran = 0
@@ -311,7 +331,6 @@ class _Series:
         self._typical: Typical | None = None
 
     def add(self, time_s: float, energy_j: float | None) -> None:
-        """Add an iteration that counts."""
         self._times_s.append(time_s)
         self._energies_j.append(energy_j)
         self._typical = None
@@ -324,16 +343,16 @@ class _Series:
 
 
 def _preference(baseline: Baseline) -> tuple[bool, int, int]:
-    """Return by what one series at default clocks is preferred to another."""
+    """Return the sort key by which a series at default clocks is preferred."""
     choice = _LAST_CHOICES.index(baseline.phase) + 1 if baseline.phase in _LAST_CHOICES else 0
     return baseline.is_enough, -choice, baseline.typical.iterations
 
 
 class JobMeasures:
-    """What the iterations of a job take, from its records in their order; memory does not grow with the job.
+    """Times, energies and savings of a job, computed from its records in order and with bounded memory.
 
     Attributes:
-        frontier: Distinguishes the frontier of the next plan from the job's earlier ones.
+        frontier: Identifies the frontier to which the plans of the next records belong.
     """
 
     def __init__(self) -> None:
@@ -342,19 +361,19 @@ class JobMeasures:
         self._verdicts: dict[int | None, Baseline] = {}
         self._compared = _Series()
         self._predicted: Baseline | None = None
-        # Of a job with plans for several shapes of inputs: the mean of what default clocks take for each.
+        # In a job with plans for several input shapes: the mean of the predictions at default clocks.
         self._shapes: Baseline | None = None
-        # Under plans of earlier frontiers.
+        # The totals under plans of earlier frontiers.
         self._planned_before = 0
         self._saved_before: Saving | None = None
         self._kind: tuple[str, int | None, bool] | None = None
         self.frontier: tuple[str | None, int] = None, 0
-        # Whether the last iteration was run by what limits of GPUs allow.
+        # Whether the last iteration ran under a plan for limited GPUs.
         self._is_limited = False
         self._frontier_of_plans: tuple[str | None, int] | None = None
 
     def add(self, record: Record) -> bool:
-        """Add a record; return whether it is of an iteration that counts."""
+        """Add a record and return whether it is an iteration that counts."""
         if isinstance(record, IterationRecord):
             return trains(record) and self._add_iteration(record)
         if isinstance(record, Started):
@@ -367,8 +386,8 @@ class JobMeasures:
         return False
 
     def _add_iteration(self, record: IterationRecord) -> bool:
-        # Each shape of inputs has plans of its own, which alternate, and default clocks of its own to compare with; and
-        # so have limits of GPUs.
+        # Each input shape has its own plans, which alternate, and its own default clocks to compare with. The same
+        # applies to limits of GPUs.
         is_relative = bool(record.shape) or record.limited
         self._is_limited = record.limited
         kind = record.phase, None if is_relative else record.plan, is_relative
@@ -384,7 +403,7 @@ class JobMeasures:
         return counts
 
     def _add_planned(self, record: IterationRecord, *, counts: bool) -> None:
-        if self._frontier_of_plans != self.frontier:  # for which alone numbers of plans are valid
+        if self._frontier_of_plans != self.frontier:  # plan numbers are valid for one frontier only
             self._frontier_of_plans = self.frontier
             self._planned_before, self._saved_before = self.planned, self.saving()
             self._plans.clear()
@@ -405,7 +424,7 @@ class JobMeasures:
         series.ran += 1
 
     def _add_shape(self, default_s: float, default_j: float) -> None:
-        """Take into account what default clocks take for the shape of an iteration."""
+        """Add an iteration's prediction at default clocks to the mean over all shapes."""
         known = self._shapes.typical if self._shapes is not None else Typical(0, 0.0, 0.0)
         iterations = known.iterations + 1
         time_s = known.time_s + (default_s - known.time_s) / iterations
@@ -422,7 +441,7 @@ class JobMeasures:
             self._verdicts[plan] = self.verdict
 
     def longest_at_default_clocks(self) -> Baseline | None:
-        """Return the longest series at default clocks whose energy is known, the phases in order of preference."""
+        """Return the preferred series at default clocks of known energy, or None if there is none."""
         found = [
             Baseline(series.typical, phase)
             for phase, series in self._default.items()
@@ -432,15 +451,15 @@ class JobMeasures:
 
     @property
     def verdict(self) -> Baseline | None:
-        """The baseline of the last verdict; None where there was none."""
+        """The baseline of the last verdict, or None if there was none."""
         return [*self._verdicts.values()][-1] if self._verdicts else None
 
     def baseline(self, plan: int | None = None, others: Mapping[str, JobMeasures] | None = None) -> Baseline | None:
-        """Return what to compare iterations with.
+        """Return the baseline with which to compare iterations, or None if there is none.
 
         Args:
-            plan: Under which plan they ran.
-            others: Other runs of the same job, by their names.
+            plan: The plan under which the iterations ran.
+            others: Other runs of the same job, by name.
         """
         if (found := self._verdicts.get(plan) or self.verdict) is not None:
             return found
@@ -455,33 +474,40 @@ class JobMeasures:
         return longest
 
     def plan(self, plan: int | None, others: Mapping[str, JobMeasures] | None = None) -> Measured | None:
-        """Return the iterations under a plan of the frontier in use; None where none counts or there is no baseline."""
+        """Return the iterations under a plan of the current frontier, with their baseline.
+
+        Returns:
+            None if no iteration counts or there is no baseline.
+        """
         series = self._plans.get(plan)
         if series is None or series.typical is None:
             return None
         typical, baseline = series.typical, self._shapes if plan is None else self.baseline(plan, others)
-        if plan is None and self._shapes is not None:  # whose figures are relative to each shape's default clocks
+        if plan is None and self._shapes is not None:  # figures are relative to the default clocks of each shape
             default = self._shapes.typical
             power_w = typical.power_w and default.power_w and typical.power_w * default.power_w
             typical = replace(typical, time_s=typical.time_s * default.time_s, power_w=power_w)
         return None if baseline is None else Measured(plan, series.ran, typical, baseline)
 
     def plans(self, others: Mapping[str, JobMeasures] | None = None) -> list[Measured]:
-        """Return those of all plans, in the order in which they first ran."""
+        """Return the iterations under each plan, in the order in which the plans first ran."""
         found = (self.plan(plan, others) for plan in self._plans)
         return [one for one in found if one is not None]
 
     def typical_of_plans(self) -> dict[int, Typical]:
-        """Return a typical iteration under each plan, whatever it is compared with."""
+        """Return the typical iteration under each plan, independent of any baseline."""
         found = ((plan, series.typical) for plan, series in self._plans.items())
         return {plan: typical for plan, typical in found if plan is not None and typical is not None}
 
     @property
     def planned(self) -> int:
-        """How many iterations ran under plans."""
+        """Number of iterations that ran under plans."""
         return self._planned_before + sum(series.ran for series in self._plans.values())
 
     def saving(self, others: Mapping[str, JobMeasures] | None = None) -> Saving | None:
-        """Return what all iterations under plans saved, those of earlier frontiers included; None where not known."""
+        """Return the saving of all iterations under plans, or None if it is unknown.
+
+        It includes the iterations under plans of earlier frontiers.
+        """
         now = Saving.of(self.plans(others))
         return now + self._saved_before if now and self._saved_before else now or self._saved_before

@@ -1,4 +1,4 @@
-"""The settings with which plans are computed, shared by the command line, ``optimize()``, jobs and their workers."""
+"""Settings for computing plans, shared by the command line, ``optimize()`` and jobs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Literal
 from perseus_ds.errors import ConfigError
 
 DwellTimes = Mapping[int, float] | float
-"""The shortest time at one clock, for all clocks or by clock in MHz [s]."""
+"""The shortest time at one clock: one value for all clocks, or a value for each clock in MHz [s]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningSettings:
-    """How plans are computed from a profile."""
+    """Settings for computing plans from a profile."""
 
     blocking_power_w: float | None = None
-    """power of a GPU that waits for its neighbour [W]; by default the profile's"""
+    """power of a GPU that waits for another rank [W]; by default the profile's"""
     solver: Literal["exact", "lowtime"] = "exact"
     """exact gives a lower bound for each plan, lowtime is the published solver"""
     plans: int = 120
-    """number of deadlines, from T_min to T*, for which exact computes a plan"""
+    """number of deadlines, from T_min to T*, for which the exact solver computes a plan"""
     switch_cost_j: float = 0.0
-    """energy that exact assumes for a change of clock when it chooses clocks [J]"""
+    """energy per clock change that the exact solver assumes when it chooses clocks [J]"""
     switch_cost_s: float = 0.0
-    """delay that exact assumes for what follows a change of clock [s]"""
+    """delay of the following instruction that the exact solver assumes for a clock change [s]"""
     least_dwell_s: DwellTimes = 0.0
-    """shortest time at one clock in plans of exact, for all clocks or by clock in MHz [s]"""
+    """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]"""
     certificates: bool = False
-    """write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify"""
+    """also write certificates.npz, the proofs of the lower bounds, for perseus-ds verify"""
 
     @property
     def longest_dwell_s(self) -> float:
-        """The longest of the shortest times at a clock [s]."""
+        """The largest of the shortest times at one clock [s]."""
         dwell_s = self.least_dwell_s
         return max(dwell_s.values(), default=0.0) if isinstance(dwell_s, Mapping) else dwell_s
 
@@ -41,9 +41,9 @@ class PlanningSettings:
         """Check that every value is within its limits.
 
         Raises:
-            ConfigError: One is not.
+            ConfigError: If a value is not.
         """
-        # Here, since the help of the command line imports this module and needs no pydantic.
+        # Imported here because the command line's help imports this module and does not need pydantic.
         from perseus_ds.artifacts.validation import (
             LEAST_GPU_W,
             MOST_GPU_W,
@@ -66,10 +66,12 @@ class PlanningSettings:
             other, factor = ("milliwatts", 1e-3) if power_w > MOST_GPU_W else ("kilowatts", 1e3)
             likely = LEAST_GPU_W <= power_w * factor <= MOST_GPU_W
             raise ConfigError(
-                f"blocking_power_w={power_w:g}: no waiting GPU draws that; expected {LEAST_GPU_W:g} to {MOST_GPU_W:g} W"
+                f"blocking_power_w={power_w:g}: no waiting GPU draws this; expected {LEAST_GPU_W:g} to {MOST_GPU_W:g} W"
                 + (f". It is probably in {other}: write {power_w * factor:g}." if likely else ", or 0.")
             )
         if not 2 <= self.plans <= MOST_PLANS:
             raise ConfigError(f"plans={self.plans}: expected 2, one for T_min and one for T*, to {MOST_PLANS}.")
         if self.certificates and self.solver != "exact":
-            raise ConfigError("certificates=True: only the solver exact proves bounds. Leave one of the two out.")
+            raise ConfigError(
+                "certificates=True: only the exact solver proves bounds. Remove certificates=True or the other solver."
+            )

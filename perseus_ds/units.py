@@ -1,6 +1,7 @@
-"""Figures and texts for people: some digits, a unit of fitting size, no exponent, and no control characters.
+"""Formats figures with suitable units for people, and makes texts printable.
 
-Numbers of files whose sums would overflow are an error.
+Figures have a few significant digits and no exponent. Texts have no control characters. Numbers in files that are so
+large that sums would overflow are an error.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _SPACE = "\N{NARROW NO-BREAK SPACE}"
 _ASCII = str.maketrans(
     {_SPACE: " ", _MINUS: "-", _NONE: "-", "\N{PLUS-MINUS SIGN}": "+/-", "\N{MULTIPLICATION SIGN}": "x"}
 )
-# These change the order in which a terminal shows what follows.
+# These characters change the order in which a terminal displays the text that follows.
 _BIDI = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _LARGEST = 1e18
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a figure with so many significant digits, thousands apart."""
+    """Format a number with the given number of significant digits and with thousands separated."""
     if value is None or not math.isfinite(value):
         return _NONE
     if value == 0:
@@ -35,12 +36,12 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def whole(value: float) -> str:
-    """Return a count, thousands apart."""
+    """Format a count with thousands separated."""
     return f"{value:,.0f}".replace(",", _SPACE)
 
 
 def percent(value: float | None, decimals: int = 1) -> str:
-    """Return a signed percentage of a fraction."""
+    """Format a fraction as a signed percentage."""
     if value is None or not math.isfinite(value):
         return _NONE
     text = f"{100 * value:+.{decimals}f}{_SPACE}%".replace("-", _MINUS)
@@ -48,48 +49,48 @@ def percent(value: float | None, decimals: int = 1) -> str:
 
 
 def less_or_more(value: float, decimals: int = 1) -> str:
-    """Return a change, as a fraction, in words: ``7.4 % less``."""
+    """Format a relative change in words, such as ``7.4 % less``."""
     text = percent(value, decimals)
     return f"{text[1:]} {'less' if value < 0 else 'more'}" if text[0] in f"+{_MINUS}" else f"{text} more"
 
 
 def plain(text: str) -> str:
-    """Return a text for terminals: in ASCII as far as it is figures and plain words, without control characters."""
+    """Return a text for terminals: figures in ASCII, control characters replaced by spaces."""
     return "".join(character if character.isprintable() else " " for character in text.translate(_ASCII))
 
 
 def joules(value_j: float | None) -> str:
-    """Return an energy in J to GJ."""
+    """Format an energy, in J to GJ."""
     return _scaled(value_j, {"GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0})
 
 
 def watt_hours(value_j: float | None) -> str:
-    """Return an energy [J] in Wh to GWh, as bills count it."""
+    """Format an energy [J] in Wh to GWh, the units of electricity bills."""
     return _scaled(value_j, {"GWh": 3.6e12, "MWh": 3.6e9, "kWh": 3.6e6, "Wh": 3.6e3})
 
 
 def grams(value_g: float | None) -> str:
-    """Return a mass in g to t."""
+    """Format a mass, in g to t."""
     return _scaled(value_g, {"t": 1e6, "kg": 1e3, "g": 1.0})
 
 
 def watts(value_w: float | None) -> str:
-    """Return a power in W to MW."""
+    """Format a power, in W to MW."""
     return _scaled(value_w, {"MW": 1e6, "kW": 1e3, "W": 1.0})
 
 
 def duration(value_s: float | None) -> str:
-    """Return a time in ms to days."""
+    """Format a time, in ms to days."""
     return _scaled(value_s, {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0, "ms": 1e-3})
 
 
 def gpu_time(value_s: float | None) -> str:
-    """Return GPU-seconds in a unit of fitting size, up to GPU-hours."""
+    """Format GPU-seconds, in GPU-seconds to GPU-hours."""
     return _scaled(value_s, {"GPU-h": 3_600.0, "GPU-min": 60.0, "GPU-s": 1.0})
 
 
 def money(value: float | None, currency: str) -> str:
-    """Return a sum of money: two decimals, or three digits where it is below 1."""
+    """Format an amount of money: two decimals, or three significant digits if it is below 1."""
     if value is None or not math.isfinite(value):
         return _NONE
     text = number(value, 3) if abs(value) < 1 else f"{value:,.2f}".replace(",", _SPACE).replace("-", _MINUS)
@@ -97,28 +98,28 @@ def money(value: float | None, currency: str) -> str:
 
 
 def _scaled(value: float | None, sizes: Mapping[str, float]) -> str:
-    """Return a value in the largest unit that makes it at least 1, with four digits."""
+    """Format a value with four digits, in the largest unit in which it is at least 1."""
     if value is None or not math.isfinite(value):
         return _NONE
-    # What is rounded up to the next unit counts as there: 999.96 J is 1.000 kJ.
+    # A value that rounds up to the next unit uses that unit: 999.96 J is 1.000 kJ.
     fitting = (unit for unit, size in sizes.items() if abs(value) >= 0.99995 * size)
     unit = next(fitting, list(sizes)[-1])
     return f"{number(value / sizes[unit])} {unit}"
 
 
 def printable(text: str) -> str:
-    """Return a text in which each control character, and each lone half of a surrogate pair, is written as its escape.
+    """Return a text with control characters and lone surrogates replaced by escape sequences.
 
-    Terminals take sequences of control characters for commands. The ends of lines and tabs stay.
+    Terminals interpret sequences of control characters as commands. Line ends and tabs are kept.
     """
-    if text.isascii() and text.isprintable():  # nearly all are, and characters one by one take long
+    if text.isascii() and text.isprintable():  # most texts are, and the check of single characters is slow
         return text
     return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in text)
 
 
 def log_printable(record: logging.LogRecord) -> bool:
-    """Make the text of a line of a log printable; a filter for a logger, which lets all lines pass."""
-    with contextlib.suppress(Exception):  # the logger itself says where a text and its values do not fit
+    """Make the text of a log record printable, as a logger's filter that accepts all records."""
+    with contextlib.suppress(Exception):  # the logger itself reports arguments that do not fit the format
         record.msg, record.args = printable(record.getMessage()), ()
     return True
 
@@ -130,10 +131,10 @@ def _is_control(character: str) -> bool:
 
 
 def bounded(value: Any) -> Any:
-    """Return the value of a JSON text with printable texts.
+    """Return a value parsed from JSON with its texts made printable.
 
     Raises:
-        ValueError: A number is not finite, or too large.
+        ValueError: If a number is not finite or too large.
     """
     kind = type(value)
     if kind is float or kind is int:  # most values are numbers

@@ -1,8 +1,8 @@
 """Reads a DeepSpeed ``PipeSchedule`` as the operations of all its ranks.
 
-The engine's own schedule is used: it is instantiated for every rank and the commands of its ``steps()`` are read; 1F1B
-is never derived again. Commands are recognised by class name, so that those of other engines (Merak's) need not be
-importable; clients register commands of their own.
+The engine's own schedule class is instantiated for every rank, and the commands that ``steps()`` yields are read. 1F1B
+is not derived independently. Commands are recognised by class name, so that commands of other engines (Merak) need not
+be importable. Clients can register their own commands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Oth
 _LOAD, _NOTHING = "load", "nothing"
 _TRANSFERS = ("send_activation", "recv_activation", "send_grad", "recv_grad")
 COMMAND_KINDS = (*(kind.value for kind in Kind if kind is not Kind.FORWARD_BACKWARD), _LOAD, *_TRANSFERS, _NOTHING)
-"""What a command can be registered as."""
+"""The kinds as which a command can be registered."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "LoadMicroBatch": (_LOAD,),
@@ -35,21 +35,21 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "ReduceTiedGrads": ("tail",),
     "ReduceGrads": ("tail",),
     "OptimizerStep": ("tail",),
-    # Of Merak.
+    # Merak's commands.
     "PreCheckpointForwardPass": ("forward",),
     "SendActivationRecvGrad": ("send_activation", "recv_grad"),
     "SendGradRecvActivation": ("send_grad", "recv_activation"),
     "RecomputeRecvGrad": ("recompute", "recv_grad"),
     "RestoreRecomputeStatus": (_NOTHING,),
 }
-# Registering is for the whole process, like DeepSpeed's own map of commands.
+# Registration applies to the whole process, like DeepSpeed's own map of commands.
 _REGISTERED: dict[str, tuple[str, ...]] = {}
 
 
 def register_command(name: str, kind: str) -> None:
-    """Say what a command of a schedule does that perseus-ds does not know; before the first iteration.
+    """Declare the kind of a schedule command that perseus-ds does not know.
 
-    The k-th command of a kind on a stage is taken to be for micro-batch k.
+    Call this before the first iteration. The k-th command of a kind on a stage is assumed to process micro-batch k.
 
     Args:
         name: Class name of the command.
@@ -58,7 +58,7 @@ def register_command(name: str, kind: str) -> None:
             ``recv_grad``, or ``nothing`` for a command that takes no time.
 
     Raises:
-        ConfigError: There is no such kind.
+        ConfigError: If ``kind`` is not one of these.
     """
     if kind not in COMMAND_KINDS:
         raise ConfigError(f"register_command: {name} as {kind!r}: expected one of {', '.join(COMMAND_KINDS)}.")
@@ -66,9 +66,14 @@ def register_command(name: str, kind: str) -> None:
 
 
 class CommandReader:
-    """Turns one rank's commands into operations, one after the other; the k-th of a kind is micro-batch k.
+    """Converts one rank's commands into operations, one command at a time.
 
-    Where they are batched, sends and receives are only queued until the next ``CommitP2P``.
+    The k-th command of a kind is assumed to process micro-batch k.
+
+    Args:
+        rank: The pipeline rank.
+        ranks: The number of pipeline ranks.
+        batched: Whether sends and receives are only queued until the next ``CommitP2P``.
     """
 
     def __init__(self, rank: int, ranks: int, batched: bool) -> None:
@@ -76,16 +81,16 @@ class CommandReader:
         self._ranks = ranks
         self._batched = batched
         self._counts: Counter[tuple[str, int]] = Counter()
-        # By stage, micro-batches of which the gradients of the weights are still to be computed.
+        # By stage: the micro-batches that have had their backward_input but not yet their backward_weight.
         self._split: defaultdict[int, deque[int]] = defaultdict(deque)
         self.queued: list[tuple[bool, Transfer]] = []
 
     def read(self, command_class: type, phase: int = 0) -> tuple[Operation, ...]:
-        """Return the operations of a command; none for a transfer that is only queued.
+        """Return the operations of a command, which are none if it only queues a transfer.
 
         Args:
-            command_class: Its class; it is known by the name of that, or of one that it is derived from.
-            phase: Which of the rank's stages (DualPipeV: 0 or 1).
+            command_class: The command's class, recognised by its own name or that of a base class.
+            phase: The index of the stage on this rank (DualPipeV: 0 or 1).
         """
         command = _known_name(command_class)
         stage = self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
@@ -109,7 +114,7 @@ class CommandReader:
         if kind is Kind.TAIL:
             return Compute(Instruction(stage, kind, 0))
         if kind is Kind.RECOMPUTE and transfers:
-            # Merak first recomputes what the gradient is for, and then receives it.
+            # Merak recomputes the micro-batch first and receives its gradient afterwards.
             return Compute(Instruction(stage, kind, transfers[0][1].micro_batch))
         if kind is Kind.BACKWARD_WEIGHT and self._split[stage]:
             return Compute(Instruction(stage, kind, self._split[stage].popleft()))
@@ -120,9 +125,9 @@ class CommandReader:
             self._split[stage].append(micro_batch)
         return Compute(Instruction(stage, kind, micro_batch))
 
-    def _count(self, what: str, stage: int) -> int:
-        self._counts[what, stage] += 1
-        return self._counts[what, stage] - 1
+    def _count(self, name: str, stage: int) -> int:
+        self._counts[name, stage] += 1
+        return self._counts[name, stage] - 1
 
     def _transfer(self, part: str, stage: int) -> tuple[bool, Transfer]:
         sending = part.startswith("send")
@@ -134,23 +139,23 @@ class CommandReader:
 
 
 class RepeatedReader:
-    """Returns what :class:`CommandReader` does; an iteration that is like the last one costs comparisons only."""
+    """Like :class:`CommandReader`, but an iteration that repeats the previous one costs only comparisons."""
 
     def __init__(self, rank: int, ranks: int, batched: bool) -> None:
         self._of_rank = rank, ranks, batched
-        # Of the iteration: class and phase of each command, on which its operations depend, and these.
+        # The class and phase of each command of the iteration, which determine its operations, and the operations.
         self._known: list[tuple[type, int, tuple[Operation, ...]]] = []
         self._position = 0
-        # Has read all that is known; made where a command is another one than in the iteration before.
+        # Created at the first command that differs from the previous iteration; has read all known commands.
         self._reader: CommandReader | None = None
 
     def begin_iteration(self) -> None:
-        """The next command is the first of an iteration."""
+        """Start a new iteration with the next command."""
         self._position = 0
         self._reader = None
 
     def read(self, command: Any) -> tuple[Operation, ...]:
-        """Return the operations of the iteration's next command; none for a transfer that is only queued."""
+        """Return the operations of the iteration's next command, which are none if it only queues a transfer."""
         command_class, phase, position = type(command), getattr(command, "phase", 0), self._position
         self._position += 1
         if position < len(self._known):
@@ -175,7 +180,7 @@ def _known_name(command_class: type) -> str:
 
 
 def parts_of(command: str) -> tuple[str, ...] | None:
-    """Return what a command does, in order; None if that is not known."""
+    """Return the parts of a command, in order, or None if the command is unknown."""
     return _REGISTERED.get(command) or _KNOWN.get(command)
 
 
@@ -190,13 +195,13 @@ def read_stream(commands: Sequence[Any], rank: int, ranks: int) -> tuple[Operati
     """Return the operations of one rank's commands, in program order.
 
     Raises:
-        ScheduleError: A transfer is queued but never launched.
+        ScheduleError: If a transfer is queued but never launched.
     """
     reader = CommandReader(rank, ranks, batched=is_batched(commands))
     stream: list[Operation] = []
     for command in commands:
         for operation in reader.read(type(command), getattr(command, "phase", 0)):
-            # Reduction and step are several commands but one tail.
+            # Gradient reduction and optimizer step are several commands but one tail.
             if not stream or stream[-1] != operation:
                 stream.append(operation)
     if reader.queued:
@@ -213,14 +218,13 @@ def read_schedule(schedule_class: Callable[..., Any], *, ranks: int, micro_batch
     """Read the instruction streams of a ``PipeSchedule`` class for every pipeline rank.
 
     Args:
-        schedule_class: A subclass of DeepSpeed's ``PipeSchedule`` (or anything with its
-            constructor and ``steps()``).
-        ranks: Pipeline ranks (for DualPipeV, half the number of stages).
-        micro_batches: Micro-batches per iteration.
+        schedule_class: A subclass of DeepSpeed's ``PipeSchedule``, or a class with the same constructor and
+            ``steps()``.
+        ranks: Number of pipeline ranks (for DualPipeV, half the number of stages).
+        micro_batches: Number of micro-batches per iteration.
 
     Raises:
-        ScheduleError: The schedule cannot be built for these sizes, or holds an instruction
-            perseus-ds does not know.
+        ScheduleError: If the schedule cannot be built for these sizes.
     """
     if ranks < 1 or micro_batches < 1:
         raise ScheduleError(
@@ -250,18 +254,18 @@ KNOWN = {
     f"{_MODULE}:TrainSchedule": "TrainSchedule",
     f"{_MODULE}:DualPipeVSchedule": "DualPipeVSchedule",
 }
-"""Schedules of DeepSpeed, by the names that files may have for them."""
+"""DeepSpeed's schedules, by the names that are accepted in files."""
 OF_TORCH = "torch.distributed.pipelining.schedules:"
-"""Begin of the names that files may have for schedules of torch. No other name in a file is imported."""
+"""Prefix of the names of torch's schedules that are accepted in files. No other name in a file is imported."""
 
 
 def schedule_class(name: str) -> type:
     """Return the schedule class for ``1f1b``, ``dualpipev`` or ``package.module:Class``.
 
-    The module is imported, so the name must come from a user and not from a file, unless it is one of :data:`KNOWN`.
+    The module is imported, so a name that is not in :data:`KNOWN` must come from the user and not from a file.
 
     Raises:
-        ConfigError: There is no such schedule.
+        ConfigError: If there is no such schedule.
     """
     if name in KNOWN:
         from deepspeed.runtime.pipe import schedule as deepspeed_schedule
@@ -286,11 +290,11 @@ def schedule_class(name: str) -> type:
 
 
 def is_of_torch(schedule_class: type) -> bool:
-    """Return whether a schedule class is one of ``torch.distributed.pipelining``, or derived from one."""
+    """Return whether a schedule class is, or derives from, one of ``torch.distributed.pipelining``."""
     bases = getattr(schedule_class, "__mro__", ())
     return any(f"{base.__module__}:" == OF_TORCH for base in bases)
 
 
 def stages_per_rank(schedule_class: type) -> int:
-    """Return how many stages one rank holds under this schedule (2 for DualPipeV, otherwise 1)."""
+    """Return the number of stages on one rank under this schedule (2 for DualPipeV, otherwise 1)."""
     return 2 if any(base.__name__ == "DualPipeVSchedule" for base in schedule_class.__mro__) else 1

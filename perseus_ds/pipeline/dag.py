@@ -1,9 +1,9 @@
-"""The DAG of one iteration: its nodes, who waits for whom, makespan and critical path.
+"""The DAG of one iteration: nodes, precedences, makespan and critical path.
 
-A transfer is a *meeting point*: a node that starts when both ranks have launched it. In an exchange, a rank
-launches transfers and goes on when all of them are complete: alone (DeepSpeed's 1F1B) or as a batch (DualPipeV's
-``CommitP2P``). Where a schedule launches transfers and goes on at once (PyTorch's), its rank waits for them where the
-schedule does.
+A transfer is a *meeting point*: a node that starts when both ranks have launched it. In an exchange, a rank launches
+transfers and continues when all of them are complete: one transfer (DeepSpeed's 1F1B) or a batch (DualPipeV's
+``CommitP2P``). If a schedule launches transfers and continues immediately (PyTorch's), its rank waits for them at the
+schedule's wait operation.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ Seconds = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 Boundary = tuple[Payload, int, int]
-"""What is transferred, the sending and the receiving stage."""
+"""Payload, sending stage and receiving stage."""
 
 
 @dataclass(frozen=True)
 class FixedDurations:
     """Durations of the parts of an iteration that have no clock to choose, in seconds.
 
-    Parts that are not named take no time.
+    Parts without an entry take no time.
 
     Attributes:
-        load_s: By stage.
-        transfer_s: By boundary and direction.
+        load_s: Loads, by stage.
+        transfer_s: Transfers, by boundary and direction.
+        tail_s: Gradient reduction and optimizer step, by stage. Not used for stages that have a profiled tail.
         other_s: Commands that perseus-ds does not know, by (class name, stage).
-        tail_s: Gradient reduction and optimizer step, by stage; unused for stages whose tail is
-            profiled over clocks.
     """
 
     load_s: dict[int, float] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class Node:
 
     Attributes:
         work: The instruction, load or transfer.
-        ranks: The rank that does it; for a transfer the sending and the receiving rank.
+        ranks: The rank that executes it; for a transfer, the sending and the receiving rank.
     """
 
     work: Instruction | Load | Other | Transfer
@@ -76,8 +75,8 @@ class Dag:
     """Nodes in a topological order and their precedences.
 
     Attributes:
-        nodes: Every node's predecessors come before it.
-        predecessors: For every node, the nodes that must have finished before it starts.
+        nodes: In topological order: each node comes after its predecessors.
+        predecessors: For every node, the nodes that must finish before it starts.
     """
 
     def __init__(self, schedule: Schedule, nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]) -> None:
@@ -90,8 +89,8 @@ class Dag:
         """Build the DAG of a schedule.
 
         Raises:
-            ScheduleError: The streams deadlock, or a transfer has no partner; the message names
-                ranks and instructions.
+            ScheduleError: If the streams deadlock or a transfer has no partner. The message names ranks and
+                instructions.
         """
         return _Builder(schedule).build()
 
@@ -120,18 +119,18 @@ class Dag:
         return result
 
     def finish_s(self, durations_s: Seconds) -> Seconds:
-        """Return when each node finishes at the earliest, from 0 [s]."""
+        """Return the earliest finish of each node, if the iteration starts at 0 [s]."""
         finish = np.array(durations_s, dtype=np.float64)
         for level in self._levels:
             finish[level.nodes] += np.maximum.reduceat(finish[level.others], level.first)
         return finish
 
     def makespan_s(self, durations_s: Seconds) -> float:
-        """Return the iteration time when every node starts as early as it can [s]."""
+        """Return the iteration time if every node starts as early as possible [s]."""
         return float(self.finish_s(durations_s).max(initial=0.0))
 
     def latest_finish_s(self, durations_s: Seconds, deadline_s: float) -> Seconds:
-        """Return when each node may finish at the latest so that all is done by the deadline [s]."""
+        """Return the latest finish of each node with which the iteration meets the deadline [s]."""
         durations_s = np.asarray(durations_s, dtype=np.float64)
         latest = np.full(len(self.nodes), deadline_s)
         for level in self._reverse_levels:
@@ -139,7 +138,7 @@ class Dag:
         return latest
 
     def critical_path(self, durations_s: Seconds) -> list[int]:
-        """Return one longest path, as node indices from first to last."""
+        """Return the node indices of one longest path, from first to last."""
         finish = self.finish_s(durations_s)
         path = [int(finish.argmax())]
         while before := self.predecessors[path[-1]]:
@@ -156,7 +155,7 @@ class Dag:
 
     @cached_property
     def edge_head(self) -> Indices:
-        """The node at which each edge ends, edges in the order of ``predecessors``."""
+        """The node at which each edge ends, with the edges in the order of ``predecessors``."""
         return np.repeat(np.arange(len(self.nodes)), [len(before) for before in self.predecessors])
 
     @cached_property
@@ -191,12 +190,12 @@ class Level:
 
 
 def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
-    """Group the nodes at the heads of edges so that each group depends on earlier groups only.
+    """Group the nodes at the heads of edges so that each group depends only on earlier groups.
 
     Args:
-        tail: Where each edge begins.
-        head: Where each edge ends.
-        order: All edges, a node's edges in before its edges out.
+        tail: The node at which each edge begins.
+        head: The node at which each edge ends.
+        order: The edge indices, sorted so that a node's incoming edges precede its outgoing ones.
     """
     tails, heads = tail.tolist(), head.tolist()
     depth = [0] * (1 + max([*tails, *heads], default=-1))
@@ -212,17 +211,17 @@ def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
 
 
 class _Builder:
-    """Runs all streams side by side; a rank stops at a transfer until its partner has launched it."""
+    """Executes the streams of all ranks, stopping a rank at a transfer until both ranks have launched it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.nodes: list[Node] = []
         self.predecessors: list[tuple[int, ...]] = []
         self.next = [0] * len(schedule.ranks)
-        # What the next operation of each rank waits for.
+        # By rank: the nodes that its next operation waits for.
         self.waits_for: list[tuple[int, ...]] = [()] * len(schedule.ranks)
         self.ranks_of = _ranks_of_transfers(schedule)
-        # By transfer, what each rank that has launched it waits for; and its node once both have.
+        # By transfer: the nodes that each rank waits for which has launched it, and its node once both ranks have.
         self.launched: defaultdict[Transfer, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.met: dict[Transfer, int] = {}
 
@@ -246,7 +245,7 @@ class _Builder:
         return Dag(self.schedule, self.nodes, self.predecessors)
 
     def _run(self, rank: int, operation: Operation) -> bool:
-        """Run a rank's next operation; return False if it waits for another rank, and is to be run again later."""
+        """Execute a rank's next operation, or return False if it must wait for another rank."""
         match operation:
             case Launch():
                 self._launch(rank, operation.transfers)
@@ -269,11 +268,11 @@ class _Builder:
                 self.met[transfer] = self._add(Node(transfer, self.ranks_of[transfer]), tuple(before))
 
     def _complete(self, rank: int, transfers: tuple[Transfer, ...]) -> bool:
-        """Let a rank go on after transfers, if both sides have launched them all."""
+        """Let a rank continue after transfers if both sides have launched all of them."""
         if any(transfer not in self.met for transfer in transfers):
             return False
         met = tuple(self.met[t] for t in transfers)
-        # What a transfer itself waits for need not be waited for again.
+        # The rank need not wait again for a node that a transfer waits for.
         implied = {before for node in met for before in self.predecessors[node]}
         self.waits_for[rank] = (*(node for node in self.waits_for[rank] if node not in implied), *met)
         return True
@@ -288,7 +287,7 @@ def _ranks_of_transfers(schedule: Schedule) -> dict[Transfer, tuple[int, int]]:
     """Return the sending and the receiving rank of every transfer.
 
     Raises:
-        ScheduleError: One has no partner.
+        ScheduleError: If a transfer has no partner.
     """
     sender: dict[Transfer, int] = {}
     receiver: dict[Transfer, int] = {}

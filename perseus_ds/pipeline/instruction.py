@@ -18,14 +18,14 @@ class Kind(str, enum.Enum):
     RECOMPUTE = "recompute"
     """A forward run again before its backward (activation checkpointing as a separate instruction)."""
     FORWARD_BACKWARD = "forward_backward"
-    """A forward and, within it, the backward of another micro-batch, each hiding what the other communicates."""
+    """A forward pass that overlaps with the backward pass of another micro-batch, as one step."""
     TAIL = "tail"
     """Gradient reduction and optimizer step, once per iteration."""
 
     def __str__(self) -> str:
         return self.value
 
-    # Enum's is written in Python, and instructions are looked up while training.
+    # Enum's hash is written in Python, and instructions are looked up during training.
     __hash__ = str.__hash__
 
 
@@ -34,9 +34,10 @@ class Instruction:
     """One kind of work of one stage on one micro-batch.
 
     Attributes:
-        stage: Stage index, 0 first; that of the forward where the kind is ``forward_backward``.
+        stage: Stage index, 0 first. For ``forward_backward``, the stage of the forward pass.
         kind: The computation.
-        micro_batch: Micro-batch index within the iteration, 0 first (0 for the tail); likewise.
+        micro_batch: Micro-batch index within the iteration, 0 first, and 0 for the tail. For ``forward_backward``, the
+            micro-batch of the forward pass.
     """
 
     stage: int

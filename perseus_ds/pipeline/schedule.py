@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: the operations of which an iteration consists on each rank, in program order."""
+"""The schedule of a pipeline: the operations of an iteration on each rank, in program order."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """Run a command that perseus-ds does not know; it has no clock of its own.
+    """Run a command that perseus-ds does not know and that has no clock to choose.
 
     Attributes:
         command: Class name of the command.
-        number: How many of it the stage has run before in this iteration.
+        stage: The stage that runs it.
+        number: Number of commands of this class that the stage has run before in the iteration.
     """
 
     command: str
@@ -50,9 +51,9 @@ class Other:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """One tensor exchange between neighbouring stages, as both of its sides know it.
+    """Transfer of one tensor between neighbouring stages.
 
-    The k-th send over a boundary in one direction meets the k-th receive there.
+    The k-th send over a boundary in one direction matches the k-th receive there.
     """
 
     payload: Payload
@@ -68,7 +69,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """Transfers that are launched together, as one of their ranks sees them."""
+    """Transfers that one rank launches together."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
@@ -88,7 +89,7 @@ class Exchange(_Transfers):
 
 @dataclass(frozen=True, slots=True)
 class Launch(_Transfers):
-    """Launch transfers and go on; a later ``Wait`` waits for them."""
+    """Launch transfers without waiting for them."""
 
     def __str__(self) -> str:
         return f"launch {_Transfers.__str__(self)}"
@@ -96,7 +97,7 @@ class Launch(_Transfers):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until transfers that were launched before are complete."""
+    """Wait until transfers that were launched earlier are complete."""
 
     transfers: tuple[Transfer, ...]
 
@@ -112,7 +113,8 @@ class Schedule:
     """The operations of every rank of a pipeline in one iteration, in program order.
 
     Attributes:
-        name: Class of the schedule, as ``package.module:Class``. A label for people; nothing imports it.
+        name: Class of the schedule, as ``package.module:Class``. It is only a label and is never imported.
+        micro_batches: Number of micro-batches per iteration.
         ranks: One stream of operations per pipeline rank.
     """
 

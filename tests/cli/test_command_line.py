@@ -58,7 +58,10 @@ def test_help_of_a_command_tells_its_arguments_and_examples(run, command):
 def test_help_tells_units_and_defaults(run):
     text = in_words(run("optimize", "--help")[1])
     assert "power of a GPU that waits for its neighbour [W]" in text
-    assert "--plans INT number of deadlines, from T_min to T*, for which exact computes a plan (default: 120)" in text
+    assert (
+        "--plans INT number of deadlines, from T_min to T*, for which the exact solver computes a plan (default: 120)"
+        in text
+    )
     assert "--out PATH folder for frontier.json and frontier.csv (required)" in text
 
 
