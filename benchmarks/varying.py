@@ -1,0 +1,217 @@
+"""Compares plans for micro-batches of different lengths, as with packed or mixed sequences.
+
+    python benchmarks/varying.py                # the published A100 and A40 profiles, 10 minutes
+
+GPT-3 175B, 8 stages, 24 micro-batches, 1F1B; the micro-batches of each iteration have random lengths, uniformly
+distributed within so many percent of the mean. A pass takes a time and an energy in proportion to its tokens, but for
+the part of attention, 3 % at the mean length (sequence length / 6 / hidden size), which grows with their square. Time
+and energy of every iteration are computed from the published rows at the clocks assigned, through the DAG, and compared
+with the highest clock throughout *for the same lengths*. Clocks follow at once, as in all figures from profiles.
+
+- *Plan for the mean*: one plan for iterations whose micro-batches all have the mean length, run at whatever comes.
+- *One clock a rank* and *one clock for all GPUs*: what of these saves most in no more time than the plan for the mean
+  takes, over all iterations. Nobody needs to know a length for them.
+- *Own plan*: planned for the lengths of each iteration, which the data loader would have to give one iteration ahead;
+  in the time of the highest clock, and in the time that the plan for the mean took. Also planned from rows whose time
+  and energy are wrong by 2 % (standard deviation, another error for each length), as those of a fit over lengths are.
+- *Planning*: processor time of one own plan, from the rows of its passes to its clocks, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as auto mode plans
+
+import numpy as np
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.measures import Saving
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.problem import Clocks, Problem, problem_for
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
+from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
+
+PROFILES = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
+GPUS = {"A100": ("gpt3-175b_a100-sxm.csv", 83.64), "A40": ("gpt3-175b_a40.csv", 70.38)}
+STAGES = 8
+VARIATIONS = (0.0, 0.1, 0.3, 1.0)
+SLOWDOWNS = (0.0, 0.05)
+ATTENTION = 0.03
+WRONG = 0.02
+# The published profiles are of a tenth of each stage's layers.
+SCALE = 10
+_NEVER_S = 1e3
+_SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's profile at the mean length, and its schedule.
+
+    Attributes:
+        apart: The same schedule with a stage of its own for each pass of a stage, so that each has rows of its own.
+    """
+
+    profile: StageProfile
+    schedule: Schedule
+    apart: Schedule
+    blocking_power_w: float
+
+    @classmethod
+    def of(cls, gpu: str, micro_batches: int) -> Model:
+        """Return the published model on a kind of GPU."""
+        file, power_w = GPUS[gpu]
+        schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=micro_batches)
+        passes = tuple(tuple(op for op in map(_apart, stream) if op is not None) for stream in schedule.ranks)
+        return cls(StageProfile.load(PROFILES / file), schedule, replace(schedule, ranks=passes), power_w)
+
+    def at_mean_length(self, least_dwell_s: float = 0.0) -> Frontier:
+        """Return the frontier for micro-batches that all have the mean length."""
+        return optimize(
+            self.schedule, self.profile, blocking_power_w=self.blocking_power_w, least_dwell_s=least_dwell_s, plans=60
+        )
+
+    def rows_for(self, factors: Sequence[float]) -> StageProfile:
+        """Return the rows of each pass, given each micro-batch's time relative to one of the mean length."""
+        rows = [
+            Measurement(_own_stage(m.stage, micro_batch), m.kind, m.clock_mhz, m.time_s * factor, m.energy_j * factor)
+            for micro_batch, factor in enumerate(factors)
+            for m in self.profile.measurements
+        ]
+        return StageProfile(rows, self.profile.info)
+
+
+def _own_stage(stage: int, micro_batch: int) -> int:
+    return STAGES * micro_batch + stage
+
+
+def _apart(operation: Operation) -> Operation | None:
+    """Return a pass with a stage of its own, and None for the tail, of which nothing was published."""
+    if not isinstance(operation, Compute):
+        return operation
+    instruction = operation.instruction
+    if instruction.kind.value == "tail":
+        return None
+    return Compute(replace(instruction, stage=_own_stage(instruction.stage, instruction.micro_batch)))
+
+
+class Iteration:
+    """One iteration of random lengths, its time and energy at any clocks, and plans for it."""
+
+    def __init__(self, model: Model, lengths: Sequence[float]) -> None:
+        self._model = model
+        self._factors = [(1 - ATTENTION) * length + ATTENTION * length**2 for length in lengths]
+        self._rows = model.rows_for(self._factors)
+        self.problem: Problem = problem_for(model.apart, self._rows, blocking_power_w=model.blocking_power_w)
+        self.default = self.problem.baseline()
+
+    def at(self, clocks: Clocks) -> Saving:
+        """Return what it takes at some clocks, against the highest clock."""
+        return self.saving(self.problem.evaluate(clocks))
+
+    def saving(self, plan: FrequencyPlan) -> Saving:
+        """Return what a plan takes, against the highest clock."""
+        return Saving(1, plan.time_s, plan.energy_j, self.default.time_s, self.default.energy_j)
+
+    def own_plans(self, plans: int) -> Frontier:
+        """Return plans for these lengths."""
+        return optimize(self._model.apart, self._rows, blocking_power_w=self._model.blocking_power_w, plans=plans)
+
+    def from_wrong_rows(self, errors: Sequence[float]) -> Saving:
+        """Return what the fastest plan takes whose rows are wrong by some factors, one for each micro-batch."""
+        wrong = self._model.rows_for([f * (1 + error) for f, error in zip(self._factors, errors, strict=True)])
+        planned = optimize(self._model.apart, wrong, blocking_power_w=self._model.blocking_power_w, plans=2)
+        return self.at(planned.plans[0].clocks_mhz)
+
+    def seconds_to_plan(self) -> float:
+        """Return the processor time of the plan that takes no longer than the highest clock [s]."""
+        begin_s = time.process_time()
+        self.own_plans(2)
+        return time.process_time() - begin_s
+
+
+def total(savings: Iterable[Saving]) -> Saving:
+    """Return that of all iterations."""
+    return reduce(add, savings)
+
+
+def best_within(time_s: float, settings: Iterable[Saving]) -> Saving | None:
+    """Return the setting of least energy that takes no longer over all iterations, if there is one."""
+    in_time = [saving for saving in settings if saving.time_s <= time_s * _SAME]
+    return min(in_time, key=lambda saving: saving.energy_j, default=None)
+
+
+def compare(model: Model, iterations: Sequence[Iteration]) -> None:
+    """Print what plans and settings save over some iterations."""
+    mean, held = model.at_mean_length(), model.at_mean_length(_NEVER_S)
+    clocks_mhz = sorted({m.clock_mhz for m in model.profile.measurements})
+    own = [iteration.own_plans(60) for iteration in iterations]
+    print(f"    {'own plan in the time of the highest clock':50} {_figures(_own(iterations, own, _default_s))}")
+    errors = np.random.default_rng(2).normal(0.0, WRONG, (len(iterations), model.schedule.micro_batches))
+    wrong = total(iteration.from_wrong_rows(row.tolist()) for iteration, row in zip(iterations, errors, strict=True))
+    print(f"      {f'from rows that are wrong by {WRONG:.0%}':48} {_figures(wrong)}")
+    for slowdown in SLOWDOWNS:
+        clocks = mean.lookup(mean.t_min_s * (1 + slowdown) * _SAME).clocks_mhz
+        ran = [iteration.at(clocks) for iteration in iterations]
+        taken = total(ran)
+        print(f"    {f'plan for the mean that promises {slowdown:+.0%} of time':50} {_figures(taken)}")
+        one_a_rank = (total(iteration.at(plan.clocks_mhz) for iteration in iterations) for plan in held.plans)
+        one_for_all = (
+            total(iteration.at(tuple((mhz,) * len(rank) for rank in clocks)) for iteration in iterations)
+            for mhz in clocks_mhz
+        )
+        for name, settings in (("one clock a rank", one_a_rank), ("one clock for all GPUs", one_for_all)):
+            print(f"      {f'{name}, in no more time':48} {_figures(best_within(taken.time_s, settings))}")
+        times_s = iter([saving.time_s for saving in ran])
+        as_long = _own(iterations, own, lambda iteration, times_s=times_s: next(times_s))  # type: ignore[misc]
+        print(f"      {'own plan, in no more time':48} {_figures(as_long)}", flush=True)
+    own_s = [iteration.seconds_to_plan() for iteration in iterations[:5]]
+    share = np.median(own_s) / (SCALE * np.mean([iteration.default.time_s for iteration in iterations]))
+    print(f"    planning one own plan: {np.median(own_s):.2f} s of processor time, {share:.1%} of an iteration")
+
+
+def _default_s(iteration: Iteration) -> float:
+    return iteration.default.time_s
+
+
+def _own(iterations: Sequence[Iteration], own: Sequence[Frontier], time_s: Callable[[Iteration], float]) -> Saving:
+    """Return the time and energy of own plans that end within a time of each iteration."""
+    pairs = zip(iterations, own, strict=True)
+    return total(
+        iteration.saving(frontier.lookup(max(time_s(iteration), frontier.t_min_s) * _SAME))
+        for iteration, frontier in pairs
+    )
+
+
+def _figures(saving: Saving | None) -> str:
+    return "none" if saving is None else f"energy {-saving.saved:+7.1%}   time {saving.slowdown:+6.1%}"
+
+
+def main() -> None:
+    """Print the table of each GPU and variation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs="*", choices=[*GPUS], default=[*GPUS])
+    parser.add_argument("--micro-batches", type=int, default=24)
+    parser.add_argument("--iterations", type=int, default=10)
+    arguments = parser.parse_args()
+    for gpu in arguments.gpus:
+        model = Model.of(gpu, arguments.micro_batches)
+        for variation in VARIATIONS:
+            draw = np.random.default_rng(1)
+            lengths = 1 + variation * draw.uniform(-1, 1, (arguments.iterations, arguments.micro_batches))
+            print(f"{gpu}, {arguments.micro_batches} micro-batches, lengths within {variation:.0%} of the mean")
+            compare(model, [Iteration(model, of_iteration.tolist()) for of_iteration in np.maximum(lengths, 0.01)])
+
+
+if __name__ == "__main__":
+    main()
