@@ -5,10 +5,10 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from run_log import wait_until
 
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.client.stream_writes import HIP, StreamWrites
@@ -27,26 +27,21 @@ def words(memory):
 
 def test_a_mark_follows_the_work_that_was_issued_before_it(stub_cuda, memory, words):
     writes = StreamWrites(memory)
-    stub_cuda.delay(0.2)
-    writes.write(stub_cuda.stream, 8, 7)
-    assert words[2] == 0, "the kernel has only been launched"
-    stub_cuda.synchronize()
+    with stub_cuda.busy():
+        writes.write(stub_cuda.stream, 8, 7)
+        assert words[2] == 0, "the kernel runs"
     assert words[2] == 7
 
 
 def test_each_stream_marks_at_its_own_pace_on_its_own_device(stub_cuda, memory, words):
     writes = StreamWrites(memory)
     streams = [stub_cuda.new_stream(0), stub_cuda.new_stream(0), stub_cuda.new_stream(1)]
-    for slot, stream in enumerate(streams):
-        stub_cuda.set_device(slot // 2)
-        with stub_cuda.using(stream):
-            stub_cuda.delay(0.3 * (slot == 0))
+    with stub_cuda.using(streams[0]), stub_cuda.busy():
+        for slot, stream in enumerate(streams):
+            stub_cuda.set_device(slot // 2)
             writes.write(stream, 4 * slot, 1)
-    end_s = time.monotonic() + 60
-    while words[1] == 0 or words[2] == 0:
-        assert time.monotonic() < end_s
-    assert words[0] == 0, "its stream is busy, whatever the others do"
-    stub_cuda.synchronize()
+        wait_until(lambda: words[1] and words[2], "marks on the other streams")
+        assert words[0] == 0, "its stream is busy, whatever the others do"
     assert words[:3].tolist() == [1, 1, 1]
 
 

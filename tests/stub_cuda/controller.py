@@ -62,6 +62,7 @@ class StubCuda:
             getattr(self.library, name).restype = ctypes.c_void_p
         arguments = {
             "stub_delay": (ctypes.c_void_p, ctypes.c_double),
+            "stub_wait": (ctypes.c_void_p, ctypes.c_void_p),
             "stub_event": (ctypes.c_void_p, ctypes.c_void_p),
             "stub_store": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
             "stub_replay": (ctypes.c_void_p, ctypes.c_void_p),
@@ -99,6 +100,17 @@ class StubCuda:
     def delay(self, seconds: float) -> None:
         """Launch a kernel that takes that long."""
         self.check(self.library.stub_delay(self.stream, seconds))
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Launch a kernel that takes until the end of the block."""
+        is_over = ctypes.c_int64(0)
+        self.check(self.library.stub_wait(self.stream, ctypes.byref(is_over)))
+        try:
+            yield
+        finally:
+            is_over.value = 1
+            self.synchronize()
 
     def event(self) -> Event:
         """Return an event that was recorded on the current stream."""

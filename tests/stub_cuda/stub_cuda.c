@@ -10,7 +10,7 @@
 #include <time.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
-enum { WRITE, FILL, DELAY, EVENT, STORE };
+enum { WRITE, FILL, DELAY, WAIT, EVENT, STORE };
 
 typedef struct Work {
     int kind;
@@ -53,6 +53,8 @@ static void execute(const Work *work) {
     if (work->kind == DELAY) {
         struct timespec t = {(time_t)work->seconds, (long)((work->seconds - (time_t)work->seconds) * 1e9)};
         nanosleep(&t, NULL);
+    } else if (work->kind == WAIT) {
+        while (!*(volatile int64_t *)work->where) nanosleep(&(struct timespec){0, 1000000}, NULL);
     } else if (work->kind == EVENT) {
         *(double *)work->where = now_s();
     } else if (work->kind == STORE) {
@@ -151,6 +153,8 @@ Stream *stub_stream(int device) {
 }
 
 int stub_delay(Stream *stream, double seconds) { return issue(stream, (Work){.kind = DELAY, .seconds = seconds}); }
+
+int stub_wait(Stream *stream, int64_t *where) { return issue(stream, (Work){.kind = WAIT, .where = where}); }
 
 int stub_event(Stream *stream, double *at_s) { return issue(stream, (Work){.kind = EVENT, .where = at_s}); }
 
