@@ -44,7 +44,7 @@ _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
 _ENDS_WITHIN_S = 1.0
-_LEFT_TIMEOUT_S = 3.0
+_LEFT_TIMEOUT_S = 10.0
 """How long the first lease waits for GPUs that earlier jobs left locked."""
 _STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
 _REMEMBERED, _UNKNOWN_S = 8, 20.0

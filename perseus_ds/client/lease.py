@@ -37,6 +37,7 @@ _HELD_S = 5.0
 _OLD_S = 1.0
 """A heartbeat of this age, ten times the agent's period, is that of an agent that is gone or stopped."""
 _REPLACED_WITHIN_S = 5.0
+_STATUS_TIMEOUT_S = 10.0
 # Variables that make every process of a job profile, preload or count threads, or that hide GPUs of the node from it.
 _NOT_INHERITED = (
     "LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "COVERAGE_PROCESS_START",
@@ -202,14 +203,15 @@ class Lease:
         return None
 
     def _start_if_due(self) -> None:
-        """Start an agent, unless one was started just now.
+        """Start an agent, unless one is starting or was started just now.
 
         Raises:
             GpuError: The one before failed to start.
         """
         if (complaint := self._reap()) is not None:
             raise GpuError(f"The agent of this node failed to start: {complaint}")
-        if self._time.now_s() >= self._next_start_s:
+        # On a busy node a process starts slowly, and more of them start more slowly.
+        if self._starting is None and self._time.now_s() >= self._next_start_s:
             self._next_start_s = self._time.now_s() + _STARTED_AGAIN_S
             self._starting = _start(self._name)
 
@@ -256,13 +258,13 @@ class Lease:
 def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
     """Return the agent of each GPU that processes of this user lease on this node, and these processes.
 
-    Agents that do not answer within a second are left out.
+    Agents that do not answer within 10 s, such as those that are stopped, are left out.
     """
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     with contextlib.suppress(OSError):
         for name in places.agents():
             with contextlib.suppress(OSError, msgspec.DecodeError), places.connect(name) as connection:
-                connection.settimeout(_OLD_S)
+                connection.settimeout(_STATUS_TIMEOUT_S)
                 connection.send(messages.encode(RequestStatus()))
                 status = messages.decode_to_client(connection.recv(messages.LONGEST))
                 agent = places.holder_of(places.agent_lock_path(name)) or 0
