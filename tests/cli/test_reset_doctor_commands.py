@@ -130,10 +130,12 @@ def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here, stub_tim
 
 def test_doctor_that_is_interrupted_while_it_locks_clocks_leaves_none_locked(stub_nvml_here):
     for gpu in stub_nvml_here.gpus:
-        gpu.settle_s = 1e6  # it waits for the clock
-    with subprocess.Popen(
-        [sys.executable, "-m", "perseus_ds", "doctor", "--lock"], stdout=subprocess.DEVNULL
-    ) as doctor:
+        gpu.settle_s = 1e6
+    waits = (  # for the clocks, until it is interrupted
+        "import sys; from perseus_ds.cli import machine, main; "
+        "machine._SETTLE_TIMEOUT_S = 1e6; sys.exit(main.main(['doctor', '--lock']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.DEVNULL) as doctor:
         wait_until(lambda: all(stub_nvml_here.locked_clocks_mhz()), "locked clocks")
         doctor.send_signal(signal.SIGINT)
         wait_until(lambda: not any(stub_nvml_here.locked_clocks_mhz()), "default clocks")

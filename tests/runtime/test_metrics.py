@@ -180,11 +180,13 @@ def test_clients_that_send_half_a_request_keep_nobody_out_and_are_ended(monkeypa
         get(port)
         for _ in range(50):
             client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
-            client.sendall(b"GET /metr")
+            with contextlib.suppress(ConnectionError):  # a busy machine may have ended it already
+                client.sendall(b"GET /metr")
             time.sleep(0.005)  # of connections that nobody has accepted yet, the kernel keeps a few
         get(port)
         client.settimeout(GIVE_UP_S)
-        assert client.recv(1) == b""
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("rubbish", [b"\x00" * 100_000, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"])
