@@ -14,7 +14,7 @@ class ProfileError(PerseusError, ValueError):
 
 
 class ScheduleError(PerseusError, ValueError):
-    """A pipeline schedule cannot be converted to a DAG, because of a deadlock or an unmatched transfer."""
+    """A pipeline schedule deadlocks or has an unmatched transfer."""
 
 
 class FrontierError(PerseusError, ValueError):

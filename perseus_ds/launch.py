@@ -66,7 +66,7 @@ def attach_when_engines_are_imported() -> None:
 
 
 def _attach_to_engines(engine_module: Any) -> None:
-    """Wrap the constructor of DeepSpeed's pipeline engines so that Perseus attaches to each new engine."""
+    """Wrap the constructor of DeepSpeed's pipeline engines to attach Perseus."""
     pipeline_engine = engine_module.PipelineEngine
     construct = pipeline_engine.__init__
 
@@ -84,7 +84,7 @@ def _attach_to_engines(engine_module: Any) -> None:
 
 
 def _attach_to_megatron(schedules: Any) -> None:
-    """Attach to Megatron-Core at the first call of ``get_forward_backward_func``, if ``PERSEUS`` is set.
+    """Attach to Megatron-Core when it is first used, if ``PERSEUS`` is set.
 
     Copies of Megatron-Core without a version, as in Megatron-DeepSpeed, are skipped: their jobs train with DeepSpeed.
     """

@@ -121,7 +121,7 @@ def refresh_error(time_s: float, counter_period_s: float) -> float:
 
 
 def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_period_s: float) -> float:
-    """Return the relative standard error of the mean power, which is at least the error due to refreshes.
+    """Return the relative standard error of the mean power.
 
     It is estimated from the mean powers of the parts of the window.
     """
@@ -349,7 +349,7 @@ def _preference(baseline: Baseline) -> tuple[bool, int, int]:
 
 
 class JobMeasures:
-    """Times, energies and savings of a job, computed from its records in order and with bounded memory.
+    """Times, energies and savings of a job, computed from its records in order.
 
     Attributes:
         frontier: Identifies the frontier to which the plans of the next records belong.

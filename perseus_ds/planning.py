@@ -73,5 +73,5 @@ class PlanningSettings:
             raise ConfigError(f"plans={self.plans}: expected 2, one for T_min and one for T*, to {MOST_PLANS}.")
         if self.certificates and self.solver != "exact":
             raise ConfigError(
-                "certificates=True: only the exact solver proves bounds. Remove certificates=True or the other solver."
+                "certificates=True: only the exact solver proves bounds. Use that solver, or no certificates."
             )

@@ -1,4 +1,4 @@
-"""From a schedule and a profile to the frontier of frequency plans."""
+"""Computes the frontier of frequency plans from a schedule and a profile."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def optimize(
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
 
     Args:
-        schedule: What every rank does in one iteration.
-        profile: Time and energy at each clock, and the durations of what has no clock.
-        settings: How plans are computed; the default settings if there are none.
-        progress: Called with what is being done and how much of it is done.
-        changes: Settings by name, such as ``plans=40``, in place of those of ``settings``.
+        schedule: The schedule of all ranks.
+        profile: Times and energies at each clock, and the fixed durations.
+        settings: The planning settings; by default the default settings.
+        progress: Called with the name of the current step and the completed fraction.
+        changes: Settings by name, such as ``plans=40``, that override those of ``settings``.
 
     Raises:
-        ConfigError: Blocking power is unknown, or a setting is out of range.
-        ProfileError: The profile does not cover the schedule.
+        ConfigError: If blocking power is unknown or a setting is out of range.
+        ProfileError: If the profile does not cover the schedule.
     """
     problem = problem_for(schedule, profile, settings, **changes)
     settings = problem.settings
@@ -53,7 +53,7 @@ def optimize(
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
-    """Return the frontier of the plans for which no other is as fast with as little energy."""
+    """Return the frontier of the plans that are not dominated in time and energy."""
     schedule, info = problem.dag.schedule, problem.profile.info
     return Frontier(
         plans=tuple(_with_power(problem, plan) for plan in drop_dominated(plans)),
@@ -77,10 +77,10 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
 
 
 def with_alternatives(frontier: Frontier, schedule: Schedule, profile: StageProfile) -> Frontier:
-    """Return the frontier with what one would set instead of its plans, for people to compare; training needs none.
+    """Return the frontier with simple alternatives to its plans, which reports compare with them.
 
     Raises:
-        PerseusError: The profile does not cover the schedule, or no clock is measured for one of its passes.
+        PerseusError: If the profile does not cover the schedule, or has no clock for one of its instructions.
     """
     if frontier.alternatives:
         return frontier
@@ -93,12 +93,12 @@ def _with_power(problem: Problem, plan: FrequencyPlan) -> FrequencyPlan:
 
 
 def frontier_of_imported(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:
-    """Return the frontier of plans made elsewhere, with time and energy computed from the profile's rows.
+    """Return the frontier of imported plans, with time and energy computed from the profile's rows.
 
-    Tails for which the profile has rows, but the plans no clock, run at the highest clock.
+    Tails that the profile has rows for but the plans have no clock for run at the highest clock.
 
     Raises:
-        FrontierError: A plan does not fit the schedule or the profile; the message names its file.
+        FrontierError: If a plan does not fit the schedule or the profile. The message names the plan's file.
     """
     found = []
     for path, pairs in plans:
@@ -106,12 +106,12 @@ def frontier_of_imported(plans: Iterable[tuple[Path, Pairs]], problem: Problem) 
         try:
             found.append(problem.evaluate(clocks))
         except ProfileError as error:
-            raise FrontierError(f"{path}: {error} Give the profile that the plans are for.") from None
+            raise FrontierError(f"{path}: {error} Give the profile for which the plans were made.") from None
     return frontier_of(problem, found, "imported")
 
 
 def _clocks(path: Path, pairs: Pairs, problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Return the clock of every decision, after checking that the plan's instructions are the schedule's."""
+    """Return the clock of every decision, if the plan's instructions are the schedule's."""
     if len(pairs) != len(problem.instructions):
         raise FrontierError(f"{path}: {len(pairs)} ranks, the schedule has {len(problem.instructions)}.")
     result = []
@@ -126,7 +126,7 @@ def _clocks(path: Path, pairs: Pairs, problem: Problem) -> tuple[tuple[int, ...]
             if has != wants:
                 raise FrontierError(
                     f"{path}: rank {rank}, instruction {position}: the schedule {problem.dag.schedule.name} has "
-                    f"{wants}, the plan {has}. Give the schedule that the plans are for."
+                    f"{wants}, the plan {has}. Give the schedule for which the plans were made."
                 )
         result.append(tuple(clocks))
     return tuple(result)

@@ -1,17 +1,18 @@
-"""What one would set instead of a frequency plan, evaluated by the same profile through the same DAG.
+"""Evaluates simple alternatives to frequency plans with the same profile and DAG.
 
-- *One clock*: the same for all GPUs.
-- *One clock for each stage*: for a time that a micro-batch may take on each stage, which is swept, every stage has the
-  clock of least energy at which its passes take no longer: the slowest stage decides on the time of an iteration. With
-  few stages also what a search finds that begins at the least energy and raises the clock of one stage after the other,
-  each time where an iteration becomes shortest for the energy. One clock for all is among them.
-- *One power cap*: the same for all GPUs. An instruction runs at the highest clock at which a board draws no more. A
-  throttled board draws more than one that is locked at the clock of equal throughput (A100 at caps of 200 to 400 W: 5
-  to 9 %; H100 and H200 at their limits: 8 %; FIRESTARTER runs of NHR@FAU, 2026), by :data:`THROTTLED` here.
-- *EnvPipe's rule* (Choi et al., ATC '23): the fastest clock on the critical path and the most efficient one elsewhere;
-  then the clocks on what has become critical are raised step by step until the iteration is as short as before.
+- *One clock*: the same clock for all GPUs.
+- *One clock for each stage*: for each of many times that a micro-batch may take on a stage, every stage has the clock
+  of least energy at which its instructions take no longer. With few stages, a search is added that starts at the least
+  energy and raises the clock of one stage after the other, each time the one that shortens the iteration most for the
+  energy. One clock for all is included.
+- *One power cap*: the same cap for all GPUs. An instruction runs at the highest clock at which the board's power does
+  not exceed it. A throttled board draws more power than one that is locked at the clock of equal throughput (A100 at
+  caps of 200 to 400 W: 5 to 9 %; H100 and H200 at their limits: 8 %; FIRESTARTER runs of NHR@FAU, 2026); here
+  :data:`THROTTLED`.
+- *EnvPipe's rule* (Choi et al., ATC '23): the fastest clock on the critical path and the most efficient one elsewhere.
+  Then the clocks on new critical paths are raised step by step until the iteration is as short as before.
 
-They change no clock within a pass or so rarely that changes cost nothing.
+The alternatives change no clock during an instruction, or so rarely that the changes cost nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from perseus_ds.optimizer.problem import Floats, InstructionGroup, OptionIndices
 from perseus_ds.pipeline.instruction import Kind
 
 THROTTLED = 0.07
-"""How much more a board draws at a power cap than at a locked clock of equal throughput, as a fraction."""
+"""Relative excess of a board's power at a power cap over its power at a locked clock of equal throughput."""
 _MOST_POINTS, _MOST_SEARCHED = 60, 16
 _SAME = 1e-9
 
@@ -37,9 +38,9 @@ Rows = list[tuple[float, float]]
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
-    """Return the alternatives to the plans of a problem, each with its points of rising time and falling energy.
+    """Return the alternatives to a problem's plans, with points of rising time.
 
-    One for which the profile lacks rows, such as one clock where stages share none, is left out.
+    An alternative for which the profile lacks rows is left out, such as one clock if the stages share none.
     """
     one_clock = list(_one_clock(problem))
     points = {
@@ -52,7 +53,7 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 
 
 def point_of(problem: Problem, rows: Rows, setting: str) -> AlternativePoint:
-    """Return the iteration in which all instructions of a group are alike."""
+    """Return the iteration in which all instructions of a group have the same time and energy."""
     time_s, energy_j = (np.array(values)[problem.group] for values in zip(*rows, strict=True))
     return AlternativePoint(*problem.iteration(time_s, energy_j - problem.blocking_power_w * time_s), setting)
 
@@ -62,12 +63,12 @@ def _row(options: ClockOptions, place: int) -> tuple[float, float]:
 
 
 def _nearest(options: ClockOptions, clock_mhz: float) -> int:
-    """Return the place of the measured clock that is nearest to a clock."""
+    """Return the place of the measured clock that is nearest to the given one."""
     return int(np.abs(options.clock_mhz - clock_mhz).argmin())
 
 
 def _shared_mhz(groups: Iterable[InstructionGroup]) -> list[int]:
-    """Return the clocks at which all groups were measured; tails, which are short, run at the nearest one."""
+    """Return the clocks at which all groups except tails were measured."""
     clocks = [set(group.measured.clock_mhz.tolist()) for group in groups if group.kind is not Kind.TAIL]
     return sorted(set.intersection(*clocks)) if clocks else []
 
@@ -108,7 +109,7 @@ def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
 def _raised_in_turns(
     point: Callable[[list[int]], AlternativePoint], places: list[int], highest: list[int]
 ) -> Iterator[AlternativePoint]:
-    """Raise the clock of one stage after the other, where the time falls most for the energy, while it falls at all."""
+    """Raise the clocks of stages in turns, each time where it shortens the iteration most."""
     now = point(places)
     while True:
         yield now
@@ -124,11 +125,11 @@ def _raised_in_turns(
 
 
 def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-    """Return a stage's clocks, and by clock how long a micro-batch takes [s] and its effective energy [J]."""
+    """Return a stage's clocks and, by clock, the time [s] and effective energy [J] of a micro-batch."""
     clocks = np.array(_shared_mhz(problem.groups[number] for number in numbers), dtype=np.int64)
     groups = [problem.groups[number].measured for number in numbers]
     places = [[_nearest(options, clock) for clock in clocks] for options in groups]
-    # A tail runs once an iteration, the other instructions once a micro-batch.
+    # A tail runs once per iteration, the other instructions once per micro-batch.
     counts = np.array([(problem.group == number).sum() for number in numbers], dtype=np.float64)
     shares = counts / counts.max()
     cost_j = [g.effective_energy_j(problem.blocking_power_w)[p] for g, p in zip(groups, places, strict=True)]
@@ -137,7 +138,7 @@ def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.i
 
 
 def _one_power_cap(problem: Problem) -> Iterator[AlternativePoint]:
-    # A lower cap is one that some instruction is above at all its clocks.
+    # Below this cap, some instruction would exceed it at all its clocks.
     least_w = max(float(_power_w(group.measured).min()) for group in problem.groups) * (1 + THROTTLED)
     powers_w = (power_w for group in problem.groups for power_w in _power_w(group.measured).tolist())
     for cap_w in _evenly([least_w, *(power_w for power_w in powers_w if power_w > least_w)]):

@@ -1,8 +1,8 @@
-"""Where to cut the model of a job that has trained: today's layout, the best one, and other sizes of the pipeline.
+"""Finds better layouts for the model of a job, also for other pipeline sizes.
 
-Everything is predicted from what each kind of part costs (:mod:`perseus_ds.optimizer.layer_costs`). Loads, transfers
-and tails stay as they were measured. For other sizes of the pipeline, a transfer takes the mean of those measured, and
-a tail the mean in proportion to the share of the model that a rank has.
+Everything is predicted from the costs of each kind of part (:mod:`perseus_ds.optimizer.layer_costs`). Loads, transfers
+and tails keep their measured durations. For other pipeline sizes, a transfer takes the mean of the measured ones, and a
+tail the mean scaled by the rank's share of the model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class MeasuredJob:
     """A job that has trained under Perseus.
 
     Attributes:
-        schedule: What its ranks execute.
-        time_s: Of its iterations at default clocks, as measured [s]; None where not known.
-        memory_bytes: By rank, the most that was taken; empty where not known.
+        layout: The parts of the model on each stage.
+        profile: Its profile.
+        schedule: The schedule of its ranks.
+        time_s: Measured time of its iterations at default clocks [s], or None if unknown.
+        memory_bytes: Maximum memory of each rank, empty if unknown.
     """
 
     layout: Layout
@@ -49,7 +51,7 @@ class MeasuredJob:
 
     @property
     def has_energy(self) -> bool:
-        """Whether energies were measured, or follow from what was."""
+        """True if energies were measured or can be derived from measurements."""
         return self.profile.info.blocking_power_w is not None
 
 
@@ -58,11 +60,13 @@ class OtherSize:
     """The best layout for another size of the pipeline on the same GPUs.
 
     Attributes:
-        pipelines: How many there are then.
-        micro_batches: Of each pipeline.
-        layout: The proposed one; None if there is none.
-        found: What an iteration of one pipeline costs with it.
-        problem: Why there is none.
+        ranks: Number of pipeline ranks.
+        stages_per_rank: Number of stages per rank.
+        pipelines: Number of pipelines.
+        micro_batches: Number of micro-batches of each pipeline.
+        layout: The proposed layout, or None if there is none.
+        found: Predicted costs of an iteration of one pipeline with it.
+        problem: The reason if there is no layout.
     """
 
     ranks: int
@@ -75,13 +79,13 @@ class OtherSize:
 
 
 class Balance:
-    """The layouts of a job, today's and better ones."""
+    """The current layout of a job, and better ones."""
 
     def __init__(self, job: MeasuredJob, others: Sequence[MeasuredJob] = (), *, tied_on_one_rank: bool = False) -> None:
-        """Estimate what each kind of part costs from a job, and others of the same model.
+        """Estimate the costs of each kind of part from a job and others of the same model.
 
         Raises:
-            ConfigError: The stages do not tell kinds apart.
+            ConfigError: If the costs of kinds cannot be distinguished from these stages.
         """
         self.job = job
         self.tied_on_one_rank = tied_on_one_rank
@@ -101,7 +105,7 @@ class Balance:
 
     @cached_property
     def memory(self) -> tuple[float, float, float] | None:
-        """Bytes of any rank, of a parameter, and of a layer for each micro-batch held; None if they are not known."""
+        """Bytes per rank, per parameter, and per layer for each micro-batch held, or None if unknown."""
         job = self.job
         if len(job.memory_bytes) != job.ranks:
             return None
@@ -112,14 +116,17 @@ class Balance:
         return float(least), float(a_parameter), float(a_layer)
 
     def _held_by(self, stages: Sequence[int], layout: Layout | None = None) -> tuple[float, float]:
-        """Return the parameters of some stages, and their layers times micro-batches held."""
+        """Return the number of parameters of some stages, and of their layers times micro-batches held."""
         layout, held = layout or self.job.layout, held_by_stage(self.job.schedule)
         parameters = sum(part.parameters for stage in stages for part in layout.stages[stage])
         layers = sum(held[stage] * _is_layer(part.kind) for stage in stages for part in layout.stages[stage])
         return float(parameters), float(layers)
 
     def memory_bytes(self, layout: Layout) -> list[float]:
-        """Return what each rank takes: as measured of today's layout, predicted of others; empty if not known."""
+        """Return the memory of each rank, measured for the current layout, otherwise predicted.
+
+        The list is empty if the memory is unknown.
+        """
         if layout.cut == self.job.layout.cut:
             return [float(needed) for needed in self.job.memory_bytes]
         if self.memory is None:
@@ -129,17 +136,17 @@ class Balance:
         return [float(np.array([1.0, *self._held_by(stages, layout)]) @ weights) for stages in ranks]
 
     def partition(self, known: Mapping[str, Cut], *, memory_bytes: float | None = None) -> Partition:
-        """Return the best cut for the job's own pipeline, and some to compare with.
+        """Return the best cut for the job's own pipeline, with known cuts to compare with.
 
         Raises:
-            ConfigError: There is none that the engine trains or that fits into the memory.
+            ConfigError: If there is no cut that the engine supports or that fits into the memory.
         """
         job = self.job
         if memory_bytes is not None:
             if self.memory is None or job.schedule.num_stages != job.ranks:
                 raise ConfigError(
-                    "--memory-gib: what a stage needs follows from measured memory of three ranks or more with one "
-                    "stage each, which this run does not have. Leave it out."
+                    "--memory-gib: the memory of a stage can only be derived from measurements of at least three "
+                    "ranks with one stage each, which this run does not have. Remove the option."
                 )
             memory_bytes -= self.memory[0]
         return best_partition(
@@ -159,9 +166,9 @@ class Balance:
         """Return the best layout for a pipeline of another size, with the same GPUs and the same batch.
 
         Args:
-            ranks: Of the pipeline.
-            stages_per_rank: How many.
-            schedule_of: Returns the schedule for so many ranks, stages per rank and micro-batches.
+            ranks: Number of pipeline ranks.
+            stages_per_rank: Number of stages per rank.
+            schedule_of: Returns the schedule for given numbers of ranks, stages per rank and micro-batches.
         """
         job, info = self.job, self.job.profile.info
         gpus = job.ranks * (info.data_parallel or 1)
@@ -169,7 +176,7 @@ class Balance:
         pipelines = gpus // ranks
         size = OtherSize(ranks, stages_per_rank, pipelines, batch // max(1, pipelines))
         if gpus % ranks:
-            return replace(size, problem=f"{gpus} GPUs are no multiple of {ranks} pipeline ranks")
+            return replace(size, problem=f"{gpus} GPUs are not a multiple of {ranks} pipeline ranks")
         if batch % pipelines:
             return replace(size, problem=f"{batch} micro-batches do not divide among {pipelines} pipelines")
         if job.layout.engine == "megatron" and stages_per_rank > 1 and size.micro_batches % ranks:
@@ -189,7 +196,7 @@ class Balance:
         return replace(size, layout=job.layout.cut_into(best.cut), found=best.most_frugal)
 
     def _fixed_of(self, schedule: Schedule) -> FixedDurations:
-        """Return loads, transfers and tails of another pipeline."""
+        """Return the durations of loads, transfers and tails of another pipeline."""
         own = self.job.profile.info.fixed_durations
         tails_s = [*own.tail_s.values()] or [
             self.job.profile.at_highest_clock(*key).time_s for key in self.job.profile.keys if key[1] is Kind.TAIL
@@ -211,10 +218,10 @@ class Balance:
         )
 
     def _may_hold(self, schedule: Schedule) -> npt.NDArray[np.bool_]:
-        """Return what :func:`may_hold` does for the job's model.
+        """Return :func:`may_hold` for the job's model.
 
         Raises:
-            ConfigError: The embedding and the head cannot be on one rank.
+            ConfigError: If the embedding and the head must share a rank but cannot.
         """
         ranks = _stages_of_ranks(schedule)
         if self.tied_on_one_rank and not any({0, schedule.num_stages - 1} <= set(stages) for stages in ranks):
@@ -226,7 +233,7 @@ class Balance:
 
 
 def may_hold(layout: Layout, schedule: Schedule) -> npt.NDArray[np.bool_]:
-    """Return whether the engine trains a stage with the parts i to j, shape (stages, parts + 1, parts + 1)."""
+    """Return whether a stage may have the parts i to j, shape (stages, parts + 1, parts + 1)."""
     ends = len(layout.parts) + 1
     result = np.ones((schedule.num_stages, ends, ends), dtype=bool)
     layers = np.cumsum([0, *(_is_layer(part.kind) for part in layout.parts)])

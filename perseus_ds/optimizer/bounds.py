@@ -1,31 +1,29 @@
-"""Lower bounds on the energy of every plan, with a proof, and the check of it without the solver.
+"""Lower bounds on the energy of every plan, with proofs that can be checked without the solver.
 
-The proof is a flow through the DAG, in watts. Suppose a plan ends by time T and node v finishes at
-x_v after taking t_v. For every edge (u, v) with flow f, x_u + t_v <= x_v; multiplied by f >= 0 and
-summed over all edges (into nodes without predecessors, with 0 for x_u),
+The proof is a flow through the DAG, in watts. Suppose a plan ends by time T and node v finishes at x_v after taking
+t_v. For every edge (u, v) with flow f, x_u + t_v <= x_v. Multiplied by f >= 0 and summed over all edges (into nodes
+without predecessors, with 0 for x_u), this gives
 
     sum of in_v * t_v  <=  sum of (in_v - out_v) * x_v  <=  T * sum of max(0, in_v - out_v)
 
-because 0 <= x_v <= T. So whatever clocks the plan has, the effective energy of its instructions is
+because 0 <= x_v <= T. So for any clocks of the plan, the effective energy of its instructions is
 
     sum c_v  >=  sum over instructions of min (c + in_v * t)  +  sum over the others of in_v * t_v
                  -  T * sum of max(0, in_v - out_v),
 
-the minima being over the clocks that an instruction can have in *any* plan that ends by T. This
-holds for any flow >= 0, conserved or not; how it was found affects how high the bound is, never
-whether it holds.
+with the minima over the clocks that an instruction can have in *any* plan that ends by T. This holds for any flow >= 0,
+conserved or not. The method by which it was found affects the height of the bound but not its validity.
 
 Two neighbouring ranks are bounded together between two of their meetings, where the DAG has parallel paths. In the
-steady part of 1F1B, both ranks run two instructions between a meeting X and their next one, Y: the paths
-X -> a -> ... -> b -> Y and X -> c -> ... -> d -> Y. The longer path decides when Y starts. With L1 and L2 the sums of
-durations between X and Y on either path, x the times at which nodes finish, and flows f1, f2 >= 0 along the paths,
+steady state of 1F1B, both ranks execute two instructions between a meeting X and the next one, Y, on the paths
+X -> a -> ... -> b -> Y and X -> c -> ... -> d -> Y. The longer path determines the start of Y. With L1 and L2 the sums
+of durations between X and Y on the two paths, x the finish times of nodes, and flows f1, f2 >= 0 along the paths,
 
     f1 * L1 + f2 * L2  <=  (f1 + f2) * max(L1, L2)  <=  (f1 + f2) * (x_Y - t_Y - x_X).
 
-So the proof holds with the middle term in place of the left one. Flow into an instruction beyond that of its path,
-b, pays for it as before. So the four instructions and the middle term are together at least the minimum, over the
-clocks of all four, of the sum of c + b * t + (f1 + f2) * max(L1, L2), where lengths with which no plan can end by T
-do not count.
+So the proof holds with the middle term in place of the left one. The flow b into an instruction in excess of its path's
+flow is priced as before. So the four instructions and the middle term together are at least the minimum, over the
+clocks of all four, of the sum of c + b * t + (f1 + f2) * max(L1, L2), excluding lengths with which no plan ends by T.
 """
 
 from __future__ import annotations
@@ -49,21 +47,21 @@ from perseus_ds.optimizer.relaxation import Relaxed
 from perseus_ds.optimizer.search import evenly
 
 _SAMPLED = 8
-"""By the gains of so many pairs of paths it is decided which ranks are bounded together."""
+"""Number of pairs of paths from which the gain of bounding two ranks together is estimated."""
 _WORTH_IT = 1e-4
-"""Ranks are bounded together if that adds at least this fraction of the energy."""
+"""Ranks are bounded together if this adds at least this fraction of the energy."""
 _ROUNDING = 1e-12
-"""Largest rounding error of the sums, relative to their terms; the bound is lowered by it."""
+"""Largest rounding error of the sums relative to their terms, by which the bound is lowered."""
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """A point of the bound's curve.
+    """A point on the bound's curve.
 
     Attributes:
-        time_s: Where.
-        energy_j: Its height there.
-        slope_w: How fast it falls: energy saved per second more, >= 0.
+        time_s: Iteration time [s].
+        energy_j: Bound at this time [J].
+        slope_w: Decrease of the bound per additional second [W], >= 0.
     """
 
     time_s: float
@@ -72,7 +70,7 @@ class Tangent:
 
 
 class Bounds:
-    """The flows of the solved deadlines, and the bounds that follow at any iteration time."""
+    """The flows of the solved deadlines, and the bounds that follow from them at any iteration time."""
 
     def __init__(self, problem: Problem, network: Network) -> None:
         self.problem, self.network = problem, network
@@ -80,7 +78,7 @@ class Bounds:
         self._found: list[tuple[Tangent, Floats, Floats]] = []
 
     def add(self, relaxed: Relaxed) -> Tangent:
-        """Keep a relaxed optimum's flow; return the bound that it proves at its deadline."""
+        """Add the flow of a relaxed optimum and return the bound that it proves at its deadline."""
         edges_w, source_w = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0))
         energy_j = self._verifier.bound_j(relaxed.deadline_s, edges_w, source_w)
         tangent = Tangent(relaxed.deadline_s, energy_j, float(source_w.sum()) - self.problem.waiting_power_w)
@@ -93,7 +91,7 @@ class Bounds:
         return np.minimum.accumulate([tangent.energy_j for tangent, _, _ in self._found])
 
     def certify(self, plans: Sequence[FrequencyPlan]) -> tuple[list[FrequencyPlan], Certificates]:
-        """Return plans with the best bound at hand for each: the flow of a neighbouring time, or a mixture of two."""
+        """Return the plans with the best bound for each, from a neighbouring flow or a mixture of two."""
         found, *flows_w = zip(*self._found, strict=True)
         found_s = [tangent.time_s for tangent in found]
         edge_flow_w, source_flow_w = map(np.stack, flows_w)
@@ -105,8 +103,8 @@ class Bounds:
             span_s = found_s[right] - found_s[left]
             between = min(max((time_s - found_s[left]) / span_s, 0.0), 1.0) if span_s > 0 else 0.0
             candidates = []
-            # What one flow proves changes along its tangent, so the lower end need not be tried; but near T_min, where
-            # more and more clocks become possible, tangents say little.
+            # The bound from one flow changes along its tangent, so the lower end need not be tried, except near T_min,
+            # where more and more clocks become usable and tangents are not informative.
             ends_j = [found[n].energy_j - found[n].slope_w * (time_s - found_s[n]) for n in (left, right)]
             for share in sorted({0.0, between, 1.0} if left == 0 else {between, float(ends_j[1] > ends_j[0])}):
                 edges_w = (1 - share) * edge_flow_w[left] + share * edge_flow_w[right]
@@ -121,7 +119,7 @@ class Bounds:
 
 
 class Verifier:
-    """Recomputes bounds from flows, from the problem's DAG and measured rows alone."""
+    """Recomputes bounds from flows, using only the problem's DAG and measured rows."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -138,20 +136,20 @@ class Verifier:
     def bound_j(
         self, time_s: float, edge_flow_w: Floats, source_flow_w: Floats, *, with_all_pairs: bool = False
     ) -> float:
-        """Return the energy below which no plan that ends by ``time_s`` can stay [J].
+        """Return a lower bound on the energy of all plans that end by ``time_s`` [J].
 
         Args:
             time_s: The deadline [s].
-            edge_flow_w: Along each edge of the DAG [W].
-            source_flow_w: Into each first node [W].
-            with_all_pairs: Whether to look at every pair of paths before it is decided which ranks are bounded
-                together. It takes longer and seldom proves more.
+            edge_flow_w: The flow along each edge of the DAG [W].
+            source_flow_w: The flow into each node without predecessors [W].
+            with_all_pairs: Whether to evaluate every pair of paths before deciding which ranks to bound together.
+                This takes longer and seldom improves the bound.
 
         Raises:
-            FrontierError: The flow is negative, or is not a number.
+            FrontierError: If the flow is negative or not a number.
         """
         if not (np.all(edge_flow_w >= 0) and np.all(source_flow_w >= 0)):
-            raise FrontierError("A flow must be >= 0 everywhere; the certificate was damaged.")
+            raise FrontierError("A flow must be >= 0 on every edge; the certificate is damaged.")
         into, ends = self.prices_w(edge_flow_w, source_flow_w)
         price_w = into[self.problem.node]
         least_j = self._least_j(time_s, price_w)
@@ -160,24 +158,24 @@ class Verifier:
         )
         fixed_j = float(into @ self.problem.fixed_s)
         waiting_w = self.problem.waiting_power_w
-        # A plan may end earlier, which costs less where a second is worth less than it costs to wait.
+        # A plan may end earlier, which lowers the bound if a second is worth less than waiting costs.
         earlier_j = max(0.0, waiting_w - ends) * (time_s - self.problem.t_min_s)
         slip_j = _ROUNDING * (abs(instructions_j) + fixed_j + (ends + waiting_w) * time_s)
         return instructions_j + fixed_j + (waiting_w - ends) * time_s - max(earlier_j, 0.0) - slip_j
 
     def prices_w(self, edge_flow_w: Floats, source_flow_w: Floats) -> tuple[Floats, float]:
-        """Return what flows into each node, the price of a second of it, and what flows out of the last ones [W]."""
+        """Return the flow into each node, the price of a second of it, and the outflow [W]."""
         dag, nodes = self.problem.dag, len(self.problem.dag.nodes)
         into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(dag.edge_head, edge_flow_w, nodes)
         return into, float(np.maximum(into - np.bincount(dag.edge_tail, edge_flow_w, nodes), 0.0).sum())
 
     def _least_j(self, time_s: float, price_w: Floats) -> Floats:
-        """Return the least ``c + price * t`` of every decision over the clocks possible by ``time_s``."""
+        """Return the minimum of ``c + price * t`` of every decision, over its usable clocks."""
         longest_s = np.maximum(time_s - self._rest_s - self._ready_s + 1e-9 * time_s, self._fastest_s)
         result = np.empty(len(price_w))
         for group, corners, members in zip(self.problem.groups, self._corners, self._members, strict=True):
             result[members] = corners.least_j(price_w[members])
-            # Where not all clocks are possible, the hull may promise too much.
+            # If some clocks are not usable, the hull's minimum may be too low.
             some = members[longest_s[members] < group.options.time_s[-1]]
             values = group.cost_j + price_w[some, None] * group.options.time_s
             values[group.options.time_s > longest_s[some, None]] = np.inf
@@ -187,7 +185,7 @@ class Verifier:
     def _joint_gain_j(
         self, time_s: float, least_j: Floats, price_w: Floats, edge_flow_w: Floats, *, with_all_pairs: bool
     ) -> float:
-        """Return by how much joint minima over parallel paths exceed the sums of ``least_j``."""
+        """Return by how much joint minima over parallel paths exceed the sums of ``least_j`` [J]."""
         expected_j = []
         for pairs in self._pairs:
             few = pairs if with_all_pairs else pairs.sample()
@@ -198,7 +196,7 @@ class Verifier:
         chosen = [
             self._pairs[n] for n in matching([p.rank for p in self._pairs], expected_j) if expected_j[n] > least_worth_j
         ]
-        # Paths may share an edge; together they must not use more than its flow.
+        # Paths may share an edge, and together they must not use more than its flow.
         used_w = np.zeros(len(edge_flow_w))
         for pairs in chosen:
             for edges in pairs.edges:
@@ -213,10 +211,10 @@ class Verifier:
     def _gains_j(
         self, pairs: PathPairs, flows_w: Sequence[Floats], time_s: float, least_j: Floats, price_w: Floats
     ) -> Floats:
-        """Return for each pair of paths what its joint minimum adds, never below 0."""
+        """Return the gain from the joint minimum of each pair of paths, at least 0 [J]."""
         path_w = np.stack(flows_w, axis=1)
         decisions = pairs.decisions.reshape(-1, 2, 2)
-        # Flow beyond that of the paths pays for each instruction on its own.
+        # Flow in excess of that of the paths prices each instruction separately.
         beyond_w = price_w[decisions] - path_w[:, :, None]
         joint_j = path_w.sum(axis=1)[:, None] * pairs.length_s
         for number, path in enumerate(pairs.options):
@@ -232,7 +230,7 @@ class Verifier:
 
 @dataclass(frozen=True)
 class _Path:
-    """One path between two meetings: its nodes in order, X and Y among them, and its first and last decision."""
+    """A path between two meetings, X and Y included, with its first and last decision."""
 
     nodes: tuple[int, ...]
     first: int
@@ -241,12 +239,12 @@ class _Path:
 
 @dataclass(frozen=True)
 class _PathOptions:
-    """The choices of clocks for the two decisions of a path, the shortest first.
+    """The combinations of clocks for the two decisions of a path, the shortest first.
 
     Attributes:
-        time_s: Shape (2, choices): of both decisions [s].
-        cost_j: Shape (choices,): effective energy of both [J].
-        within: Shape (lengths,): for each length, the last choice that is not longer.
+        time_s: Shape (2, combinations): times of both decisions [s].
+        cost_j: Shape (combinations,): effective energy of both decisions [J].
+        within: Shape (lengths,): for each length, the last combination that is not longer.
     """
 
     time_s: Floats
@@ -255,7 +253,7 @@ class _PathOptions:
 
 
 _Alike = tuple[int, tuple[int, ...], tuple[float, float], tuple[int, ...]]
-"""The lower rank of a pair, its groups, what its paths take beside decisions [s], and how many nodes they have."""
+"""Lower rank of a pair of paths, groups, fixed time on each path [s], and number of nodes on each path."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +264,9 @@ class PathPairs:
         rank: The lower one of the two neighbouring ranks.
         decisions: Shape (pairs, 4): two decisions of the first path and two of the second.
         edges: Two arrays of shape (pairs, edges of the path): indices of the DAG's edges along each path.
-        fixed_s: What each path takes beside its decisions [s].
-        length_s: Shape (lengths,), rising: those that the longer path can have [s].
-        options: Of both paths.
+        fixed_s: Time on each path outside decisions [s].
+        length_s: Shape (lengths,), rising: possible lengths of the longer path [s].
+        options: The combinations of clocks for both paths.
     """
 
     rank: int
@@ -279,14 +277,14 @@ class PathPairs:
     options: tuple[_PathOptions, _PathOptions]
 
     def sample(self) -> PathPairs:
-        """Return a few of the pairs, from the whole iteration."""
+        """Return a few of the pairs, evenly spaced over the iteration."""
         kept = evenly(len(self.decisions), _SAMPLED)
         first, second = self.edges
         return replace(self, decisions=self.decisions[kept], edges=(first[kept], second[kept]))
 
 
 def find_path_pairs(problem: Problem) -> list[PathPairs]:
-    """Return all pairs of parallel paths of neighbouring ranks, each decision at most once for each two ranks."""
+    """Return the disjoint pairs of parallel paths of neighbouring ranks."""
     finder = _Finder(problem)
     found: dict[_Alike, list[tuple[_Path, _Path]]] = defaultdict(list)
     used: set[tuple[int, int]] = set()
@@ -306,11 +304,11 @@ def find_path_pairs(problem: Problem) -> list[PathPairs]:
 
 
 def matching(ranks: list[int], gains_j: list[float]) -> list[int]:
-    """Choose among pairs of ranks (r, r + 1) those of greatest gain in which no rank occurs twice."""
+    """Return the indices of disjoint pairs of ranks (r, r + 1) with the largest total gain."""
     of_rank: dict[int, list[int]] = defaultdict(list)
     for number, rank in enumerate(ranks):
         of_rank[rank].append(number)
-    # The best choice among the ranks below, and the best one of those that leave the last of them free.
+    # The best choice among the ranks so far, and the best choice that does not use the last of them.
     best: tuple[float, list[int]] = (0.0, [])
     free: tuple[float, list[int]] = (0.0, [])
     for rank in range(max(ranks, default=-1) + 1):
@@ -331,7 +329,7 @@ class _Finder:
         return self.dag.nodes[int(self.problem.node[path.first])].ranks[0]
 
     def pair(self, meeting: int) -> tuple[_Path, _Path] | None:
-        """Return the two paths that end at a node, the lower rank's first, if they begin at the same one."""
+        """Return the two paths that end at a node, or None if they begin at different nodes."""
         paths = [self._path(meeting, before) for before in self.dag.predecessors[meeting]]
         if paths[0] is None or paths[1] is None or paths[0].nodes[0] != paths[1].nodes[0]:
             return None
@@ -339,7 +337,7 @@ class _Finder:
         return first, second
 
     def _path(self, meeting: int, last: int) -> _Path | None:
-        """Go back along one rank over two decisions to the meeting before them; None where the way is not unique."""
+        """Return the path of one rank back over two decisions to the previous meeting, if it is unique."""
         ranks = self.dag.nodes[last].ranks
         if self.decision[last] < 0 or len(self.dag.nodes[meeting].ranks) != 2:
             return None
@@ -357,7 +355,7 @@ class _Finder:
                 return _Path(tuple(nodes[::-1]), chosen[1], chosen[0])
 
     def _before(self, node: int, ranks: tuple[int, ...], decided: bool) -> int | None:
-        """Return the only predecessor, or the only decision of this rank among several."""
+        """Return the only predecessor, or the only predecessor that is a decision of this rank."""
         before = self.dag.predecessors[node]
         if len(before) > 1:
             own = [n for n in before if self.decision[n] >= 0 and self.dag.nodes[n].ranks == ranks]
@@ -367,7 +365,7 @@ class _Finder:
         return before[0]
 
     def joined(self, alike: _Alike, pairs: list[tuple[_Path, _Path]]) -> PathPairs:
-        """Return pairs with the same options as arrays."""
+        """Combine pairs with the same options into arrays."""
         rank, groups, fixed_s, _ = alike
         options = [self.problem.groups[group] for group in groups]
         times_s, lengths_s, costs_j = [], [], []
@@ -399,15 +397,15 @@ class _Finder:
 
 
 def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile) -> float:
-    """Recompute time, energy and lower bound of every plan, and compare them with what the frontier states.
+    """Check a frontier's times, energies and lower bounds by recomputing them.
 
     Returns:
-        The largest distance of a plan from its bound, as a fraction.
+        The largest gap of a plan.
 
     Raises:
-        FrontierError: A claim does not hold; the message names the plan.
-        ProfileError: The profile does not cover the schedule.
-        ScheduleError: The certificates' schedule is not possible.
+        FrontierError: If a stated value is wrong. The message names the plan.
+        ProfileError: If the profile does not cover the schedule.
+        ScheduleError: If the certificates' schedule is impossible.
     """
     origin = frontier.provenance
     problem = problem_for(
@@ -438,7 +436,7 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
                 f"{proven_j!r} J only."
             )
         if plan.energy_j < plan.lower_bound_j * (1 - _ROUNDING):
-            raise FrontierError(f"{name}: its energy, {plan.energy_j!r} J, is below its bound.")
+            raise FrontierError(f"{name}: its energy, {plan.energy_j!r} J, is below its lower bound.")
         worst_gap = max(worst_gap, plan.gap)
     return worst_gap
 
@@ -453,7 +451,7 @@ def _check_inputs(frontier: Frontier, certificates: Certificates, problem: Probl
         raise FrontierError(f"{len(frontier.plans)} plans, but certificates for {len(certificates.share)}.")
     if not _equal(frontier.t_min_s, problem.t_min_s):
         raise FrontierError(f"T_min is {frontier.t_min_s!r} s, by the profile {problem.t_min_s!r} s.")
-    # Before any flow is mixed: those of a damaged file may be as wide as memory.
+    # Checked before flows are mixed, because the flows of a damaged file may be as large as memory.
     widths = certificates.edge_flow_w.shape[1], certificates.source_flow_w.shape[1]
     edges, nodes = len(problem.dag.edge_head), len(problem.dag.nodes)
     if widths != (edges, nodes):

@@ -1,8 +1,8 @@
-"""What each kind of layer costs, by least squares from stages that hold different mixtures of kinds.
+"""Estimates the costs of each kind of layer by least squares from the costs of stages.
 
-A stage takes the sum of what its parts take. With N the number of parts of each kind on each measured stage and y what
-the stages take, the costs x are those of least ``|(N x - y) / errors|²``, none of them below zero. A kind can be told
-from the others if no change of the costs that leaves all stages as they are changes that kind.
+The cost of a stage is the sum of its parts' costs. With N the number of parts of each kind on each measured stage and y
+the costs of the stages, the costs x of the kinds minimise ``|(N x - y) / errors|²`` with x >= 0. A kind can be
+distinguished from the others if no change of the costs that keeps the costs of all stages changes its cost.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 
 _LEAST_ERROR, _UNKNOWN_ERROR = 1e-3, 0.02
-"""Relative: no row is known better than the former; the latter is that of rows without a known error."""
+"""Minimum relative error of a row, and relative error of a row with unknown error."""
 _SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class KindCosts:
-    """What the kinds of parts of a model cost.
+    """The costs of the kinds of parts of a model.
 
     Attributes:
         kinds: Names, in the order of the model.
         clocks_mhz: Shape (clocks,), ascending.
-        time_s: By kind of instruction, shape (kinds, clocks), of one micro-batch.
-        energy_j: The same.
+        time_s: By kind of instruction, shape (kinds, clocks): time of one micro-batch [s].
+        energy_j: By kind of instruction, shape (kinds, clocks): energy of one micro-batch [J].
         time_covariance: By kind of instruction, shape (kinds, kinds), at the highest clock [s²].
-        energy_covariance: The same [J²].
+        energy_covariance: By kind of instruction, shape (kinds, kinds), at the highest clock [J²].
     """
 
     kinds: tuple[str, ...]
@@ -50,7 +50,7 @@ class KindCosts:
     def of_parts(
         self, parts: Sequence[Part], info_of: StageProfile, fixed: FixedDurations, tails: Sequence[Measurement] = ()
     ) -> LayerCosts:
-        """Return the costs of the parts of a model, on the GPU of a profile."""
+        """Return the costs of the parts of a model on the GPU of a profile."""
         number = np.array([self.kinds.index(part.kind) for part in parts])
         info = info_of.info
         return LayerCosts(
@@ -72,13 +72,13 @@ class KindCosts:
     ) -> tuple[float, float]:
         """Return the standard errors of a sum of cuts' times [s] and energies [J] at default clocks.
 
-        To first order: the longest path of each cut stays the same.
+        The errors are of first order: they assume that the longest path of each cut stays the same.
 
         Args:
             layout: The parts of the model.
-            terms: A factor and a cut each: one for the cut's own errors, two for those of a difference.
-            costs: Of the parts.
-            ranks: Of the pipeline.
+            terms: Pairs of a factor and a cut: one pair for the cut's own errors, two for those of a difference.
+            costs: The costs of the parts.
+            ranks: Number of pipeline ranks.
         """
         of_kind = np.array([[part.kind == kind for part in layout.parts] for kind in self.kinds], dtype=float)
         factor = sum(factor for factor, _ in terms)
@@ -99,12 +99,12 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
     """Estimate the costs of all kinds of parts from one or more jobs of the same model.
 
     Raises:
-        ConfigError: The stages do not tell kinds apart; the message names a layout that would.
+        ConfigError: If kinds cannot be distinguished. The message names a layout with which they can.
     """
     if any(kind is Kind.FORWARD_BACKWARD for _, profile in jobs for _, kind in profile.keys):
         raise ConfigError(
-            "In combined 1F1B, one step is the forward of one stage and the backward of another, so that stages cannot "
-            "be told apart. Observe some iterations without overlap_moe_expert_parallel_comm."
+            "In combined 1F1B, one step is the forward of one stage and the backward of another, so that the costs of "
+            "stages cannot be separated. Observe some iterations without overlap_moe_expert_parallel_comm."
         )
     kinds = tuple(dict.fromkeys(part.kind for layout, _ in jobs for part in layout.parts))
     held = np.concatenate([_held(layout, kinds) for layout, _ in jobs])
@@ -131,7 +131,7 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
 
 
 def _held(layout: Layout, kinds: Sequence[str]) -> Floats:
-    """Return how many parts of each kind each stage holds, shape (stages, kinds)."""
+    """Return the number of parts of each kind on each stage, shape (stages, kinds)."""
     return np.array([[sum(part.kind == kind for part in parts) for kind in kinds] for parts in layout.stages], float)
 
 
@@ -157,7 +157,7 @@ def _solved(
         sigma = measured[:, which] * np.array(errors)[:, which]
         weighted = np.array(held) / sigma[:, None]
         costs, residual = nnls(weighted, measured[:, which] / sigma)
-        # What the errors of the rows do not explain counts as their error.
+        # A residual that the errors of the rows do not explain increases the covariance.
         freedom = len(sigma) - len(kinds)
         scale = max(1.0, residual**2 / freedom) if freedom > 0 else 1.0
         found.append(costs)
@@ -166,8 +166,8 @@ def _solved(
 
 
 def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
-    """Return the groups of kinds that the stages do not tell apart."""
-    unseen = np.eye(len(kinds)) - np.linalg.pinv(held) @ held  # onto changes of costs that no stage shows
+    """Return the groups of kinds that cannot be distinguished from these stages."""
+    unseen = np.eye(len(kinds)) - np.linalg.pinv(held) @ held  # projects onto cost changes that no stage shows
     linked = np.abs(unseen) > 1e-6
     groups: list[list[str]] = []
     left = {n for n in range(len(kinds)) if linked[n, n]}
@@ -183,9 +183,9 @@ def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
 
 
 def _what_separates(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:
-    """Return the error for kinds that cannot be told apart: which they are, and a layout that separates them."""
+    """Return an error message that names a layout with which the kinds can be distinguished."""
     groups = "; ".join(f"{', '.join(group[:-1])} and {group[-1]}" if len(group) > 1 else group[0] for group in together)
-    problem = f"The stages do not tell these kinds of parts apart: {groups}. "
+    problem = f"The costs of these kinds of parts cannot be distinguished: {groups}. "
     for cut in _other_cuts(layout.cut):
         other = layout.cut_into(cut)
         if not _inseparable(np.concatenate([held, _held(other, kinds)]), kinds):

@@ -1,8 +1,8 @@
-"""The published solver: the Phillips-Dessouky algorithm of the lowtime package on a fitted cost curve.
+"""The published solver: lowtime's Phillips-Dessouky algorithm on a fitted cost curve.
 
-lowtime starts with every instruction at its slowest and shortens the iteration by one unit of time at each
-step, by a minimum cut of the critical paths. It uses times in whole units and energies on an exponential curve
-through the options; the times and energies of its plans are computed here from the measured rows.
+lowtime starts with every instruction at its slowest clock and shortens the iteration by one unit of time at each step,
+by a minimum cut of the critical paths. It uses times in whole units and energies on an exponential curve through the
+options. Times and energies of its plans are recomputed here from the measured rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.optimizer.problem import InstructionGroup, Problem, Progress
 
 _UNIT_S = 1e-3
-"""The unit of time lowtime was published with."""
+"""The unit of time in lowtime's publication."""
 _UNITS_PER_INSTRUCTION = 25
-"""At least this many units in the shortest instruction; shorter instructions get a shorter unit."""
+"""Minimum number of units in the shortest instruction; the unit is shortened if necessary."""
 _LARGEST_COST_J = 100.0
 # lowtime starts its curve fits from guesses of 10 to 1000 J, and treats 1e-6 J as zero and 1e4 J as infinite.
 _FEWEST_FITTED = 4
@@ -27,13 +27,13 @@ _FEWEST_FITTED = 4
 
 
 def unit_time_s(problem: Problem) -> float:
-    """Return the time lowtime counts in: 1 ms, or a 25th of the shortest instruction if that is less [s]."""
+    """Return the time unit: 1 ms, or 1/25 of the shortest instruction if that is less [s]."""
     shortest_s = min(float(group.options.time_s.min()) for group in problem.groups)
     return min(_UNIT_S, shortest_s / _UNITS_PER_INSTRUCTION)
 
 
 def solve_lowtime(problem: Problem, progress: Progress) -> list[FrequencyPlan]:
-    """Return every plan that lowtime passes through, from the one of least energy to the fastest."""
+    """Return all plans that lowtime generates, from the one of least energy to the fastest."""
     from lowtime.solver import PhillipsDessouky
 
     graph, operations = _graph(problem)
@@ -53,12 +53,12 @@ def solve_lowtime(problem: Problem, progress: Progress) -> list[FrequencyPlan]:
 
 
 def _graph(problem: Problem) -> tuple[Any, list[Any]]:
-    """Return lowtime's activity-on-node graph, and the operation of every decision."""
+    """Return lowtime's activity-on-node graph and the operation of every decision."""
     import networkx
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.operation import Operation
 
-    # lowtime always counts in ms here: shorter instructions are scaled up.
+    # lowtime always counts in ms here, so shorter instructions are scaled up.
     time_scale = _UNIT_S / unit_time_s(problem)
     cost_scale = _LARGEST_COST_J / max(float(group.cost_j.max()) for group in problem.groups)
     specs = [_spec(group, time_scale, cost_scale) for group in problem.groups]
@@ -77,7 +77,7 @@ def _graph(problem: Problem) -> tuple[Any, list[Any]]:
 
 
 def _contract(predecessors: Iterable[Iterable[int]], kept: Iterable[int]) -> dict[int, set[int]]:
-    """Leave out all nodes but the kept ones, and all edges that others imply."""
+    """Remove all nodes except the kept ones, and all edges that are implied by others."""
     keep = set(kept)
     nearest: list[set[int]] = []
     ancestors: list[int] = []  # as bits
@@ -115,16 +115,16 @@ def _spec(group: InstructionGroup, time_scale: float, cost_scale: float) -> Any:
 
 
 def _published_options(group: InstructionGroup) -> list[int]:
-    """Return which options lowtime was published with: none slower than the one of least energy as measured.
+    """Return the options used in lowtime's publication, up to the one of least energy.
 
-    Slower ones can have less *effective* energy still, so leaving them out costs a little and halves the time.
+    Slower options may have less *effective* energy, so leaving them out costs a little energy and halves the run time.
     """
     energy_j = group.options.energy_j
     return [index for index in range(len(energy_j)) if energy_j[index] < energy_j[:index].min(initial=np.inf)]
 
 
 def _cost_model(options: Any) -> Callable[[int], float]:
-    """Return lowtime's exponential curve, or straight lines between the options where it cannot be fitted."""
+    """Return lowtime's exponential curve, or linear interpolation if the curve cannot be fitted."""
     from lowtime.cost_model import ExponentialModel
 
     if len(options.options) >= _FEWEST_FITTED:
@@ -132,7 +132,7 @@ def _cost_model(options: Any) -> Callable[[int], float]:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 return ExponentialModel(options, search_strategy="best")  # type: ignore[no-any-return]
-        except (ValueError, RuntimeError):  # what its grid search and scipy's curve_fit raise
+        except (ValueError, RuntimeError):  # raised by its grid search and by scipy's curve_fit
             pass
     times = [option.quant_time for option in reversed(options.options)]
     costs = [option.cost for option in reversed(options.options)]

@@ -1,8 +1,8 @@
-"""The DAG as a network of events: points in time, with arcs for the least time between two of them.
+"""The DAG as a network of events, with arcs for the minimum time between two events.
 
-An instruction is an arc from the event at which it starts to the event at which it ends. Nodes that
-take no time are left out, and an end and a start that may always coincide are one event, so the network has
-about a third of the variables that finish times of all DAG nodes would be.
+An instruction is an arc from the event at which it starts to the event at which it ends. Nodes that take no time are
+left out, and an end and a start that may always coincide are one event. So the network has about a third of the
+variables that finish times of all DAG nodes would have.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from perseus_ds.pipeline.dag import Level, levels
 
 
 class Network:
-    """Events and arcs; event 0 is the start of the iteration, the last one its end.
+    """Events and arcs, with event 0 the start of the iteration and the last event its end.
 
     Attributes:
-        tail: Shape (arcs,): event at which each arc starts. The first ``len(problem.node)`` arcs are
-            the decisions, in their order; the others are fixed durations and plain precedences.
+        tail: Shape (arcs,): event at which each arc starts. The first ``len(problem.node)`` arcs are the decisions, in
+            their order. The others are fixed durations and plain precedences.
         head: Shape (arcs,): event at which each arc ends.
-        least_s: Shape (arcs,): the least time each arc takes [s].
+        least_s: Shape (arcs,): minimum duration of each arc [s].
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -32,13 +32,13 @@ class Network:
         self._built = _Builder(problem)
         names, ends = np.unique(np.array([self._built.tail, self._built.head]), return_inverse=True)
         tail, head = ends.reshape(2, -1)
-        # Names sort as start, the others, end: see _Builder.
+        # Names sort as start, inner events, end; see _Builder.
         self.events = len(names)
         work = np.array(self._built.work, dtype=np.intp)
         decision = np.where(work >= 0, problem.decision_of[work], -1)
-        # Stable: decisions in their own order, then the rest as generated, which is topological.
+        # Stable sort: the decisions in their order, then the other arcs as generated, which is topological.
         order = np.argsort(np.where(decision >= 0, decision, len(work)), kind="stable")
-        # Where each arc is, in the order in which they were generated.
+        # The index of each arc, in the order in which the arcs were generated.
         self._topological = np.argsort(order)
         self.tail, self.head = tail[order], head[order]
         least_s = np.where(work >= 0, problem.durations_s(problem.fastest)[work], 0.0)
@@ -51,22 +51,22 @@ class Network:
 
     @cached_property
     def position(self) -> Floats:
-        """The start of each arc with all at their fastest clocks, 0 at the start of the iteration and 1 at its end."""
+        """Relative start of each arc with all instructions at their fastest clocks, from 0 to 1."""
         earliest_s = self.earliest_s(self.least_s)
         return earliest_s[self.tail] / float(earliest_s[-1])
 
     @cached_property
     def forward(self) -> list[Level]:
-        """All events but the start, each level's arcs coming from earlier levels."""
+        """All events except the start, in levels whose arcs come from earlier levels."""
         return levels(self.tail, self.head, self._topological)
 
     @cached_property
     def backward(self) -> list[Level]:
-        """All events but the end, each level's arcs going to levels that come earlier in this list."""
+        """All events except the end, in levels whose arcs lead to earlier levels of this list."""
         return levels(self.head, self.tail, self._topological[::-1])
 
     def earliest_s(self, duration_s: Floats) -> Floats:
-        """Return when each event happens at the earliest [s].
+        """Return the earliest time of each event [s].
 
         Args:
             duration_s: Shape (arcs, ...) [s].
@@ -81,7 +81,7 @@ class Network:
         return result
 
     def latest_s(self, duration_s: Floats, deadline_s: Floats | float) -> Floats:
-        """Return when each event may happen at the latest for the end to be in time [s].
+        """Return the latest time of each event with which the end meets the deadline [s].
 
         Args:
             duration_s: Shape (arcs, ...) [s].
@@ -95,17 +95,18 @@ class Network:
         return result
 
     def dag_flow(self, flow: Floats) -> tuple[Floats, Floats]:
-        """Return a flow over the arcs as one over the DAG: over its edges, and into nodes without predecessors.
+        """Convert a flow over the arcs to a flow over the DAG.
 
         Returns:
-            Shape (edges,), edges in the order of ``dag.predecessors``, and shape (nodes,).
+            The flow over the DAG's edges in the order of ``dag.predecessors``, shape (edges,), and the flow into nodes
+            without predecessors, shape (nodes,).
         """
         edges, source = self._dag_flow_matrices
         return edges @ flow, source @ flow
 
     @cached_property
     def _dag_flow_matrices(self) -> tuple[csr_array, csr_array]:
-        """The sums of arcs that make up the flow over each edge, and into each node without predecessors."""
+        """The matrices that convert arc flows to flows over edges and into first nodes."""
         before, built = self.problem.dag.predecessors, self._built
         first = [0, *accumulate(map(len, before))]
         # The arcs whose flows pass through each node.
@@ -119,7 +120,7 @@ class Network:
         for node in range(len(before) - 1, -1, -1):
             for edge, other in enumerate(before[node], first[node]):
                 arc = built.edge_arc[edge]
-                # Not carried by an arc: all of the node's flow comes this way, or all of the other's goes it.
+                # Without an arc, the edge carries the whole flow of the node or of its predecessor.
                 edges[edge] = [arc] if arc >= 0 else through[node] if len(before[node]) == 1 else through[other]
                 if built.instant[other]:
                     through[other] = through[other] + edges[edge]
@@ -127,23 +128,23 @@ class Network:
         return self._sums_of(edges), self._sums_of(source)
 
     def _sums_of(self, lists: list[list[int]]) -> csr_array:
-        """Return the matrix whose rows add up the listed arcs, given as they were generated."""
+        """Return the matrix whose rows sum the listed arcs, which are numbered as they were generated."""
         columns = self._topological[np.fromiter(chain.from_iterable(lists), np.intp)]
         begins = [0, *accumulate(map(len, lists))]
         return csr_array((np.ones(len(columns)), columns, begins), shape=(len(lists), len(self.tail)))
 
 
 class _Builder:
-    """Names events and lists arcs, in an order in which an event's arcs in precede its arcs out.
+    """Names events and lists arcs so that an event's incoming arcs precede its outgoing ones.
 
-    Start and end of node v are named 2v+1 and 2v+2, the iteration's start 0, its end the largest.
+    Start and end of node v are named 2v+1 and 2v+2, the iteration's start 0 and its end the largest number.
 
     Attributes:
-        tail, head: Of each arc.
-        work: The node of the DAG that it is, -1 for a plain precedence.
-        edge_arc: For each edge of the DAG, the arc that carries it, else -1.
-        to_end: Arcs from nodes that take no time to the end, by node.
-        instant: Which nodes take no time.
+        tail, head: Start and end event of each arc.
+        work: The node of the DAG that each arc represents, or -1 for a plain precedence.
+        edge_arc: For each edge of the DAG, the arc that carries it, or -1.
+        to_end: By node, the arcs to the end from nodes that take no time.
+        instant: For each node, whether it takes no time.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -164,7 +165,7 @@ class _Builder:
 
     def _add(self, node: int) -> None:
         before, after = self.before[node], self.after[node]
-        # A node with one predecessor can start as soon as that ends, without loss, and then last longer.
+        # A node with a single predecessor can start as soon as that ends and take longer instead, without loss.
         start = 0 if not before else self.end[before[0]] if len(before) == 1 else 2 * node + 1
         for other in before:
             carried = self.end[other] != start
@@ -177,7 +178,7 @@ class _Builder:
                 self.to_end[node] = len(self.tail)
                 self._arc(self.end[node], self.last, -1)
             return
-        # A node with one successor can end when that starts, without loss.
+        # A node with a single successor can end when that starts, without loss.
         merges = len(after) == 1 and len(self.before[after[0]]) > 1
         self.end[node] = self.last if not after else 2 * after[0] + 1 if merges else 2 * node + 2
         self._arc(start, self.end[node], node)

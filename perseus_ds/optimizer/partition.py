@@ -1,25 +1,26 @@
-"""Where to cut a model into stages: the fastest cut, proven, and the one of least energy at that time.
+"""Finds the fastest partition of a model into stages and the most frugal of these.
 
-A *cut* says how many of the model's layers each stage has. The time of an iteration is the length of the longest path
-through its DAG, so the length of any one path is a lower bound. Take a path that goes through stage s most of the
-time. It goes through each stage before s at least n times and through each one behind it at least m times; so with P(i)
-the time of the first i layers and P that of all of them, the iteration takes at least
+A *cut* is the number of the model's layers on each stage. The time of an iteration is the length of the longest path
+through its DAG, so the length of any path is a lower bound. Consider a path that runs mainly through stage s: through
+each earlier stage at least n times and through each later stage at least m times. With P(i) the time of the first i
+layers and P that of all layers, the iteration takes at least
 
-    n * P(i) + (what the path does on stage s) * (P(j) - P(i)) + m * (P - P(j))
+    n * P(i) + (the path's visits to stage s) * (P(j) - P(i)) + m * (P - P(j))
 
-where stage s has the layers i to j, whatever the other stages have. (For 1F1B this is the filling of the pipeline, the
-steady state of its slowest stage and the draining.) The worst of these bounds over stages is least for a cut that
-dynamic programming finds, and a search lists cuts in the order of their bounds. Each is evaluated by the DAG until the
-next bound is not below the best time found. All times are those at default clocks, the highest ones measured.
+if stage s has the layers i to j, for any layers on the other stages. (For 1F1B these terms are the filling of the
+pipeline, the steady state of its slowest stage and the draining.) Dynamic programming finds the cut with the least
+maximum of these bounds over stages, and a search lists cuts in the order of their bounds. Each cut is evaluated with
+the DAG until the next bound is not below the best time found. All times are at default clocks, the highest measured
+ones.
 
-With hundreds of layers on tens of stages, such a search takes too long. There, layers are moved between any two stages
-as long as the iteration becomes faster by it, from several beginnings, and the bound is that of a linear program in
-which layers may be divided: the least time in which no known path is longer. A search that was ended has the better of
-both bounds.
+With hundreds of layers on tens of stages, such a search takes too long. Then layers are moved between any two stages as
+long as the iteration becomes faster, from several initial cuts, and the bound is that of a linear program in which
+layers may be divided: the least time for which no known path is longer. A search that was stopped early uses the better
+of both bounds.
 
-Energy has a bound over all cuts as well. A flow through the DAG, in watts, proves a bound for one cut
-(:mod:`perseus_ds.optimizer.bounds`): a price for each second of an instruction. With these prices, the least energy of
-each layer on each stage is a sum over layers, of which dynamic programming finds the least over all cuts in time.
+Energy has a bound over all cuts too. A flow through the DAG, in watts, proves a bound for one cut
+(:mod:`perseus_ds.optimizer.bounds`) and is a price for each second of an instruction. With these prices, the least
+energy of a cut is a sum over layers, and dynamic programming finds the minimum over all cuts that are fast enough.
 """
 
 from __future__ import annotations
@@ -49,39 +50,40 @@ from perseus_ds.pipeline.schedule import Schedule
 Cut = tuple[int, ...]
 
 _SAME = 1e-9
-"""Times this close, relative to them, are equal."""
+"""Relative difference up to which two times are equal."""
 _MOST_SEARCHED, _MOST_ROUNDS = 30_000, 8
-"""So many beginnings of cuts are looked at in each of so many rounds at most."""
+"""Maximum number of partial cuts examined in a round of the search, and of rounds."""
 _MOST_PLACES, _MOST_VIRTUAL_PLACES = 4_000, 500
-"""With more stages times layers, a search in the order of bounds takes too long; so with several stages on a rank."""
+"""Maximum stages times layers for a search in the order of bounds, with one and with several stages per rank."""
 _MOST_EVALUATED, _MOST_NODES = 1_200, 6_000_000
-"""Cuts that are evaluated by the DAG while layers are moved, and nodes of all of these DAGs."""
+"""Maximum number of cuts evaluated with the DAG while layers are moved, and of nodes of all these DAGs."""
 _MOST_PLANNED = 4_000
-"""Of iterations with more instructions, computing plans takes minutes, so that none are computed here."""
+"""Maximum number of instructions for which plans are computed; for more, this would take minutes."""
 _PLANS = 12
-"""Deadlines for which each of these is planned; the first one is the fastest time."""
+"""Number of deadlines for which each cut is planned, the first of which is the fastest time."""
 _PRICES, _LATER = 12, 0.003
-"""Rounds of prices, and how much later than the fastest time their deadline is: at that time itself there are many."""
+"""Number of rounds of prices, and their deadline's relative distance from the fastest time, at which prices are
+ambiguous."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each layer costs on one device.
+    """The costs of each layer on one device.
 
-    The embedding and the head are layers of their own, or are included in the first and the last one.
+    The embedding and the head are separate layers or are included in the first and the last layer.
 
     Attributes:
         clocks_mhz: Shape (clocks,), ascending.
-        time_s: By kind, shape (layers, clocks), of one micro-batch.
-        energy_j: The same.
-        parameters: Shape (layers,): how many.
-        fixed_bytes: Shape (layers,): weights, gradients and the optimizer's state.
-        held_bytes: Shape (layers,): what the backward of one micro-batch needs of its forward.
-        blocking_power_w: What a waiting GPU draws [W].
-        gpu: Its name.
-        simulated: Whether it was simulated.
-        fixed: Durations of what no layer decides.
-        tails: What the tails of ranks take, where they were measured over clocks.
+        time_s: By kind, shape (layers, clocks): time of one micro-batch [s].
+        energy_j: By kind, shape (layers, clocks): energy of one micro-batch [J].
+        parameters: Shape (layers,): number of parameters.
+        fixed_bytes: Shape (layers,): memory of weights, gradients and optimizer state.
+        held_bytes: Shape (layers,): memory that the backward of one micro-batch needs from its forward.
+        blocking_power_w: Power of a waiting GPU [W].
+        gpu: Name of the GPU.
+        simulated: Whether the GPU is simulated.
+        fixed: Durations that do not depend on layers.
+        tails: Rows of the ranks' tails, if they were measured over clocks.
     """
 
     clocks_mhz: tuple[int, ...]
@@ -106,7 +108,7 @@ class LayerCosts:
         return len(self.parameters)
 
     def profile(self, shares: Floats) -> StageProfile:
-        """Return the profile of stages that have these shares of each layer, shape (stages, layers)."""
+        """Return the profile of stages with these shares of each layer, shape (stages, layers)."""
         rows = [
             Measurement(stage, kind, clock_mhz, time_s, energy_j)
             for kind in self.kinds
@@ -124,17 +126,17 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class EvaluatedCut:
-    """A cut and what an iteration costs with it.
+    """A cut and the predicted costs of an iteration with it.
 
     Attributes:
-        cut: How many layers each stage has.
+        cut: Number of layers on each stage.
         time_s: Iteration time at default clocks [s].
-        energy_j: Its energy at default clocks [J].
-        planned_j: Energy under the plan of least energy that is as fast [J]; the same if none was computed.
-        memory_bytes: Of the stage that needs most.
-        bubble: The part of the GPUs' time in which they wait.
-        on_path: How often the longest path goes through each layer, shape (layers, kinds).
-        runs: How often an iteration runs each layer, shape (layers, kinds).
+        energy_j: Energy at default clocks [J].
+        planned_j: Energy under the plan of least energy that is as fast [J], or ``energy_j`` without plans.
+        memory_bytes: Memory of the fullest stage.
+        bubble: Fraction of the GPUs' time that is spent waiting.
+        on_path: Number of times that the longest path visits each layer, shape (layers, kinds).
+        runs: Number of times that an iteration runs each layer, shape (layers, kinds).
     """
 
     cut: Cut
@@ -149,15 +151,15 @@ class EvaluatedCut:
 
 @dataclass(frozen=True)
 class Partition:
-    """Where to cut a model.
+    """The result of a search for the best cut of a model.
 
     Attributes:
-        known: Cuts to compare with, by name; for a model that has not trained, those that engines take by default.
+        known: Cuts to compare with, by name. For a model that has not trained, the defaults of engines.
         fastest: The fastest cut found.
-        most_frugal: The one of least energy under its plan among those as fast.
-        time_bound_s: No cut is faster [s].
-        energy_bound_j: No cut as fast as the fastest one has a plan of less energy [J]; None if that is not known.
-        costs: Of the layers.
+        most_frugal: The cut of least energy under its plan among those that are as fast.
+        time_bound_s: Lower bound on the time of any cut [s].
+        energy_bound_j: Lower bound on the planned energy of any cut as fast as the fastest one [J], or None if unknown.
+        costs: The costs of the layers.
         is_planned: Whether plans were computed.
     """
 
@@ -171,18 +173,18 @@ class Partition:
 
     @property
     def cut(self) -> Cut:
-        """The layers of each stage, of the cut to train with: the most frugal of the fastest."""
+        """The cut to train with, the most frugal one of the fastest."""
         return self.most_frugal.cut
 
     @property
     def time_gap(self) -> float:
-        """How much faster a cut might be than the fastest one found, relative; 0: proven that none is."""
+        """Relative amount by which a faster cut may exist, or 0 if it is proven that none exists."""
         gap = self.fastest.time_s / self.time_bound_s - 1
         return gap if gap > _SAME else 0.0
 
     @property
     def energy_gap(self) -> float | None:
-        """How far the most frugal cut's plan is above the bound of all cuts, relative."""
+        """Relative distance of the most frugal cut's planned energy from the bound over all cuts."""
         return None if self.energy_bound_j is None else self.most_frugal.planned_j / self.energy_bound_j - 1
 
 
@@ -195,19 +197,19 @@ def best_partition(
     may_hold: npt.NDArray[np.bool_] | None = None,
     is_planned: bool = True,
 ) -> Partition:
-    """Find the fastest cut and the most frugal one of those as fast.
+    """Find the fastest cut, and the most frugal one of those that are as fast.
 
     Args:
-        costs: Of the layers.
-        schedule: What the ranks execute.
-        known: Cuts to compare with, by name; by default, those that engines take.
-        memory_bytes: What a stage may need at most.
+        costs: The costs of the layers.
+        schedule: The schedule of all ranks.
+        known: Cuts to compare with, by name. By default, the defaults of engines.
+        memory_bytes: Maximum memory of a stage.
         may_hold: Whether a stage may have the layers i to j, shape (stages, layers + 1, layers + 1).
         is_planned: Whether to compute plans, if more than one clock was measured.
 
     Raises:
-        ConfigError: The schedule has other instructions, there are more stages than layers, or the model does not fit
-            into the memory.
+        ConfigError: If the schedule has other instructions, there are more stages than layers, or the model does not
+            fit into the memory.
     """
     return _Search(costs, schedule, memory_bytes, may_hold, is_planned and len(costs.clocks_mhz) > 1).result(known)
 
@@ -234,22 +236,22 @@ class _Search:
         most = _MOST_PLACES if self.stages == len(schedule.ranks) else _MOST_VIRTUAL_PLACES
         self.is_large = self.stages * costs.layers > most
         self.dag = Dag.build(schedule)
-        # Of each node, which of the times (stage, kind) it takes; -1 for none.
+        # For each node, the index of its (stage, kind), or -1 if it has none.
         self.row = np.array([self._row(node.work) for node in self.dag.nodes])
         self.fixed_s = self.dag.fixed_durations_s(costs.fixed)
-        self.least_fixed_s = self.fixed_s.copy()  # of tails at their fastest clock
+        self.least_fixed_s = self.fixed_s.copy()  # with tails at their fastest clock
         tails = {row.stage: [each.time_s for each in costs.tails if each.stage == row.stage] for row in costs.tails}
         for number, node in enumerate(self.dag.nodes):
             if isinstance(node.work, Instruction) and node.work.kind is Kind.TAIL and node.work.stage in tails:
                 self.fixed_s[number] = tails[node.work.stage][-1]
                 self.least_fixed_s[number] = min(tails[node.work.stage])
-        # Shape (kinds, layers + 1): time of the first layers at default clocks.
+        # Shape (kinds, layers + 1): total time of the first layers at default clocks.
         self.before_s = _sums(np.stack([costs.time_s[kind][:, -1] for kind in self.kinds]))
         self.bytes = np.stack(
             [_between(_sums(costs.fixed_bytes + held * costs.held_bytes)) for held in held_by_stage(schedule)]
         )
         self.allowed = self._allowed(memory_bytes, may_hold)
-        # How often each known path goes through each stage, shape (paths, stages, kinds), and the rest of it [s].
+        # Number of visits of each known path to each stage, shape (paths, stages, kinds), and its fixed time [s].
         self.paths = np.zeros((0, self.stages, len(self.kinds)))
         self.rest_s = np.zeros(0)
         self.evaluated = 0
@@ -266,17 +268,17 @@ class _Search:
         return -1
 
     def _allowed(self, memory_bytes: float | None, may_hold: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
-        """Return whether a stage may have the layers i to j, shape (stages, layers + 1, layers + 1)."""
+        """Return, for each stage, whether it may have the layers i to j, as of ``best_partition``."""
         limit_bytes = np.inf if memory_bytes is None else memory_bytes
         needed = self.bytes if may_hold is None else np.where(may_hold, self.bytes, np.inf)
         needed_bytes, self.fallback = next(_in_order(needed), (np.inf, ()))
         if np.isinf(needed_bytes):
-            raise ConfigError(f"There is no cut into {self.stages} stages that the engine trains. Give fewer stages.")
+            raise ConfigError(f"There is no cut into {self.stages} stages that the engine supports. Use fewer stages.")
         if needed_bytes > limit_bytes:
             raise ConfigError(
                 f"memory: with the best cut into {self.stages} stages, {self.fallback}, the fullest one needs "
-                f"{needed_bytes / 2**30:.3g} GiB, and {limit_bytes / 2**30:.3g} GiB are allowed. Give more stages, "
-                "smaller micro-batches, or compute activations again (gradient_checkpointing)."
+                f"{needed_bytes / 2**30:.3g} GiB, and {limit_bytes / 2**30:.3g} GiB are allowed. Use more stages, "
+                "smaller micro-batches, or recompute activations (gradient_checkpointing)."
             )
         allowed: npt.NDArray[np.bool_] = np.isfinite(needed) & (needed <= limit_bytes)
         return allowed
@@ -315,18 +317,18 @@ class _Search:
             self.rest_s = np.append(self.rest_s, rest_s)
 
     def _counts(self, nodes: Sequence[int]) -> Floats:
-        """Return how many of some nodes are of each stage and kind, shape (stages, kinds)."""
+        """Return the number of the given nodes of each stage and kind, shape (stages, kinds)."""
         rows = self.row[list(nodes)]
         size = self.stages * len(self.kinds)
         return np.bincount(rows[rows >= 0], minlength=size).reshape(self.stages, len(self.kinds)).astype(float)
 
     def _least_s(self) -> Floats:
-        """Return the time that no iteration is below if a stage has the layers i to j, shape as of ``allowed`` [s]."""
+        """Return a lower bound on the time if a stage has the layers i to j [s]."""
         behind_s = self.before_s[:, -1:] - self.before_s
         result = np.zeros_like(self.bytes)
         for path, rest_s in zip(self.paths, self.rest_s, strict=True):
             for stage in range(self.stages):
-                # Before the first stage and behind the last one there are no layers.
+                # There are no layers before the first stage and after the last one.
                 first = path[: stage or 1].min(axis=0) @ self.before_s
                 last = path[min(stage + 1, self.stages - 1) :].min(axis=0) @ behind_s
                 time_s = first[:, None] + _between(path[stage] @ self.before_s) + last + rest_s
@@ -334,11 +336,11 @@ class _Search:
         return result
 
     def _fastest(self) -> tuple[EvaluatedCut, float]:
-        """Return the fastest cut found, and the time below which no cut stays [s]."""
+        """Return the fastest cut found, and a lower bound on the time of any cut [s]."""
         best, bound_s = min(self.starts, key=self._time_s), 0.0
         known = 0
         for _ in range(_MOST_ROUNDS):
-            if known == len(self.paths):  # of paths found meanwhile, another round has better bounds
+            if known == len(self.paths):  # only with paths found since does another round have better bounds
                 break
             known = len(self.paths)
             best = self._improved(best)
@@ -354,14 +356,14 @@ class _Search:
                     best_s, best = self._time_s(cut), cut
             else:
                 bound_s = best_s
-        if bound_s < best_s * (1 - _SAME):  # the search was ended
+        if bound_s < best_s * (1 - _SAME):  # the search was stopped early
             bound_s = max(bound_s, self._divided_s())
         return self._evaluate(best), min(bound_s, best_s)
 
     def _fastest_moved(self) -> tuple[EvaluatedCut, float]:
-        """Return the fastest cut found by moving layers, and the time below which no cut stays [s].
+        """Return the fastest cut found by moving layers, and a lower bound on the time of any cut [s].
 
-        Again and again, layers of the best one are moved at random before others are moved to make it faster.
+        Repeatedly, layers of the best cut are moved at random before others are moved to make it faster.
         """
         best = min((self._improved(cut) for cut in dict.fromkeys(self.starts)), key=self._time_s)
         draw = np.random.default_rng(0)
@@ -375,10 +377,10 @@ class _Search:
         return self._evaluate(best), min(self._divided_s(), self._time_s(best))
 
     def _divided_s(self) -> float:
-        """Return the least time in which no known path is longer, if layers may be divided among stages [s]."""
+        """Return a lower bound on the time if layers may be divided among stages [s]."""
         layers, counts = np.unique(np.diff(self.before_s), axis=1, return_counts=True)
         size = self.stages * len(counts)
-        # Of each path, what a layer of each kind adds to it on each stage; the last variable is the time.
+        # The time that a layer of each kind adds to each path on each stage. The last variable is the time.
         of_paths = np.concatenate([(self.paths @ layers).reshape(-1, size), -np.ones((len(self.paths), 1))], axis=1)
         all_placed = np.concatenate([np.tile(np.eye(len(counts)), self.stages), np.zeros((len(counts), 1))], axis=1)
         a_layer = np.concatenate(
@@ -394,7 +396,7 @@ class _Search:
         return float(result.fun) if result.success else 0.0
 
     def _improved(self, cut: Cut) -> Cut:
-        """Return a cut that no layer moved from one stage to another makes faster."""
+        """Return a cut that cannot be made faster by moving one layer to another stage."""
         best_s, better = self._time_s(cut), True
         self._add_path(self._times_s(cut))
         while better:
@@ -410,7 +412,7 @@ class _Search:
         return cut
 
     def _moves(self, cut: Cut) -> Iterator[tuple[float, Cut]]:
-        """Yield the cuts with one layer on another stage, in the order of what known paths take at least [s]."""
+        """Yield the cuts with one layer on another stage, in the order of the bound by known paths [s]."""
         pairs = np.array(list(permutations(range(self.stages), 2)), dtype=int).reshape(-1, 2)
         moved = np.tile(np.array(cut), (len(pairs), 1))
         moved[np.arange(len(pairs)), pairs[:, 0]] -= 1
@@ -429,11 +431,11 @@ class _Search:
         return all(self.allowed[place] for place in _places(cut))
 
     def _most_frugal(self, fastest: EvaluatedCut, time_bound_s: float) -> tuple[EvaluatedCut, float | None]:
-        """Return the cut of least energy found among those as fast, and the energy below which none stays [J].
+        """Return the most frugal of the fastest cuts found, and a bound on their energy [J].
 
-        Prices for one cut say little about others that are as fast. So rounds alternate: the prices of a mixture of
-        cuts, the cut of least energy at these prices, which is added to the mixture. Each round's prices, and their
-        mean, prove a bound; the cuts are candidates.
+        Prices for one cut may not suit other cuts that are as fast. So each round computes the prices of a mixture of
+        cuts, and the cut of least energy at these prices, which is added to the mixture. Each round's prices, and the
+        mean of all prices, prove a bound, and the cuts are candidates.
         """
         best, deadline_s = fastest, fastest.time_s * (1 + _SAME)
         if not self.is_planned:
@@ -446,11 +448,15 @@ class _Search:
             mean_w += (price_w - mean_w) / (number + 1)
             for prices_w in (mean_w, price_w):
                 constant_j, sums_j = self._priced(prices_w, deadline_s, time_bound_s)
-                # The cut is empty where a long search has ended.
+                # The cut is empty if a long search was stopped.
                 in_order = _in_order(in_time, sums_j)
-                least_j, cut = next((j, cut) for j, cut in in_order if not cut or self._is_in_time(cut, deadline_s))
+                least_j, cut = next(
+                    (least_j, cut)
+                    for least_j, cut in in_order
+                    if not cut or (self._lengths_s(cut).max() <= deadline_s and self._time_s(cut) <= deadline_s)
+                )
                 bound_j = max(bound_j, constant_j + least_j)
-            if not cut:  # none as fast was found among those of less energy
+            if not cut:  # no cut as fast was found among those of less energy
                 break
             if cut not in seen:
                 best = min(best, self._evaluate(cut, deadline_s), key=lambda each: each.planned_j)
@@ -458,16 +464,13 @@ class _Search:
             shares = shares + (shares_of(cut) - shares) / (number + 2)
         return best, min(bound_j, best.planned_j)
 
-    def _is_in_time(self, cut: Cut, deadline_s: float) -> bool:
-        return float(self._lengths_s(cut).max()) <= deadline_s and self._time_s(cut) <= deadline_s
-
     def _lengths_s(self, cut: Cut) -> Floats:
         """Return the length of each known path [s]."""
         result: Floats = (self.paths * self._times_s(cut)).sum(axis=(1, 2)) + self.rest_s
         return result
 
     def _price_w(self, shares: Floats, deadline_s: float) -> Floats:
-        """Return the price of a second of each node and, as the last one, of the iteration, for these stages [W]."""
+        """Return the price of a second of each node and, as the last element, of the iteration [W]."""
         problem = problem_for(self.schedule, self.costs.profile(shares))
         network = Network(problem)
         relaxed = Relaxation(network).solve(max(deadline_s, problem.t_min_s) * (1 + _LATER))
@@ -475,24 +478,24 @@ class _Search:
         return np.append(prices_w, end_w)
 
     def _priced(self, price_w: Floats, deadline_s: float, time_bound_s: float) -> tuple[float, Floats]:
-        """Return the bound of a cut's energy at these prices: a constant, and sums over layers by stage [J]."""
+        """Return the energy bound at these prices: a constant, and sums over layers by stage [J]."""
         least_j = np.zeros((1, self.stages, self.costs.layers))
         for row in range(self.stages * len(self.kinds)):
             stage, kind = divmod(row, len(self.kinds))
             of_row_w = price_w[:-1][self.row == row]
             least_j[0, stage] += [corners.least_j(of_row_w).sum() for corners in self.corners[kind]]
-        # What no layer decides takes its time at these prices too.
+        # Nodes that do not depend on layers are priced too.
         fixed_j = float(price_w[:-1] @ self.least_fixed_s)
         waiting_w = self.costs.blocking_power_w * len(self.schedule.ranks)
         if waiting_w > price_w[-1]:
-            # A plan may end earlier, but not before the bound with all at their fastest clocks.
+            # A plan may end earlier, but not before the bound with all instructions at their fastest clocks.
             fastest = min(float((t.min(axis=1) / t[:, -1]).min()) for t in self.costs.time_s.values())
             deadline_s = time_bound_s * fastest
         return float(waiting_w - price_w[-1]) * deadline_s + fixed_j, _sums(least_j)
 
     @cached_property
     def corners(self) -> list[list[Corners]]:
-        """By kind and layer, the clocks that may be best at some price."""
+        """By kind and layer, the clocks that are optimal at some price."""
         costs, clocks_mhz = self.costs, np.array(self.costs.clocks_mhz)
 
         def of_layer(time_s: Floats, energy_j: Floats) -> Corners:
@@ -531,10 +534,10 @@ class _Search:
 
 
 def uniform_cut(layers: int, stages: int) -> Cut:
-    """Return a cut into stages of equally many layers; the first stages have one more where it does not divide.
+    """Return a cut with equally many layers on each stage, or one more on the first stages.
 
     Raises:
-        ConfigError: There are more stages than layers.
+        ConfigError: If there are more stages than layers.
     """
     if not 1 <= stages <= layers:
         raise ConfigError(f"The model has {layers} layers, so 1 to {layers} stages, not {stages}.")
@@ -542,17 +545,17 @@ def uniform_cut(layers: int, stages: int) -> Cut:
 
 
 def _places(cut: Cut) -> Iterator[tuple[int, int, int]]:
-    """Yield each stage with its layers, from i to j."""
+    """Yield each stage with the range i to j of its layers."""
     return ((stage, i, j) for stage, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))))
 
 
 def shares_of(cut: Sequence[int]) -> Floats:
-    """Return how much of each layer each stage of a cut has, shape (stages, layers)."""
+    """Return the share of each layer that each stage of a cut has, shape (stages, layers)."""
     return np.repeat(np.eye(len(cut)), cut, axis=1)
 
 
 def _sums(values: Floats) -> Floats:
-    """Return the sums of the first 0, 1, 2, … values."""
+    """Return the cumulative sums of values, beginning with 0."""
     return np.concatenate([np.zeros_like(values[..., :1]), values.cumsum(axis=-1)], axis=-1)
 
 
@@ -562,20 +565,21 @@ def _between(sums: Floats) -> Floats:
 
 
 def _in_order(worst: Floats, sums: Floats | None = None, rest: Floats | None = None) -> Iterator[tuple[float, Cut]]:
-    """Yield all cuts in the order of a value, with that: the greatest of its stages' values and of several sums.
+    """Yield all cuts, each with its value, in the order of this value.
 
-    After a long search the last one is empty: no other cut is below its value.
+    The value is the maximum of the stages' values and of several sums. If the search is stopped early, the last cut is
+    empty, and no remaining cut has a lower value.
 
     Args:
         worst: Value of each stage if it has the layers from i to j, shape (stages, layers + 1, layers + 1); infinite
-            where it may not.
-        sums: Sums over the first layers of what each layer adds if it is on a stage, shape (sums, stages, layers + 1).
-        rest: What is added to each sum, whatever the cut is, shape (sums,).
+            if it may not have them.
+        sums: Cumulative sums over layers of each layer's contribution on a stage, shape (sums, stages, layers + 1).
+        rest: Constant part of each sum, shape (sums,).
     """
     stages, ends = worst.shape[:2]
-    worst = np.where(np.triu(np.ones((ends, ends), dtype=bool), 1), worst, np.inf)  # a stage has a layer or more
+    worst = np.where(np.triu(np.ones((ends, ends), dtype=bool), 1), worst, np.inf)  # a stage has at least one layer
     sums = np.zeros((0, stages, ends)) if sums is None else sums
-    # The least that stages s, s + 1, … add if they have all layers from i on.
+    # The least contribution of stages s, s + 1, … if they have all layers from i on.
     worst_left = np.full((stages + 1, ends), np.inf)
     sums_left = np.full((stages + 1, len(sums), ends), np.inf)
     worst_left[-1, -1], sums_left[-1, :, -1] = 0.0, 0.0
@@ -586,7 +590,7 @@ def _in_order(worst: Floats, sums: Floats | None = None, rest: Floats | None = N
             sums_left[s, n] = (added + sums_left[s + 1, n]).min(axis=1)
     if not np.isfinite(worst_left[0, 0]):
         return
-    # Longer beginnings of cuts come first, so that a whole cut is soon found.
+    # Longer partial cuts come first among equals, so that a complete cut is found early.
     no_layer = np.zeros(len(sums)) if rest is None else rest
     queue: list[tuple[float, int, tuple[int, ...], float, Floats]] = [(0.0, 0, (0,), 0.0, no_layer)]
     for searched in count():

@@ -1,4 +1,4 @@
-"""The optimisation problem: a clock for every instruction of a DAG, with measured times and energies."""
+"""The optimisation problem: choose a clock for every instruction of a DAG."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from perseus_ds.planning import PlanningSettings
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 OptionIndices = npt.NDArray[np.intp]
-"""For every decision, in the order of ``Problem.node``: an index into :class:`OptionTable`."""
+"""For every decision, in the order of ``Problem.node``, its index into :class:`OptionTable`."""
 Clocks = tuple[tuple[int, ...], ...]
-"""The clocks of a plan, per rank in program order [MHz]."""
+"""The clocks of a plan, by rank and in program order [MHz]."""
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
+"""Called with the name of the current step and the completed fraction, 0 to 1."""
 
 _SECOND_S = 1.0
 _AS_FAST = 1.002
-"""A clock is as fast as another one if instructions take at most so many times as long."""
+"""A clock counts as equally fast as another one if instructions take at most this many times as long."""
 
 
 @dataclass(frozen=True)
 class InstructionGroup:
-    """Instructions that share their options: one (stage, kind).
+    """The instructions of one (stage, kind), which share their options.
 
-    Options are in one order throughout the optimiser: rising time, falling effective energy, the fastest first.
+    Throughout the optimiser, options are sorted by rising time and falling effective energy, the fastest first.
 
     Attributes:
         measured: All measured clocks.
-        options: The Pareto-optimal ones in time and effective energy.
+        options: The clocks that are Pareto-optimal in time and effective energy.
         cost_j: Effective energy of each option, ``energy - blocking power * time`` [J].
     """
 
@@ -53,36 +53,38 @@ class InstructionGroup:
 
 
 class Problem:
-    """The clocks to choose for one iteration of one pipeline.
+    """The choice of clocks for one iteration of one pipeline.
 
-    Energy of an iteration is the energy of its instructions plus blocking power times the
-    GPU-seconds not spent in them, one GPU per rank (paper, section 3.2), so that
+    The energy of an iteration is the energy of its instructions plus blocking power times the GPU-seconds not spent in
+    them, with one GPU per rank (paper, section 3.2), so that
 
         energy(choice, time) = blocking_power * ranks * time + sum of effective energies.
 
+    A *decision* is an instruction that has a clock to choose.
+
     Attributes:
         dag: The iteration.
-        settings: With the blocking power of the profile if none was given.
-        blocking_power_w: What a waiting GPU draws [W].
-        groups: One per (stage, kind) that the profile has.
+        settings: The settings, with the profile's blocking power if none was given.
+        blocking_power_w: Power of a waiting GPU [W].
+        groups: One group for each (stage, kind) in the profile.
         node: Shape (n,): DAG node of each decision.
         group: Shape (n,): index into ``groups`` of each decision.
-        fixed_s: Shape (nodes of the DAG,): duration of what has no clock to choose, else 0 [s].
+        fixed_s: Shape (nodes of the DAG,): duration of nodes without a clock to choose, otherwise 0 [s].
     """
 
     def __init__(self, dag: Dag, profile: StageProfile, settings: PlanningSettings) -> None:
         """Set up the problem.
 
         Raises:
-            ConfigError: Blocking power is unknown, or a setting is out of range.
-            ProfileError: The profile lacks a (stage, kind), has one clock only, or its energies
-                are not above blocking power.
+            ConfigError: If blocking power is unknown or a setting is out of range.
+            ProfileError: If the profile lacks a (stage, kind), has only one clock for it, or has a power that is not
+                above blocking power.
         """
         power_w = profile.info.blocking_power_w if settings.blocking_power_w is None else settings.blocking_power_w
         if power_w is None:
             raise ConfigError(
-                "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
-                "while it waits, such as 83.64 W (A100, from the Perseus paper): --blocking-power-w 83.64."
+                "blocking_power_w is missing: the profile has no profile.json that contains it. Give the power of a "
+                "waiting GPU, such as 83.64 W (A100, from the Perseus paper): --blocking-power-w 83.64."
             )
         self.dag = dag
         self.profile = profile
@@ -114,22 +116,22 @@ class Problem:
 
     @cached_property
     def table(self) -> OptionTable:
-        """All options of all groups."""
+        """The options of all groups."""
         return OptionTable(self.groups)
 
     @property
     def fastest(self) -> OptionIndices:
-        """Every instruction at its fastest measured clock."""
+        """The choice with every instruction at its fastest measured clock."""
         return self.table.begin[self.group]
 
     @property
     def most_frugal(self) -> OptionIndices:
-        """Every instruction at its least effective energy."""
+        """The choice with every instruction at its least effective energy."""
         return self.table.last[self.group]
 
     @cached_property
     def t_min_s(self) -> float:
-        """The makespan with every instruction at its fastest measured clock [s]."""
+        """Makespan with every instruction at its fastest measured clock [s]."""
         return self.time_s(self.fastest)
 
     def durations_s(self, choice: OptionIndices) -> Seconds:
@@ -144,39 +146,39 @@ class Problem:
 
     @property
     def waiting_power_w(self) -> float:
-        """The power of all ranks while they wait [W]."""
+        """Power of all ranks while they wait [W]."""
         return self.blocking_power_w * len(self.dag.schedule.ranks)
 
     @cached_property
     def decision_of(self) -> Indices:
-        """For every node of the DAG, its decision; -1 for a node without a clock to choose."""
+        """For every node of the DAG, its decision, or -1 if it has no clock to choose."""
         result = np.full(len(self.dag.nodes), -1, dtype=np.intp)
         result[self.node] = np.arange(len(self.node))
         return result
 
     @cached_property
     def rank_decisions(self) -> list[Indices]:
-        """The decisions of each rank, in program order."""
+        """The decisions of each rank in program order."""
         of_ranks = [self.decision_of[list(nodes)] for nodes in self.dag.compute_nodes]
         return [decisions[decisions >= 0] for decisions in of_ranks]
 
     @cached_property
     def instructions(self) -> InstructionStreams:
-        """The instructions to decide on, per rank in program order."""
+        """The instructions with a clock to choose, by rank and in program order."""
         nodes = [self.node[own].tolist() for own in self.rank_decisions]
         return tuple(tuple(self.dag.nodes[node].work for node in of_rank) for of_rank in nodes)
 
     def plan(self, choice: OptionIndices) -> FrequencyPlan:
-        """Return the plan with these clocks, with its time and energy by the measured rows."""
+        """Return the plan of a choice, with time and energy computed from the measured rows."""
         clock_mhz = self.table.clock_mhz[choice]
         clocks_mhz = tuple(tuple(clock_mhz[own].tolist()) for own in self.rank_decisions)
         return self._planned(clocks_mhz, self.table.time_s[choice], self.table.cost_j[choice])
 
     def evaluate(self, clocks_mhz: Clocks) -> FrequencyPlan:
-        """Return the plan with any measured clocks, with its time and energy by the measured rows.
+        """Return the plan with the given clocks, evaluated with the measured rows.
 
         Raises:
-            ProfileError: A clock was not measured.
+            ProfileError: If a clock was not measured.
         """
         time_s, energy_j = self.rows(clocks_mhz)
         return self._planned(clocks_mhz, time_s, energy_j - self.blocking_power_w * time_s)
@@ -185,10 +187,10 @@ class Problem:
         return FrequencyPlan(self.instructions, clocks_mhz, *self.iteration(time_s, cost_j, self.delays_s(clocks_mhz)))
 
     def rows(self, clocks_mhz: Clocks) -> tuple[Floats, Floats]:
-        """Return time [s] and energy [J] of every decision at any measured clocks.
+        """Return time [s] and energy [J] of every decision at the given measured clocks.
 
         Raises:
-            ProfileError: A clock was not measured.
+            ProfileError: If a clock was not measured.
         """
         time_s, energy_j = np.empty((2, len(self.node)))
         for decisions, stream, clocks in zip(self.rank_decisions, self.instructions, clocks_mhz, strict=True):
@@ -201,9 +203,9 @@ class Problem:
         """Return time [s] and energy [J] of an iteration.
 
         Args:
-            time_s: Of every decision [s].
+            time_s: Time of every decision [s].
             cost_j: Effective energy of every decision [J].
-            delays_s: By how much every node of the DAG is delayed [s].
+            delays_s: Delay of every node of the DAG [s].
         """
         durations = self.fixed_s + delays_s
         durations[self.node] += time_s
@@ -211,9 +213,9 @@ class Problem:
         return end_s, self.waiting_power_w * end_s + float(cost_j.sum())
 
     def delays_s(self, clocks_mhz: Clocks) -> Seconds:
-        """Return by how much changes of clock delay every node of the DAG [s].
+        """Return the delay of every node of the DAG due to clock changes [s].
 
-        The first clock of an iteration follows the last one of the iteration before, which is the same plan's.
+        The first clock of an iteration follows the last clock of the previous iteration of the same plan.
         """
         delays_s = np.zeros(len(self.dag.nodes))
         for decisions, clocks in zip(self.rank_decisions, clocks_mhz, strict=True):
@@ -231,7 +233,7 @@ class Problem:
 
 
 def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
-    """Return where clocks differ from those before them along the last axis; the first one comes after the last one."""
+    """Return a mask of clocks that differ from the previous one, cyclically along the last axis."""
     result = np.empty(clocks.shape, dtype=np.bool_)
     np.not_equal(clocks[..., 1:], clocks[..., :-1], out=result[..., 1:])
     np.not_equal(clocks[..., :1], clocks[..., -1:], out=result[..., :1])
@@ -239,10 +241,11 @@ def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
 
 
 def _shared_fastest_mhz(profile: StageProfile) -> int | None:
-    """Return the lowest clock at which every instruction is nearly as fast as it can be; None if there is none.
+    """Return the lowest clock at which every instruction is nearly as fast as possible.
 
-    Above a power limit many clocks are equally fast, and it is noise which of them is the fastest for an instruction.
-    Plans in which a change of clock takes time, or clocks are held, need one that all instructions share.
+    The result is None if there is no such clock. Above a power limit many clocks are equally fast, and noise decides
+    which one is the fastest for an instruction. Plans with costly clock changes or dwell times need a clock that all
+    instructions share.
     """
     slowest: dict[int, list[float]] = defaultdict(list)
     for stage, kind in profile.keys:
@@ -260,7 +263,7 @@ def _group(
     where = f"stage {stage}, {kind}"
     if len(measured.clock_mhz) < 2:
         raise ProfileError(
-            f"{where}: only one clock was measured ({measured.clock_mhz[0]} MHz), so there is nothing to choose. "
+            f"{where}: only one clock was measured ({measured.clock_mhz[0]} MHz), so there is no clock to choose. "
             "Profile at least two clocks."
         )
     below = np.flatnonzero(measured.effective_energy_j(blocking_power_w) <= 0)
@@ -281,7 +284,7 @@ def _group(
 
 @dataclass(frozen=True)
 class Corners:
-    """The corners of a lower hull of cost over time: a convex, falling, piecewise-linear function.
+    """The corners of the lower hull of cost over time, a convex, falling, piecewise-linear function.
 
     Attributes:
         time_s: Shape (k,), rising [s].
@@ -293,40 +296,40 @@ class Corners:
 
     @classmethod
     def of(cls, time_s: Floats, cost_j: Floats) -> Corners:
-        """Return those of points with rising time and falling cost."""
+        """Return the corners of the hull of points with rising time and falling cost."""
         kept = lower_hull(time_s, cost_j)
         return cls(time_s[kept], cost_j[kept])
 
     @property
     def length_s(self) -> Floats:
-        """How much time each piece between two corners spans, shape (k - 1,) [s]."""
+        """Length of each piece between two corners, shape (k - 1,) [s]."""
         return np.diff(self.time_s)
 
     @property
     def saving_w(self) -> Floats:
-        """Energy saved per second spent on each piece, strictly falling, shape (k - 1,) [W]."""
+        """Energy saved per additional second on each piece, strictly falling, shape (k - 1,) [W]."""
         return -np.diff(self.cost_j) / self.length_s
 
     def least_j(self, price_w: Floats) -> Floats:
-        """Return the least of ``cost + price * time`` for each price of a second [J]."""
+        """Return the minimum of ``cost + price * time`` for each price of a second [J]."""
         corner = np.searchsorted(-self.saving_w, -price_w)
         result: Floats = self.cost_j[corner] + price_w * self.time_s[corner]
         return result
 
 
 class OptionTable:
-    """Options of every group, group after group, each in the order of :class:`InstructionGroup`.
+    """The options of all groups, concatenated, each group in the order of :class:`InstructionGroup`.
 
     Attributes:
         time_s: Shape (options,).
         cost_j: Shape (options,): effective energy, falling within a group.
         clock_mhz: Shape (options,).
-        begin: Shape (groups,): where each group's options begin.
-        last: Shape (groups,): its slowest option.
+        begin: Shape (groups,): index of each group's fastest option, the first one.
+        last: Shape (groups,): index of each group's slowest option.
     """
 
     def __init__(self, groups: Sequence[InstructionGroup], *, hull_only: bool = False) -> None:
-        """Set up the table, of all Pareto options or of those on the lower convex hull alone."""
+        """Set up the table with all Pareto-optimal options, or only with those on the lower convex hull."""
         kept = [
             np.array(lower_hull(g.options.time_s, g.cost_j), dtype=np.intp) if hull_only else np.arange(len(g.cost_j))
             for g in groups
@@ -337,13 +340,13 @@ class OptionTable:
         self.time_s = np.concatenate([g.options.time_s[k] for g, k in zip(groups, kept, strict=True)])
         self.cost_j = np.concatenate([g.cost_j[k] for g, k in zip(groups, kept, strict=True)])
         self.clock_mhz = np.concatenate([g.options.clock_mhz[k] for g, k in zip(groups, kept, strict=True)])
-        # One sorted array for all groups: each group's times are shifted beyond the one before.
+        # One sorted array for all groups: each group's times are shifted beyond those of the previous group.
         self.span_s = 2.0 * float(self.time_s.max())
         self.keys = self.time_s + self.span_s * np.repeat(np.arange(len(groups)), sizes)
         self.tolerance_s = 1e-13 * self.span_s * max(len(groups), 10)
 
     def longest_within(self, group: Indices, window_s: Floats) -> Indices:
-        """Return each group's slowest option that fits the window, or its fastest where none does."""
+        """Return each group's slowest option that fits into the window, or its fastest one if none does."""
         window_s = np.clip(window_s, 0.0, 0.75 * self.span_s)
         found = np.searchsorted(self.keys, window_s + (self.span_s * group + self.tolerance_s), side="right") - 1
         result: Indices = np.maximum(found, self.begin[group])
@@ -351,10 +354,10 @@ class OptionTable:
 
 
 def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
-    """Return the highest and the lowest power over any second of an iteration that repeats, and its largest change.
+    """Return the extremes of power over a second of a repeated iteration.
 
-    An instruction draws its energy evenly, and a rank that waits draws blocking power. The energy used so far is then
-    linear between the begins and ends of instructions: extremes lie where a second begins or ends at one.
+    An instruction is assumed to draw constant power, and a waiting rank draws blocking power. The cumulative energy is
+    then linear between the begins and ends of instructions, so extremes occur when a second begins or ends at one.
     """
     decisions = np.concatenate(problem.rank_decisions)
     nodes = problem.node[decisions]
@@ -363,7 +366,7 @@ def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
     durations = problem.fixed_s + problem.delays_s(plan.clocks_mhz)
     durations[nodes] += time_s
     end_s = problem.dag.finish_s(durations)[nodes]
-    # At each begin the power rises by what the instruction draws beyond waiting; at each end it falls by that.
+    # The power rises at the begin of an instruction by its power beyond waiting, and falls by it at the end.
     at_s = np.concatenate([[0.0], end_s - time_s, end_s, [plan.time_s]])
     step_w = np.concatenate([[problem.waiting_power_w], beyond_w, -beyond_w, [0.0]])
     order = np.argsort(at_s, kind="stable")
@@ -387,14 +390,14 @@ def problem_for(
     """Return the optimisation problem of a schedule.
 
     Args:
-        schedule: What every rank does in one iteration.
-        profile: Time and energy at each clock, and the durations of what has no clock.
-        settings: How plans are computed; the default settings if there are none.
-        changes: Settings by name, in place of those of ``settings``.
+        schedule: The schedule of all ranks.
+        profile: Times and energies at each clock, and the fixed durations.
+        settings: The planning settings; by default the default settings.
+        changes: Settings by name that override those of ``settings``.
 
     Raises:
-        ConfigError: Blocking power is unknown, or a setting is out of range.
-        ProfileError: The profile does not cover the schedule.
+        ConfigError: If blocking power is unknown or a setting is out of range.
+        ProfileError: If the profile does not cover the schedule.
     """
     if schedule.num_stages > profile.num_stages:
         raise ProfileError(

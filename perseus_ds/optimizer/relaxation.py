@@ -1,15 +1,15 @@
 """The relaxed problem at one deadline, solved by an interior-point method.
 
-Every decision may move along the lower convex hull of its options. With event times ``x`` and,
-for each arc, the length ``d`` it takes of each hull piece and the time ``s`` it waits,
+Every decision may move along the lower convex hull of its options. With event times ``x`` and, for each arc, the
+time ``d`` spent on each hull piece and the waiting time ``s``,
 
     minimise    -saving . d
     subject to  least + sum(d) + s = x[head] - x[tail],   0 <= d <= length,   s >= 0.
 
-The multipliers of the equations are a flow through the network: what one second more would save on
-each arc. A Newton step solves a system with the Laplacian of the network, which is banded once the
-events are ordered along the pipeline, so a step costs about events * bandwidth ** 2 (Mehrotra's
-predictor and corrector, SIAM J. Optimization 2(4), 1992).
+The multipliers of the equations are a flow through the network: the energy that an additional second on each arc would
+save. A Newton step solves a system with the Laplacian of the network, which is banded if the events are ordered along
+the pipeline, so a step costs about events * bandwidth ** 2 (Mehrotra's predictor-corrector method, SIAM J.
+Optimization 2(4), 1992).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from perseus_ds.pipeline.instruction import Kind
 
 _MAX_STEPS = 80
 _START_FLOW = 0.6
-"""Flow through a typical decision at the start, in typical savings."""
+"""Flow through a typical decision at the start, in units of typical savings."""
 _TOLERANCE = 1e-8
-"""Of the cost, relative. The bound is computed from the flow anew, so this affects its tightness, not its validity."""
+"""Tolerance relative to the cost. Bounds are recomputed from the flow, so it affects their tightness, not validity."""
 _MARGIN = 0.4
-"""By this fraction a price may lie outside of its range in neighbouring optima."""
+"""Relative margin by which a price may lie outside the range of the neighbouring optima."""
 _TILT = 3e-3
-"""The fraction by which savings at the start of the iteration are raised, and those at its end lowered.
+"""Fraction by which savings are raised at the start of the iteration and lowered at its end.
 
-Micro-batches are alike, so the optimum is far from unique. The tilt picks one that slows the early
-part of the iteration down as a whole rather than everything by half a step, which real clocks can
-realise with few clock changes. The bound is computed without the tilt and loses less than 0.01 % by it.
+Micro-batches are alike, so the optimum is far from unique. The tilt selects an optimum that slows the early part of the
+iteration down as a whole rather than every instruction by half a step, so that it can be realised with few clock
+changes. The bound is computed without the tilt and decreases by less than 0.01 % because of it.
 """
 _ALTERNATION = 0.15
-"""The fraction by which savings are raised and lowered in turns where optima are to alternate.
+"""Fraction by which savings are alternately raised and lowered to obtain optima that alternate.
 
-Where no single clock fits, an instruction runs at a lower one for some micro-batches and at a higher one for others.
-Neighbouring stages need not wait for each other where these micro-batches follow a rule: every second one, or every
-third, fourth or fifth, the next stage one micro-batch later. The tilt picks such an optimum.
+If no single clock fits, an instruction runs at a lower clock for some micro-batches and at a higher one for others.
+Neighbouring stages need not wait for each other if these micro-batches follow a pattern: every second, third, fourth or
+fifth one, shifted by one micro-batch at the next stage. This tilt selects such an optimum.
 """
 
 
@@ -54,8 +54,9 @@ class Relaxed:
     """An optimum of the relaxed problem.
 
     Attributes:
-        event_s: Shape (events,): when each event happens [s].
-        flow_w: Shape (arcs,): what a second more on each arc would save [W]; conserved at every event.
+        deadline_s: Iteration time [s].
+        event_s: Shape (events,): time of each event [s].
+        flow_w: Shape (arcs,): energy that an additional second on each arc would save [W]; conserved at every event.
     """
 
     deadline_s: float
@@ -65,12 +66,12 @@ class Relaxed:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The hull pieces of many decisions, one decision after the other.
+    """The hull pieces of all decisions, concatenated.
 
     Attributes:
-        owner: Shape (m,): the decision each piece belongs to.
-        length_s: Shape (m,): how much time each piece spans [s].
-        saving_w: Shape (m,): energy saved per second spent on it [W].
+        owner: Shape (m,): the decision of each piece.
+        length_s: Shape (m,): length of each piece [s].
+        saving_w: Shape (m,): energy saved per additional second on it [W].
     """
 
     owner: Indices
@@ -82,7 +83,12 @@ class Relaxation:
     """Solves the relaxed problem of one network for any deadline."""
 
     def __init__(self, network: Network, *, turns: int = 1) -> None:
-        """Take the network, and after how many micro-batches its optima are to repeat; see ``_ALTERNATION``."""
+        """Set up the solver.
+
+        Args:
+            network: The network.
+            turns: Number of micro-batches after which optima repeat, see ``_ALTERNATION``; 1 for no alternation.
+        """
         self.network = network
         self._tilt = 1 + _TILT * (1 - 2 * network.position[: network.decisions])
         if turns > 1:
@@ -90,7 +96,7 @@ class Relaxation:
         problem = network.problem
         self.fastest_j = float(problem.table.cost_j[problem.fastest].sum())
         self.time_unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
-        # Lengths and savings of the hull's pieces, by group and number of clocks that are fast enough to be usable.
+        # Lengths and savings of the hull pieces, by group and number of usable clocks, from the fastest one.
         self._hulls: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self.laplacian = Laplacian(network)
         self.spread = _spread(network)
@@ -98,14 +104,16 @@ class Relaxation:
         self._after_s = network.latest_s(network.least_s, 0.0)
 
     def pieces(self, deadline_s: float) -> Pieces:
-        """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
+        """Return the hull pieces of every decision, for clocks that can meet the deadline.
 
-        A clock so slow that the deadline is missed though all else runs at its fastest clock is no option;
-        leaving it out of the hull tightens the bound near ``T_min``. Savings are tilted, see ``_TILT``
-        and ``_ALTERNATION``.
+        A clock is excluded if the deadline is missed even with all other instructions at their fastest clocks.
+        This tightens the bound near ``T_min``. Savings are tilted, see ``_TILT`` and
+        ``_ALTERNATION``.
         """
-        problem = self.network.problem
-        usable = problem.table.longest_within(problem.group, self._room_s(deadline_s)) - problem.fastest + 1
+        problem, n = self.network.problem, self.network.decisions
+        tail, head = self.network.tail[:n], self.network.head[:n]
+        longest_s = deadline_s + self._after_s[head] - self._earliest_s[tail]
+        usable = problem.table.longest_within(problem.group, longest_s) - problem.fastest + 1
         hulls = [self._hull(*key) for key in zip(problem.group.tolist(), usable.tolist(), strict=True)]
         length_s, saving_w = (np.concatenate(parts) for parts in zip(*hulls, strict=True))
         owner = np.repeat(np.arange(len(hulls)), [len(lengths_s) for lengths_s, _ in hulls])
@@ -118,17 +126,11 @@ class Relaxation:
             self._hulls[group, usable] = corners.length_s, corners.saving_w
         return self._hulls[group, usable]
 
-    def _room_s(self, deadline_s: float) -> Floats:
-        """Return how long each decision may take when all else runs at its fastest clock [s]."""
-        n = self.network.decisions
-        tail, head = self.network.tail[:n], self.network.head[:n]
-        return deadline_s + self._after_s[head] - self._earliest_s[tail]
-
     def solve_between(self, deadline_s: float, faster: Relaxed, slower: Relaxed) -> Relaxed:
-        """Return the optimum for a deadline between those of two optima.
+        """Return the optimum for a deadline between those of two known optima.
 
-        A second more of an instruction will save about as much as in the two. So pieces that save clearly more are
-        taken as a whole, and those that save clearly less are left out.
+        The price of a second of an instruction is expected to lie near those of the two optima. So pieces that save
+        clearly more are used completely, and pieces that save clearly less are excluded.
         """
         pieces, least_s = self.pieces(deadline_s), self.network.least_s
         price_w = np.stack([faster.flow_w[pieces.owner], slower.flow_w[pieces.owner]])
@@ -141,30 +143,30 @@ class Relaxation:
         return _InteriorPoint(self, deadline_s, pieces, None, least_s).run()
 
     def solve(self, deadline_s: float, *, waiting_w: float | None = None) -> Relaxed:
-        """Return the optimum for a deadline, or the deadline of least energy with its optimum.
+        """Return the optimum for a deadline, or the optimum over all deadlines.
 
         Args:
-            deadline_s: Iteration time [s], above ``T_min``; with ``waiting_w`` a first guess.
-            waiting_w: What a second of iteration time costs when nothing runs [W]; the deadline is
-                then chosen too.
+            deadline_s: Iteration time [s], above ``T_min``; with ``waiting_w``, the initial guess.
+            waiting_w: Energy cost of a second of iteration time without any instruction [W]. If given, the deadline
+                of least energy is chosen.
         """
         pieces = self.pieces(deadline_s if waiting_w is None else np.inf)
         return _InteriorPoint(self, deadline_s, pieces, waiting_w, self.network.least_s).run()
 
 
 def _alternation(problem: Problem, turns: int) -> Floats:
-    """Return values from -1 to 1 for every decision, which repeat after so many micro-batches."""
+    """Return values from -1 to 1 that repeat after the given number of micro-batches."""
     turn = np.zeros(len(problem.node))
     for decisions, stream in zip(problem.rank_decisions, problem.instructions, strict=True):
-        # In the middle of 1F1B, a backward and the forward after it have the same time as the forward and the backward
-        # of the next stage.
+        # In the steady state of 1F1B, a backward and the next forward take place at the same time as the forward and
+        # the backward of the next stage.
         turn[decisions] = [i.micro_batch - i.stage + (turns == 2 and i.kind is Kind.BACKWARD) for i in stream]
     result: Floats = np.cos(2 * np.pi / turns * turn)
     return result
 
 
 class _InteriorPoint:
-    """One run; all quantities in units of a typical time and power."""
+    """One run of the interior-point method, with all quantities in units of a typical time and power."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class _InteriorPoint:
         self.time_unit_s = relaxation.time_unit_s
         self.power_unit_w = float(pieces.saving_w.mean()) if len(pieces.owner) else 1.0
         self.owner = pieces.owner
-        # Decisions without a second clock have no piece; reduceat needs the others only.
+        # A decision with a single clock has no piece; reduceat needs the other decisions only.
         self.movable, self.first = np.unique(pieces.owner, return_index=True)
         self.length = pieces.length_s / self.time_unit_s
         self.saving = pieces.saving_w / self.power_unit_w
@@ -197,7 +199,7 @@ class _InteriorPoint:
         if self.end_is_free:
             self.flow *= max(float(self.demand[-1]), 1.0)
         elif len(self.movable):
-            # A second more of a typical decision is worth about a typical saving, whatever the number of ranks.
+            # An additional second of a typical decision saves about a typical amount, for any number of ranks.
             self.flow *= _START_FLOW / np.median(self.flow[self.movable])
         self.d = self.length / 2
         self.v = self.length - self.d
@@ -217,8 +219,8 @@ class _InteriorPoint:
         return np.add.reduceat(self.d, self.first)
 
     def run(self) -> Relaxed:
-        # Rounding may make the last steps impossible; the point reached by then is close enough to the
-        # optimum, and the bound is computed from the flow anew in any case.
+        # Rounding errors may make the last steps impossible. The point reached by then is close enough to the optimum,
+        # and the bound is recomputed from the flow in any case.
         with contextlib.suppress(np.linalg.LinAlgError):
             for _ in range(_MAX_STEPS):
                 if self._step():
@@ -230,7 +232,7 @@ class _InteriorPoint:
         )
 
     def _step(self) -> bool:
-        """Take one predictor-corrector step; return whether the optimum was reached before it."""
+        """Take one predictor-corrector step, or return True if the optimum is already reached."""
         missing = self._window() - self.least - self.s
         missing[self.movable] -= self._taken()
         products = (self.d * self.z, self.v * self.w, self.s * self.flow)
@@ -258,7 +260,14 @@ class _InteriorPoint:
         second = (affine.d * affine.z, -affine.d * affine.w, affine.s * affine.flow)
         step = self._direction([target - p - q for p, q in zip(products, second, strict=True)])
         primal, dual = self._lengths(step)
-        self._move(step, min(1.0, 0.995 * primal), min(1.0, 0.995 * dual))
+        primal, dual = min(1.0, 0.995 * primal), min(1.0, 0.995 * dual)
+        self.x = self.x + primal * step.x
+        self.d = self.d + primal * step.d
+        self.v = self.v - primal * step.d
+        self.s = self.s + primal * step.s
+        self.flow = self.flow + dual * step.flow
+        self.z = self.z + dual * step.z
+        self.w = self.w + dual * step.w
         return False
 
     def _direction(self, wanted: list[Floats]) -> _Direction:
@@ -286,15 +295,6 @@ class _InteriorPoint:
         dual = min(_room(self.z, step.z), _room(self.w, step.w), _room(self.flow, step.flow))
         return primal, dual
 
-    def _move(self, step: _Direction, primal: float, dual: float) -> None:
-        self.x = self.x + primal * step.x
-        self.d = self.d + primal * step.d
-        self.v = self.v - primal * step.d
-        self.s = self.s + primal * step.s
-        self.flow = self.flow + dual * step.flow
-        self.z = self.z + dual * step.z
-        self.w = self.w + dual * step.w
-
 
 @dataclass
 class _Direction:
@@ -307,13 +307,13 @@ class _Direction:
 
 
 def _room(value: Floats, change: Floats) -> float:
-    """Return the longest step, at most 1, that leaves every value >= 0."""
+    """Return the longest step, at most 1, for which every value remains >= 0."""
     worst = float((change / value).min(initial=0.0))
     return 1.0 if worst >= -1.0 else -1.0 / worst
 
 
 def _spread(network: Network) -> Floats:
-    """A flow of size 1 through every arc, divided evenly at every event."""
+    """Return a flow of size 1 from the start to the end that is divided evenly at every event."""
     through = np.zeros(network.events)
     through[-1] = 1.0
     flow = np.zeros(len(network.tail))
@@ -325,9 +325,9 @@ def _spread(network: Network) -> Floats:
 
 
 class Laplacian:
-    """Factorises ``B' W B`` over all events but the start, the end last and on its own.
+    """Factorises ``B' W B`` over all events except the start, with the end treated separately.
 
-    Everything may lead to the end, so it would widen the band; it is eliminated separately.
+    Many events may be connected to the end, which would widen the band, so the end is eliminated separately.
     """
 
     def __init__(self, network: Network) -> None:
@@ -342,12 +342,12 @@ class Laplacian:
         row[self.order] = np.arange(n)
         a, b = row[self.tail[self.inner]], row[self.head[self.inner]]
         self.band = int(np.abs(a - b).max(initial=0))
-        # By columns, as LAPACK has them: it copies other bands.
+        # Stored by columns, as LAPACK requires; other layouts would be copied.
         self.cell = np.minimum(a, b) * (self.band + 1) + np.abs(a - b)
         self.to_end = self.head == self.events - 1
 
     def factorise(self, weight: Floats) -> None:
-        """Prepare to solve with these arc weights."""
+        """Factorise the matrix with these arc weights."""
         n = len(self.order)
         diagonal = np.bincount(self.tail, weight, self.events) + np.bincount(self.head, weight, self.events)
         self.to_end_weight = _bincount(self.tail[self.to_end], weight[self.to_end], self.events)
@@ -358,11 +358,11 @@ class Laplacian:
             self.factor = cholesky_banded(band, lower=True, overwrite_ab=True, check_finite=False)
 
     def inflow(self, flow: Floats) -> Floats:
-        """Return what flows into each event less what flows out."""
+        """Return the flow into each event minus the flow out of it."""
         return _bincount(self.head, flow, self.events) - _bincount(self.tail, flow, self.events)
 
     def solve(self, inflow: Floats, end_is_free: bool) -> Floats:
-        """Return the potentials of all events; the start's is 0, the end's too unless it is free."""
+        """Return the potentials of all events: 0 at the start, and 0 at the end unless it is free."""
         result = self._inner_solve(inflow)
         if end_is_free:
             share = self._inner_solve(self.to_end_weight)
@@ -380,5 +380,5 @@ class Laplacian:
 
 
 def _bincount(index: Indices, values: Floats, size: int) -> Floats:
-    # Of nothing, bincount returns integers.
+    # bincount returns integers for empty input.
     return np.bincount(index, values, size).astype(np.float64, copy=False)

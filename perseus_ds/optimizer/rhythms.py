@@ -1,8 +1,8 @@
-"""Rhythms: in the middle of an iteration all ranks repeat one clock for each stage and kind of instruction.
+"""Improves plans with rhythms, which repeat one clock for each (stage, kind).
 
-Where the instructions of one micro-batch fit into the same period on every rank, each rank can choose clocks by itself:
-those of least energy with which they fit. Rounding the relaxed optimum seldom finds them, as it looks at one
-instruction at a time.
+If the instructions of one micro-batch take the same period on every rank, each rank can choose its clocks
+independently: those of least energy that fit into the period. Rounding the relaxed optimum seldom finds them, because
+it considers one instruction at a time.
 
 For a deadline between those of two rhythms, an iteration runs first in the faster one and then in the slower one.
 """
@@ -19,15 +19,18 @@ from perseus_ds.optimizer.problem import Floats, Indices, InstructionGroup
 from perseus_ds.optimizer.search import durations_at, options_at, splice
 
 _PERIODS = 512
-"""So many periods are looked at."""
+"""Number of periods evaluated."""
 _FEWEST = 4
-"""A middle of fewer instructions has no rhythm."""
+"""Minimum number of instructions in the steady state of a rank."""
 _FITS = 1 + 1e-12
-"""Times are sums in different orders."""
+"""Tolerance for times that are summed in different orders."""
 
 
 def mixed_into(network: Network, event_s: Floats, deadline_s: Floats) -> Floats:
-    """Replace the middle of plans by the mixture of two neighbouring rhythms that meets their deadlines.
+    """Replace the middle of plans by a mixture of two rhythms that meets the deadlines.
+
+    A plan that is faster than every rhythm runs partly at the fastest clocks. If no rank has a steady state, the plans
+    are returned unchanged.
 
     Args:
         network: The events.
@@ -35,8 +38,7 @@ def mixed_into(network: Network, event_s: Floats, deadline_s: Floats) -> Floats:
         deadline_s: Shape (plans,), rising, each >= ``T_min`` [s].
 
     Returns:
-        Event times, shape (events, plans) [s]. A plan that is faster than every rhythm is in part at the fastest
-        clocks. The plans as they are where no rank repeats several instructions in turns.
+        Event times, shape (events, plans) [s].
     """
     problem = network.problem
     ranks = []
@@ -65,7 +67,7 @@ def mixed_into(network: Network, event_s: Floats, deadline_s: Floats) -> Floats:
         result[middle] = rhythm_s[:, number]
         return result
 
-    # The slowest rhythm that fits, -1 where none does, and the fastest one that does not.
+    # The index of the slowest rhythm that fits, -1 if none does, and of the fastest one that does not.
     fits, late = np.full(len(deadline_s), -1), np.full(len(deadline_s), len(kept))
     while np.any(late - fits > 1):
         tried = (fits + late) // 2
@@ -78,10 +80,10 @@ def mixed_into(network: Network, event_s: Floats, deadline_s: Floats) -> Floats:
 
 
 def _middle(group: Indices) -> Indices:
-    """Return the places of a rank at which it runs in turns what it repeats, given the group at each place."""
+    """Return the places of a rank's steady state, given the group at each place."""
     groups, first, count = np.unique(group, return_index=True, return_counts=True)
     last = len(group) - 1 - np.unique(group[::-1], return_index=True)[1]
-    # What a rank does once, such as the tail, is not part of its rhythm.
+    # An instruction that a rank executes once, such as the tail, is not part of its steady state.
     repeated = count > 1
     if repeated.sum() < 2:
         return np.arange(0)
@@ -91,10 +93,10 @@ def _middle(group: Indices) -> Indices:
 
 
 def joint_options(groups: Sequence[InstructionGroup]) -> tuple[Floats, Floats, Indices]:
-    """Return the Pareto-optimal choices of one option for each group, the fastest first.
+    """Return the Pareto-optimal combinations of one option for each group, the fastest first.
 
     Returns:
-        Their times together, rising [s], effective energies, falling [J], and options, shape (choices, groups).
+        Their total times, rising [s], total effective energies, falling [J], and options, shape (combinations, groups).
     """
     time_s, cost_j, chosen = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.intp)
     for group in groups:

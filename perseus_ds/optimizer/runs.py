@@ -1,25 +1,26 @@
-"""Plans whose clocks are held: every run of instructions at one clock lasts at least the dwell time.
+"""Finds plans with a dwell time, the minimum duration of a run at one clock.
 
-Clocks that need not be held are chosen by the same dynamic program, in runs of any length.
+Clocks without a dwell time are chosen by the same dynamic program, with runs of any length.
 
 A run is the time at one clock. It begins when the last instruction at another clock ends, includes waiting, and
 continues across the end of the iteration, which repeats.
 
 Plans are found for each deadline as follows.
 
-1. The relaxed problem prices a second of each instruction, and a plan of free clocks says when instructions end. With
-   these, the best clocks of a rank follow exactly by dynamic programming over where runs begin and at which clock: the
-   least cost of all instructions before a place is that before the beginning of the last run, and that run's.
-2. The runs are kept and their clocks searched: raised where a path of the DAG is too long, lowered one by one where
-   most is saved for the time it takes, then exchanged in pairs. Paths are added when a plan turns out to be late.
-3. Runs that are too short in the plan's own times are extended at the expense of slower neighbours, and the clocks
+1. The relaxed problem gives the price of a second of each instruction, and a plan without a dwell time gives the end of
+   each instruction. With these, dynamic programming over the begins and clocks of runs yields the exact best clocks of
+   a rank: the least cost of all instructions before a place is the least cost before the begin of the last run, plus
+   the cost of that run.
+2. The runs are kept and their clocks searched: raised if a path of the DAG is too long, lowered one by one in the order
+   of energy saved per additional time, then exchanged in pairs. Paths are added when a plan is found to be late.
+3. Runs that are too short in the plan's own times are extended at the expense of slower neighbours, and the clocks are
    searched again.
 
-The same is done with one clock a rank, and with the runs into which the plan of free clocks is cut, none of its
-instructions slower. A deadline gets the best of all these plans, of those for shorter deadlines, and of those that are
-given to start from. For the first deadline, at which most jobs run, the runs that were found for all others are tried
-too. So a plan is never above the best of those shapes, nor above one for a longer dwell time that was given. It need
-not be the optimum, and the frontier's lower bound does not know the dwell time.
+The same is done with one clock per rank, and with the runs into which the plan without a dwell time is cut if none of
+its instructions may become slower. A deadline receives the best of all these plans, of the plans for shorter deadlines,
+and of the given initial plans. For the first deadline, at which most jobs run, the runs found for all other deadlines
+are tried too. So a plan is never worse than the best of those shapes or than a given plan for a longer dwell time. It
+is not necessarily the optimum, and the frontier's lower bound does not take the dwell time into account.
 """
 
 from __future__ import annotations
@@ -38,51 +39,51 @@ from perseus_ds.optimizer.search import evenly, options_at
 from perseus_ds.planning import DwellTimes
 
 Sequences = list[Indices]
-"""A sequence for each rank: indices into the rank's clocks, in program order."""
+"""A sequence for each rank: indices into the rank's clocks in program order."""
 
 _PLACES = 128
-"""A rank's runs may begin at so many of its instructions, evenly."""
+"""Maximum number of a rank's instructions at which its runs may begin, evenly spaced."""
 _CUTS = 8
-"""Dynamic programming begins at so many places of the iteration, as its first and last run are two."""
+"""Number of places in the iteration at which dynamic programming starts, as it cannot join the first and last run."""
 _MARGIN = 1.03
-"""Runs are priced for so many dwell times: in the plan, times differ from those of the mixture."""
+"""Factor on the dwell time when runs are priced, because the plan's times differ from those assumed."""
 _NEAR = 0.97
-"""Paths shorter than this, in deadlines, do not decide on exchanges."""
+"""Paths shorter than this fraction of the deadline are ignored in exchanges."""
 _EXCHANGES, _MOST_PAIRS = 8, 2000
-"""Pairs of runs change their clocks at most so often; so many pairs are tried, those that would save most first."""
+"""Maximum number of exchanges of clocks, and of pairs of runs tried for each, in the order of energy saved."""
 _MOST_RUNS, _MOST_SEARCHED = 64, 256
-"""Of more runs, no pairs are tried; of still more, the clocks stay as they are."""
+"""Maximum number of runs for which pairs are tried, and for which clocks are searched at all."""
 _SEARCHED = 8
-"""For so many deadlines, plans are searched for from the beginning, for others from the plans for shorter ones too."""
+"""Number of deadlines at which plans are searched from the beginning; others also start from those plans."""
 _MANY = 20_000
-"""The runs found for other deadlines are tried at the first one, that of most jobs, unless instructions are so many."""
+"""With fewer instructions than this, the runs found for other deadlines are tried at the first one."""
 _MOST_PATHS, _MORE_PATHS = 40, 16
-"""Clocks are searched with so many of the longest paths, and so many more when a plan is late."""
+"""Number of longest paths with which clocks are searched, and number of paths added when a plan is late."""
 _LOWERINGS = 12
 _REPAIRS = 4
 _FITS = 1 + 1e-9
 _SHORTER, _MOST_STEPS = 1.5, 3
-"""Dwell times that are shorter by this factor are planned for apart; so many at most."""
+"""Dwell times that are shorter by this factor are planned separately, up to this number of times."""
 
 
 _NEARLY_EQUAL = 3e-5
-"""A clock change must save this fraction of a mean instruction's energy even where changes cost nothing."""
+"""Minimum saving of a clock change, as a fraction of a mean instruction's energy, even if changes cost nothing."""
 _LATE, _NOT = 1e3, 1e6
-"""Prices of an instruction that ends late, and of a clock that does not fit, in energies of a mean instruction: each is
-more than all that clocks can save."""
+"""Prices of an instruction that ends late and of a clock that does not fit, in energies of a mean instruction. Each
+exceeds the total possible saving."""
 _MOST_AT_ONCE = 4_000_000
-"""Plans with so many instructions times clocks are chosen at once, to save memory."""
+"""Maximum number of instructions times clocks for which clocks are chosen together, to limit memory."""
 
 
 def change_energy_j(problem: Problem) -> float:
-    """Return what a change of clock must save [J]."""
+    """Return the minimum energy that a clock change must save [J]."""
     return max(problem.settings.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
 
 
 def choose_clocks(network: Network, event_s: Floats) -> Indices:
     """Choose clocks that fit between the events, at the least energy plus cost of clock changes.
 
-    With the events fixed, every rank is a chain of its own, with runs of any length.
+    With fixed events, every rank is an independent chain, with runs of any length.
 
     Args:
         network: The events.
@@ -95,7 +96,7 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
     table, change_s = problem.table, problem.settings.switch_cost_s
     mean_j = float(table.cost_j.mean())
     slowest = options_at(network, event_s)
-    # The slowest option that fits after a change of clock, and where none does.
+    # The slowest option that fits after a clock change, and whether even the fastest one is late.
     window_s = event_s[network.head[:n]] - event_s[network.tail[:n]] - change_s
     after_change = table.longest_within(problem.group[:, None], window_s)
     is_late = (table.time_s[after_change] > window_s + table.tolerance_s) & (change_s > 0)
@@ -128,15 +129,15 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
 
 
 def searched_of(count: int) -> Indices:
-    """Return which of so many deadlines plans are searched for from the beginning."""
+    """Return the indices of the deadlines at which plans are searched from the beginning."""
     return evenly(count, _SEARCHED)
 
 
 def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
-    """Return the dwell times to plan for one after the other, the longest first.
+    """Return the dwell times to plan for one after the other, in decreasing order.
 
-    A run can only be as short as the clock after it needs to come. So either all clocks of a rank are held as long as
-    that which comes latest needs, or those that come late are not used, but for whole iterations.
+    A run must last as long as its next clock needs to take effect. So either all clocks of a rank have the dwell time
+    of the slowest one to take effect, or slow ones are used only for whole iterations.
     """
     if not isinstance(least_dwell_s, Mapping):
         return [least_dwell_s]
@@ -151,7 +152,7 @@ def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
 
 
 class _Rank:
-    """A rank's instructions at every clock, and the known paths through them."""
+    """A rank's instructions at every clock, and its part of the known paths."""
 
     def __init__(self, network: Network, decisions: Indices, dwell_s: DwellTimes) -> None:
         problem = network.problem
@@ -162,7 +163,7 @@ class _Rank:
         if not shared:
             works = sorted({str(problem.groups[group].kind) for group in measured})
             raise ProfileError(
-                f"No clock was measured for all of {', '.join(works)} of a rank. Measure them at the same."
+                f"No clock was measured for all of {', '.join(works)} of a rank. Measure them at the same clocks."
             )
         self.clock_mhz = np.array(sorted(shared), dtype=np.intp)
         self.time_s = np.empty((len(decisions), len(shared)))
@@ -179,23 +180,22 @@ class _Rank:
 
     @property
     def on_path(self) -> Floats:
-        """Which instructions lie on each path, as 0 or 1, shape (paths, instructions)."""
+        """For each path, 1 for each instruction on it and 0 for the others, shape (paths, instructions)."""
         return self._on_path[: self._paths]
 
     def durations_s(self, clocks: Indices, change_s: float) -> Floats:
-        """Return the times of instructions, with the delays of changes before them, by sequence [s]."""
+        """Return the times of instructions, including delays by clock changes, for each sequence [s]."""
         duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
         if change_s:
             duration_s += change_s * begins_run(clocks)
         return duration_s
 
     def energy_j(self, clocks: Indices) -> Floats:
-        """Return the effective energy of sequences [J]."""
+        """Return the effective energy of each sequence [J]."""
         result: Floats = self.cost_j[np.arange(len(self.decisions)), clocks].sum(axis=-1)
         return result
 
     def add_path(self, on_path: Floats) -> None:
-        """Add a path, given which instructions lie on it."""
         if self._paths == len(self._on_path):
             self._on_path = np.concatenate([self._on_path, np.zeros_like(self._on_path)])
         self._on_path[self._paths] = on_path
@@ -204,7 +204,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class HeldPlan:
-    """A plan whose runs are long enough."""
+    """A plan that respects the dwell time."""
 
     clocks: Sequences
     time_s: float
@@ -212,13 +212,18 @@ class HeldPlan:
 
 
 class RunSearch:
-    """Finds plans whose runs last at least the dwell time."""
+    """Finds plans in which each run lasts at least the dwell time."""
 
     def __init__(self, network: Network, dwell_s: DwellTimes, change_j: float = 0.0) -> None:
-        """Take the least time at a clock and what a change of clock must save.
+        """Set up the search.
+
+        Args:
+            network: The events.
+            dwell_s: The dwell time.
+            change_j: Minimum energy that a clock change must save [J].
 
         Raises:
-            ProfileError: A rank's instructions have no clock in common.
+            ProfileError: If a rank's instructions have no clock in common.
         """
         self._network, self._change_j, self._change_s = network, change_j, network.problem.settings.switch_cost_s
         chains = network.problem.rank_decisions
@@ -238,14 +243,14 @@ class RunSearch:
         start: Sequence[HeldPlan] = (),
         progress: Callable[[float], None] = lambda done: None,
     ) -> list[HeldPlan | None]:
-        """Return a plan for each deadline, None where none was found.
+        """Return a plan for each deadline, or None for deadlines at which none was found.
 
         Args:
             deadline_s: Rising [s].
-            free: For each deadline that ``searched_of`` says, a plan of free clocks, and the price of a second of each
-                decision [W]; may be empty.
-            start: Plans that are valid for this dwell time, such as those for a longer one.
-            progress: Called with how much is done, 0 to 1.
+            free: For each deadline in ``searched_of``, a plan without a dwell time and the price of a second of each
+                decision [W]. May be empty.
+            start: Initial plans that are valid for this dwell time, such as those for a longer one.
+            progress: Called with the completed fraction, 0 to 1.
         """
         searched = searched_of(len(deadline_s))
         time_s = deadline_s[searched]
@@ -267,7 +272,7 @@ class RunSearch:
         return result
 
     def shapes(self, deadline_s: Floats, free: Sequence[tuple[Sequences, Floats]] = ()) -> list[list[HeldPlan | None]]:
-        """Return the plans from which the search starts, for each shape and deadline: see the module."""
+        """Return the plans from which the search starts, by shape and deadline, as described at the top."""
         times_s = deadline_s.tolist()
         result = [[self._held(self._one_clock(-1), time_s, exchange=True) for time_s in times_s]]
         if free:
@@ -277,7 +282,7 @@ class RunSearch:
         return result
 
     def beyond_dwell_s(self, clocks: Sequences) -> list[Floats]:
-        """Return by rank how much longer than its dwell time each run is, in the plan's own times [s]."""
+        """Return, for each rank, by how much each run exceeds its dwell time in the plan's own times [s]."""
         begins_s, length_s = self._changes_s(self._durations_s(clocks))
         result = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
@@ -287,12 +292,12 @@ class RunSearch:
         return result
 
     def clocks_mhz(self, clocks: Sequences) -> tuple[tuple[int, ...], ...]:
-        """Return the clocks of a plan, by rank in program order."""
+        """Return the clocks of a plan, by rank and in program order."""
         own = iter(tuple(rank.clock_mhz[one].tolist()) for rank, one in zip(self.ranks, clocks, strict=True))
         return tuple(next(own) if is_decided else () for is_decided in self._is_decided)
 
     def sequences(self, clock_mhz: Indices) -> Sequences:
-        """Return a plan, given as the clock of every decision: the lowest that its rank has and that is not below."""
+        """Convert the clock of every decision to sequences, rounding up to the rank's clocks."""
         return [
             np.minimum(np.searchsorted(rank.clock_mhz, clock_mhz[rank.decisions]), len(rank.clock_mhz) - 1)
             for rank in self.ranks
@@ -301,14 +306,14 @@ class RunSearch:
     # Times and paths
 
     def _durations_s(self, clocks: Sequences) -> Floats:
-        """Return the duration of every arc, those of decisions first [s]."""
+        """Return the duration of every arc, with those of decisions first [s]."""
         result = self._network.least_s.copy()
         for rank, own in zip(self.ranks, clocks, strict=True):
             result[rank.decisions] = rank.durations_s(own, self._change_s)
         return result
 
     def _changes_s(self, duration_s: Floats) -> tuple[list[Floats], float]:
-        """Return by rank when a change of clock before each instruction happens, and the iteration's length [s]."""
+        """Return the times of possible clock changes by rank, and the iteration time [s]."""
         event_s = self._network.earliest_s(duration_s)
         end_s = event_s[self._network.tail] + duration_s
         length_s = float(event_s[-1])
@@ -316,7 +321,7 @@ class RunSearch:
         return [np.concatenate([own_s[-1:] - length_s, own_s[:-1]]) for own_s in ends_s], length_s
 
     def _add_path(self, duration_s: Floats) -> bool:
-        """Add a longest path; returns whether it was not known."""
+        """Add a longest path, and return whether it was new."""
         network, event_s = self._network, self._network.earliest_s(duration_s)
         event, path = network.events - 1, []
         while event:
@@ -340,7 +345,7 @@ class RunSearch:
         return [np.full(len(rank.decisions), range(len(rank.clock_mhz))[clock], dtype=np.intp) for rank in self.ranks]
 
     def _runs(self, clocks: Sequences, price_w: Floats, time_s: float) -> tuple[Sequences, Sequences]:
-        """Return a plan of free clocks in runs, none of its instructions slower, and the runs that prices lead to."""
+        """Return two plans in runs: one in which no instruction is slower, and the one of least price."""
         begins_s, length_s = self._changes_s(self._durations_s(clocks))
         found = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
@@ -363,9 +368,9 @@ class RunSearch:
     # Clocks of given runs
 
     def _held(self, clocks: Sequences, time_s: float, *, exchange: bool = False) -> HeldPlan | None:
-        """Search the clocks of a plan's runs; return a plan with runs that are long enough, or None.
+        """Search clocks for a plan's runs and return the best plan that respects the dwell time, or None.
 
-        It needs no more than the plan itself, if that is in time and its runs are long enough.
+        If the given plan itself meets the deadline and dwell time, the result has at most its energy.
         """
         given = self._checked(clocks, time_s)
         for _ in range(_REPAIRS):
@@ -379,7 +384,7 @@ class RunSearch:
         return _cheapest([given, self._checked(clocks, time_s)])
 
     def _checked(self, clocks: Sequences, time_s: float) -> HeldPlan | None:
-        """Return a plan if it is in time and its runs are long enough, else None."""
+        """Return the plan if it meets the deadline and the dwell time, otherwise None."""
         end_s = float(self._network.earliest_s(self._durations_s(clocks))[-1])
         if end_s > time_s * _FITS or min(float(s.min(initial=0.0)) for s in self.beyond_dwell_s(clocks)) < -1e-12:
             return None
@@ -387,7 +392,7 @@ class RunSearch:
         return HeldPlan(clocks, end_s, cost_j)
 
     def _repaired(self, clocks: Sequences) -> tuple[Sequences, bool]:
-        """Extend runs that are too short; returns whether there were none."""
+        """Extend runs that are too short, and return whether there were none."""
         was_held = True
         clocks = [own.copy() for own in clocks]
         for _ in range(sum(len(own) for own in clocks)):
@@ -402,7 +407,7 @@ class RunSearch:
         return clocks, was_held
 
     def _polished(self, clocks: Sequences, time_s: float, exchange: bool) -> Sequences | None:
-        """Return the same runs at other clocks, in time; None if no clocks were found."""
+        """Return the same runs at other clocks that meet the deadline, or None if none were found."""
         search = _ClockSearch(self.ranks, clocks, self._change_s)
         limit_s = time_s * _FITS
         exchange = exchange and search.count <= _MOST_RUNS
@@ -421,7 +426,7 @@ class RunSearch:
             search.take(fresh, self._fixed_s[fresh])
             if not search.raised(limit_s):
                 return None
-            # Paths are many; where most are not known, lowering clocks again and again would lead from one to the next.
+            # Paths are many. While most are unknown, repeated lowering would lead from one late path to the next.
             if attempt < _LOWERINGS:
                 search.lower(limit_s)
                 if exchange:
@@ -431,7 +436,7 @@ class RunSearch:
 
 
 class _ClockSearch:
-    """The clocks of given runs, by the known paths."""
+    """The search for the clocks of given runs, using the known paths."""
 
     def __init__(self, ranks: Sequence[_Rank], clocks: Sequences, change_s: float) -> None:
         self._ranks = ranks
@@ -461,7 +466,7 @@ class _ClockSearch:
         self._length_s = np.zeros(0)
 
     def take(self, paths: Indices, fixed_s: Floats) -> None:
-        """Look at more paths, given what they take beside their instructions."""
+        """Add paths, given the time of each that is not spent in instructions."""
         path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
         for rank, changed_s, parts in zip(self._ranks, self._changed_s, self._parts, strict=True):
             on_path = rank.on_path[paths]
@@ -481,10 +486,9 @@ class _ClockSearch:
         self._now[run] = clock
 
     def raised(self, limit_s: float) -> bool:
-        """Raise clocks until every path is short enough; returns whether it is.
+        """Raise clocks until every path meets the limit, and return whether this succeeded.
 
-        Each time a run takes less time than before, so that this ends also where a higher clock is slower for some
-        instructions.
+        Each change makes a run shorter, so that the loop ends even if a higher clock is slower for some instructions.
         """
         while (excess_s := self._length_s - limit_s).max(initial=0.0) > 0:
             late = excess_s > 0
@@ -502,13 +506,13 @@ class _ClockSearch:
         return True
 
     def lower(self, limit_s: float) -> None:
-        """Lower clocks one by one, that which saves most for the time that it adds to paths first."""
+        """Lower clocks one by one, in the order of energy saved per time added to paths."""
         while True:
             now_j = self._cost_j[self._runs, self._now]
             cheaper = (self._cost_j < now_j[:, None] * (1 - 1e-12)) & (
                 np.arange(self._cost_j.shape[1]) < self._now[:, None]
             )
-            # The next lower clock of less energy.
+            # The next lower clock with less energy.
             below = self._cost_j.shape[1] - 1 - cheaper[:, ::-1].argmax(axis=1)
             change_s = self._path_s[:, self._runs, below] - self._path_s[:, self._runs, self._now]
             fits = cheaper.any(axis=1) & (change_s <= (limit_s - self._length_s)[:, None]).all(axis=0)
@@ -520,7 +524,7 @@ class _ClockSearch:
             self._set(run, int(below[run]))
 
     def exchange(self, limit_s: float) -> None:
-        """Change the clocks of two runs at a time, by up to two steps each, where that saves energy."""
+        """Change the clocks of pairs of runs by up to two steps each while this saves energy."""
         width = self._cost_j.shape[1]
         steps = np.array([-2, -1, 1, 2])
         for _ in range(_EXCHANGES):
@@ -545,12 +549,12 @@ class _ClockSearch:
                 return
             for move in (first[fits[0]], second[fits[0]]):
                 self._set(int(run[move]), int(tried.ravel()[move]))
-            if self._length_s.max(initial=0.0) > limit_s:  # over a path that was not near
+            if self._length_s.max(initial=0.0) > limit_s:  # a path that was not near the limit
                 self.raised(limit_s)
 
 
 def _parts(rank: _Rank, label: Indices) -> list[tuple[Indices, Indices, Indices]]:
-    """Return for each group of a rank its instructions by run, these runs, and where those of each run begin."""
+    """Return, for each group, its instructions by run, the runs, and the begin of each."""
     result = []
     for group in np.unique(rank.group):
         places = np.flatnonzero(rank.group == group)
@@ -569,19 +573,19 @@ def best_runs(
     places: Indices,
     most_cuts: int = _CUTS,
 ) -> Indices:
-    """Return the sequences of least cost whose runs last long enough, for several prices.
+    """Return the sequences of least cost in which runs respect the dwell time, for several prices.
 
-    Dynamic programming from several places of the cycle: exact among the sequences of one clock and those in which a
-    run begins at one of these places, or lasts long enough on both sides of it.
+    Dynamic programming starts at several places of the cycle. The result is exact among the sequences of one clock and
+    those with a run that begins at one of these places or lasts long enough on both sides of it.
 
     Args:
         priced_j: Shape (prices, instructions, clocks): cost of each instruction [J].
-        begins_s: Shape (prices, instructions): when a change of clock before each instruction happens, rising [s].
+        begins_s: Shape (prices, instructions): time of a clock change before each instruction, rising [s].
         length_s: Shape (prices,): time after which instructions repeat [s].
-        dwell_s: Shape (clocks,): least time at each [s].
-        change_j: Shape (prices, instructions, clocks or 1): cost of a change to a clock before each [J].
+        dwell_s: Shape (clocks,): dwell time at each clock [s].
+        change_j: Shape (prices, instructions, clocks or 1): cost of a change to a clock before each instruction [J].
         places: Rising: instructions at which runs may begin.
-        most_cuts: Dynamic programming begins at so many of them.
+        most_cuts: Maximum number of places at which dynamic programming starts.
 
     Returns:
         Indices of clocks, shape (prices, instructions).
@@ -603,7 +607,7 @@ def best_runs(
     np.put_along_axis(chosen[:, 1:], orders[None], clocks.reshape(prices, len(cuts), -1), axis=2)
     chosen[:, 0] = blocks_j.sum(axis=1).argmin(axis=1)[:, None]
     total_j = np.take_along_axis(blocks_j[:, None], chosen[..., None], axis=3)[..., 0].sum(axis=2)
-    # The first run of a sequence and its last one may be at one clock.
+    # The first and last run of a sequence may have the same clock.
     changed_j = np.broadcast_to(change_j[:, places], blocks_j.shape)[:, None]
     changed_j = np.take_along_axis(changed_j, chosen[..., None], axis=3)[..., 0]
     total_j += (changed_j * begins_run(chosen)).sum(axis=2)
@@ -612,13 +616,13 @@ def best_runs(
 
 
 def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Floats, change_j: Floats) -> Indices:
-    """Return the best clocks of sequences of blocks that begin with a run; see ``best_runs``."""
+    """Return the best clocks of sequences of blocks that begin with a run, see ``best_runs``."""
     rows, blocks, clocks = cost_j.shape
     row, clock = np.arange(rows), np.arange(clocks)
     sums_j = np.zeros((rows, blocks + 1, clocks))
     np.cumsum(cost_j, axis=1, out=sums_j[:, 1:])
     ends_s = np.concatenate([at_s, length_s[:, None]], axis=1)
-    # By end and clock of a run, the last place at which it may begin.
+    # For each end and clock of a run, the last place at which the run may begin.
     latest = np.empty((rows, blocks + 1, clocks), dtype=np.intp)
     each_s, which = np.unique(dwell_s, return_inverse=True)
     for number in range(rows):
@@ -626,7 +630,7 @@ def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Flo
         latest[number] = (np.searchsorted(own_s, own_s[:, None] - each_s * _FITS, side="right") - 1)[:, which]
     latest = np.minimum(latest, np.arange(blocks + 1)[:, None] - 1)
     latest[:, blocks] = np.maximum(latest[:, blocks], 0)  # one clock throughout is always possible
-    # By place and clock: the least cost before a run of that clock that begins there or earlier, less the clock's sum.
+    # By place and clock: the least cost before a run of that clock that begins there or earlier, minus the clock's sum.
     before_j = np.zeros((rows, blocks, clocks))
     before_j[:, 0] = change_j[:, 0]
     begin = np.zeros((rows, blocks, clocks), dtype=np.intp)
@@ -654,7 +658,7 @@ def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Flo
 
 
 def _extend(clocks: Indices, run: int) -> None:
-    """Lengthen a run that is too short by the slower instruction beside it, or raise it if both sides are faster."""
+    """Extend a run that is too short, or raise it if both neighbouring clocks are faster."""
     first = np.flatnonzero(begins_run(clocks))
     count = len(clocks)
     begin, end = int(first[run]), int(first[(run + 1) % len(first)])

@@ -1,6 +1,6 @@
-"""The frontiers of several schedules from one measured profile, side by side.
+"""Compares the frontiers of several schedules, computed from one measured profile.
 
-For a schedule other than the measured one, stages are cut into chunks or joined, and backwards split or joined.
+For a schedule other than the measured one, stages are divided into chunks or joined, and backwards are split or joined.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def compare_schedules(
     weight_share: float,
     progress: Progress,
 ) -> list[ComparedSchedule]:
-    """Compute the frontier of each schedule from a profile measured under any of them.
+    """Compute the frontier of each schedule from a profile that was measured under any of them.
 
     Raises:
-        PerseusError: The profile does not fit a schedule.
+        PerseusError: If the profile does not fit a schedule.
     """
     result = []
     for number, (name, schedule) in enumerate(schedules):
@@ -64,21 +64,24 @@ def compare_schedules(
 
 
 def held_by_stage(schedule: Schedule) -> list[int]:
-    """Return for how many micro-batches each stage holds activations at most.
+    """Return the maximum number of micro-batches for which each stage holds activations.
 
-    They are held from the forward to the backward; where that is split, to the gradients of the weights.
+    They are held from the forward to the backward or, if that is split, to the gradients of the weights.
     """
     most = {stage: max(held) for stream in schedule.instructions for stage, held in _held(stream).items()}
     return [most[stage] for stage in sorted(most)]
 
 
 def held_by_rank(schedule: Schedule) -> list[float]:
-    """Return how many micro-batches each rank holds at a time at most; one of its n stages counts as 1/n."""
+    """Return the maximum number of micro-batches held by each rank.
+
+    A micro-batch on one of the rank's n stages counts as 1/n.
+    """
     return [max(map(sum, zip(*held.values(), strict=True))) / len(held) for held in map(_held, schedule.instructions)]
 
 
 def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
-    """Return by stage how many micro-batches it holds after each instruction of its rank."""
+    """Return, by stage, the number of micro-batches that it holds after each instruction of its rank."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
     return {
         stage: list(accumulate(change.get(i.kind, 0) if i.stage == stage else 0 for i in stream))
@@ -87,22 +90,22 @@ def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
 
 
 def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> tuple[StageProfile, list[str]]:
-    """Return the profile of the same model on the same GPUs under another schedule, and what it takes for granted.
+    """Return the profile of the same model on the same GPUs under another schedule.
 
-    A stage of the profile is cut into equal chunks where the schedule has more stages, and neighbouring stages are
-    joined where it has fewer.
+    A stage of the profile is divided into equal chunks if the schedule has more stages, and neighbouring stages are
+    joined if it has fewer.
 
     Args:
-        profile: As measured.
+        profile: The measured profile.
         schedule: The other schedule.
-        weight_share: How much of a backward's time and energy the gradients of the weights take, above 0 and below
-            1; used where the schedule splits a backward that was measured as a whole.
+        weight_share: Share of the weight gradients in a backward's time and energy, between 0 and 1. Used if the
+            schedule splits a backward that was measured as a whole.
 
     Returns:
-        The profile, and its assumptions that no measurement shows, one sentence each.
+        The profile, and its assumptions that are not based on measurements, one sentence each.
 
     Raises:
-        ProfileError: The number of stages is neither a multiple nor a divisor of the profile's, or a kind of
+        ProfileError: If the number of stages is neither a multiple nor a divisor of the profile's, or a kind of
             instruction was not measured.
     """
     recut = _Recut(profile, schedule, weight_share)
@@ -154,7 +157,7 @@ class _Recut:
             self.assumptions.append(sentence)
 
     def _sources(self, stage: int) -> range:
-        """Return the profile's stages of which a stage is a part, or which are its parts."""
+        """Return the profile's stages that a stage is a part of or consists of."""
         if self.chunks > 1:
             return range(stage // self.chunks, stage // self.chunks + 1)
         joined = self.stages // self.wanted
@@ -167,11 +170,12 @@ class _Recut:
         return self._sum(stage, kind, [(source, of, share / self.chunks) for source, of, share in parts])
 
     def _measured_as(self, stage: int, kind: Kind) -> list[tuple[int, Kind, float]]:
-        """Return the rows, and how much of each, that make up a kind of instruction of one of the profile's stages."""
+        """Return the rows, with shares, that make up an instruction of a profile's stage."""
         has = [kind for measured, kind in self.profile.keys if measured == stage]
         recomputed = [(stage, Kind.RECOMPUTE, 1.0)] if Kind.RECOMPUTE in has else []
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and recomputed and not self._recomputes:
-            self._assume("what was recomputed in an instruction of its own is part of the backward")
+        recomputes = any(i.kind is Kind.RECOMPUTE for stream in self.schedule.instructions for i in stream)
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and recomputed and not recomputes:
+            self._assume("recomputation, measured as a separate instruction, is part of the backward")
         else:
             recomputed = []
         if kind in _SPLIT and kind not in has:
@@ -185,12 +189,8 @@ class _Recut:
             return [*recomputed, *((stage, part, 1.0) for part in _SPLIT)]
         return [*recomputed, (stage, kind, 1.0)]
 
-    @property
-    def _recomputes(self) -> bool:
-        return any(i.kind is Kind.RECOMPUTE for stream in self.schedule.instructions for i in stream)
-
     def _sum(self, stage: int, kind: Kind, parts: list[tuple[int, Kind, float]]) -> list[Measurement]:
-        """Add up rows at the clocks at which all of them were measured."""
+        """Return the sums of rows at the clocks at which all of them were measured."""
         clocks = [set(self.profile.options(source, of).clock_mhz.tolist()) for source, of, _ in parts]
         result = []
         for clock_mhz in sorted(set.intersection(*clocks)):
@@ -201,7 +201,7 @@ class _Recut:
         return result
 
     def _tail_rows(self, stage: int) -> list[Measurement]:
-        """Return the rows of a rank's tail, the sum of its stages' tails; none if not measured over clocks."""
+        """Return the rows of a rank's tail, or none if its tails were not measured."""
         sources = [(source, Kind.TAIL, share) for source, share in self._tail_shares(stage)]
         if any((source, Kind.TAIL) not in self.measured for source, _, _ in sources):
             return []
@@ -215,7 +215,7 @@ class _Recut:
         }
 
     def _tail_shares(self, stage: int) -> list[tuple[int, float]]:
-        """Return how much of which of the profile's tails the tail of a rank is, the rank being that of a stage."""
+        """Return the shares of the profile's tails that make up the tail of a stage's rank."""
         shares: defaultdict[int, float] = defaultdict(float)
         for held in self._held_with[stage]:
             for source in self._sources(held):
@@ -229,7 +229,7 @@ class _Recut:
         return {stage: stages for stages in held for stage in stages}
 
     def _load_s(self, stage: int) -> float:
-        # Only the ends of the pipeline load data: the first chunk of the first stage, the last one of the last.
+        # Only the ends of the pipeline load data: the first chunk of the first stage and the last chunk of the last.
         source = self._sources(stage)[0 if stage == 0 else -1]
         return self.fixed.load_s.get(source, 0.0)
 
@@ -240,7 +240,7 @@ class _Recut:
         return {boundary: self._transfer_s(*boundary) for boundary in boundaries}
 
     def _transfer_s(self, payload: Payload, source: int, target: int) -> float:
-        """Return how long a transfer takes: as measured over that boundary, or the mean of all where there is none."""
+        """Return the measured duration of a transfer, or the mean of all if it is unknown."""
         ends = (
             self._sources(source)[-1 if source < target else 0],
             self._sources(target)[0 if source < target else -1],
@@ -250,5 +250,5 @@ class _Recut:
             return measured
         known = [time_s for (of, *_), time_s in self.fixed.transfer_s.items() if of == payload]
         if known:
-            self._assume("a transfer over a boundary that the measured job did not have takes the mean of the others")
+            self._assume("a transfer over a boundary that was not measured takes the mean of the others")
         return fmean(known) if known else 0.0

@@ -1,9 +1,8 @@
-"""Plans with measured clocks for many deadlines at once: rounded from the relaxed optimum, then improved locally.
+"""Finds plans at measured clocks by rounding the relaxed optimum and local search.
 
-A set of plans is held as the times of all events, shape (events, plans): each instruction then runs
-at the slowest clock that fits between its events. Times that leave every arc its least duration are
-a plan that meets its deadline. Local search moves one event after the other to the time at which the instructions
-around it cost least.
+A set of plans is represented by the times of all events, shape (events, plans): each instruction runs at the slowest
+clock that fits between its events. Event times with at least the minimum duration on every arc are a plan that meets
+its deadline. Local search moves one event after the other to the time at which the adjacent instructions cost least.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Floats, Indices, OptionTable
 
 _SNAP = 2e-5
-"""An error of the relaxed optimum's times up to this fraction of a typical instruction causes no faster clock."""
+"""An error of the relaxed times up to this fraction of a typical instruction does not cause a faster clock."""
 _REACH = 4
-"""An instruction is tried at this many options faster and slower than its present one."""
+"""An instruction is tried at up to this many options faster and slower than its present one."""
 
 
 def evenly(count: int, most: int) -> Indices:
-    """Return the indices of all of so many values, or of at most so many of them at even distances."""
+    """Return at most ``most`` evenly spaced indices of ``count`` values."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.intp)
 
 
@@ -41,15 +40,15 @@ def durations_at(network: Network, options: Indices) -> Floats:
 
 
 def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_s: Floats) -> Floats:
-    """Choose clocks from the end of the iteration to its start, each to start at its target or later.
+    """Choose clocks, from last to first, so that instructions start at their target or later.
 
-    The part of its window that an instruction cannot use is added to the window of the one before it, so that
-    little is lost along a path however coarse the clocks are.
+    The part of its window that an instruction cannot use is added to the window of the previous one, so that little is
+    lost along a path even if clocks are coarse.
 
     Args:
         network: The events.
-        table: The options to choose among.
-        target_s: Shape (events, plans): when events should happen, from the relaxed optimum [s].
+        table: The options to choose from.
+        target_s: Shape (events, plans): event times of the relaxed optimum [s].
         deadline_s: Shape (plans,), each >= ``T_min`` [s].
 
     Returns:
@@ -78,18 +77,19 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
 
 
 def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats, *, slow_first: bool) -> Floats:
-    """Run as a slower plan does up to some time of the iteration, then as a faster one (or the reverse).
+    """Combine a slower and a faster plan, each for a part of the iteration.
 
-    The middle of an iteration repeats the same sequence of instructions. Where a deadline lies between those of
-    two good plans, running a part of the iteration as in each of them is often better than one plan throughout.
-    That time is the latest (or earliest) that meets the deadline.
+    One plan is followed up to some time in the iteration, and then the other. The middle of an iteration repeats the
+    same sequence of instructions. For a deadline between those of two good plans, executing a part
+    of the iteration as in each of them is often better than one plan throughout. The time of the change is the latest
+    (or earliest) one that meets the deadline.
 
     Args:
         network: The events.
         slow_s: Shape (arcs, plans): durations in the slower plans [s].
         fast_s: Shape (arcs, plans): durations in the faster plans, which meet the deadlines [s].
         deadline_s: Shape (plans,) [s].
-        slow_first: Whether the slower part comes first.
+        slow_first: Whether the slower plan comes first.
 
     Returns:
         Event times, shape (events, plans) [s].
@@ -109,13 +109,13 @@ def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats,
 
 @dataclass(frozen=True)
 class _Arcs:
-    """The arcs on one side of some events, padded to the same number each.
+    """The arcs on one side of several events, padded to the same number of arcs.
 
     Attributes:
         other: Shape (events, width): the event at the arc's other end.
-        least_s: Shape (events, width, 1): least duration; -inf for padding.
+        least_s: Shape (events, width, 1): minimum duration, -inf for padding.
         decision: Indices (event, column) of the arcs that have a clock to choose.
-        group: Shape (decisions,): their groups.
+        group: Shape (decisions,): the groups of these arcs.
     """
 
     other: Indices
@@ -125,7 +125,10 @@ class _Arcs:
 
 
 class Descent:
-    """Improves sets of plans; events of one level have no arcs between them and move together."""
+    """Improves sets of plans by moving events.
+
+    Events of one level have no arcs between them and are moved together.
+    """
 
     def __init__(self, network: Network) -> None:
         self.network, self.table = network, network.problem.table
@@ -147,11 +150,11 @@ class Descent:
         return cost_j
 
     def run(self, event_s: Floats, sweeps: int) -> Floats:
-        """Return better event times; no plan gets worse, none misses its deadline.
+        """Return improved event times, with which no plan gets worse or misses its deadline.
 
         Args:
             event_s: Shape (events, plans) [s].
-            sweeps: How often to visit every event, alternately from the start and from the end.
+            sweeps: Number of visits to every event, alternately from the start and from the end.
         """
         event_s = event_s.copy()
         for sweep in range(sweeps):
@@ -161,7 +164,7 @@ class Descent:
         return event_s
 
     def _best(self, event_s: Floats, events: Indices, before: _Arcs, after: _Arcs, early: bool) -> Floats:
-        """Return the best times of some events, the earliest or the latest among equals."""
+        """Return the best times of some events, the earliest or the latest of equally good ones."""
         begin_s, end_s, now_s = event_s[before.other], event_s[after.other], event_s[events][:, None]
         low_s = (begin_s + before.least_s).max(axis=1)[:, None]
         high_s = np.maximum((end_s - after.least_s).min(axis=1)[:, None], low_s)
@@ -174,7 +177,7 @@ class Descent:
         return best_s
 
     def _neighbours(self, begin_s: Floats, now_s: Floats, before: _Arcs) -> list[Floats]:
-        """Times at which an instruction before the event would end at a clock near its present one."""
+        """Return times at which an earlier instruction would end at a clock near its own."""
         row, column = before.decision
         if not len(row):
             return []
@@ -185,7 +188,7 @@ class Descent:
         options = np.clip(present + steps, self.table.begin[group][:, :, None], self.table.last[group][:, :, None])
         result = []
         for number in range(int(column.max()) + 1):
-            # Events that have no decision in this column try their present time once more.
+            # Events without a decision in this column try their present time again.
             tried_s = np.repeat(now_s, 2 * _REACH + 1, axis=1)
             here = column == number
             tried_s[row[here]] = begin_s[here][:, None] + self.table.time_s[options[here]]
@@ -193,12 +196,12 @@ class Descent:
         return result
 
     def _cost_j(self, window_s: Floats, arcs: _Arcs) -> Floats:
-        """Sum over the arcs of what they cost in windows of shape (events, width, tried, plans)."""
+        """Return the sum of the arcs' costs in windows of shape (events, width, tried, plans)."""
         row, column = arcs.decision
         result = np.zeros((len(window_s), *window_s.shape[2:]))
         window_s = window_s[row, column]
         options = self.table.longest_within(arcs.group[:, None, None], window_s)
-        # An event may have several such arcs, but each column holds one of them at most.
+        # An event may have several such arcs, but at most one in each column.
         cost_j = self.table.cost_j[options]
         for number in range(int(column.max(initial=-1)) + 1):
             here = column == number
@@ -209,10 +212,10 @@ class Descent:
         width = max(len(arcs) for arcs in lists)
         padded = np.full((len(lists), width), -1, dtype=np.intp)
         for row, arcs in enumerate(lists):
-            # Decisions first, so that few columns hold any.
+            # Decisions come first, so that few columns contain any.
             padded[row, : len(arcs)] = sorted(arcs)
         exists = padded >= 0
-        # Padding repeats the first arc's other end and never binds.
+        # Padding repeats the first arc's other end and is never binding.
         other = ends[np.where(exists, padded, padded[:, :1])]
         least_s = np.where(exists, self.network.least_s[padded], -np.inf)[:, :, None]
         rows, columns = np.nonzero(exists & (padded < self.network.decisions))

@@ -1,4 +1,4 @@
-"""Computes the frontier from the relaxed problem: proven bounds, and plans with energies close to them."""
+"""Computes the frontier from the relaxed problem: proven bounds, and plans close to them."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from perseus_ds.optimizer.search import (
 
 _deadline_s = attrgetter("deadline_s")
 _NEAR = 1e-7
-"""The relaxed problem has no interior at ``T_min`` itself, so it is solved this much later, relative."""
+"""Relative increase of ``T_min`` for the relaxed problem, which has no interior at ``T_min`` itself."""
 _FLAT = 2e-6
-"""Two tangents this close to the curve, relative to its height, need no third between them."""
+"""Two tangents this close to the curve, relative to its height, need no third one between them."""
 _SAME = 1e-9
-"""Between two times this close, relative to them, there is no other worth planning for."""
+"""Two times with a relative difference below this are treated as equal."""
 _FIRST_SWEEPS, _LATER_SWEEPS = 2, 3
 _TURNS = (2, 3, 4, 5)
-"""After so many micro-batches relaxed optima repeat from which plans are searched for too."""
+"""Periods, in micro-batches, of the alternating relaxed optima from which plans are also searched."""
 _DISTANCES = (4, -4, 2, -2, 1, -1)
-"""Plans are searched for from those so many deadlines later too, sped up, and from those before, slowed down."""
+"""Plans are also searched from the plans this many deadlines later or earlier, with their times scaled."""
 _WORTH_IT = 5e-6
-"""Until one of these saves less than this fraction of the energy of all plans."""
+"""This search ends once an attempt saves less than this fraction of the energy of all plans."""
 _LONG = 20_000
-"""In iterations of so many instructions, plans are searched for at the solved deadlines only."""
+"""In iterations of at least this many instructions, plans are searched at the solved deadlines only."""
 _LONG_PLANS = 12
-"""For so many deadlines if clocks are to be held."""
+"""Number of deadlines in such iterations if clocks have a dwell time."""
 
 
 def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPlan], Bounds]:
-    """Return about so many plans as the settings say from ``T_min`` to ``T*``, and what bounds them."""
+    """Return about ``settings.plans`` plans from ``T_min`` to ``T*``, and their bounds."""
     plans, network = problem.settings.plans, Network(problem)
     relaxation = Relaxation(network)
     bounds = Bounds(problem, network)
@@ -58,19 +58,19 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     time_s[0] = problem.t_min_s
     deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
     target_s = np.stack([r.event_s for r in solved], axis=1)
-    # Else no instruction alone is too short.
+    # A dwell time that no instruction is shorter than has no effect.
     is_held = problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
     if _is_long(problem):
         found_s = _round(network, [target_s], time_s, progress)
-        # Where micro-batches are many, the change from one plan to another within the iteration costs next to nothing.
+        # With many micro-batches, a change from one plan to another within the iteration costs almost nothing.
         other_s = np.setdiff1d(deadline_s, time_s)
         _, mixed_s = _mixtures(network, found_s, time_s, other_s, slow_first=True)
         event_s = np.concatenate([found_s, mixed_s], axis=1)
     else:
-        # Plans whose clocks are held need those of free clocks at some deadlines only.
+        # Plans with a dwell time start from plans without one at some of the deadlines only.
         own_s = deadline_s[searched_of(len(deadline_s))] if is_held else deadline_s
         targets_s = [_between(target_s, time_s, own_s)]
-        # Runs of instructions at one clock do not alternate.
+        # Runs of instructions at one clock do not alternate, so alternating optima do not help.
         if not is_held:
             targets_s += [_between(_alternating_s(network, time_s, turns), time_s, own_s) for turns in _TURNS]
         event_s = _round(network, targets_s, own_s, progress)
@@ -85,12 +85,12 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
 
 @dataclass(frozen=True)
 class _FreePlans:
-    """Plans of free clocks.
+    """Plans without a dwell time.
 
     Attributes:
         time_s: Their deadlines, shape (plans,) [s].
-        clock_mhz: Shape (decisions, plans).
-        price_w: What a second of each decision is worth by the relaxed problem, shape (decisions, plans) [W].
+        clock_mhz: Their clocks, shape (decisions, plans).
+        price_w: Price of a second of each decision in the relaxed problem, shape (decisions, plans) [W].
     """
 
     time_s: Floats
@@ -99,7 +99,7 @@ class _FreePlans:
 
 
 def _held(network: Network, free: _FreePlans, deadline_s: Floats, progress: Progress) -> list[FrequencyPlan]:
-    """Return plans whose clocks are held long enough, given those of free clocks at some of the deadlines."""
+    """Return plans that respect the dwell time, given plans without one at some of the deadlines."""
     problem = network.problem
     ladder = dwell_ladder(problem.settings.least_dwell_s)
     by_time = np.argsort(free.time_s, kind="stable")
@@ -122,7 +122,7 @@ def _held(network: Network, free: _FreePlans, deadline_s: Floats, progress: Prog
 
 
 def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:
-    """Solve the relaxed problem at ``T_min``, at ``T*`` and where the bound bends between them."""
+    """Solve the relaxed problem at ``T_min``, at ``T*`` and where the bound bends."""
     solved: list[Relaxed] = []
 
     def record(relaxed: Relaxed) -> Tangent:
@@ -149,7 +149,10 @@ def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: in
 
 
 def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> None:
-    """Ask for tangents of a falling curve, convex but near its left end, where least is known; ``count`` in all."""
+    """Request tangents of a falling curve at the times at which it is least known.
+
+    The curve is convex except near its left end. At most ``count`` tangents are known in the end.
+    """
     known = 2
     queue = [_unknown(left, right)]
     while queue and known < count:
@@ -165,24 +168,24 @@ def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count:
 
 
 def _unknown(left: Tangent, right: Tangent) -> tuple[float, float, Tangent, Tangent]:
-    """The largest distance between the chord of two points and their tangents, negated, for a heap."""
+    """Return the largest distance between two points' chord and their tangents, negated for a heap."""
     span_s = right.time_s - left.time_s
     chord_w = (left.energy_j - right.energy_j) / span_s
     above, below = left.slope_w - chord_w, max(chord_w - right.slope_w, 0.0)
-    # Just after T_min more clocks become possible and the curve falls faster than its tangent says.
+    # Just after T_min more clocks become usable, and the curve falls faster than its tangent.
     unknown_j = span_s * (above * below / (above + below) if above + below > 0 < above else below / 2)
     return -unknown_j, left.time_s, left, right
 
 
 def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
-    """Return deadlines, those given among them, that divide the curve evenly along its length.
+    """Return deadlines that include the given ones and divide the curve evenly along its length.
 
-    Length is measured with the whole curve's time and energy as units.
+    The length is measured in units of the whole curve's time and energy.
 
     Args:
         time_s: Shape (n,), ascending.
         energy_j: Shape (n,), falling.
-        count: How many to return, at least n.
+        count: Number of deadlines to return, at least n.
     """
     length = np.hypot(np.diff(time_s) / np.ptp(time_s), np.diff(energy_j) / max(np.ptp(energy_j), 1e-300))
     parts = np.ones(len(length), dtype=np.intp)
@@ -197,7 +200,7 @@ def _is_long(problem: Problem) -> bool:
 
 
 def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
-    """Interpolate columns of values; between two optima lies a solution that both constraints allow."""
+    """Interpolate columns of values linearly."""
     if len(known_s) == 1:
         return np.repeat(values, len(wanted_s), axis=1)
     right = np.clip(np.searchsorted(known_s, wanted_s), 1, len(known_s) - 1)
@@ -212,13 +215,13 @@ def _alternating_s(network: Network, deadline_s: Floats, turns: int) -> Floats:
 
 
 def _round(network: Network, targets_s: Sequence[Floats], deadline_s: Floats, progress: Progress) -> Floats:
-    """Return event times of good plans with measured clocks, shape (events, plans) [s].
+    """Return event times of good plans at measured clocks, shape (events, plans) [s].
 
     Args:
         network: The events.
-        targets_s: Relaxed optima, each of shape (events, plans) [s].
+        targets_s: Event times of relaxed optima, each of shape (events, plans) [s].
         deadline_s: Shape (plans,) [s].
-        progress: Called with how much is done.
+        progress: Called with the completed fraction.
     """
     descent = Descent(network)
     hull = OptionTable(network.problem.groups, hull_only=True)
@@ -249,7 +252,7 @@ def _round(network: Network, targets_s: Sequence[Floats], deadline_s: Floats, pr
 def _mixtures(
     network: Network, event_s: Floats, time_s: Floats, deadline_s: Floats, *, slow_first: bool
 ) -> tuple[Indices, Floats]:
-    """Return which deadlines lie between those of plans on the lower hull, and mixtures of the plans next to each."""
+    """Return the deadlines between plans on the lower hull, and mixtures of these plans."""
     options = options_at(network, event_s)
     cost_j = network.problem.table.cost_j[options].sum(axis=0) + network.problem.waiting_power_w * time_s
     on_hull = np.array(lower_hull(time_s, cost_j))
@@ -262,5 +265,5 @@ def _mixtures(
 
 
 def _better(descent: Descent, new_s: Floats, old_s: Floats) -> Floats:
-    """Of every pair of plans, the one of less energy."""
+    """Return, for each pair of plans, the one of less energy."""
     return np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)

@@ -1,1 +1,1 @@
-"""The parts of an iteration: instructions, schedule, DAG. Independent of GPUs, torch and engines."""
+"""The parts of an iteration: instructions, schedule and DAG."""

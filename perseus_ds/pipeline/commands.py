@@ -139,7 +139,7 @@ class CommandReader:
 
 
 class RepeatedReader:
-    """Like :class:`CommandReader`, but an iteration that repeats the previous one costs only comparisons."""
+    """Like :class:`CommandReader`, but fast for an iteration that repeats the previous one."""
 
     def __init__(self, rank: int, ranks: int, batched: bool) -> None:
         self._of_rank = rank, ranks, batched
@@ -155,7 +155,7 @@ class RepeatedReader:
         self._reader = None
 
     def read(self, command: Any) -> tuple[Operation, ...]:
-        """Return the operations of the iteration's next command, which are none if it only queues a transfer."""
+        """Return the operations of the iteration's next command."""
         command_class, phase, position = type(command), getattr(command, "phase", 0), self._position
         self._position += 1
         if position < len(self._known):

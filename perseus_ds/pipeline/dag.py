@@ -211,7 +211,7 @@ def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
 
 
 class _Builder:
-    """Executes the streams of all ranks, stopping a rank at a transfer until both ranks have launched it."""
+    """Executes the streams of all ranks until each waits for another one or has finished."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

@@ -47,7 +47,7 @@ def test_a_model_that_does_not_fit_says_what_to_do(run):
         "0.0001",
     )
     assert code == 2
-    assert "GiB are allowed. Give more stages" in err
+    assert "GiB are allowed. Use more stages" in err
     code, _, err = run("partition", "llama", "--stages", "7", "--micro-batches", "4")
     assert code == 2
     assert "6 layers, so 1 to 6 stages, not 7" in err
@@ -108,7 +108,7 @@ def test_sizes_are_compared_in_one_table(run, trained):
     assert [row[:4] for row in rows if row[-1].startswith("E")] == [
         ["2", "1", "2", "4"], ["2", "2", "2", "4"], ["4", "1", "1", "8"], ["4", "2", "1", "8"]
     ]  # fmt: skip
-    assert "4 GPUs are no multiple of 3 pipeline ranks" in out
+    assert "4 GPUs are not a multiple of 3 pipeline ranks" in out
     assert "Fastest: " in out
 
 
@@ -122,7 +122,7 @@ def test_sizes_are_compared_in_one_table(run, trained):
         (["job", "--layout", "4,4,4,4"], "the stages have 16 parts, the model 17"),
         (["job", "--layout", "9,8"], "2 stages, the job has 4"),
         (["job", "--layout", "even"], "15 layers do not divide among 4 ranks with 1 stages each: in Megatron-Core"),
-        (["job", "--memory-gib", "80"], "measured memory of three ranks or more"),
+        (["job", "--memory-gib", "80"], "at least three ranks"),
         (["job", "--tied-on-one-rank"], "the first and the last stage on different ranks"),
         (["job", "--also", "missing"], "missing: no such file or folder"),
         (["llama", "--stages", "2"], "--micro-batches is missing"),
@@ -146,7 +146,7 @@ def test_a_profile_without_layout_says_what_to_do(run, tmp_path, trained):
 def test_kinds_that_two_stages_hide_are_found_with_another_run(run, tmp_path, trained):
     first = write_job(tmp_path / "first", "Edddd", "ddddh")
     code, _, err = run("partition", "first")
-    assert (code, "apart: embedding, dense and head" in err) == (2, True)
+    assert (code, "distinguished: embedding, dense and head" in err) == (2, True)
     suggested = err.split("'")[1]
     assert suggested == "Et*3|t*5L"
     moved = first.layout.cut_into((4, 6))

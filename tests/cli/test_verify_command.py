@@ -53,4 +53,4 @@ def test_certificates_are_written_on_request_only_and_missed_by_name(run):
 def test_lowtime_has_no_certificates(run):
     code, _, err = run("optimize", "--profile", "profile.csv", "--out", "f", "--solver", "lowtime", "--certificates")
     assert code == 2
-    assert "only the solver exact proves bounds" in err
+    assert "only the exact solver proves bounds" in err

@@ -184,7 +184,7 @@ def test_only_stages_that_the_engine_trains_are_proposed():
     may_hold = np.ones((2, 9, 9), dtype=bool)
     may_hold[0, 0, 4:] = False
     assert best_partition(model, schedule, may_hold=may_hold).cut == (3, 5)
-    with pytest.raises(ConfigError, match="no cut into 2 stages that the engine trains"):
+    with pytest.raises(ConfigError, match="no cut into 2 stages that the engine supports"):
         best_partition(model, schedule, may_hold=np.zeros((2, 9, 9), dtype=bool))
 
 

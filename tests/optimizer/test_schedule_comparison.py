@@ -66,7 +66,7 @@ def test_recomputation_becomes_part_of_the_backward_where_the_schedule_has_none(
     result, assumptions = recut(profile, one_f_one_b(2, 4), weight_share=0.5)
     parts = [profile.at(0, kind, 900).time_s for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
     assert result.at(0, Kind.BACKWARD, 900).time_s == pytest.approx(sum(parts))
-    assert any("recomputed" in sentence for sentence in assumptions)
+    assert any("recomputation" in sentence for sentence in assumptions)
 
 
 def test_the_tail_of_a_rank_is_that_of_all_its_stages():
