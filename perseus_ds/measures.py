@@ -231,18 +231,32 @@ class Baseline:
         return f"default clocks, {self.typical.iterations} iterations of {run} {AT_DEFAULT_CLOCKS[self.phase]}"
 
 
+class IterationKind(NamedTuple):
+    """The order and the input shape of iterations, by which they have their own plans and default clocks."""
+
+    order: int = 0
+    shape: int = 0
+
+    @classmethod
+    def of(cls, record: IterationRecord) -> IterationKind:
+        """Return the kind of an iteration."""
+        return cls(record.order or 0, record.shape or 0)
+
+
 @dataclass(frozen=True)
 class Measured:
     """Iterations under a plan, compared with their baseline.
 
     Attributes:
-        plan: The plan's index on the frontier, or None for the plans of several input shapes.
+        plan: The plan's index on the frontier, or None for all plans of another kind of iterations than the first.
+        kind: The order and input shape of the iterations.
         ran: Number of iterations under the plan, including those that do not count.
         typical: The typical iteration under the plan.
         baseline: The iterations at default clocks.
     """
 
     plan: int | None
+    kind: IterationKind
     ran: int
     typical: Typical
     baseline: Baseline
@@ -357,16 +371,18 @@ class JobMeasures:
 
     def __init__(self) -> None:
         self._default: dict[str, _Series] = {phase: _Series() for phase in AT_DEFAULT_CLOCKS}
-        self._plans: defaultdict[int | None, _Series] = defaultdict(_Series)
+        # By plan of the first kind of iterations, or by kind.
+        self._plans: defaultdict[int | IterationKind, _Series] = defaultdict(_Series)
         self._verdicts: dict[int | None, Baseline] = {}
         self._compared = _Series()
         self._predicted: Baseline | None = None
-        # In a job with plans for several input shapes: the mean of the predictions at default clocks.
-        self._shapes: Baseline | None = None
+        # The mean of the predictions at default clocks, of each kind but the first.
+        self._kinds: dict[IterationKind, Baseline] = {}
         # The totals under plans of earlier frontiers.
         self._planned_before = 0
         self._saved_before: Saving | None = None
-        self._kind: tuple[str, int | None, bool] | None = None
+        # Phase, plan and limits of the last iteration of each kind.
+        self._last: dict[IterationKind, tuple[str, int | None, bool]] = {}
         self.frontier: tuple[str | None, int] = None, 0
         # Whether the last iteration ran under a plan for limited GPUs.
         self._is_limited = False
@@ -377,60 +393,61 @@ class JobMeasures:
         if isinstance(record, IterationRecord):
             return trains(record) and self._add_iteration(record)
         if isinstance(record, Started):
-            self._kind = None
+            self._last.clear()
             self.frontier = record.frontier, self.frontier[1]
-        elif isinstance(record, ProfileWritten):
+        elif isinstance(record, ProfileWritten) and not (record.order or record.shape):
             self.frontier = self.frontier[0], self.frontier[1] + 1
-        elif isinstance(record, PlanJudged) and not self._is_limited:
+        elif isinstance(record, PlanJudged) and not (self._is_limited or record.order or record.shape):
             self._add_verdict(record.plan)
         return False
 
     def _add_iteration(self, record: IterationRecord) -> bool:
-        # Each input shape has its own plans, which alternate, and its own default clocks to compare with. The same
-        # applies to limits of GPUs.
-        is_relative = bool(record.shape) or record.limited
+        # Each order and input shape has its own plans, which alternate, and its own default clocks to compare with. The
+        # same applies to limits of GPUs.
+        kind = IterationKind.of(record)
+        is_relative = any(kind) or record.limited
         self._is_limited = record.limited
-        kind = record.phase, None if is_relative else record.plan, is_relative
-        counts = kind == self._kind and not record.failed_ranks
-        self._kind = kind
+        conditions = record.phase, None if is_relative else record.plan, is_relative
+        counts = conditions == self._last.get(kind) and not record.failed_ranks
+        self._last[kind] = conditions
         if record.phase in self._default:
-            if counts and not record.limited:
+            if counts and not (record.limited or record.order):
                 self._default[record.phase].add(record.time_s, record.energy_j)
                 if record.phase == "default":
                     self._compared.add(record.time_s, record.energy_j)
         elif record.phase == "run" and record.plan is not None:
-            self._add_planned(record, counts=counts)
+            self._add_planned(record, record.plan if not is_relative else kind, counts=counts)
         return counts
 
-    def _add_planned(self, record: IterationRecord, *, counts: bool) -> None:
+    def _add_planned(self, record: IterationRecord, plan: int | IterationKind, *, counts: bool) -> None:
         if self._frontier_of_plans != self.frontier:  # plan numbers are valid for one frontier only
             self._frontier_of_plans = self.frontier
             self._planned_before, self._saved_before = self.planned, self.saving()
             self._plans.clear()
             self._verdicts.clear()
-            self._predicted = self._shapes = None
+            self._kinds.clear()
+            self._predicted = None
         default_s, default_j = record.default_time_s, record.default_energy_j
-        if record.shape or record.limited:
-            series = self._plans[None]
+        series = self._plans[plan]
+        if isinstance(plan, IterationKind):
             if counts and default_s and default_j:
                 series.add(record.time_s / default_s, None if record.energy_j is None else record.energy_j / default_j)
-                self._add_shape(default_s, default_j)
+                self._add_default(plan, default_s, default_j)
         else:
-            series = self._plans[record.plan]
             if counts:
                 series.add(record.time_s, record.energy_j)
             if default_s and default_j:
                 self._predicted = Baseline(Typical(1, default_s, default_j / default_s))
         series.ran += 1
 
-    def _add_shape(self, default_s: float, default_j: float) -> None:
-        """Add an iteration's prediction at default clocks to the mean over all shapes."""
-        known = self._shapes.typical if self._shapes is not None else Typical(0, 0.0, 0.0)
+    def _add_default(self, kind: IterationKind, default_s: float, default_j: float) -> None:
+        """Add the prediction at default clocks of an iteration."""
+        known = self._kinds[kind].typical if kind in self._kinds else Typical(0, 0.0, 0.0)
         iterations = known.iterations + 1
         time_s = known.time_s + (default_s - known.time_s) / iterations
         known_j = known.energy_j or 0.0
         energy_j = known_j + (default_j - known_j) / iterations
-        self._shapes = Baseline(Typical(iterations, time_s, energy_j / time_s), "default")
+        self._kinds[kind] = Baseline(Typical(iterations, time_s, energy_j / time_s), "default")
 
     def _add_verdict(self, plan: int | None) -> None:
         typical = self._compared.typical
@@ -473,8 +490,12 @@ class JobMeasures:
             return self._predicted
         return longest
 
-    def plan(self, plan: int | None, others: Mapping[str, JobMeasures] | None = None) -> Measured | None:
-        """Return the iterations under a plan of the current frontier, with their baseline.
+    def plan(self, plan: int | IterationKind, others: Mapping[str, JobMeasures] | None = None) -> Measured | None:
+        """Return the iterations under plans, with their baseline.
+
+        Args:
+            plan: A plan of the current frontier, or a kind of iterations that has its own plans.
+            others: Other runs of the same job, by name.
 
         Returns:
             None if no iteration counts or there is no baseline.
@@ -482,12 +503,23 @@ class JobMeasures:
         series = self._plans.get(plan)
         if series is None or series.typical is None:
             return None
-        typical, baseline = series.typical, self._shapes if plan is None else self.baseline(plan, others)
-        if plan is None and self._shapes is not None:  # figures are relative to the default clocks of each shape
-            default = self._shapes.typical
-            power_w = typical.power_w and default.power_w and typical.power_w * default.power_w
-            typical = replace(typical, time_s=typical.time_s * default.time_s, power_w=power_w)
-        return None if baseline is None else Measured(plan, series.ran, typical, baseline)
+        if not isinstance(plan, IterationKind):
+            baseline = self.baseline(plan, others)
+            return None if baseline is None else Measured(plan, IterationKind(), series.ran, series.typical, baseline)
+        if plan not in self._kinds:
+            return None
+        # The figures are relative to the default clocks of each iteration.
+        relative, default = series.typical, self._kinds[plan].typical
+        power_w = relative.power_w and default.power_w and relative.power_w * default.power_w
+        typical = replace(relative, time_s=relative.time_s * default.time_s, power_w=power_w)
+        return Measured(None, plan, series.ran, typical, self._kinds[plan])
+
+    def of(self, record: IterationRecord) -> tuple[Measured | None, Baseline | None]:
+        """Return the iterations that ran under the same plans as one of them, and their baseline."""
+        kind = IterationKind.of(record)
+        if any(kind) or record.limited:
+            return self.plan(kind), self._kinds.get(kind)
+        return self.plan(record.plan or 0), self.baseline(record.plan)
 
     def plans(self, others: Mapping[str, JobMeasures] | None = None) -> list[Measured]:
         """Return the iterations under each plan, in the order in which the plans first ran."""
@@ -497,7 +529,7 @@ class JobMeasures:
     def typical_of_plans(self) -> dict[int, Typical]:
         """Return the typical iteration under each plan, independent of any baseline."""
         found = ((plan, series.typical) for plan, series in self._plans.items())
-        return {plan: typical for plan, typical in found if plan is not None and typical is not None}
+        return {plan: typical for plan, typical in found if not isinstance(plan, IterationKind) and typical is not None}
 
     @property
     def planned(self) -> int:

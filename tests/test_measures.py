@@ -4,7 +4,7 @@ import pytest
 from live_records import default_iteration, planned_iteration, started
 
 from perseus_ds.artifacts.run_records import PlanJudged, ProfileWritten
-from perseus_ds.measures import JobMeasures, PowerBySecond, Saving, Typical
+from perseus_ds.measures import IterationKind, JobMeasures, PowerBySecond, Saving, Typical
 
 
 def measures(*records):
@@ -163,17 +163,30 @@ def test_iterations_under_limits_are_compared_with_default_clocks_under_them_and
     records += [*at_default("default", [2.0] * 9, limited=True), PlanJudged(plan=0, kept=False)]
     after = measures(*records, *planned(4, **limited, **slow))
     assert after.plan(0) == before.plan(0)
-    assert after.plan(None).saved == pytest.approx(0.2)
+    assert after.plan(IterationKind()).saved == pytest.approx(0.2)
     assert after.planned == 12
 
 
 def test_shapes_of_inputs_are_compared_with_default_clocks_of_their_own():
     short = {"shape": 1, "time_s": 1.1, "energy_j": 80.0}
     long = {"shape": 2, "plan": 9, "time_s": 2.2, "energy_j": 160.0, "default_time_s": 2.0, "default_energy_j": 200.0}
-    mixed = [planned_iteration(n, **(short if n % 2 else long)) for n in range(1, 22)]
-    found = measures(*mixed).plan(None)
-    assert (found.slowdown, found.saved) == (pytest.approx(0.1), pytest.approx(0.2))
-    assert measures(*mixed).saving().saved_j == pytest.approx(21 * 30.0)
+    mixed = measures(*(planned_iteration(n, **(short if n % 2 else long)) for n in range(1, 22)))
+    for kind in (IterationKind(shape=1), IterationKind(shape=2)):
+        found = mixed.plan(kind)
+        assert (found.slowdown, found.saved) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert mixed.saving().saved_j == pytest.approx(11 * 20.0 + 10 * 40.0), "weighted by what was run"
+
+
+def test_orders_that_alternate_count_each_for_itself_and_the_saving_is_weighted_by_what_was_run():
+    first = {"plan": 3, "time_s": 1.0, "energy_j": 90.0, "default_time_s": 1.0, "default_energy_j": 100.0}
+    other = {"plan": 0, "order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
+    records = [planned_iteration(n, **(other if n % 3 == 0 else first)) for n in range(100, 130)]
+    found = measures(*at_default("default", [1.0] * 6), *records)
+    assert [(one.plan, one.kind.order, one.ran) for one in found.plans()] == [(3, 0, 20), (None, 1, 10)]
+    assert [one.saved for one in found.plans()] == [pytest.approx(0.1), pytest.approx(0.4)]
+    assert found.saving().saved_j == pytest.approx(20 * 10.0 + 10 * 20.0)
+    judged = PlanJudged(plan=0, order=1, kept=True)
+    assert measures(*at_default("default", [1.0] * 6), judged).verdict is None, "it is of the other order"
 
 
 def test_a_long_job_is_known_by_its_last_iterations():

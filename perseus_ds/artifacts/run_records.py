@@ -59,6 +59,7 @@ class IterationRecord(RunRecord):
     next_phase: str | None = None
     next_in_s: float | None = None
     plan: int | None = None
+    order: int | None = None
     shape: int | None = None
     limited: bool = False
     time_s: float = Field(gt=0)
@@ -83,6 +84,11 @@ class IterationRecord(RunRecord):
     def power_w(self) -> float | None:
         """Average power of all GPUs [W]."""
         return None if self.energy_j is None else self.energy_j / self.time_s
+
+    @property
+    def has_own_plans(self) -> bool:
+        """Whether it is of an order or shape that has plans and default clocks of its own, or may have."""
+        return bool(self.order or self.shape)
 
     @property
     def saved(self) -> float | None:
@@ -146,6 +152,8 @@ class ProfileWritten(Event):
 
     event: Literal["profile"] = "profile"
     path: str | None = None
+    order: int = 0
+    shape: int = 0
     resumed_clocks: int = 0
     iterations: int | None = None
     lost_s: float | None = None
@@ -180,6 +188,8 @@ class PlanJudged(Event):
 
     event: Literal["proof"] = "proof"
     plan: int | None = None
+    order: int = 0
+    shape: int = 0
     kept: bool = False
     reason: str = ""
     then: str = ""
@@ -193,7 +203,7 @@ class PlanJudged(Event):
     def in_words(self) -> str:
         energy = f"{percent(-self.saved)} ± {percent(self.saved_error).lstrip('+')} energy"
         time = f"{percent(self.slowdown)} ± {percent(self.slowdown_error).lstrip('+')} time"
-        decided = f"plan {self.plan} is {'kept' if self.kept else 'dropped'}"
+        decided = f"plan {self.plan}{of_kind(self.order, self.shape)} is {'kept' if self.kept else 'dropped'}"
         decided += f", since {self.reason}" if self.reason else ""
         promised = changes(self.promised_slowdown, self.promised_saved)
         compared = f"{decided}: {energy}, {time} (promised {promised}), against default clocks of this job"
@@ -222,6 +232,25 @@ class Predicted(Event):
             f"iterations at default clocks differ from the profile by {longer} time and {more} energy "
             f"({parts or 'no instruction, transfer or tail differs in time'}): "
             f"{'the profile is corrected, and plans are made again' if self.corrected else kept}"
+        )
+
+
+class OrderPlanned(Event):
+    """Iterations of another number of micro-batches that come often get plans of their own, or lose them."""
+
+    event: Literal["schedule"] = "schedule"
+    order: int = 0
+    micro_batches: int = 0
+    shares_profile: bool = False
+    given_up: str | None = None
+
+    def in_words(self) -> str:
+        if self.given_up:
+            return f"order {self.order} is no longer planned ({self.given_up}): it runs at default clocks"
+        profile = "the profile of the job's passes holds" if self.shares_profile else "it measures a profile first"
+        return (
+            f"many iterations have {self.micro_batches} micro-batches: they have plans of their own, as order "
+            f"{self.order}; {profile}"
         )
 
 
@@ -400,6 +429,12 @@ def trains(record: Record) -> bool:
     """Return whether a record is of an iteration whose time and energy are valid."""
     # While a simulated GPU is calibrated, instructions are not yet stretched.
     return isinstance(record, IterationRecord) and record.phase != "calibrate"
+
+
+def of_kind(order: int | None, shape: int | None) -> str:
+    """Return of which order and shape something is, in words; empty for the first ones."""
+    parts = [f"{name} {number}" for name, number in (("order", order), ("shape", shape)) if number]
+    return f" of {', '.join(parts)}" if parts else ""
 
 
 def limits_in_words(limits: Limits, more: int) -> str:

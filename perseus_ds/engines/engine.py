@@ -137,9 +137,8 @@ class Session:
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self._restored: dict[str, Any] = {}
         self._order: Hashable = None
-        # The schedule of the frontier in run mode; schedules left one after the other before their profile was done;
-        # and how long this one has to last until it is measured.
-        self._planned: Hashable = None
+        # In profile mode, schedules left one after the other before their profile was done, and how long this one has
+        # to last until it is measured.
         self._left = 0
         self._measured_in: int | None = None
         self.operation: Callable[..., AbstractContextManager[None]] = _surround_nothing
@@ -200,7 +199,7 @@ class Session:
             return
         with ExitStack() as iteration:
             iteration.callback(self._leave)
-            iteration.enter_context(runtime.iteration(samples))
+            iteration.enter_context(runtime.iteration(samples, order, self.engine.read))
             self._open = iteration
             if runtime.follows_operations:
                 self.operation = runtime.operation
@@ -277,7 +276,6 @@ class Session:
                         self.engine.model,
                     )
                 return None
-            self._planned = order
             try:
                 with reported_once():
                     self._start()
@@ -286,7 +284,7 @@ class Session:
                 if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
                     raise
                 self._go_on_without(error)
-        elif order != self._order:
+        elif order != self._order and self.config.mode in ("observe", "profile"):
             self._change_schedule(order)
         elif self._measured_in is not None:
             self._measured_in -= 1
@@ -306,13 +304,13 @@ class Session:
             action(self.runtime)
 
     def _change_schedule(self, order: Hashable) -> None:
-        """Go on with another schedule, such as after a changed batch size: auto mode profiles and plans again."""
+        """Go on with another schedule, such as after a changed batch size: a profile under way begins again."""
         assert self.runtime is not None
-        measures = self.config.mode == "auto" or (self.config.mode == "profile" and not self.runtime.profiled)
+        measures = self.config.mode == "profile" and not self.runtime.profiled
         if self._measured_in is None:
             self._left = 0 if self.runtime.profiled else self._left + 1
         self._measured_in = _LASTS_AFTER if measures and self._left > _MOST_LEFT else None
-        if (measures and self._measured_in is None) or (self.config.mode == "run" and order == self._planned):
+        if measures and self._measured_in is None:
             self._start_again()
         else:
             self.runtime.schedule_changed()

@@ -91,7 +91,7 @@ class History(JobProgress):
         return counts
 
     def _add_step(self, record: IterationRecord, *, counts: bool) -> None:
-        plan = None if record.shape else record.plan
+        plan = None if record.has_own_plans else record.plan
         if plan is not None and record.phase == "run" and self._frontier != self.measures.frontier:
             self._first_planned, self._frontier = len(self.steps), self.measures.frontier
         self.steps.append(

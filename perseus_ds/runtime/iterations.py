@@ -9,7 +9,7 @@ reports of the iteration before, or rank 0's decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -18,11 +18,14 @@ from perseus_ds.clocks.timers import FinishedIteration, Span
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
+UNKNOWN_ORDER = 255
+"""The number of all orders that have none; they run at default clocks."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,15 @@ class NextIteration:
         forecast: Prediction for the whole job; None without a plan.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
         times: Which operations are timed: what nobody asks for costs training nothing.
+        order: Number of its order, where orders have plans of their own.
+        of_order: Returns what to run instead, by the order of the iteration that begins, of which the schedule of this
+            rank can be read; None where all orders run alike.
+        new_orders: Orders that get phases of their own when they come next, for which all ranks meet.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
         by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
             default clocks. Empty where all shapes run alike.
         tell_shapes: Told the numbers of the shapes of its inputs as soon as they are known; None where nobody asks.
+        forwards: Of this rank, after which these are known; 0 where nobody asks.
         next_phase: The phase that follows; None where the job trains on like this.
         reported: Returns fields of this rank's report of the iteration that has just ended; called once that is done.
         decided: Rank 0's decision, which it sends with that report; None in phases without plans.
@@ -66,9 +74,13 @@ class NextIteration:
     forecast: Forecast | None = None
     aligns_tail: bool = False
     times: Times = "all"
+    order: int | None = None
+    of_order: Callable[[Hashable, Callable[[], Schedule] | None], NextIteration] | None = None
+    new_orders: frozenset[Hashable] = frozenset()
     shape: int | None = None
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     tell_shapes: Callable[[float, float], None] | None = None
+    forwards: int = 0
     next_phase: NextPhase | None = None
     reported: Callable[[], Mapping[str, Any]] = dict
     decided: Assignment | None = None
@@ -96,6 +108,7 @@ class IterationMeasurement:
         host_s: When it began and ended for the host, in the rank's timebase [s].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
+        order: What the engine runs, equal for equal schedules.
         shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
         number: Of the iteration in the job.
         stopped_s: How long before it began the one before had ended [s].
@@ -112,6 +125,7 @@ class IterationMeasurement:
     failed: bool
     reports: JobReport | None = None
     ranks: RankReports | None = None
+    order: Hashable = None
     shapes: tuple[float, float] = (0.0, 0.0)
     number: int = 0
     stopped_s: float = 0.0

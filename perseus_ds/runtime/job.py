@@ -57,6 +57,12 @@ class Job:
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
         return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
 
+    def of_order(self, number: int, schedule: Schedule) -> Job:
+        """Return the job as its iterations of another order are: with a schedule and a folder of their own."""
+        config = self.config.model_copy(update={"output_dir": str(self.output_dir / "orders" / str(number))})
+        info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
+        return replace(self, config=config, schedule=schedule, info=info)
+
     def started(self, communicator: Communicator, gpu: str) -> Started:
         """Return the event of the job's start; every rank must ask at the same time."""
         return Started(
@@ -113,7 +119,9 @@ class ModeContext:
     """The job as its mode sees it on one rank.
 
     Attributes:
-        job: The training job, or its iterations with inputs of one shape.
+        job: The training job, or its iterations of one order or with inputs of one shape.
+        order: Number of that order.
+        shape: Number of that shape.
         comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
     """
 
@@ -121,4 +129,6 @@ class ModeContext:
     rank: RankContext
     recorder: Recorder
     control: JobControl
+    order: int = 0
+    shape: int = 0
     comparisons: Iterator[int] = field(default_factory=itertools.count)

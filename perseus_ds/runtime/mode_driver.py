@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from perseus_ds.artifacts.run_records import FILE_NAME, Failed
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, ConnectionLostError
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import check_deadline
@@ -71,6 +72,7 @@ class ModeDriver:
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
         self._keeps_timeline = False
+        self._order: Hashable = None
         self._is_closed = False
         context = ModeContext(job, rank, recorder, control)
         if job.config.mode in ("run", "auto"):
@@ -81,9 +83,22 @@ class ModeDriver:
         self._mode = self._start()
         self.next: NextIteration = next(self._mode)
 
+    def begin(self, order: Hashable, read: Callable[[], Schedule] | None) -> None:
+        """Have the iteration that begins run what its order asks for; every rank must do so at once."""
+        self._order = order
+        if self.next.of_order is None:
+            return
+        if order in self.next.new_orders:
+            self.send_report()
+        try:
+            self.next = self.next.of_order(order, read)
+        except Exception as error:
+            self._leave(error)
+
     def times(self) -> Times:
         """Which operations of the next iteration are to be timed; asked for once, when it begins."""
-        self._keeps_timeline = not self.next.by_shape and self._timelines.wants(self.next.phase, self.next.plan)
+        is_first_kind = not (self.next.by_shape or self.next.order)
+        self._keeps_timeline = is_first_kind and self._timelines.wants(self.next.phase, self.next.plan)
         return "all" if self._keeps_timeline or self.next.by_shape else self.next.times
 
     def end_iteration(
@@ -108,6 +123,7 @@ class ModeDriver:
         self._ended_s = ended_s
         seen.number, seen.stopped_s, seen.reports = self._control.steps, stopped_s, reports
         seen.ranks = self._exchange.ranks if reports is not None else None
+        seen.order = self._order
         if seen.failed:
             ran = replace(ran, plan=None, forecast=None)
         if self._keeps_timeline:
@@ -120,7 +136,7 @@ class ModeDriver:
         next_phase = NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase
         # Records wait to be written together: until then none may keep the events of its iteration from the pool.
         self._ended = IterationContext(
-            seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.shape, ended, next_phase
+            seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.order, ran.shape, ended, next_phase
         )
         self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
@@ -187,7 +203,7 @@ class ModeDriver:
         """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""
         choices = self.next.by_shape
         if choices:
-            self.next = choices.get(shape, UNPLANNED)
+            self.next = replace(choices.get(shape, UNPLANNED), order=self.next.order)
         return bool(choices)
 
     def resume(self, progress: Mapping[str, Any]) -> None:

@@ -26,8 +26,9 @@ from perseus_ds.runtime.frontiers import (
 )
 from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import ModeContext
+from perseus_ds.runtime.orders import OrderPhases
 from perseus_ds.runtime.prediction import correct_profile, is_predicted
-from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, warm_up
+from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, share_profile, warm_up
 from perseus_ds.runtime.shapes import Shape, ShapePhases
 from perseus_ds.runtime.under_plans import Outcome, PlanRunner
 
@@ -45,8 +46,12 @@ def mode_of(context: ModeContext) -> Phase[None]:
     Raises:
         PerseusError: On all ranks, what is wrong on one.
     """
-    modes = {"run": _run, "profile": _profile, "auto": _auto, "observe": _observe}
-    return modes[context.job.config.mode](context)
+    mode = context.job.config.mode
+    if mode == "run":
+        return OrderPhases(context, _run(context), None).run()
+    if mode == "auto":
+        return OrderPhases(context, _auto(context), _of_order).run()
+    return {"profile": _profile, "observe": _observe}[mode](context)
 
 
 def _observe(context: ModeContext) -> Phase[None]:
@@ -94,11 +99,24 @@ def _profile(context: ModeContext) -> Phase[None]:
 
 
 def _auto(context: ModeContext) -> Phase[None]:
-    job = context.job
     _check_clocks(context)
     frontier = frontier_of_an_earlier_run(context)
     yield from calibrate(context)
-    first = yield from _profile_and_run(context, frontier)
+    yield from _by_shape(context, frontier)
+
+
+def _of_order(context: ModeContext, profile: Path | None) -> Phase[None]:
+    """Train iterations of another order than the first, by a profile of the same passes if there is one."""
+    frontier = frontier_of_an_earlier_run(context)
+    if frontier is None and profile is not None:
+        share_profile(context, profile)
+    yield from _by_shape(context, frontier, has_profile=profile is not None)
+
+
+def _by_shape(context: ModeContext, frontier: Frontier | None, *, has_profile: bool = False) -> Phase[None]:
+    """Train iterations of one order, all of them alike if possible, else by the shapes of their inputs."""
+    job = context.job
+    first = yield from _profile_and_run(context, frontier, has_profile=has_profile)
 
     def load() -> tuple[Frontier, StageProfile]:
         return Frontier.load(job.output_dir), StageProfile.load(job.profile_path)
@@ -108,18 +126,26 @@ def _auto(context: ModeContext) -> Phase[None]:
     def start(number: int, shape: Shape) -> Phase[float | None]:
         if number == 0:
             return _profile_and_run(context, frontier, tails_of=profile)
-        own = replace(context, job=job.of_shape(number, repr(shape)))
+        own = replace(context, job=job.of_shape(number, repr(shape)), shape=number)
         return _profile_and_run(own, frontier_of_an_earlier_run(own), tails_of=profile)
 
     yield from ShapePhases(context, start, first).run()
 
 
 def _profile_and_run(
-    context: ModeContext, frontier: Frontier | None, *, tails_of: StageProfile | None = None
+    context: ModeContext,
+    frontier: Frontier | None,
+    *,
+    has_profile: bool = False,
+    tails_of: StageProfile | None = None,
 ) -> Phase[float | None]:
     """Train under plans of an earlier run, or of a profile that is measured first.
 
-    The tails of iterations of one shape cannot be measured: they are those of another profile.
+    Args:
+        context: Of the mode.
+        frontier: Plans of an earlier run, if there are any.
+        has_profile: Whether the job's profile need not be measured.
+        tails_of: A profile whose tails are used: those of iterations of one shape cannot be measured.
 
     Returns:
         Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
@@ -132,10 +158,11 @@ def _profile_and_run(
     back_off = BackOff(DROPPED_FOR)
     switch_cost = SwitchCost()
     while True:
-        if frontier is None:
+        if frontier is None and not has_profile:
             baseline = yield from warm_up(context, tails_of=tails_of)
             yield from profile_online(context, baseline)
             period_s = baseline.counter_period_s
+        has_profile = False
         default = DefaultIterations(period_s := period_s or counter_period_s(rank))
         if frontier is None:
             frontier = yield from optimise(context, default, switch_cost.time_s)

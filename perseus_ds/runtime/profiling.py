@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
@@ -262,6 +263,8 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
+            order=context.order,
+            shape=context.shape,
             resumed_clocks=search.resumed,
             iterations=measurement.iterations,
             lost_s=round(lost_s, 3),
@@ -387,6 +390,29 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
         raise ProfileError("no forward or backward was measured")
     raw.save(job.profile_path.with_name("measured.csv"))
     profile.save(job.profile_path)
+
+
+def share_profile(context: ModeContext, path: Path) -> None:
+    """Use the profile of another order of the same passes for this one; every rank must do so at once.
+
+    Raises:
+        PerseusError: On all ranks: it cannot be read.
+        OSError: On all ranks: it cannot be written.
+    """
+    job, communicator = context.job, context.rank.communicator
+    of_order = {
+        "job": job.profile_key(communicator),
+        "schedule": job.schedule.name,
+        "micro_batches": job.schedule.micro_batches,
+        "streams": ScheduleStreams.of(job.schedule),
+        "memory_bytes": [],  # which depends on the order
+    }
+
+    def share() -> None:
+        profile = StageProfile.load(path)
+        StageProfile(profile.measurements, profile.info.model_copy(update=of_order)).save(job.profile_path)
+
+    communicator.computed_on_rank_0(share)
 
 
 def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:

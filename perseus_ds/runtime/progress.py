@@ -408,8 +408,7 @@ class JobProgress:
         last = self._last
         if last is None or last.plan is None or last.phase != "run":
             return None
-        plan = None if last.shape else last.plan
-        measured, baseline = self.measures.plan(plan), self.measures.baseline(plan)
+        measured, baseline = self.measures.of(last)
         return PlanFacts(
             plan=last.plan,
             plans=chosen.plans,

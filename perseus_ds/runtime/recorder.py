@@ -79,6 +79,7 @@ class IterationContext(NamedTuple):
         phase: As in ``run.jsonl``.
         plan: Its plan; None without one.
         forecast: What the plan promised; None without one.
+        order: Number of its order, where orders have plans of their own.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
         ended: When it ended [Unix seconds].
         next_phase: What follows its phase.
@@ -89,6 +90,7 @@ class IterationContext(NamedTuple):
     phase: str
     plan: int | None = None
     forecast: Forecast | None = None
+    order: int | None = None
     shape: int | None = None
     ended: float = 0.0
     next_phase: NextPhase | None = None
@@ -245,6 +247,7 @@ class Recorder:
             ended=round(iteration.ended, 3),
             phase=iteration.phase,
             plan=iteration.plan,
+            order=iteration.order,
             shape=iteration.shape,
             limited=bool(self._limits),
             time_s=_rounded(reports.column("time_s").max()),

@@ -123,8 +123,6 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        stream = job.schedule.instructions[communicator.topology.pipeline_rank]
-        self._forwards = sum(instruction.kind is Kind.FORWARD for instruction in stream)
         self._closed = self._process_ends = False
         self._ended: tuple[DriverCall | None, float] = None, -math.inf
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
@@ -252,13 +250,23 @@ class PerseusRuntime:
         return self._fallback.is_in_force
 
     @contextmanager
-    def iteration(self, samples: int = 0) -> Iterator[None]:
-        """Surround one training iteration, after which the job has seen so many samples."""
+    def iteration(
+        self, samples: int = 0, order: Hashable = None, read: Callable[[], Schedule] | None = None
+    ) -> Iterator[None]:
+        """Surround one training iteration.
+
+        Args:
+            samples: Samples that the job has seen after it.
+            order: Equal for equal schedules, on all ranks.
+            read: Returns what this rank executes in it, as a schedule of one rank; called if the order is another one
+                than the first, and comes often.
+        """
         clocks = self.rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         self._has_clocks = self._check()
+        self._driver.begin(order, read)
         plan = self.next.clocks if self._has_clocks else ClockPlan()
-        self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
+        self._shapes = InputShapes(self.next.forwards, self.next.tell_shapes)
         aligns_tail = self.next.aligns_tail and self._has_tail
         # Before the clock is set, which takes a while.
         begins = self._hooks.start_iteration(self._driver.times())

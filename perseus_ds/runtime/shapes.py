@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,16 +20,13 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.run_records import ShapePlanned
 from perseus_ds.errors import PerseusError
-from perseus_ds.policy.reports import SHAPES, JobReport, shapes_number
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.policy.reports import SHAPES, shapes_number
 from perseus_ds.ranks import Pending
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase
 from perseus_ds.runtime.job import ModeContext
+from perseus_ds.runtime.kinds import MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
 
-_MOST = 6
-# A shape gets a profile, which costs some twenty slower iterations, when so many of the last iterations had it.
-_OFTEN, _LAST = 5, 50
-# Of more shapes than are kept, one that has not come for so many iterations makes room for another.
-_UNUSED = 500
 # Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
 # A number holds so many bits, one for each known shape; two numbers hold those of all.
@@ -84,32 +80,17 @@ class Shape:
     first: float = field(compare=False)
 
 
-@dataclass
-class _Planned:
+class _Planned(KindOfIteration):
     """A shape with phases of its own.
 
     Attributes:
-        number: As it is recorded.
-        phases: The phases; None when they have been given up.
-        wanted: What to run in iterations of this shape.
-        reports: Of its last iteration; None where they were passed on already, or cut off.
-        came: When it came last.
         iterations: How often it came.
         confused: How often an iteration began like it and was of another shape.
     """
 
-    number: int
-    phases: Phase[Any] | None
-    wanted: NextIteration = UNPLANNED
-    reports: JobReport | None = None
-    came: int = 0
-    iterations: int = 0
-    confused: int = 0
-
-    def close(self) -> None:
-        """End its phases, and what they have running beside training."""
-        if self.phases:
-            self.phases.close()
+    def __init__(self, number: int, phases: Phase[Any], came: int) -> None:
+        super().__init__(number, phases, came)
+        self.iterations = self.confused = 0
 
 
 def _of_all(numbers: npt.NDArray[np.float64], _: list[None]) -> list[int]:
@@ -134,10 +115,11 @@ class ShapePhases:
         self._start = start
         self._first = first
         self._planned: dict[Shape, _Planned] = {}
-        self._seen: deque[Shape] = deque(maxlen=_LAST)
-        self._iterations = 0
+        self._frequent: FrequentKinds[Shape] = FrequentKinds()
         self._numbers = 0
         self._progress: dict[str, Any] = {}
+        stream = context.job.schedule.instructions[self._topology.pipeline_rank]
+        self._forwards = sum(instruction.kind is Kind.FORWARD for instruction in stream)
         self._told: Pending[list[int] | None] | None = None
 
     def run(self) -> Phase[None]:
@@ -149,16 +131,14 @@ class ShapePhases:
                 if not isinstance(received, IterationMeasurement):  # a checkpoint
                     ran = None
                     for planned in self._planned.values():
-                        planned.reports = None
                         if planned.phases:
                             self._advance(planned, received)
                     continue
                 if ran is not None:
-                    ran.reports = received.reports
+                    ran.add_reports(received)
                 ran = self._of(received)
                 if ran is not None:
-                    reports, ran.reports = ran.reports, None
-                    self._advance(ran, replace(received, reports=reports))
+                    self._advance(ran, received)
         finally:
             for planned in self._planned.values():
                 planned.close()
@@ -167,13 +147,18 @@ class ShapePhases:
         """Return what to run: until its shape is known, what the last shape asks for."""
         by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
-        return replace(begin, by_shape=by_shape, tell_shapes=self._tell, progress=lambda: self._progress)
+        return replace(
+            begin,
+            by_shape=by_shape,
+            tell_shapes=self._tell,
+            forwards=self._forwards,
+            progress=lambda: self._progress,
+        )
 
     def _of(self, seen: IterationMeasurement) -> _Planned | None:
         """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
         shape, alike = self._shape_on_all_ranks(*seen.shapes)
-        self._iterations += 1
-        self._seen.append(shape)
+        self._frequent.add(shape)
         for other, planned in self._planned.items():
             if other != shape and other in alike:
                 planned.confused += 1
@@ -184,7 +169,7 @@ class ShapePhases:
             return None  # it did not run what these phases ask for
         found = self._planned.get(shape)
         if found is not None:
-            found.came, found.iterations = self._iterations, found.iterations + 1
+            found.came, found.iterations = self._frequent.iterations, found.iterations + 1
         return found if found is not None and found.phases else None
 
     def _shape_on_all_ranks(self, first: float, total: float) -> tuple[Shape, set[Shape]]:
@@ -214,16 +199,22 @@ class ShapePhases:
     @property
     def _known(self) -> list[Shape]:
         """The shapes that an iteration may be like; no more of them than two words have bits."""
-        return [*dict.fromkeys([*self._planned, *self._seen])]
+        return [*dict.fromkeys([*self._planned, *self._frequent.last])]
 
     def _advance(self, planned: _Planned, received: IterationMeasurement | Mapping[str, Any] | None) -> None:
         """Have the phases of a shape decide on its next iteration; None lets them begin."""
-        assert planned.phases is not None
         try:
-            wanted = planned.phases.send(received)  # type: ignore[arg-type]
+            if received is None:
+                planned.begin()
+            else:
+                planned.advance(received)
+        except StopIteration:
+            self._give_up(planned, "its passes no longer have times of their own")
+            return
         except PerseusError as error:  # the same on all ranks
             self._give_up(planned, str(error).rstrip("."))
             return
+        wanted = planned.wanted
         if progress := wanted.progress():
             self._progress = {**progress, "plan": None}
         if wanted.phase == "observe":
@@ -236,14 +227,16 @@ class ShapePhases:
         if not alike.isdisjoint(self._planned):
             return False
         is_first = shape.total == self._first
-        if sum(other != shape and other in alike for other in self._seen) > _CONFUSED or not (
-            is_first or self._seen.count(shape) >= _OFTEN
+        if sum(other != shape and other in alike for other in self._frequent.last) > _CONFUSED or not (
+            is_first or self._frequent.is_frequent(shape)
         ):
             return False
-        if len(self._planned) < _MOST:
+        if self._numbers >= MOST_NUMBERS:
+            return False
+        if len(self._planned) < MOST_KINDS:
             return True
-        unused = min(self._planned, key=lambda other: self._planned[other].came)
-        if self._iterations - self._planned[unused].came < _UNUSED:
+        unused = self._frequent.unused(self._planned)
+        if unused is None:
             return False
         self._planned.pop(unused).close()
         return True
@@ -254,10 +247,9 @@ class ShapePhases:
         else:
             number = self._numbers = self._numbers + 1
         self._recorder.announce(ShapePlanned(shape=number))
-        planned = self._planned[shape] = _Planned(number, self._start(number, shape), came=self._iterations)
+        planned = self._planned[shape] = _Planned(number, self._start(number, shape), self._frequent.iterations)
         self._advance(planned, None)
 
     def _give_up(self, planned: _Planned, why: str) -> None:
         planned.close()
-        planned.phases, planned.wanted = None, UNPLANNED
         self._recorder.announce(ShapePlanned(shape=planned.number, given_up=why))

@@ -104,6 +104,7 @@ class PlanRunner:
         self._iterations = 0
         self._default = None if default is None else default.sample
         self._comparisons = context.comparisons
+        self._kind = {"order": context.order, "shape": context.shape}
         self._sure: float | None = None
         # Whether default clocks have just been measured.
         self._is_fresh = default is not None
@@ -325,7 +326,9 @@ class PlanRunner:
         """Say and record how the plan compares with default clocks, and what follows."""
         figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
         decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
-        self._recorder.announce(PlanJudged.model_validate({"plan": self._planned.plan, **decided, **figures}))
+        self._recorder.announce(
+            PlanJudged.model_validate({"plan": self._planned.plan, **self._kind, **decided, **figures})
+        )
 
     def _one_iteration(
         self, next_phase: NextPhase | None = None, *, at_default: bool = False

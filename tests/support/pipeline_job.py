@@ -163,8 +163,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if rank == job["stages"] - 1 and (folder / "cut").exists():
             (folder / "cut").unlink()
             job["connected"].cut()
-        if "buckets" in job:
-            engine.reset_activation_shape()
+        change_batch(engine, job, step)
         losses.append(float(engine.train_batch(data)))
         if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
             plans.append(engine.perseus.runtime.next.status.get("plan"))
@@ -182,6 +181,15 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if "end_by" in job and is_ordered(folder / "end"):
             end(job["end_by"], rank)
     return {"losses": losses, "resources": resources, "plans": plans}
+
+
+def change_batch(engine, job: dict, step: int) -> None:
+    """Have the engine expect what differs between batches: the shapes of inputs, or the number of micro-batches."""
+    if "buckets" in job:
+        engine.reset_activation_shape()
+    if "counts" in job:
+        count = job["counts"][step % len(job["counts"])]
+        engine.set_train_batch_size(8 * count * engine.grid.data_parallel_size)
 
 
 def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:

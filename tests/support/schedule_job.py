@@ -75,6 +75,14 @@ def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Mod
     return make(stages[0] if single else stages, job["micro_batches"], loss_fn=nn.MSELoss()), layers
 
 
+def count_of(schedule: Any, job: dict[str, Any], step: int) -> int:
+    """Return how many micro-batches a step has; torch has no other way to change it than an attribute."""
+    counts = job.get("counts")
+    if counts is not None:
+        schedule._n_microbatches = counts[step % len(counts)]
+    return int(schedule._n_microbatches)
+
+
 def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ...], targets: dict[str, Any]) -> bool:
     """Call the schedule as the job does; return whether gradients are complete."""
     is_final = (step + 1) % job.get("calls_per_step", 1) == 0
@@ -114,7 +122,7 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
             left -= attachment.phase == last_phase
             if left < 0:
                 break
-        inputs = torch.randn(job["micro_batches"] * ROWS, WIDTH, generator=data)
+        inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)
         losses: list[torch.Tensor] = []
         if step == 0 and "evaluate_after" in job:  # what a first evaluation leaves out, training must make up for
             given = {"target": inputs, "losses": losses} if any(s.is_last for s in stages) else {}

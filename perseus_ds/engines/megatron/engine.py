@@ -47,6 +47,8 @@ _SINGLE = "forward_backward_no_pipelining"
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
+# Of more, one that has not come for long is forgotten, and shows itself again.
+_MOST_ORDERS = 64
 _ONE_GRAPH = "an iteration that is replayed as one CUDA graph (FullCudaGraphWrapper) has no instructions to plan"
 
 
@@ -197,7 +199,9 @@ class MegatronEngine(Engine):
         chunks = len(self._model)
         group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
         order = (name, kwargs["num_microbatches"], chunks, group_size)
-        if order not in self._orders:
+        if order in self._orders:
+            self._orders[order] = self._orders.pop(order)  # the last one in use
+        else:
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
         with self._session.iteration(order):
@@ -257,6 +261,8 @@ class MegatronEngine(Engine):
             self._orders[order] = Schedule(f"{_SCHEDULES}:{order[0]}", order[1], (recorder.operations(),))
         except ScheduleError as error:  # raised on all ranks at the start of the next iteration
             self._orders[order] = ScheduleError(f"The order of {order[0]} is not known: {error}.")
+        if len(self._orders) > _MOST_ORDERS:
+            del self._orders[next(iter(self._orders))]
         return result
 
     def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import statistics
 import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -46,8 +47,10 @@ class VirtualJob:
         work_s: Of each stage, how long each kind of instruction takes at the top clock; a test may change it [s].
         slowdowns: How many times as long each rank takes; a test may change it.
         wait_s: Time in which the GPU waits after each pass; a test may change it [s].
+        schedule: What its ranks execute; a test may change it.
         shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
         taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
+        read: How many times the schedule of an order was read after the start.
         waits: How many times a rank had to wait for others in a collective.
     """
 
@@ -101,6 +104,7 @@ class VirtualJob:
         self.shapes = 1.0
         self.worker = WorkerAtOnce
         self.taken = []
+        self.read = 0
         self.runtimes = [None] * ranks
         self.wait_s, self._transfer_s, self._other_s = wait_s, transfer_s, other_s
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
@@ -191,6 +195,11 @@ class VirtualJob:
         """Let the device wait."""
         (self._cuda[rank].idle if self._cuda is not None else self.time.sleep)(seconds)
 
+    def read_order(self, rank, schedule):
+        """What a rank executes of a schedule, read once the job has started."""
+        self.read += rank == 0
+        return replace(schedule, ranks=(schedule.ranks[self._place(rank)[1]],))
+
     def settle(self):
         """Wait until the devices are done."""
         for cuda in self._cuda or ():
@@ -251,8 +260,9 @@ class VirtualJob:
         begin_j = sum(gpu.true_energy_j for gpu in self.gpus) if rank == 0 else 0.0
         shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
         self._iterations[rank] += 1
-        with runtime.iteration():
-            for operation in self.schedule.ranks[self._place(rank)[1]]:
+        schedule, place = self.schedule, self._place(rank)[1]
+        with runtime.iteration(0, schedule.micro_batches, lambda: self.read_order(rank, schedule)):
+            for operation in schedule.ranks[place]:
                 kind = operation.instruction.kind if isinstance(operation, Compute) else None
                 with runtime.operation(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
                     if kind is not None:

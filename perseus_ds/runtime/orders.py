@@ -1,0 +1,219 @@
+"""Plans for each order of passes, such as for numbers of micro-batches that alternate or grow.
+
+All ranks know the order of an iteration when it begins. The first order goes through the phases of the mode. Another
+one that is frequent goes through its own phases, which receive the iterations of that order only. Passes are the same
+in all orders, so all orders share one profile: of a new order only the schedule is read, for which all ranks meet once.
+Rare orders run at default clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from perseus_ds.artifacts.run_records import OrderPlanned
+from perseus_ds.errors import PerseusError
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.runtime.iterations import UNKNOWN_ORDER, UNPLANNED, IterationMeasurement, NextIteration, Phase
+from perseus_ds.runtime.job import ModeContext
+from perseus_ds.runtime.kinds import LAST, MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
+
+_OF_UNKNOWN_ORDER = replace(UNPLANNED, order=UNKNOWN_ORDER)
+_MEASURING = ("warm-up", "profile")
+_WITHOUT_PROFILE = ("calibrate", "observe")
+
+
+class _Order(KindOfIteration):
+    """An order that has its own phases.
+
+    Attributes:
+        profile: The profile of its passes; None before there is one.
+    """
+
+    def __init__(self, number: int, phases: Phase[Any], profile_path: Path, came: int = 0) -> None:
+        super().__init__(number, phases, came)
+        self._profile_path = profile_path
+        self.profile: Path | None = None
+
+    def note_profile(self) -> None:
+        """Update whether there is a profile, by the present phase."""
+        if self.wanted.phase in _MEASURING and not self.wanted.shape:
+            self.profile = None
+        elif self.wanted.phase not in _WITHOUT_PROFILE:
+            self.profile = self._profile_path
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its profile is being measured."""
+        return self.phases is not None and self.profile is None
+
+
+class OrderPhases:
+    """Trains each frequent order in its own phases; all ranks call all methods together.
+
+    Args:
+        context: Of the mode.
+        first: The phases of the first order.
+        start: Begins the phases of another order, given a profile of its passes or None. None if only the first order
+            has plans.
+    """
+
+    def __init__(
+        self, context: ModeContext, first: Phase[None], start: Callable[[ModeContext, Path | None], Phase[None]] | None
+    ) -> None:
+        self._context = context
+        self._start = start
+        self._first = _Order(0, first, context.job.profile_path)
+        self._planned: dict[Hashable, _Order] = {}
+        self._frequent: FrequentKinds[Hashable] = FrequentKinds()
+        # Orders that get phases when they come next: only then can their schedule be read.
+        self._awaited: set[Hashable] = set()
+        self._numbers = 0
+        self._has_said = False
+
+    def run(self) -> Phase[None]:
+        """Train for the rest of the job, or until the phases of the first order end."""
+        ran: _Order | None = self._first
+        try:
+            self._first.begin()
+            while True:
+                received = yield self._next_iteration(ran)
+                if isinstance(received, IterationMeasurement):
+                    if ran is not None:
+                        ran.add_reports(received)
+                    ran = self._of(received.order)
+                    affected = [ran] if ran is not None else []
+                else:  # a checkpoint
+                    ran, affected = None, [order for order in self._planned.values() if order.phases]
+                for order in affected or ([self._first] if not self._planned else []):
+                    if not self._advance(order, received):
+                        return
+        finally:
+            for order in (self._first, *self._planned.values()):
+                order.close()
+
+    def _next_iteration(self, ran: _Order | None) -> NextIteration:
+        """Return the request for an iteration whose order is not known yet."""
+        begin = ran.wanted if ran is not None else _OF_UNKNOWN_ORDER
+        # Reports must have been sent before an iteration in which ranks exchange something else.
+        aligns_tail = begin.aligns_tail or any(order.wanted.aligns_tail for order in self._planned.values())
+        return replace(
+            begin,
+            of_order=self._of_order,
+            new_orders=frozenset(self._awaited),
+            aligns_tail=aligns_tail,
+            progress=self._progress,
+        )
+
+    def _progress(self) -> dict[str, Any]:
+        progress = self._first.wanted.progress()
+        return {**progress, "plan": None} if progress and len(self._planned) > 1 else progress
+
+    def _of_order(self, order: Hashable, read: Callable[[], Schedule] | None) -> NextIteration:
+        """Return the request for an iteration of an order that is about to begin."""
+        if not self._planned:
+            self._planned[order] = self._first
+        if order in self._awaited and read is not None:
+            self._awaited.remove(order)
+            self._begin(order, read)
+        found = self._planned.get(order)
+        return found.wanted if found is not None and found.phases else _OF_UNKNOWN_ORDER
+
+    def _of(self, order: Hashable) -> _Order | None:
+        """Return the order of an iteration that has ended, or None if it has no phases yet."""
+        self._frequent.add(order)
+        found = self._planned.get(order)
+        if found is not None:
+            found.came = self._frequent.iterations
+            return found if found.phases else None
+        if not self._has_said:
+            self._has_said = True
+            which = "numbers that come often get plans" if self._start else "the plans are for one number"
+            self._context.recorder.say(
+                f"iterations differ in their number of micro-batches: {which}, all others run at default clocks"
+            )
+        if self._deserves_plans(order):
+            self._awaited.add(order)
+        return None
+
+    def _deserves_plans(self, order: Hashable) -> bool:
+        """Return whether an order is frequent and may get plans now."""
+        if self._start is None or order in self._awaited or not self._frequent.is_frequent(order):
+            return False
+        if self._numbers >= MOST_NUMBERS:
+            return False
+        # An order that is measured keeps others waiting, unless it comes no more.
+        now = self._frequent.iterations
+        if self._profile() is None and any(o.is_measured and now - o.came < LAST for o in self._planned.values()):
+            return False
+        if len(self._planned) + len(self._awaited) < MOST_KINDS:
+            return True
+        unused = self._frequent.unused(self._planned)
+        if unused is None or self._planned[unused] is self._first:
+            return False
+        self._planned.pop(unused).close()
+        return True
+
+    def _profile(self) -> Path | None:
+        """Return the path of a profile of the job's passes, if there is one."""
+        return next((order.profile for order in self._planned.values() if order.profile), None)
+
+    def _begin(self, order: Hashable, read: Callable[[], Schedule]) -> None:
+        """Start the phases of an order whose iteration is about to begin."""
+        assert self._start is not None, "orders are awaited to be begun"
+        communicator = self._context.rank.communicator
+        self._numbers += 1
+        micro_batches = 0
+        profile = self._profile()
+        try:
+            own = communicator.raise_on_all_ranks(read)
+            schedule = replace(own, ranks=tuple(communicator.pipeline_gather(own.ranks[0])))
+            micro_batches = schedule.micro_batches
+            job = self._context.job.of_order(self._numbers, schedule)
+            context = replace(self._context, job=job, order=self._numbers)
+            found = _Order(self._numbers, self._start(context, profile), job.profile_path, self._frequent.iterations)
+            self._announce(self._numbers, micro_batches, shares_profile=profile is not None)
+            self._planned[order] = found
+            found.begin()
+            self._settle(found)
+        except PerseusError as error:  # the same on all ranks
+            self._planned.setdefault(order, _Order(self._numbers, _nothing(), self._context.job.profile_path)).close()
+            self._announce(self._numbers, micro_batches, given_up=str(error).rstrip("."))
+
+    def _advance(self, order: _Order, received: Any) -> bool:
+        """Advance the phases of an order, and return False if those of the first order have ended.
+
+        Raises:
+            PerseusError: Of the first order.
+        """
+        try:
+            order.advance(received)
+        except StopIteration:
+            order.close()
+            return order is not self._first
+        except PerseusError as error:  # the same on all ranks
+            if order is self._first:
+                raise
+            order.close()
+            self._announce(order.number, 0, given_up=str(error).rstrip("."))
+            return True
+        self._settle(order)
+        return True
+
+    def _settle(self, order: _Order) -> None:
+        order.note_profile()
+        if order.number:
+            order.wanted = replace(order.wanted, order=order.number)
+
+    def _announce(
+        self, number: int, micro_batches: int, *, shares_profile: bool = False, given_up: str | None = None
+    ) -> None:
+        self._context.recorder.announce(
+            OrderPlanned(order=number, micro_batches=micro_batches, shares_profile=shares_profile, given_up=given_up)
+        )
+
+
+def _nothing() -> Phase[None]:
+    yield UNPLANNED
