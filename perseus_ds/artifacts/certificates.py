@@ -1,4 +1,4 @@
-"""The proof of a frontier's lower bounds: ``certificates.npz``, arrays without pickled objects."""
+"""``certificates.npz``: the proofs of a frontier's lower bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_NAME = "certificates.npz"
 SCHEMA_VERSION = 1
 _MOST_BYTES = 256 * MIB
 _REMEDY = 'Run "perseus-ds optimize" with --certificates again.'
-# Name -> type and number of dimensions of each array.
+# By name: type and number of dimensions of each array.
 _ARRAYS = {
     "schema_version": ("int64", 0),
     "schedule": ("uint8", 1),
@@ -37,16 +37,16 @@ _ARRAYS = {
 
 @dataclass(frozen=True)
 class Certificates:
-    """Flows through the DAG, and of which two flows each plan's proof is a mixture.
+    """Flows through the DAG, of which a mixture of two proves each plan's bound.
 
-    ``optimizer/bounds.py`` states what a flow proves.
+    :mod:`perseus_ds.optimizer.bounds` explains how a flow proves a bound.
 
     Attributes:
-        schedule: The schedule whose DAG the flows belong to.
+        schedule: The schedule with whose DAG the flows were computed.
         edge_flow_w: Shape (flows, edges of the DAG), in the order of ``dag.predecessors`` [W].
         source_flow_w: Shape (flows, nodes of the DAG): flow into nodes without predecessors [W].
-        mixed: Shape (plans, 2): the two flows.
-        share: Shape (plans,): how much of the second one, 0 to 1.
+        mixed: Shape (plans, 2): indices of the two flows.
+        share: Shape (plans,): share of the second flow, 0 to 1.
     """
 
     schedule: Schedule
@@ -56,7 +56,7 @@ class Certificates:
     share: Floats
 
     def flow_w(self, plan: int) -> tuple[Floats, Floats]:
-        """Return the flow of one plan's proof: over the edges, and into nodes without predecessors [W]."""
+        """Return the flow over the edges and into nodes without predecessors for one plan's proof [W]."""
         (first, second), share = self.mixed[plan], self.share[plan]
         edges, source = self.edge_flow_w, self.source_flow_w
         return (1 - share) * edges[first] + share * edges[second], (1 - share) * source[first] + share * source[second]
@@ -78,14 +78,14 @@ class Certificates:
 
     @classmethod
     def load(cls, path: Path) -> Certificates:
-        """Read the file (or the one in a folder).
+        """Read the file, given its path or its folder.
 
         Raises:
-            FrontierError: It is missing, cut off, damaged, too large, or of another version.
+            FrontierError: If the file is missing, truncated, damaged, too large, or of another version.
         """
         path = path / FILE_NAME if path.is_dir() else path
         if not path.exists():
-            raise FrontierError(f"{path}: no such file; it holds the proofs of the lower bounds. {_REMEDY}")
+            raise FrontierError(f"{path}: no such file; it contains the proofs of the lower bounds. {_REMEDY}")
         try:
             with open_bounded(path, FrontierError, FILE_NAME, _MOST_BYTES) as file:
                 arrays = _read_arrays(file)
@@ -113,10 +113,10 @@ class Certificates:
 
 
 def _read_arrays(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays; what the archive's directory declares is checked before anything is unpacked.
+    """Read the arrays, checking the archive's directory before anything is unpacked.
 
     Raises:
-        ValueError: It is damaged, too large, or holds something else.
+        ValueError: If the file is damaged, too large, or has other contents.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -128,8 +128,8 @@ def _read_arrays(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
             raise ValueError(f"{total} bytes of arrays, at most {_MOST_BYTES} are read")
         file.seek(0)
         with np.load(file, allow_pickle=False) as loaded:
-            arrays = {name: np.asanyarray(loaded[name]) for name in _ARRAYS}  # bytes where it is no array
-    except Exception as error:  # zipfile, zlib and NumPy raise errors of many kinds for what is damaged
+            arrays = {name: np.asanyarray(loaded[name]) for name in _ARRAYS}  # bytes if it is not an array
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
         raise ValueError(str(error) or type(error).__name__) from None
     for name, (dtype, dimensions) in _ARRAYS.items():
         found = arrays[name]

@@ -1,4 +1,4 @@
-"""What checks on a real GPU have measured: ``evidence.json``, written by ``make test-gpu``."""
+"""``evidence.json``: results of checks on a real GPU, written by ``make test-gpu``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from perseus_ds.units import printable
 
 FILE_NAME = "evidence.json"
 Lines = Annotated[str, Field(max_length=10_000), AfterValidator(printable)]
-"""A text of several lines."""
+"""A text that may have several lines."""
 Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 
 
 class Figure(FileModel):
-    """One measured figure, and the limits that it must keep, if any.
+    """One measured figure with its limits, if any.
 
     Attributes:
-        unit: Its unit, such as ``ms``; empty for a number or a ratio.
+        name: Description of the figure.
+        value: The measured value.
+        unit: Unit, such as ``ms``, or empty for a number or a ratio.
+        at_least: Lower limit, if any.
+        at_most: Upper limit, if any.
     """
 
     name: Text
@@ -33,24 +37,25 @@ class Figure(FileModel):
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether it keeps its limits."""
+        """True if the value is within its limits."""
         least, most = self.at_least, self.at_most
         return (least is None or self.value >= least) and (most is None or self.value <= most)
 
     @property
     def limits(self) -> str:
-        """Its limits in words; empty without any."""
+        """The limits in words, empty if there are none."""
         named = (("at least", self.at_least), ("at most", self.at_most))
         return ", ".join(f"{word} {limit:g} {self.unit}".rstrip() for word, limit in named if limit is not None)
 
 
 class Machine(FileModel):
-    """Where checks ran.
+    """The machine on which checks ran.
 
     Attributes:
-        simulated: Whether it is a stand-in without a GPU: its figures say nothing of a GPU.
-        driver: Version of the driver, None for a stand-in.
-        versions: Of packages, and of CUDA.
+        simulated: Whether it is a stand-in without a GPU, whose figures do not apply to GPUs.
+        gpu: Name of the GPU.
+        driver: Version of the driver, or None for a stand-in.
+        versions: Versions of packages and of CUDA.
     """
 
     simulated: bool
@@ -63,9 +68,13 @@ class CheckResult(FileModel):
     """The result of one check.
 
     Attributes:
-        title: What it shows, one sentence.
-        outcome: ``passed``, or ``failed``: a figure is beyond its limits, or the check could not be made.
-        reason: Why it failed; None if it passed.
+        name: Short name of the check.
+        title: One sentence that states what the check shows.
+        outcome: ``passed``, or ``failed`` if a figure is beyond its limits or the check could not run.
+        reason: Reason of a failure, otherwise None.
+        took_s: Duration of the check [s].
+        figures: Measured figures.
+        notes: Further observations.
     """
 
     name: Text
@@ -78,12 +87,13 @@ class CheckResult(FileModel):
 
 
 class Evidence(FileModel):
-    """All checks that were made on one machine.
+    """The results of all checks on one machine.
 
     Attributes:
-        made: When the last of them ended, UTC.
-        checks: In the order of their numbers.
-        not_made: Titles of the checks that were not made there.
+        made: Time at which the last check ended, UTC.
+        machine: The machine.
+        checks: Results in the order of their numbers.
+        not_made: Titles of the checks that were not run.
     """
 
     format: Literal["perseus-ds evidence"] = "perseus-ds evidence"
@@ -97,7 +107,7 @@ class Evidence(FileModel):
         """Write ``evidence.json`` into a folder, and return its path.
 
         Raises:
-            OSError: It cannot be written there.
+            OSError: If the file cannot be written.
         """
         path = folder / FILE_NAME
         write_atomically(path, self.model_dump_json(indent=2) + "\n")
@@ -108,6 +118,6 @@ class Evidence(FileModel):
         """Read an ``evidence.json``.
 
         Raises:
-            ConfigError: It is missing, or no such file; the message names the key.
+            ConfigError: If the file is missing or invalid. The message names the key.
         """
         return read_model(cls, path, ConfigError, "evidence.json of checks on a GPU", most_bytes=MOST_EVIDENCE_BYTES)

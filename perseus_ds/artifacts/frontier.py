@@ -1,7 +1,7 @@
-"""All Pareto-optimal frequency plans, from the fastest to the one of least energy: look-up, JSON, CSV, Zeus's format.
+"""The frontier of Pareto-optimal frequency plans, its files, and plans in Zeus's format.
 
-Zeus and lowtime keep a plan in ``freqs_pipeline_%05d.py``, one Python literal: a list with one list per pipeline rank
-of ``(instruction, MHz)`` in program order. They are read as data and never executed.
+Zeus and lowtime store a plan in ``freqs_pipeline_%05d.py`` as one Python literal: a list with one list per pipeline
+rank of ``(instruction, MHz)`` in program order. These files are parsed as data and never executed.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
 
-# Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
+# Deadlines are computed from measured times; a plan that is late only due to rounding meets its deadline.
 _TOLERANCE = 1e-9
 _MOST_ALTERNATIVES = 20
 _POWERS = ("mean_power_w", "highest_power_w", "lowest_power_w", "power_change_w")
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.05)
-"""Against the highest clock, at which savings of plans and alternatives are compared."""
+"""Relative increases over the time at the highest clock at which savings are compared."""
 _AS_GOOD = 0.005
-"""Savings that differ by less, as a fraction of the energy, count as equal."""
+"""Savings that differ by less than this fraction of the energy count as equal."""
 
 
 class Provenance(FileModel):
-    """The inputs that a frontier was computed from."""
+    """The inputs from which a frontier was computed."""
 
     schedule: Text
     micro_batches: MicroBatchCount
@@ -84,12 +84,12 @@ class Provenance(FileModel):
 
 @dataclass(frozen=True)
 class AlternativePoint:
-    """An iteration under a setting that is no plan.
+    """An iteration under a setting other than a plan.
 
     Attributes:
-        time_s: Its time [s].
-        energy_j: Of one pipeline, one GPU per rank [J].
-        setting: What is set, in words.
+        time_s: Iteration time [s].
+        energy_j: Energy of one pipeline with one GPU per rank [J].
+        setting: Description of the setting.
     """
 
     time_s: float
@@ -102,18 +102,18 @@ P = TypeVar("P", FrequencyPlan, AlternativePoint)
 
 @dataclass(frozen=True)
 class Alternative:
-    """Something that one would set instead of a plan.
+    """A simple setting that one could use instead of plans.
 
     Attributes:
-        name: Such as ``one clock for all GPUs``.
-        points: By ascending time and descending energy.
+        name: Name, such as ``one clock for all GPUs``.
+        points: Points by ascending time and descending energy.
     """
 
     name: str
     points: tuple[AlternativePoint, ...]
 
     def within(self, deadline_s: float) -> AlternativePoint | None:
-        """Return the point of least energy that is in time; None if none is."""
+        """Return the point of least energy that meets the deadline, or None if none does."""
         in_time = [point for point in self.points if point.time_s <= deadline_s * (1 + _TOLERANCE)]
         return in_time[-1] if in_time else None
 
@@ -123,13 +123,14 @@ class Frontier:
     """Plans by ascending time and descending energy.
 
     Attributes:
-        plans: The fastest first; the last one is the energy optimum ``T*``.
+        plans: The plans, the fastest first. The last one is the energy optimum ``T*``.
         t_min_s: Makespan with every instruction at its fastest measured clock [s].
-        baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
+        baseline: The plan with every instruction at the highest measured clock, the cost without Perseus.
+        provenance: The inputs from which the frontier was computed.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
-        schedule: The schedule that the plans are for; None in files that do not hold it.
-        alternatives: What one would set instead, by the same profile; computed for people, not by jobs.
-        certificates: The proofs of the plans' lower bounds, if they were just computed and asked for.
+        schedule: The schedule for which the plans were made, or None if the file does not contain it.
+        alternatives: Simple alternatives to the plans, computed for reports and not by jobs.
+        certificates: Proofs of the plans' lower bounds, if they were requested when the plans were computed.
     """
 
     plans: tuple[FrequencyPlan, ...]
@@ -143,12 +144,12 @@ class Frontier:
 
     @property
     def t_star_s(self) -> float:
-        """The iteration time at which energy is lowest [s]."""
+        """Iteration time at which energy is lowest [s]."""
         return self.plans[-1].time_s
 
     @property
     def instructions(self) -> InstructionStreams:
-        """The instructions of each rank, in program order."""
+        """The instructions of each rank in program order."""
         return self.plans[0].instructions
 
     @cached_property
@@ -159,13 +160,13 @@ class Frontier:
         """Return the plan of least energy that finishes by the deadline.
 
         Args:
-            deadline_s: Iteration time allowed [s], > 0.
+            deadline_s: Maximum iteration time [s], > 0.
 
         Returns:
             The slowest plan with ``time_s <= min(deadline_s, T*)``.
 
         Raises:
-            DeadlineError: No plan is that fast, or it is no deadline; the message gives ``T_min``.
+            DeadlineError: If no plan is that fast or the deadline is not positive. The message gives ``T_min``.
         """
         if not deadline_s > 0:
             raise DeadlineError(f"A deadline is a time above 0 s, got {deadline_s}.")
@@ -178,28 +179,33 @@ class Frontier:
         return plan
 
     def within(self, max_slowdown: float) -> FrequencyPlan:
-        """Return the plan of least energy that is at most so much slower than ``T_min``.
+        """Return the plan of least energy with at most the given slowdown relative to ``T_min``.
 
         Args:
-            max_slowdown: As a fraction of ``T_min``, >= 0. If even the fastest plan is slower, as
-                lowtime's may be, it is the fastest plan.
+            max_slowdown: Slowdown as a fraction of ``T_min``, >= 0. If even the fastest plan is slower, which
+                lowtime's may be, the fastest plan is returned.
         """
         return self.lookup(max(self.t_min_s * (1 + max_slowdown), self.plans[0].time_s))
 
     def savings(self) -> dict[str, list[float | None]]:
-        """Return what plans and alternatives save against the highest clock, by name, ``Perseus`` first.
+        """Return the savings of plans and alternatives by name, ``Perseus`` first.
 
         Returns:
-            A fraction of the energy for each of :data:`SLOWDOWNS`; None where nothing is in time. No more time is that
-            of the highest clock, or ``T_min`` where changes of clock that plans allow for make that longer.
+            Relative to the highest clock: for each name, a fraction of the energy for each of :data:`SLOWDOWNS`, or
+            None if no plan or point meets the deadline. Slowdown 0 means the time at the highest clock, or ``T_min`` if
+            clock changes make it longer.
         """
+
+        def saved(found: FrequencyPlan | AlternativePoint | None) -> float | None:
+            return None if found is None else 1 - found.energy_j / self.baseline.energy_j
+
         least_s = max(self.baseline.time_s, self.t_min_s)
         deadlines_s = [(1 + slowdown) * least_s for slowdown in SLOWDOWNS]
         plan_or_point = {"Perseus": self._in_time, **{one.name: one.within for one in self.alternatives}}
-        return {name: [self._saved(found(time_s)) for time_s in deadlines_s] for name, found in plan_or_point.items()}
+        return {name: [saved(found(time_s)) for time_s in deadlines_s] for name, found in plan_or_point.items()}
 
     def best_alternative_in_words(self) -> str:
-        """Return a sentence: what plans save more than the best alternative in 1 % more time."""
+        """Return a sentence that compares plans with the best alternative at 1 % more time."""
         place = SLOWDOWNS.index(0.01)
         saved = {name: values[place] or 0.0 for name, values in self.savings().items()}
         plans = saved.pop("Perseus")
@@ -213,14 +219,14 @@ class Frontier:
         index = bisect.bisect_right(self._times_s, deadline_s * (1 + _TOLERANCE))
         return self.plans[index - 1] if index else None
 
-    def _saved(self, found: FrequencyPlan | AlternativePoint | None) -> float | None:
-        return None if found is None else 1 - found.energy_j / self.baseline.energy_j
-
     def save(self, directory: Path | str) -> Path:
-        """Write ``frontier.json``, ``frontier.csv`` and the certificates if there are any; return the first's path.
+        """Write ``frontier.json``, ``frontier.csv`` and, if there are any, the certificates.
+
+        Returns:
+            The path of ``frontier.json``.
 
         Raises:
-            FrontierError: A number is beyond the limits of what is read again, or there are too many.
+            FrontierError: If a number is beyond the limits of the format, or the file would be too large.
             OSError: As :func:`write_together`.
         """
         directory = Path(directory)
@@ -232,20 +238,22 @@ class Frontier:
         except ValidationError as error:
             raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
         except ValueError as error:
-            raise FrontierError(f"{path}: it would have {error}. Ask for fewer plans.") from None
+            raise FrontierError(f"{path}: it would have {error}. Compute fewer plans.") from None
         files: list[tuple[Path, str | bytes]] = []
         if self.certificates is not None:
             files = [(proofs, self.certificates.to_bytes())]
         files += [(directory / "frontier.csv", self._csv()), (path, contents)]
-        write_together(files, outdated=[] if self.certificates else [proofs])  # which belong to an older frontier
+        # Without new certificates, those of an older frontier are removed.
+        write_together(files, outdated=[] if self.certificates else [proofs])
         return path
 
     @classmethod
     def load(cls, path: Path | str) -> Frontier:
-        """Read ``frontier.json`` (or the folder that holds it).
+        """Read ``frontier.json``, given its path or its folder.
 
         Raises:
-            FrontierError: The file is missing, cut off, foreign or inconsistent; the message names the key.
+            FrontierError: If the file is missing, truncated, of another format or inconsistent. The message names the
+                key.
         """
         path = Path(path)
         if path.is_dir():
@@ -346,7 +354,7 @@ class _FrontierFile(FileModel):
 
 
 def drop_dominated(plans: Iterable[P]) -> list[P]:
-    """Return the plans for which no other is as fast with as little energy, the fastest first; or points likewise."""
+    """Return the plans or points that are not dominated in time and energy, the fastest first."""
     kept: list[P] = []
     for plan in sorted(plans, key=lambda p: (p.time_s, p.energy_j)):
         if not kept or plan.energy_j < kept[-1].energy_j:
@@ -355,19 +363,19 @@ def drop_dominated(plans: Iterable[P]) -> list[P]:
 
 
 Pairs = list[list[tuple[str, int]]]
-"""For every rank, the instruction's kind and its clock [MHz]."""
+"""For every rank, the kind and clock [MHz] of each instruction."""
 _MOST_BYTES = 4 * MIB
-# Python's own parser takes 100 times the time and memory for the same list.
+# Python's own parser takes 100 times the time and memory for such a list.
 _COMMENT, _TRAILING_COMMA, _TO_JSON = re.compile(r"#[^\n]*"), re.compile(r",\s*\]"), str.maketrans("()'", '[]"')
 
 
 def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
-    """Write every plan as a file that Zeus's server loads, or none; the number is the plan's in ``frontier.csv``.
+    """Write every plan to a file for Zeus's server, numbered as in ``frontier.csv``.
 
-    A tail's clock is left out: Zeus knows forward and backward passes only.
+    All files are written, or none. The clocks of tails are left out, since Zeus has forward and backward passes only.
 
     Returns:
-        The files, the fastest plan first.
+        The paths of the files, the fastest plan first.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"freqs_pipeline_{number:05d}.py" for number in range(len(frontier.plans))]
@@ -386,10 +394,10 @@ def _literal(number: int, plan: FrequencyPlan) -> str:
 
 
 def read_zeus(path: Path) -> Pairs:
-    """Read one plan file, without executing it.
+    """Read one plan file without executing it.
 
     Raises:
-        FrontierError: The file is not a list of this form; the message names rank and position.
+        FrontierError: If the file is not a list of this form. The message names rank and position.
     """
     text = read_text(path, FrontierError, "file of a plan", _MOST_BYTES)
     try:
@@ -416,12 +424,12 @@ def read_zeus(path: Path) -> Pairs:
 
 
 def read_plans(directory: Path) -> Iterator[tuple[Path, Pairs]]:
-    """Return all plan files of a folder in the order of their names; each is read when it is asked for.
+    """Return an iterator that reads the plan files of a folder in the order of their names.
 
     Raises:
-        FrontierError: There are none, or one is not of this form.
+        FrontierError: If there are no plan files, or one has another form.
     """
     paths = sorted(directory.glob("freqs_pipeline_*.py"))
     if not paths:
-        raise FrontierError(f"{directory}: no freqs_pipeline_*.py in it. Give the folder that lowtime wrote.")
+        raise FrontierError(f"{directory}: no freqs_pipeline_*.py in this folder. Give the folder that lowtime wrote.")
     return ((path, read_zeus(path)) for path in paths)

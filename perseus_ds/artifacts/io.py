@@ -1,4 +1,4 @@
-"""Writing files completely or not at all, and reading files with checks and limits."""
+"""Writes files either completely or not at all, and reads files with checks and limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from perseus_ds.errors import PerseusError
 MOST_TEXT_BYTES = 16 * MIB
 MOST_JSON_BYTES = 64 * MIB
 MOST_JSON_PARTS = 3_000_000
-"""Objects, lists and keys: each takes some hundred bytes of memory."""
+"""Objects, lists and keys, each of which takes some hundred bytes of memory."""
 
 
 class FileModel(BaseModel):
-    """The contents of a JSON file, or a part of them: unknown keys and numbers that are not finite are errors."""
+    """The contents of a JSON file or a part of them, without unknown keys and infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -35,27 +35,26 @@ Model = TypeVar("Model", bound=BaseModel)
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all, with the permissions that the umask allows.
 
-    A link at its place is replaced by the file; the file that it leads to is unharmed.
+    A link at this path is replaced by the file, and its target stays unchanged.
 
     Raises:
-        OSError: The disk is full or the folder is not writable; a file already there is unharmed.
+        OSError: If the disk is full or the folder is not writable. An existing file stays unchanged.
     """
     write_together([(path, content)])
 
 
 def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable[Path] = ()) -> None:
-    """Write files that belong together: where one of them cannot be written, all old files stay as they are.
+    """Write files that belong together, either all of them or none.
 
-    There is no last file while others are replaced, so that new and old ones are never read together.
+    The last file does not exist while the others are replaced, so that new and old files are never read together.
 
     Args:
-        files: Paths and contents, the one without which the others are not read last; each is written as by
-            :func:`write_atomically`. Names of files whose bytes are not UTF-8 have characters that UTF-8 does not
-            have either; these are written as their escapes.
-        outdated: Files that are not valid beside the new ones; they are removed at the end.
+        files: Paths and contents. The file without which the others are not read comes last. Each file is written as
+            by :func:`write_atomically`. Characters that UTF-8 lacks, from file names, are written as escapes.
+        outdated: Files that are not valid with the new ones, to be removed at the end.
 
     Raises:
-        OSError: The disk is full or a folder is not writable; it names the file.
+        OSError: If the disk is full or a folder is not writable. The error names the file, and all old files stay.
     """
     temporaries: list[tuple[Path, Path]] = []
     try:
@@ -82,7 +81,7 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
 
 @contextlib.contextmanager
 def _out_of_sight(path: Path | None) -> Iterator[None]:
-    """Take a file away, and put it back if what is done meanwhile fails."""
+    """Hide a file, and restore it if the body raises an error."""
     if path is None or not os.path.lexists(path):
         yield
         return
@@ -106,7 +105,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in errors; the system names a temporary one, or none."""
+    """Name the file in errors, which otherwise name a temporary file or none."""
     try:
         yield
     except OSError as error:
@@ -114,16 +113,16 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
-    """Open a file to be written little by little; the caller closes it.
+    """Open a file for writing step by step, to be closed by the caller.
 
     Raises:
-        OSError: It cannot be written, is no regular file, or a link, which somebody else may have made.
+        OSError: If the file cannot be written, is not a regular file, or is a link, which another user may have made.
     """
     how = os.O_APPEND if append else 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     if not append:
         os.ftruncate(handle, 0)
     return os.fdopen(handle, "wb")
@@ -131,13 +130,13 @@ def open_without_links(path: Path, *, append: bool) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> Iterator[BinaryIO]:
-    """Open a regular file that is not too large, for reading.
+    """Open a regular file of limited size for reading.
 
     Raises:
-        PerseusError: As ``error_class``: it is missing, no regular file, too large, or cannot be read.
+        PerseusError: As ``error_class``, if the file is missing, not a regular file, too large, or not readable.
     """
     try:
-        # A FIFO without a writer would block for ever.
+        # Opening a FIFO without a writer would block forever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise error_class(f"{path}: no such file; expected a {what}.") from None
@@ -147,7 +146,7 @@ def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_by
     if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
         os.close(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise error_class(f"{path}: expected a {what}, found no regular file.")
+            raise error_class(f"{path}: expected a {what}, but it is not a regular file.")
         raise error_class(f"{path}: {found.st_size} bytes, at most {most_bytes} are read of a {what}.")
     with os.fdopen(handle, "rb") as file:
         try:
@@ -160,20 +159,20 @@ def read_bytes(path: Path, error_class: type[PerseusError], what: str, most_byte
     """Return the contents of a file.
 
     Raises:
-        PerseusError: As :func:`open_bounded`; or it has grown too large meanwhile.
+        PerseusError: As :func:`open_bounded`, or if the file has grown too large in the meantime.
     """
     with open_bounded(path, error_class, what, most_bytes) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise error_class(f"{path}: more than {most_bytes} bytes, which are the most that are read of a {what}.")
+        raise error_class(f"{path}: more than {most_bytes} bytes, the maximum for a {what}.")
     return data
 
 
 def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return the contents of a text file, without a byte order mark.
+    """Return the contents of a text file without a byte order mark.
 
     Raises:
-        PerseusError: As :func:`read_bytes`; or it is not UTF-8.
+        PerseusError: As :func:`read_bytes`, or if the file is not UTF-8.
     """
     try:
         return read_bytes(path, error_class, what, most_bytes).decode("utf-8-sig")
@@ -182,10 +181,10 @@ def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes
 
 
 def parse_json(data: str | bytes) -> Any:
-    """Return the value of a JSON text; lists and objects are at most 200 deep, integers have at most 4300 digits.
+    """Return the value of a JSON text, at most 200 levels deep and with integers of at most 4300 digits.
 
     Raises:
-        ValueError: It is not JSON, or too large.
+        ValueError: If the text is not JSON or too large.
     """
     data = data.encode() if isinstance(data, str) else data
     check_json_size(data)
@@ -193,10 +192,10 @@ def parse_json(data: str | bytes) -> Any:
 
 
 def check_json_size(data: bytes) -> None:
-    """Check that a JSON text is not too large to be read.
+    """Check that a JSON text is small enough to be read.
 
     Raises:
-        ValueError: It is; the message has the numbers.
+        ValueError: If it is not. The message contains the numbers.
     """
     parts = sum(map(data.count, (b"{", b"[", b":")))
     if len(data) > MOST_JSON_BYTES or parts > MOST_JSON_PARTS:
@@ -212,7 +211,7 @@ def read_json(
     """Read a JSON object.
 
     Raises:
-        PerseusError: As ``error_class``, when the file is missing, too large, cut off or not an object.
+        PerseusError: As ``error_class``, if the file is missing, too large, truncated or not an object.
     """
     data = read_bytes(path, error_class, what, most_bytes)
     try:
@@ -233,10 +232,10 @@ def read_model(
     most_bytes: int = MOST_JSON_BYTES,
     remedy: str = "",
 ) -> Model:
-    """Read a JSON file that has the keys of a model.
+    """Read a JSON file as a model.
 
     Raises:
-        PerseusError: As :func:`read_json`; or keys are wrong, which the message names, with the remedy.
+        PerseusError: As :func:`read_json`, or if keys are invalid. The message names them and the remedy.
     """
     raw = read_json(path, error_class, what, most_bytes)
     try:

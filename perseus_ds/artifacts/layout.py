@@ -1,7 +1,7 @@
-"""A layout: which parts of a model each pipeline stage holds, as recorded by engines and as each of them spells it.
+"""A layout: the parts of a model on each pipeline stage, and its spelling for each engine.
 
-A *part* is what engines move between stages as a whole: the embedding, a layer, a multi-token prediction (MTP) layer,
-the head with the loss. Parts of one *kind* cost the same. Megatron-Core writes a layout as a string of letters in which
+A *part* is moved between stages as a whole: the embedding, a layer, a multi-token prediction (MTP) layer, or the head
+with the loss. Parts of one *kind* have the same costs. Megatron-Core writes a layout as a string of letters in which
 ``|`` ends a stage. Stages are in the order of the model: the second stages of all ranks follow the first ones of all.
 """
 
@@ -27,7 +27,7 @@ _LETTERS = {"E": EMBEDDING, "t": "decoder", "m": MTP, "L": HEAD}
 
 
 def kind_of_layer(classes: Iterable[type]) -> str:
-    """Return the kind of a layer whose modules are of these classes."""
+    """Return the kind of a layer, given the classes of its modules."""
     return MOE if any(re.search("moe|experts", each.__name__, re.IGNORECASE) for each in classes) else DENSE
 
 
@@ -35,9 +35,9 @@ class Part(FileModel):
     """A part of a model.
 
     Attributes:
-        kind: ``embedding``, ``dense``, ``moe``, ``mtp`` and ``head``, or a class's name.
-        names: Of its modules, as the engine has them.
-        parameters: How many of them this rank has.
+        kind: ``embedding``, ``dense``, ``moe``, ``mtp``, ``head`` or the name of a class.
+        names: Names of its modules in the engine.
+        parameters: Number of its parameters on this rank.
     """
 
     kind: Annotated[Text, Field(pattern=r"^[^\s\x00-\x1f\x7f-\x9f][^\x00-\x1f\x7f-\x9f]*$")]
@@ -46,9 +46,11 @@ class Part(FileModel):
 
 
 class Layout(FileModel):
-    """The parts of each stage, stages in the order of the model.
+    """The parts of each stage, with stages in the order of the model.
 
     Attributes:
+        engine: The engine that trains the model.
+        stages: The parts of each stage.
         tied: Whether the embedding and the head share a weight.
     """
 
@@ -60,10 +62,10 @@ class Layout(FileModel):
     def of_ranks(
         cls, engine: EngineName, ranks: Iterable[Mapping[int, Sequence[Part]]], *, tied: bool = False
     ) -> Layout | None:
-        """Return the layout of the stages of all ranks; None if the parts of a stage are not known.
+        """Return the layout of the stages of all ranks, or None if the parts of a stage are unknown.
 
-        Parts of one kind that differ in their number of parameters become kinds of their own. Neighbours that are each
-        the only one of their kind, such as DeepSpeed's layers for tokens and positions, are one part.
+        Parts of one kind with different numbers of parameters become separate kinds. Adjacent parts with unique kinds,
+        such as DeepSpeed's layers for tokens and positions, become one part.
         """
         by_stage = {stage: parts for rank in ranks for stage, parts in rank.items()}
         if not by_stage or sorted(by_stage) != list(range(len(by_stage))):
@@ -91,18 +93,18 @@ class Layout(FileModel):
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """How many parts each stage holds."""
+        """Number of parts on each stage."""
         return tuple(map(len, self.stages))
 
     def cut_into(self, cut: Sequence[int]) -> Layout:
-        """Return the layout of the same parts with so many on each stage."""
+        """Return the layout of the same parts with the given number on each stage."""
         parts = self.parts
         ends = list(accumulate(cut))
         stages = [parts[end - count : end] for count, end in zip(cut, ends, strict=True)]
         return self.model_copy(update={"stages": stages})
 
     def spelled(self) -> str:
-        """Return the layout as its engine reads it, ready to paste."""
+        """Return the layout in the notation of its engine, ready to paste."""
         match self.engine:
             case "megatron":
                 return f"--pipeline-model-parallel-layout '{megatron_layout(self)}'"
@@ -116,12 +118,12 @@ class Layout(FileModel):
                 return f"cut={[sum(part.kind not in (EMBEDDING, HEAD) for part in parts) for parts in self.stages]}"
 
     def summary(self) -> str:
-        """Return the parts of each stage in the letters of Megatron-Core, or their number."""
+        """Return the parts of each stage in Megatron-Core's letters, or their number for other engines."""
         return megatron_layout(self) if self.engine == "megatron" else " ".join(map(str, self.cut))
 
 
 def _joined(parts: Sequence[Part], counts: Mapping[str, int]) -> Iterator[Part]:
-    """Yield parts, of which neighbours without others of their kind are one."""
+    """Yield parts, joining adjacent ones with unique kinds."""
     for single, group in groupby(parts, lambda part: counts[part.kind] == 1):
         own = list(group)
         if single and len(own) > 1:
@@ -140,28 +142,27 @@ class Balanced(PipelineModule):  # in place of PipelineModule, with the same arg
 
 
 def megatron_layout(layout: Layout) -> str:
-    """Return a layout in the letters of Megatron-Core, with repetitions written as such."""
+    """Return a layout in Megatron-Core's letters, with repetitions abbreviated."""
+
+    def abbreviated(stage: str) -> str:
+        runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
+        return "".join(f"{letter}*{times}" if times > 2 else letter * times for letter, times in runs)
+
     letter_of = {kind: letter for letter, kind in _LETTERS.items()}
     stages = ["".join(letter_of.get(part.kind.split()[0], "t") for part in parts) for parts in layout.stages]
-    written = [_repeated(stage) for stage in stages]
-    runs = [(text, len(list(same))) for text, same in groupby(written)]
-    # The last stage ends without a bar, so it is part of no repetition.
+    runs = [(text, len(list(same))) for text, same in groupby(map(abbreviated, stages))]
+    # The last stage has no bar at its end, so it is not part of a repetition.
     last, count = runs.pop()
     if count > 1:
         runs.append((last, count - 1))
     return "".join(f"({text}|)*{times}" if times > 2 else f"{text}|" * times for text, times in runs) + last
 
 
-def _repeated(stage: str) -> str:
-    runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
-    return "".join(f"{letter}*{times}" if times > 2 else letter * times for letter, times in runs)
-
-
 def stages_of_megatron(text: str) -> list[str]:
-    """Return the letters of each stage of one of Megatron-Core's layouts, repetitions written out.
+    """Return the letters of each stage of a Megatron-Core layout, with repetitions expanded.
 
     Raises:
-        ConfigError: It has other letters, or repetitions that cannot be read.
+        ConfigError: If it contains other letters or invalid repetitions.
     """
 
     def repeat(found: re.Match[str]) -> str:
@@ -174,15 +175,15 @@ def stages_of_megatron(text: str) -> list[str]:
         letters = re.sub(pattern, repeat, letters)
     if unknown := sorted(set(letters) - {*_LETTERS, "|"}):
         known = "E (embedding), t (decoder layer), m (MTP layer), L (head and loss), | between stages, and x*n or (…)*n"
-        raise ConfigError(f"layout {brief(text)!r}: {unknown[0]!r} has no meaning in it; expected {known}.")
+        raise ConfigError(f"layout {brief(text)!r}: {unknown[0]!r} is not a known letter; expected {known}.")
     return letters.split("|")
 
 
 def cut_of_megatron(text: str, layout: Layout) -> tuple[int, ...]:
-    """Return how many parts of a model each stage of one of Megatron-Core's layouts holds.
+    """Return the number of parts on each stage of a Megatron-Core layout.
 
     Raises:
-        ConfigError: It does not fit the model.
+        ConfigError: If the layout does not fit the model.
     """
     stages = stages_of_megatron(text)
     letters = "".join(stages)
@@ -204,15 +205,15 @@ def cut_of_megatron(text: str, layout: Layout) -> tuple[int, ...]:
 
 
 def check_cut_of_megatron(layout: Layout, cut: Sequence[int], ranks: int) -> None:
-    """Check that Megatron-Core trains a cut.
+    """Check that Megatron-Core supports a cut.
 
     Raises:
-        ConfigError: It does not; the message names the rule.
+        ConfigError: If it does not. The message names the rule.
     """
     if len(cut) % ranks:
         raise ConfigError(
-            f"The layout has {len(cut)} stages for {ranks} pipeline ranks. Megatron-Core gives each rank the same "
-            "number of stages: give a multiple."
+            f"The layout has {len(cut)} stages for {ranks} pipeline ranks. Megatron-Core requires the same number of "
+            "stages on each rank: give a multiple."
         )
     with_mtp = [s for s, parts in enumerate(layout.cut_into(cut).stages) if any(p.kind.startswith(MTP) for p in parts)]
     if with_mtp and (len(with_mtp) > 1 or with_mtp[0] < len(cut) - ranks):
@@ -230,17 +231,17 @@ def default_cut_of_megatron(
     accounts_for_embedding: bool = False,
     accounts_for_loss: bool = False,
 ) -> tuple[int, ...]:
-    """Return how Megatron-Core cuts a model if it is given no layout: equally many decoder layers on each stage.
+    """Return Megatron-Core's default cut, with equally many decoder layers on each stage.
 
     Args:
         layout: The parts of the model.
-        stages: How many, on all ranks.
-        ranks: Of the pipeline.
-        accounts_for_embedding: The embedding counts as a layer (``account_for_embedding_in_pipeline_split``).
-        accounts_for_loss: The head and the loss count as one (``account_for_loss_in_pipeline_split``).
+        stages: Number of stages on all ranks.
+        ranks: Number of pipeline ranks.
+        accounts_for_embedding: Whether the embedding counts as a layer (``account_for_embedding_in_pipeline_split``).
+        accounts_for_loss: Whether head and loss count as a layer (``account_for_loss_in_pipeline_split``).
 
     Raises:
-        ConfigError: The layers do not divide; the message names the rule.
+        ConfigError: If the layers do not divide evenly. The message names the rule.
     """
     kinds = [part.kind.split()[0] for part in layout.parts]
     ends = (EMBEDDING, MTP, HEAD)

@@ -1,4 +1,4 @@
-"""A frequency plan: the clock of every instruction of one iteration."""
+"""A frequency plan: the clock of every instruction of an iteration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ ClockTimes = Mapping[tuple[int, Kind, int], float]
 
 @dataclass(frozen=True)
 class PowerSwing:
-    """The highest and the lowest mean power over one second of a pipeline, one GPU per rank, and its largest change."""
+    """Extremes of a pipeline's mean power over one second, with one GPU per rank.
+
+    Attributes:
+        highest_w: Highest power [W].
+        lowest_w: Lowest power [W].
+        change_w: Largest change from one second to the next [W].
+    """
 
     highest_w: float
     lowest_w: float
@@ -25,14 +31,15 @@ class PowerSwing:
 
 @dataclass(frozen=True)
 class FrequencyPlan:
-    """A clock for each instruction, and the iteration's time and energy by the profile.
+    """A clock for each instruction, with the predicted time and energy of the iteration.
 
     Attributes:
-        instructions: The instructions of each rank, in program order.
+        instructions: The instructions of each rank in program order.
         clocks_mhz: One clock per instruction, shaped like ``instructions``.
-        energy_j: Energy of one iteration of one pipeline, one GPU per rank [J].
-        lower_bound_j: No plan that is as fast uses less [J]; None where it was not computed.
-        power: Over one second; None where it was not computed.
+        time_s: Iteration time [s].
+        energy_j: Energy of one iteration of one pipeline, with one GPU per rank [J].
+        lower_bound_j: Lower bound on the energy of any plan that is as fast [J], or None if it was not computed.
+        power: Extremes of power over one second, or None if they were not computed.
     """
 
     instructions: InstructionStreams
@@ -44,7 +51,7 @@ class FrequencyPlan:
 
     @property
     def mean_power_w(self) -> float:
-        """Mean power of one pipeline, one GPU per rank [W]."""
+        """Mean power of one pipeline with one GPU per rank [W]."""
         return self.energy_j / self.time_s
 
     @property
@@ -59,20 +66,20 @@ class FrequencyPlan:
 
     @property
     def changes_by_rank(self) -> list[int]:
-        """Clock changes of each rank within one iteration and from its end to the start of the next one."""
+        """Number of clock changes of each rank, including the one to the next iteration."""
         return [sum(clock != clocks[number - 1] for number, clock in enumerate(clocks)) for clocks in self.clocks_mhz]
 
     @property
     def clock_changes(self) -> int:
-        """The same of all ranks."""
+        """Number of clock changes of all ranks in an iteration."""
         return sum(self.changes_by_rank)
 
 
 def check_ranks(planned: int, expected: int, remedy: str = "") -> None:
-    """Check that a plan is for the ranks of a pipeline.
+    """Check that a plan has the number of ranks of a pipeline.
 
     Raises:
-        PlanError: It is for another number of them; the message ends with the remedy.
+        PlanError: If it has not. The message ends with the remedy.
     """
     if planned != expected:
         remedy = remedy or f'Run "perseus-ds optimize" again for {expected} ranks.'
@@ -84,10 +91,10 @@ def check_ranks(planned: int, expected: int, remedy: str = "") -> None:
 def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Sequence[Sequence[Instruction]]) -> None:
     """Check that a plan's instruction streams are those of a schedule.
 
-    A plan made from a profile without the tail of a stage has no clock for it; that is not an error.
+    A plan that was made from a profile without a stage's tail has no clock for it, which is not an error.
 
     Raises:
-        PlanError: The message names rank, position and both instructions.
+        PlanError: If they differ. The message names rank, position and both instructions.
     """
     tails = {i.stage for stream in planned for i in stream if i.kind is Kind.TAIL}
     expected = [[i for i in stream if i.kind is not Kind.TAIL or i.stage in tails] for stream in expected]

@@ -1,6 +1,6 @@
 """A profile: time and energy of each stage's instructions at each clock.
 
-``profile.csv`` holds one measurement a row, ``profile.json`` beside it the device and job that were measured, fixed
+``profile.csv`` has one measurement per row. ``profile.json`` in the same folder describes the device and job, the fixed
 durations, and the quality of each row.
 """
 
@@ -51,14 +51,14 @@ logger = logging.getLogger("perseus_ds")
 
 
 class GpuSettings(FileModel):
-    """What can be set of a GPU that changes what default clocks are, and what computing and waiting draw.
+    """Settings of a GPU that affect its default clocks and its power.
 
     Attributes:
-        power_limit_w: The limit in force, whoever has set it; None where it is not known.
-        application_clock_mhz: Below which default clocks stay; None where it is not known.
-        power_profiles: Workload power profiles in force, by NVML's names.
-        power_smoothing: What is applied of power smoothing, by NVML's names and in its units; empty while off.
-        whole_module: Whether the energy counter covers more than the GPU, such as a processor beside it.
+        power_limit_w: The enforced power limit [W], or None if unknown.
+        application_clock_mhz: Upper limit of default clocks [MHz], or None if unknown.
+        power_profiles: Enforced workload power profiles, by NVML's names.
+        power_smoothing: Settings of power smoothing by NVML's names and in NVML's units, empty if it is off.
+        whole_module: Whether the energy counter covers more than the GPU, such as a processor on the same module.
     """
 
     power_limit_w: Power | None = None
@@ -79,7 +79,7 @@ class GpuSettings(FileModel):
 
 
 _MOST_NAMED = 8
-"""Ranks or clocks that one message lists."""
+"""Maximum number of ranks or clocks listed in a message."""
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 Floats = npt.NDArray[np.float64]
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
@@ -87,7 +87,7 @@ RelativeError = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class TransferDuration(FileModel):
-    """How long a transfer over one boundary takes, without waiting for the other rank."""
+    """Duration of a transfer over one boundary, without waiting for the other rank."""
 
     payload: Payload
     source: Stage
@@ -96,7 +96,7 @@ class TransferDuration(FileModel):
 
 
 class OtherDuration(FileModel):
-    """How long a command that perseus-ds does not know takes on one stage."""
+    """Duration of a command that perseus-ds does not know, on one stage."""
 
     command: Text
     stage: Stage
@@ -104,14 +104,17 @@ class OtherDuration(FileModel):
 
 
 class RowQuality(FileModel):
-    """How well one row was measured.
+    """Quality of the measurement of one row.
 
     Attributes:
-        samples: How often it was measured; 0 for a clock that was estimated from others.
-        time_relative_error: Standard error; None where unknown.
-        energy_relative_error: Standard error; None where unknown.
-        temperature_c: Of the GPU, when the measurement ended; None where unknown.
-        power_state: The same of its performance state, such as ``P0``.
+        stage: Stage index.
+        kind: Kind of instruction.
+        clock_mhz: Clock [MHz].
+        samples: Number of measurements, 0 for a clock that was estimated from others.
+        time_relative_error: Relative standard error of the time, or None if unknown.
+        energy_relative_error: Relative standard error of the energy, or None if unknown.
+        temperature_c: Temperature of the GPU at the end of the measurement, or None if unknown.
+        power_state: Performance state of the GPU at the end of the measurement, such as ``P0``, or None if unknown.
     """
 
     stage: Stage
@@ -125,7 +128,7 @@ class RowQuality(FileModel):
 
 
 class ProfileInfo(FileModel):
-    """The contents of ``profile.json``; all values are optional, since profiles of other programs have none of them."""
+    """The contents of ``profile.json``, all of them optional."""
 
     schema_version: Literal[1] = 1
     simulated: bool | None = None
@@ -155,7 +158,7 @@ class ProfileInfo(FileModel):
 
     @property
     def fixed_durations(self) -> FixedDurations:
-        """Durations of loads, tails and transfers, which have no clock to choose."""
+        """Durations of loads, tails, transfers and unknown commands, which have no clock to choose."""
         return FixedDurations(
             load_s=dict(self.load_s),
             tail_s=dict(self.tail_s),
@@ -164,7 +167,7 @@ class ProfileInfo(FileModel):
         )
 
     def with_fixed_durations(self, fixed: FixedDurations) -> ProfileInfo:
-        """Return the same with these durations, and its own where there are none of these."""
+        """Return a copy with these durations, which take precedence over its own."""
         own = self.fixed_durations
         transfer_s, other_s = {**own.transfer_s, **fixed.transfer_s}, {**own.other_s, **fixed.other_s}
         durations = {
@@ -184,7 +187,7 @@ class ProfileInfo(FileModel):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row: time and energy of one kind of instruction of a stage at one clock, on one GPU."""
+    """One row: time and energy of a stage's instructions of one kind at one clock, on one GPU."""
 
     stage: int
     kind: Kind
@@ -194,18 +197,18 @@ class Measurement:
 
 
 def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
-    """Return the slowest time and the mean energy of ranks that measured the same stage, kind and clock."""
+    """Combine ranks' rows of the same stage, kind and clock to the slowest time and the mean energy."""
     slowest_s, mean_j = max(row.time_s for row in rows), sum(row.energy_j for row in rows) / len(rows)
     return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 
 
 Key = tuple[int, Kind]
-"""A stage and a kind of its instructions."""
+"""Stage and kind of instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """A clock at which some ranks of a stage were not measured."""
+    """A clock that was not measured on some ranks of a stage."""
 
     stage: int
     kind: Kind
@@ -217,7 +220,7 @@ def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> 
     """Return the clocks that some rank of a stage lacks, by stage, kind and clock.
 
     Args:
-        measured: For each stage and kind, the clocks of each rank by its name. A rank that has any kind of a stage
+        measured: For each stage and kind, the clocks of each rank, by the rank's name. A rank with any kind of a stage
             shares that stage.
     """
     sharing: dict[int, dict[str, None]] = defaultdict(dict)
@@ -233,15 +236,15 @@ def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> 
 
 
 def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: str = "") -> None:
-    """Log which clocks are left out because of which rank.
+    """Log the clocks that are ignored, and the ranks that lack them.
 
     Args:
-        incomplete: The clocks.
-        kept: The stages and kinds of which clocks remain.
-        where: The file, with a colon and a space.
+        incomplete: The ignored clocks.
+        kept: The stages and kinds that still have clocks.
+        where: The file, followed by a colon and a space.
 
     Raises:
-        ProfileError: No clock remains of a stage's forward or backward.
+        ProfileError: If no clock remains for a stage's forward or backward.
     """
     by_key: dict[Key, list[Incomplete]] = defaultdict(list)
     for one in incomplete:
@@ -251,9 +254,9 @@ def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: st
             first = clocks[0]
             raise ProfileError(
                 f"{where}stage {stage}, {kind}: no clock was measured on every rank that shares the stage; "
-                f"{first.lacking[0]} lacks {first.clock_mhz} MHz. Measure all of them at the same clocks."
+                f"{first.lacking[0]} lacks {first.clock_mhz} MHz. Measure all ranks at the same clocks."
             )
-    # Most often, it is the same for all kinds of a stage.
+    # Usually the same clocks are lacking for all kinds of a stage.
     texts: dict[str, list[str]] = defaultdict(list)
     for (stage, kind), clocks in by_key.items():
         ranks = list(dict.fromkeys(chain.from_iterable(one.lacking for one in clocks)))
@@ -269,18 +272,18 @@ def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: st
 
 @dataclass(frozen=True)
 class ClockOptions:
-    """The clocks measured for one (stage, kind), ascending, with time and energy of a GPU at each: shape (n,)."""
+    """The clocks measured for one (stage, kind), ascending, with time and energy at each, shape (n,)."""
 
     clock_mhz: npt.NDArray[np.int64]
     time_s: Floats
     energy_j: Floats
 
     def effective_energy_j(self, blocking_power_w: float) -> Floats:
-        """Return the effective energy, ``energy - blocking power * time``: the cost beyond waiting [J]."""
+        """Return the effective energies, ``energy - blocking power * time`` [J]."""
         return self.energy_j - blocking_power_w * self.time_s
 
     def pareto(self, blocking_power_w: float) -> ClockOptions:
-        """Return the options that no other one beats in both time and effective energy, the fastest first."""
+        """Return the Pareto-optimal options in time and effective energy, the fastest first."""
         cost = self.effective_energy_j(blocking_power_w)
         kept: list[int] = []
         for index in np.lexsort((-self.clock_mhz, cost, self.time_s)):
@@ -290,7 +293,7 @@ class ClockOptions:
 
 
 def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
-    """Return the indices of the points on the lower hull of points with rising time."""
+    """Return the indices of the lower hull of points with rising time."""
     kept: list[int] = []
     for right in range(len(time_s)):
         while len(kept) >= 2:
@@ -298,7 +301,7 @@ def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
             rise = (cost_j[right] - cost_j[left]) * (time_s[middle] - time_s[left])
             if (cost_j[middle] - cost_j[left]) * (time_s[right] - time_s[left]) < rise:
                 break
-            kept.pop()  # it lies on or above the line through its neighbours
+            kept.pop()  # the middle point lies on or above the line through its neighbours
         kept.append(right)
     return kept
 
@@ -307,14 +310,14 @@ class StageProfile:
     """Time and energy by stage, kind and clock.
 
     Attributes:
-        info: The device and job that were measured, fixed durations, and the quality of each row.
+        info: The description of the device and job, fixed durations, and the quality of each row.
     """
 
     def __init__(self, measurements: Iterable[Measurement], info: ProfileInfo | None = None) -> None:
-        """Combine the measurements; see :meth:`load` for what is checked.
+        """Combine the measurements, with the checks described in :meth:`load`.
 
         Raises:
-            ProfileError: A value is not a finite positive number, or rows of one key disagree.
+            ProfileError: If a value is not finite and positive, or rows of the same clock disagree.
         """
         self.info = info or ProfileInfo()
         rows: dict[tuple[int, Kind], dict[int, Measurement]] = defaultdict(dict)
@@ -332,13 +335,13 @@ class StageProfile:
 
     @classmethod
     def load(cls, path: Path | str) -> StageProfile:
-        """Read ``profile.csv`` and, if it is in the same folder, ``profile.json``.
+        """Read ``profile.csv`` and, if it exists in the same folder, ``profile.json``.
 
-        Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are
-        combined: the slowest rank's time, the mean energy.
+        Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are combined to the slowest
+        rank's time and the mean energy.
 
         Raises:
-            ProfileError: The message names file and line, says what was expected and what to do.
+            ProfileError: If the profile is missing or invalid. The message names file and line, and a remedy.
         """
         path = Path(path)
         if path.is_dir():
@@ -348,7 +351,7 @@ class StageProfile:
         info_path = path.with_suffix(".json")
         info = ProfileInfo()
         if info_path.exists():
-            remedy = "Measure the profile again, or remove the file to use the rows alone."
+            remedy = "Measure the profile again, or remove this file to use only the rows."
             info = read_model(ProfileInfo, info_path, ProfileError, "profile.json", remedy=remedy)
         try:
             profile = cls(_read_rows(path), info)
@@ -358,24 +361,24 @@ class StageProfile:
             if row.clock_mhz not in profile._rows.get((row.stage, row.kind), {}):
                 raise ProfileError(
                     f"{path}: no row for stage {row.stage}, {row.kind}, {row.clock_mhz} MHz, which {info_path.name} "
-                    "lists. The file is cut off or was edited; measure the profile again."
+                    "lists. The file is truncated or was edited; measure the profile again."
                 )
         return profile
 
     def save(self, path: Path | str) -> None:
-        """Write ``profile.csv``, and ``profile.json`` in the same folder, both complete or not at all."""
+        """Write ``profile.csv`` and ``profile.json`` in the same folder, either both completely or none."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [",".join(COLUMNS)]
         lines += [f"{m.stage},{m.kind},{m.clock_mhz},{m.time_s!r},{m.energy_j!r}" for m in self.measurements]
         info = self.info.model_dump_json(indent=2) + "\n"
-        if len(info) > MOST_JSON_BYTES:  # of a long schedule, most of it is the indentation
+        if len(info) > MOST_JSON_BYTES:  # the indentation is the largest part for long schedules
             info = self.info.model_dump_json() + "\n"
         write_together([(path.with_suffix(".json"), info), (path, "\n".join(lines) + "\n")])
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """All rows, by stage, kind and ascending clock."""
+        """All rows by stage, kind and ascending clock."""
         return tuple(row for rows in self._rows.values() for row in rows.values())
 
     @property
@@ -391,7 +394,7 @@ class StageProfile:
         """Return the measured clocks of one (stage, kind).
 
         Raises:
-            ProfileError: There are none.
+            ProfileError: If there are none.
         """
         rows = self._rows.get((stage, kind))
         if rows is None:
@@ -399,7 +402,7 @@ class StageProfile:
             if stage == 0 and stages[:1] == [1]:
                 raise ProfileError(
                     f"The profile has stages {stages[0]} to {stages[-1]} and no stage 0: its stages seem to be "
-                    "numbered from 1, and are expected to be from 0. Subtract 1 from the column stage."
+                    "numbered from 1, but must be numbered from 0. Subtract 1 from the column stage."
                 )
             raise ProfileError(
                 f"The profile has no {kind} rows for stage {stage}. Measure it again, or give fewer stages."
@@ -414,7 +417,7 @@ class StageProfile:
         """Return the row of one clock.
 
         Raises:
-            ProfileError: That clock was not measured.
+            ProfileError: If this clock was not measured.
         """
         row = self._rows.get((stage, kind), {}).get(clock_mhz)
         if row is None:
@@ -422,18 +425,18 @@ class StageProfile:
         return row
 
     def at_highest_clock(self, stage: int, kind: Kind) -> Measurement:
-        """Return the row of the highest clock measured, which is not always the fastest."""
+        """Return the row of the highest measured clock, which is not always the fastest."""
         return self.at(stage, kind, int(self.options(stage, kind).clock_mhz[-1]))
 
     def where(self, keep: Callable[[int, Kind, int], bool]) -> StageProfile:
-        """Return the rows of those stages, kinds and clocks [MHz] for which ``keep`` holds, with their quality."""
+        """Return the profile of the rows for which ``keep(stage, kind, clock_mhz)`` is true."""
         quality = [row for row in self.info.rows if keep(row.stage, row.kind, row.clock_mhz)]
         rows = [row for row in self.measurements if keep(row.stage, row.kind, row.clock_mhz)]
         return StageProfile(rows, self.info.model_copy(update={"rows": quality}))
 
 
 class _Row(FileModel):
-    """A row of ``profile.csv``; columns of other programs are ignored."""
+    """A row of ``profile.csv``, in which additional columns are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -445,10 +448,10 @@ class _Row(FileModel):
 
 
 def _measurement(cells: Mapping[str, Any], where: str) -> Measurement:
-    """Return the row with these cells by column, which may be texts.
+    """Validate the cells of a row, which may be texts, by column.
 
     Raises:
-        ProfileError: One of them is wrong; the message says where.
+        ProfileError: If a cell is invalid. The message begins with ``where``.
     """
     try:
         row = _Row.model_validate(cells)
@@ -459,7 +462,7 @@ def _measurement(cells: Mapping[str, Any], where: str) -> Measurement:
 
 
 def _clock_unit(clock: object) -> str:
-    """Return the likely unit of a clock that is not in MHz, as a sentence; empty if none is likely."""
+    """Return a sentence with the likely unit of a clock that is not in MHz, or an empty text."""
     try:
         value = float(str(clock))
     except ValueError:
@@ -471,10 +474,10 @@ def _clock_unit(clock: object) -> str:
 
 
 def _check_units(row: Measurement, where: str) -> None:
-    """Check that a GPU can draw the mean power of a row, and that an instruction can take its time.
+    """Check that the mean power of a row and its time are plausible for a GPU.
 
     Raises:
-        ProfileError: It cannot; the message names the likely unit of the values.
+        ProfileError: If they are not. The message names the likely unit of the values.
     """
     power_w = row.energy_j / row.time_s
     drawn = f"{where}{row.energy_j:g} J in {row.time_s:g} s is {power_w:.4g} W, and a GPU draws {LEAST_GPU_W:g} to "
@@ -496,15 +499,15 @@ def _check_units(row: Measurement, where: str) -> None:
     if row.time_s > MOST_INSTRUCTION_S:
         raise ProfileError(
             f"{where}an instruction takes {row.time_s:g} s. Times are probably in milliseconds, and energies in "
-            "millijoules: give seconds and joules."
+            "millijoules: use seconds and joules."
         )
     if unit := _clock_unit(row.clock_mhz):
         raise ProfileError(f"{where}frequency is {row.clock_mhz}. {unit}")
 
 
 def _read_rows(path: Path) -> list[Measurement]:
-    """Read a CSV; rows of different ranks are combined, rows of the same rank are not."""
-    # Equal rows count once.
+    """Read a CSV file and combine the rows of different ranks."""
+    # Identical rows of one rank count once, and different ones are an error of StageProfile.
     by_rank: dict[Key, dict[str, dict[int, dict[Measurement, None]]]] = defaultdict(lambda: defaultdict(dict))
     try:
         for line, record in _records(path):
@@ -531,13 +534,13 @@ def _read_rows(path: Path) -> list[Measurement]:
 
 
 def _rank(record: Mapping[str, str]) -> str:
-    """Return the name of the rank that measured a row, for messages."""
+    """Return the name of the rank that measured a row."""
     of_rank = {column: record.get(column) for column in ("rank", "dp_rank", "tp_rank")}
     return ", ".join(f"{column} {value}" for column, value in of_rank.items() if value) or "a rank without a number"
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the cells of each row by column, with the number of its line."""
+    """Yield each row's line number and its cells by column."""
     reader = csv.DictReader(
         io.StringIO(read_text(path, ProfileError, "profile.csv"), newline=""), skipinitialspace=True
     )
@@ -554,6 +557,6 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
             )
         if empty := [column for column in COLUMNS if not (record[column] or "").strip()]:
             raise ProfileError(
-                f"{path}, line {reader.line_num}: {empty[0]} is empty; the file may be cut off. Measure it again."
+                f"{path}, line {reader.line_num}: {empty[0]} is empty; the file may be truncated. Measure it again."
             )
         yield reader.line_num, record

@@ -1,9 +1,10 @@
-"""``run.jsonl``: what is known of each iteration and event of a job, written line by line and read while it grows.
+"""``run.jsonl``: records of a job's iterations and events.
 
-Every rank reports each iteration (see :mod:`perseus_ds.policy.reports`). Rank 0 makes an
-:class:`IterationRecord` of all reports and writes it to ``run.jsonl``, one JSON object a line, between the job's
-events. What can be computed from a record (a saving, a lateness) is a property of it, and is never stored. What each
-key means is in ``docs/file-formats.md``; an event also says in words what happened.
+The file is written line by line, and read while it grows. Every rank reports each iteration (see
+:mod:`perseus_ds.policy.reports`). Rank 0 combines the reports to an :class:`IterationRecord` and writes it to
+``run.jsonl`` as one JSON object per line, together with the job's events. Values that can be computed from a record,
+such as a saving, are its properties and are not stored. The keys are described in ``docs/file-formats.md``. An event
+also has a description in words.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from perseus_ds.units import bounded, duration, joules, less_or_more, percent, p
 SCHEMA_VERSION = 1
 FILE_NAME = "run.jsonl"
 MOST_FAILED_RANKS = 16
-"""Of a record; the others are counted."""
+"""Maximum number of failed ranks that a record lists; the number of further ones is ``more_failed_ranks``."""
 _MOST_IN_WORDS = 5
 
 Limits = tuple[tuple[int, float | None, float | None], ...]
-"""GPUs that may do less than profiled: rank, power limit [W], and the clock that heat or the machine allow [MHz]."""
+"""Limited GPUs: rank, power limit [W], and clock limit due to heat or the machine [MHz]."""
 
 
 class RunRecord(BaseModel):
     """A line of ``run.jsonl``."""
 
-    # A later version may have more keys.
+    # Files of later versions may have more keys.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     simulated: bool = False
@@ -65,7 +66,7 @@ class IterationRecord(RunRecord):
     time_s: float = Field(gt=0)
     energy_j: float | None = None
     energy_by_pipeline_j: tuple[float, ...] | None = None
-    # Jobs of more than 64 ranks have figures by rank in some records only: of all iterations since the last of these.
+    # Jobs of more than 64 ranks have figures by rank only in some records, for all iterations since the previous ones.
     energy_by_rank_j: tuple[float, ...] | None = None
     predicted_time_s: float | None = None
     predicted_energy_j: float | None = None
@@ -82,7 +83,7 @@ class IterationRecord(RunRecord):
 
     @property
     def power_w(self) -> float | None:
-        """Average power of all GPUs [W]."""
+        """Mean power of all GPUs [W]."""
         return None if self.energy_j is None else self.energy_j / self.time_s
 
     @property
@@ -92,23 +93,23 @@ class IterationRecord(RunRecord):
 
     @property
     def saved(self) -> float | None:
-        """Energy saved against default clocks, as a fraction of theirs."""
+        """Energy saved compared with default clocks, as a fraction."""
         return _less(self.energy_j, self.default_energy_j)
 
     @property
     def promised_saving(self) -> float | None:
-        """The same as its plan promises."""
+        """Energy saving that the plan predicts, as a fraction."""
         return _less(self.predicted_energy_j, self.default_energy_j)
 
     @property
     def promised_slowdown(self) -> float | None:
-        """How much longer than at default clocks it takes by its plan's promise, as a fraction."""
+        """Slowdown that the plan predicts compared with default clocks, as a fraction."""
         less = _less(self.predicted_time_s, self.default_time_s)
         return None if less is None else -less
 
     @property
     def late(self) -> float | None:
-        """How much longer than predicted it took, as a fraction."""
+        """Excess of the iteration time over the predicted time, as a fraction."""
         return None if self.predicted_time_s is None else self.time_s / self.predicted_time_s - 1
 
 
@@ -117,7 +118,7 @@ def _less(value: float | None, default: float | None) -> float | None:
 
 
 class Event(RunRecord):
-    """Something that happened between iterations; kinds that this version does not know are read as such."""
+    """An event between iterations, also of a kind that this version does not know."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -125,12 +126,12 @@ class Event(RunRecord):
     time: UnixTime = 0.0
 
     def in_words(self) -> str:
-        """Return one line about it."""
+        """Return a description in one line."""
         return self.event
 
 
 class Started(Event):
-    """The job started, or was resumed."""
+    """The job started or was resumed."""
 
     event: Literal["start"] = "start"
     schema_version: int = SCHEMA_VERSION
@@ -184,7 +185,7 @@ class PlanChosen(Event):
 
 
 class PlanJudged(Event):
-    """Iterations under a plan were compared with iterations at default clocks, both measured in this job."""
+    """A plan was compared with default clocks, both measured in this job."""
 
     event: Literal["proof"] = "proof"
     plan: int | None = None
@@ -211,7 +212,7 @@ class PlanJudged(Event):
 
 
 class Predicted(Event):
-    """Iterations at default clocks differ from what the profile predicts for them."""
+    """Iterations at default clocks differ from the profile's prediction."""
 
     event: Literal["prediction"] = "prediction"
     time_s: float = 0.0
@@ -227,11 +228,11 @@ class Predicted(Event):
         measured = ((self.time_s, self.predicted_time_s), (self.energy_j, self.predicted_energy_j))
         longer, more = (percent(value / predicted - 1) if predicted > 0 else "unknown" for value, predicted in measured)
         parts = ", ".join(f"{name} {percent(factor - 1)}" for name, factor in self.parts.items())
-        kept = "the profile stays as it is; whether a plan is kept is decided by measured iterations alone"
+        kept = "the profile stays as it is, and measured iterations alone decide whether a plan is kept"
         return (
             f"iterations at default clocks differ from the profile by {longer} time and {more} energy "
             f"({parts or 'no instruction, transfer or tail differs in time'}): "
-            f"{'the profile is corrected, and plans are made again' if self.corrected else kept}"
+            f"{'the profile is corrected, and plans are computed again' if self.corrected else kept}"
         )
 
 
@@ -255,7 +256,7 @@ class OrderPlanned(Event):
 
 
 class ShapePlanned(Event):
-    """Inputs of a shape that comes often get a profile and plans of their own, or lose them."""
+    """Inputs of a frequent shape receive a profile and plans of their own, or lose them."""
 
     event: Literal["shape"] = "shape"
     shape: int = 0
@@ -268,7 +269,7 @@ class ShapePlanned(Event):
 
 
 class PolicyChanged(Event):
-    """Another policy is followed, or its condition cannot be met."""
+    """Another policy is in force, or the condition of the current one cannot be met."""
 
     event: Literal["policy"] = "policy"
     policy: dict[str, Any] | None = None
@@ -279,7 +280,7 @@ class PolicyChanged(Event):
 
 
 class OrderGiven(Event):
-    """Somebody has ordered another policy, a pause or its end; it is pending until it is in force."""
+    """A user ordered another policy, a pause or a resumption, which is pending until it is in force."""
 
     event: Literal["order"] = "order"
     policy: dict[str, Any] | None = None
@@ -301,7 +302,7 @@ class PowerCapChanged(Event):
 
 
 class LimitsChanged(Event):
-    """Other GPUs than before, or by more or less, may do less than when the profile was measured."""
+    """The GPUs with stricter limits than in the profile, or these limits, have changed."""
 
     event: Literal["limits"] = "limits"
     limits: Limits = ()
@@ -324,7 +325,7 @@ class Drifted(Event):
 
 
 class ClockRefused(Event):
-    """A GPU does not reach a clock that its driver has accepted, or, at default clocks, its highest clock."""
+    """A GPU does not reach the requested clock or, at default clocks, its highest clock."""
 
     event: Literal["refused"] = "refused"
     rank: int = 0
@@ -338,19 +339,19 @@ class ClockRefused(Event):
         "sw_thermal_slowdown": "too hot",
         "hw_thermal_slowdown": "too hot",
     }
-    """Of NVML's names of reasons."""
+    """Descriptions of NVML's reasons."""
 
     def in_words(self) -> str:
         reasons = [f"{self.MEANINGS[name]}, {name}" if name in self.MEANINGS else name for name in self.reasons]
         why = f" ({'; '.join(reasons)})" if reasons else ""
         if self.clock_mhz is None:
-            locked = ", though the driver names no limit: somebody may have locked its clock (nvidia-smi -q -d CLOCK)"
+            locked = ", though the driver reports no limit: its clock may be locked (nvidia-smi -q -d CLOCK)"
             return f"rank {self.rank}'s GPU at default clocks is kept at {self.reached_mhz} MHz{why or locked}"
-        return f"rank {self.rank}'s GPU was asked for {self.clock_mhz} MHz and runs at {self.reached_mhz} MHz{why}"
+        return f"rank {self.rank}'s GPU was set to {self.clock_mhz} MHz and runs at {self.reached_mhz} MHz{why}"
 
 
 class Failed(Event):
-    """A rank has fallen back to default clocks, or a part of Perseus outside training does not work."""
+    """A rank fell back to default clocks, or a part of Perseus other than training does not work."""
 
     event: Literal["failure", "cache", "control", "metrics", "signal"] = "failure"
     rank: int = 0
@@ -362,7 +363,7 @@ class Failed(Event):
 
 
 class Recovered(Event):
-    """A rank that had fallen back to default clocks runs under plans again."""
+    """A rank that fell back to default clocks runs under plans again."""
 
     event: Literal["recovery"] = "recovery"
     rank: int = 0
@@ -372,7 +373,7 @@ class Recovered(Event):
 
 
 class PlanSummary(BaseModel):
-    """Iterations under one plan, against the same iterations at default clocks."""
+    """Iterations under one plan, compared with the same iterations at default clocks."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -382,12 +383,12 @@ class PlanSummary(BaseModel):
     saved: float | None
 
     def in_words(self) -> str:
-        """Return the plan and what it changes."""
+        """Return a description of the plan and its changes."""
         return f"plan {self.plan}: {self.iterations} iterations, {_less_or_more(self.slowdown, self.saved)}"
 
 
 class Ended(Event):
-    """The job ended: totals since it started, and what plans saved over all of its starts."""
+    """The job ended: totals since it started, and savings over all its starts."""
 
     event: Literal["end"] = "end"
     iterations: int = 0
@@ -408,7 +409,7 @@ class Ended(Event):
         text = f"{self.iterations} iterations, {duration(self.time_s)}, {joules(self.energy_j)}"
         text += f" ({watt_hours(self.energy_j)})"
         if self.without_energy:
-            text += f" (not counting {self.without_energy} iterations whose energy could not be read)"
+            text += f" (not counting {self.without_energy} iterations with unknown energy)"
         text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
         if self.saved is not None and self.slowdown is not None:
             typical = _less_or_more(self.slowdown, self.saved)
@@ -426,8 +427,8 @@ _KNOWN: dict[str, type[Event]] = {
 
 
 def trains(record: Record) -> bool:
-    """Return whether a record is of an iteration whose time and energy are valid."""
-    # While a simulated GPU is calibrated, instructions are not yet stretched.
+    """Return whether a record is an iteration with valid time and energy."""
+    # During the calibration of a simulated GPU, instructions are not yet delayed to simulated speed.
     return isinstance(record, IterationRecord) and record.phase != "calibrate"
 
 
@@ -438,7 +439,7 @@ def of_kind(order: int | None, shape: int | None) -> str:
 
 
 def limits_in_words(limits: Limits, more: int) -> str:
-    """Return which GPUs may do less than when the profile was measured; empty for none."""
+    """Return a description of the GPUs that are limited, empty if there are none."""
     each = []
     for rank, power_w, clock_mhz in limits[:_MOST_IN_WORDS]:
         parts = [f"to {watts(power_w)}"] if power_w is not None else []
@@ -449,7 +450,7 @@ def limits_in_words(limits: Limits, more: int) -> str:
 
 
 def policy_in_words(policy: Mapping[str, Any]) -> str:
-    """Return a policy and its settings, those of the policies that it names too."""
+    """Return a description of a policy, including its settings and nested policies."""
     return f"policy {_settings_in_words(policy)}"
 
 
@@ -465,9 +466,9 @@ def _settings_in_words(value: Any) -> str:
 
 
 def changes(slowdown: float | None, saved: float | None) -> str:
-    """Return changes against default clocks, promised or measured; None for one that is not known."""
-    time = "time not known" if slowdown is None else f"{percent(slowdown)} time"
-    energy = "energy not known" if saved is None else f"{percent(-saved)} energy"
+    """Return a description of changes compared with default clocks, of which None are unknown."""
+    time = "time unknown" if slowdown is None else f"{percent(slowdown)} time"
+    energy = "energy unknown" if saved is None else f"{percent(-saved)} energy"
     return f"{time}, {energy}"
 
 
@@ -476,15 +477,15 @@ def _less_or_more(slowdown: float, saved: float | None) -> str:
 
 
 def against_default_clocks(extra_s: float, extra_j: float) -> str:
-    """Return how much more or less time and energy iterations took than at default clocks, in words."""
+    """Return a description of additional time and energy compared with default clocks."""
     parts = [(duration(abs(extra_s)), extra_s < 0), (joules(abs(extra_j)), extra_j < 0)]
     words = " and ".join(f"{amount} {'less' if less else 'more'}" for amount, less in parts)
     return plain(f"{words} than at default clocks")
 
 
 def to_line(record: Record) -> str:
-    """Return a record as its line of ``run.jsonl``; characters that UTF-8 does not have become question marks."""
-    # Paths whose bytes are not UTF-8 have such characters, and errors quote paths.
+    """Return a record as its line of ``run.jsonl``."""
+    # Characters that UTF-8 lacks become question marks: error messages may quote paths that are not valid UTF-8.
     texts = {name: value.encode(errors="replace").decode() for name, value in record if isinstance(value, str)}
     return record.model_copy(update=texts).model_dump_json() + "\n"
 
@@ -493,7 +494,7 @@ def from_line(line: str | bytes) -> Record:
     """Return the record of a line of ``run.jsonl``.
 
     Raises:
-        ValueError: It is no record.
+        ValueError: If it is not a record.
     """
     raw = parse_json(line)
     if not isinstance(raw, dict):
@@ -506,15 +507,18 @@ def from_line(line: str | bytes) -> Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return all records of a file, as :func:`iterate_records` does."""
+    """Return all records of a file, as :func:`iterate_records`."""
     return list(iterate_records(path))
 
 
 def iterate_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a ``run.jsonl`` (or of the folder it is in), but for a last one that was cut off.
+    """Yield the records of a ``run.jsonl``, except a truncated last one.
+
+    Args:
+        path: The file or its folder.
 
     Raises:
-        ConfigError: The file is missing, a line of it is no record, or there are too many.
+        ConfigError: If the file is missing, a line is not a record, or there are too many records.
     """
     path = path / FILE_NAME if path.is_dir() else path
     problem = ""
@@ -525,7 +529,7 @@ def iterate_records(path: Path) -> Iterator[Record]:
                 raise ConfigError(problem)
             try:
                 record = from_line(line)
-            except ValueError:  # the last line may be cut off: the job was killed, or is still writing
+            except ValueError:  # only the last line may be truncated, if the job was killed or is still writing
                 problem = f"{path}, line {number}: not a record of an iteration: {line[:80]!r}."
                 continue
             if isinstance(record, Event):
@@ -533,7 +537,7 @@ def iterate_records(path: Path) -> Iterator[Record]:
             if number > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
                 raise ConfigError(
                     f"{path}, line {number}: at most {MOST_RECORDS} records are read, of which {MOST_EVENTS} with "
-                    f"{MOST_EVENT_BYTES} bytes may be events. Give each job an output_dir of its own."
+                    f"{MOST_EVENT_BYTES} bytes may be events. Give each job its own output_dir."
                 )
             yield record
 
@@ -542,13 +546,13 @@ _HEAD_BYTES = 256
 
 
 class RecordFollower:
-    """Returns the records of a file that were added since it was last asked.
+    """Returns the records that were added to a file since the previous call.
 
-    Each time the file is opened anew, so that a shared disk shows what other nodes have written. A last line without
-    its end is read once it is complete.
+    The file is opened again at each call, so that a shared disk shows the data written by other nodes. An incomplete
+    last line is read once it is complete.
 
     Attributes:
-        unreadable: Number of lines that are no records.
+        unreadable: Number of lines that are not records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -559,15 +563,14 @@ class RecordFollower:
         self.unreadable = 0
 
     def read(self) -> Iterator[tuple[bool, list[Record]]]:
-        """Yield the new records, those of some megabytes at a time, each time with False.
+        """Yield the new records in batches of some megabytes, each with False.
 
-        Where the file is another one than before, or was cut, the first are True and none: the records before are no
-        longer valid.
+        If the file was replaced or truncated, ``(True, [])`` is yielded first: all earlier records are no longer valid.
 
         Raises:
-            OSError: It cannot be read, is no regular file, or too large.
+            OSError: If the file cannot be read, is not a regular file, or is too large.
         """
-        # A FIFO is opened without waiting for who writes to it.
+        # O_NONBLOCK: opening a FIFO must not wait for a writer.
         with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_RECORD_BYTES:
@@ -582,7 +585,7 @@ class RecordFollower:
             file.seek(self._offset)
             while block := file.read(MOST_RECORD_LINE_BYTES):
                 end = block.rfind(b"\n") + 1
-                if not end and len(block) < MOST_RECORD_LINE_BYTES:  # a longer line is no record
+                if not end and len(block) < MOST_RECORD_LINE_BYTES:  # a longer line is not a record
                     return
                 block = block[:end] if end else block
                 self._offset += len(block)

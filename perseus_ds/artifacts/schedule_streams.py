@@ -1,4 +1,7 @@
-"""The instruction streams of a schedule as JSON, so that a file's reader need not import the schedule's class."""
+"""The operation streams of a schedule as JSON.
+
+Readers of a file with these streams need not import the class of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +59,12 @@ _Stream = Annotated[tuple[_Operation, ...], Field(fail_fast=True)]
 
 
 class ScheduleStreams(FileModel):
-    """A schedule as it is written: ``["compute", stage, kind, micro-batch]`` and the like, one list a rank.
+    """A schedule in its file format, with lists such as ``["compute", stage, kind, micro-batch]``.
 
     Attributes:
-        name: Class of the schedule. A label for people; nothing imports it.
-        ranks: Operations of every pipeline rank, in program order.
+        name: Class of the schedule. It is only a label and is never imported.
+        micro_batches: Number of micro-batches per iteration.
+        ranks: Operations of every pipeline rank in program order.
     """
 
     name: Text
@@ -69,24 +73,24 @@ class ScheduleStreams(FileModel):
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleStreams:
-        """Return a schedule as it is written."""
+        """Convert a schedule to its file format."""
         ranks = tuple(tuple(_written(operation) for operation in stream) for stream in schedule.ranks)
         return cls.model_construct(name=schedule.name, micro_batches=schedule.micro_batches, ranks=ranks)
 
     def to_schedule(self) -> Schedule:
-        """Return the schedule.
+        """Convert the streams to a schedule.
 
         Raises:
-            ScheduleError: No rank computes anything, or there is too much to compute.
+            ScheduleError: If no rank has an instruction, or there are too many.
         """
         ranks = tuple(tuple(_read(operation) for operation in stream) for stream in self.ranks)
         schedule = Schedule(self.name, self.micro_batches, ranks)
         if not any(schedule.instructions):
-            raise ScheduleError(f"{self.name}: no rank computes anything.")
+            raise ScheduleError(f"{self.name}: no rank has an instruction.")
         if self.micro_batches * schedule.num_stages > MOST_INSTRUCTIONS:
             raise ScheduleError(
                 f"{self.name}: {schedule.num_stages} stages and {self.micro_batches} micro-batches; stages times "
-                f"micro-batches may be {MOST_INSTRUCTIONS} at most."
+                f"micro-batches may be at most {MOST_INSTRUCTIONS}."
             )
         return schedule
 

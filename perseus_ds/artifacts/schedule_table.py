@@ -1,4 +1,4 @@
-"""``schedules.json``: the predicted frontiers of several schedules, from one profile."""
+"""``schedules.json``: the predicted frontiers of several schedules, computed from one profile."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ class ComparedSchedule(FileModel):
     """One schedule with one number of micro-batches.
 
     Attributes:
-        stages: Stages on all of them.
-        held_by_stage: For how many micro-batches each stage holds activations at most.
-        held_by_rank: The most that each rank holds at a time, in micro-batches of all of its layers.
+        name: Name of the schedule.
+        micro_batches: Number of micro-batches.
+        ranks: Number of pipeline ranks.
+        stages: Number of stages on all ranks.
+        held_by_stage: Maximum number of micro-batches for which each stage holds activations.
+        held_by_rank: Maximum number of micro-batches that each rank holds, counted for all of its layers.
         t_min_s: Iteration time with every instruction at its fastest measured clock [s].
         baseline_time_s: Iteration time with every instruction at the highest measured clock [s].
-        baseline_energy_j: Its energy, of one pipeline with one GPU per rank [J].
+        baseline_energy_j: Energy of one pipeline with one GPU per rank at the highest measured clock [J].
         plans: Time [s] and energy [J] of every plan, the fastest first.
-        worst_gap: The most that a plan's energy may be above the optimum, as a fraction.
-        assumptions: What is taken for granted and no measurement shows.
+        worst_gap: Largest possible excess of a plan's energy over the optimum, as a fraction.
+        assumptions: Assumptions that are not based on measurements.
     """
 
     name: str
@@ -53,7 +56,7 @@ class ComparedSchedule(FileModel):
 
 
 class ScheduleTable(FileModel):
-    """Several schedules, side by side."""
+    """A comparison of several schedules."""
 
     format: Literal["perseus-ds schedules"] = "perseus-ds schedules"
     schema_version: Literal[1] = 1
@@ -64,7 +67,7 @@ class ScheduleTable(FileModel):
 
     @property
     def subject(self) -> str:
-        """The GPU, and whether it is simulated, as the end of a title."""
+        """The GPU, marked if it is simulated, as the end of a title."""
         gpu = f": {self.gpu}" if self.gpu else ""
         hidden = self.simulated and "simulated" not in gpu.lower()
         return gpu + (" (SIMULATED)" if hidden else "")

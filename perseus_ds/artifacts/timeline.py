@@ -1,4 +1,4 @@
-"""``timeline.json``: measured iterations, operation by operation, on all ranks of one pipeline."""
+"""``timeline.json``: measured iterations with the operations of all ranks of one pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Work = Instruction | Load | Other | Transfer
 
 
 def described(work: Work) -> tuple[str, int, int | None, int]:
-    """Return kind, stage (the sending one of a transfer), receiving stage (None if it is none) and micro-batch."""
+    """Return kind, stage or sending stage, receiving stage or None, and micro-batch."""
     match work:
         case Transfer():
             return work.payload, work.source, work.target, work.micro_batch
@@ -42,13 +42,20 @@ def described(work: Work) -> tuple[str, int, int | None, int]:
 
 
 class MeasuredOperation(FileModel):
-    """One operation of one rank. An exchange of several transfers is several operations with the same start and end.
+    """One operation of one rank.
+
+    An exchange of several transfers is stored as several operations with the same start and end.
 
     Attributes:
-        kind: An instruction's kind, ``load``, what is transferred, or ``other`` for a command that is not known.
-        start_s: Time since the start of the pipeline's first rank [s].
-        end_s: Likewise. A transfer includes waiting for the other rank.
-        clock_mhz: The plan's clock; None at default clocks and for operations without a clock.
+        kind: Kind of an instruction, ``load``, payload of a transfer, or ``other`` for an unknown command.
+        stage: Stage of the operation; of a transfer, the sending one.
+        micro_batch: Micro-batch; of an unknown command, its number on the stage.
+        start_s: Start relative to the start of the pipeline's first rank [s].
+        end_s: End relative to the start of the pipeline's first rank [s]. A transfer includes waiting for the other
+            rank.
+        target: Receiving stage of a transfer.
+        command: Class name of an unknown command.
+        clock_mhz: Clock in the plan, or None at default clocks and for operations without a clock.
     """
 
     kind: Literal[
@@ -74,7 +81,7 @@ class MeasuredOperation(FileModel):
 
     @classmethod
     def of(cls, work: Work, start_s: float, end_s: float, clock_mhz: int | None = None) -> MeasuredOperation:
-        """Return what a rank did, and when."""
+        """Return a measured operation with its start and end."""
         kind, stage, target, micro_batch = described(work)
         fields = {"kind": kind, "stage": stage, "target": target, "micro_batch": micro_batch}
         command = work.command if isinstance(work, Other) else None
@@ -84,7 +91,7 @@ class MeasuredOperation(FileModel):
 
     @property
     def work(self) -> Work:
-        """What the rank did."""
+        """The instruction, load, transfer or unknown command."""
         match self.kind:
             case "activation" | "grad" as payload:
                 return Transfer(payload, self.stage, self.target or 0, self.micro_batch)
@@ -100,9 +107,10 @@ class MeasuredIteration(FileModel):
     """One measured iteration.
 
     Attributes:
-        iteration: Its number in ``run.jsonl``.
-        ranks: By pipeline rank, in program order.
-        plan: The plan's index in the frontier; None at default clocks.
+        iteration: Number of the iteration in ``run.jsonl``.
+        phase: Phase of the job.
+        ranks: Operations by pipeline rank in program order.
+        plan: Index of the plan on the frontier, or None at default clocks.
     """
 
     iteration: Index
@@ -112,23 +120,23 @@ class MeasuredIteration(FileModel):
 
     @property
     def operations(self) -> int:
-        """Number of operations of all ranks."""
+        """Total number of operations of all ranks."""
         return sum(map(len, self.ranks))
 
     @property
     def time_s(self) -> float:
-        """From the first operation's start to the last one's end, on whatever rank [s]."""
+        """Time from the first start to the last end of an operation on any rank [s]."""
         times = [(op.start_s, op.end_s) for operations in self.ranks for op in operations]
         return max((end_s for _, end_s in times), default=0.0) - min((start_s for start_s, _ in times), default=0.0)
 
     @property
     def busy_s(self) -> list[float]:
-        """By pipeline rank, the time of all that is no transfer: passes, loads, the tail [s]."""
+        """By pipeline rank, the total time of all operations except transfers [s]."""
         return [sum(op.end_s - op.start_s for op in ops if op.kind not in _TRANSFERS) for ops in self.ranks]
 
     @property
     def waits(self) -> list[float]:
-        """By pipeline rank, the part of the iteration in which it waits or transfers: the measured bubble."""
+        """By pipeline rank, the fraction of time spent waiting or transferring (bubble)."""
         time_s = self.time_s
         return [max(0.0, 1 - busy_s / time_s) if time_s > 0 else 0.0 for busy_s in self.busy_s]
 
@@ -137,7 +145,10 @@ class TimelineFile(FileModel):
     """The contents of ``timeline.json``.
 
     Attributes:
-        job: What trains, with its schedule and layout; None in files of earlier versions.
+        simulated: Whether the GPU is simulated.
+        gpu: Name of the GPU.
+        job: Description of the job with its schedule and layout, or None in files of earlier versions.
+        iterations: The measured iterations.
     """
 
     format: Literal["perseus-ds timeline"] = "perseus-ds timeline"
@@ -152,12 +163,12 @@ class TimelineFile(FileModel):
         """Read the file.
 
         Raises:
-            ConfigError: It is missing, cut off, foreign or of another version; the message names file and key.
+            ConfigError: If the file is missing, truncated, or of another format or version. The message names the key.
         """
-        what, remedy = "timeline.json of a training run", "Train again to have it written anew."
+        what, remedy = "timeline.json of a training run", "Train again to write a new one."
         return read_model(cls, path, ConfigError, what, most_bytes=MOST_TIMELINE_BYTES, remedy=remedy)
 
     @property
     def operations(self) -> int:
-        """Number of operations of all iterations."""
+        """Total number of operations of all iterations."""
         return sum(iteration.operations for iteration in self.iterations)

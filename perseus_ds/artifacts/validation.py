@@ -1,6 +1,6 @@
-"""What blocks, files and arguments may hold: limits, the strict base of blocks, and one text for what is wrong.
+"""Limits of configuration blocks, files and arguments, and messages for invalid values.
 
-Beyond the limits, which ``docs/file-formats.md`` states, a file is not read.
+Files beyond the limits, which are listed in ``docs/file-formats.md``, are not read.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MOST_EVIDENCE_BYTES = 4 * MIB
 MOST_STAGES = 4_096
 MOST_MICRO_BATCHES = 65_536
 MOST_PLANS = 10_000
-"""Of one frontier."""
+"""Maximum number of plans of one frontier."""
 MOST_INSTRUCTIONS = 65_536
-"""Stages times micro-batches: an iteration with more does not fit into memory as a DAG."""
+"""Maximum of stages times micro-batches; the DAG of a longer iteration does not fit into memory."""
 MOST_CLOCK_MHZ = 100_000
 LEAST, MOST_SECONDS, MOST_JOULES, MOST_WATTS = 1e-9, 1e9, 1e15, 1e9
-"""Times, energies and powers beyond these are no measurements, and their products could overflow."""
+"""Limits of times, energies and powers. Values beyond them are not measurements, and products could overflow."""
 LEAST_GPU_W, MOST_GPU_W = 5.0, 5000.0
-"""Mean powers beyond these are drawn by no GPU: energies, times or powers are in other units."""
+"""Limits of the mean power of a GPU. Values beyond them indicate other units of energy, time or power."""
 MOST_INSTRUCTION_S = 1000.0
-"""An instruction of one micro-batch takes no longer."""
+"""Maximum duration of an instruction."""
 MOST_UNIX_SECONDS = 1e11
-"""In the year 5138: later moments are none that a calendar can show."""
+"""A time in the year 5138. Later times cannot be shown as dates."""
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 Stage = Annotated[int, Field(ge=0, lt=MOST_STAGES)]
@@ -50,11 +50,11 @@ Duration = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 UnixTime = Annotated[float, Field(ge=0, le=MOST_UNIX_SECONDS)]
 Power = Annotated[float, Field(ge=0, le=MOST_WATTS)]
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-"""A name or a path, on one line: no control characters."""
+"""A name or a path in one line without control characters."""
 
 Value = TypeVar("Value")
 Many = Annotated[list[Value], Field(fail_fast=True)]
-"""Read up to the first value that is wrong: what is wrong with each of millions does not fit into memory."""
+"""A list that is validated up to the first invalid value, because millions of errors would not fit into memory."""
 
 
 _MOST_PROBLEMS = 5
@@ -64,15 +64,15 @@ _LONGEST_TEXT = 200
 
 
 class StrictModel(BaseModel):
-    """A block of settings: no other keys, no conversions, no changes."""
+    """A block of settings without unknown keys, type conversions and changes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def explain(error: ValidationError, owner: Any, prefix: str) -> str:
-    """Return the problems that pydantic found, one line a key: where, what was expected, what was found."""
+    """Return pydantic's problems, one per line, with the expected and the given value."""
     count = error.error_count()
-    if count > _MOST_DESCRIBED:  # a description takes a kilobyte
+    if count > _MOST_DESCRIBED:  # each description takes a kilobyte
         return f"{prefix.rstrip('.: ')}: {count} keys or values are wrong."
     lines = [_explain(problem, owner, prefix) for problem in error.errors()[:_MOST_PROBLEMS]]
     if count > _MOST_PROBLEMS:
@@ -81,18 +81,18 @@ def explain(error: ValidationError, owner: Any, prefix: str) -> str:
 
 
 def expectation(key: str, expected: str, found: object, hint: str = "") -> str:
-    """Return the line that says of one key what was expected and what was found."""
+    """Return a message about one key with the expected and the given value."""
     return f"{key}: expected {expected}, got {reprlib.repr(found)}{f'; {hint}' if hint else '.'}"
 
 
 def brief(text: object) -> str:
-    """Return the beginning of a text, such as that of an error which quotes what it was given."""
+    """Return the beginning of a text, such as an error message that quotes its input."""
     text = str(text)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the question whether a known word was meant, or nothing if no known word is similar."""
+    """Return a question that suggests a similar known word, or an empty text."""
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else ""
 
@@ -100,7 +100,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 def _explain(problem: Any, owner: Any, prefix: str) -> str:
     keys, known = _walk(owner, [str(part)[:_LONGEST_KEY] for part in problem["loc"]])
     found, context, message = problem["input"], problem.get("ctx", {}), problem["msg"]
-    if "discriminator" in context:  # the key that says which member of a union is meant
+    if "discriminator" in context:  # the key that selects the member of a union
         keys.append(context["discriminator"].strip("'"))
     key = prefix + ".".join(keys) if keys else prefix.rstrip(".: ")
     match problem["type"]:
@@ -131,7 +131,7 @@ def _expected_one_of(key: str, choices: str, found: object) -> str:
 
 
 def _walk(owner: Any, location: list[str]) -> tuple[list[str], list[str]]:
-    """Return a location without the names of unions' members, and the keys known where it ends."""
+    """Return a location without names of union members, and the known keys at its end."""
     keys, known = [], []
     for part in location:
         models = _models(owner)
@@ -146,7 +146,7 @@ def _walk(owner: Any, location: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models that an annotation names, those in unions and lists included."""
+    """Return the models in an annotation, including those in unions and lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _models(part)]

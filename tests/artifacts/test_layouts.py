@@ -78,8 +78,8 @@ MODEL = layout("embedding dense*3", "moe*4 mtp head")
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("Et*3|x*4,mL", "'x' has no meaning in it; expected E"),
-        ("Et*3|(t*4,mL", r"'\(' has no meaning"),
+        ("Et*3|x*4,mL", "'x' is not a known letter; expected E"),
+        ("Et*3|(t*4,mL", r"'\(' is not a known letter"),
         ("Et*3|t*5,mL", "has 8 decoder layers .*the model 7"),
         ("Et*3|t*4L", "has 0 MTP layers .*the model 1"),
         ("t*3,E|t*4,mL", "the embedding first"),

@@ -52,7 +52,10 @@ def test_rows_are_read_by_stage_kind_and_ascending_clock(csv_file):
             r"line 3: instruction: expected .* got 'inference'",
         ),
         (GOOD + "0,forward,1400,0.07,22\n", r"profile\.csv: Two measurements disagree for stage 0, forward, 1400 MHz"),
-        (GOOD[:-7], r"line 5: time is empty; the file may be cut off|line 5: energy is empty; the file may be cut off"),
+        (
+            GOOD[:-7],
+            r"line 5: time is empty; the file may be truncated|line 5: energy is empty; the file may be truncated",
+        ),
         (GOOD.replace("0.05", "0,05"), r"line 3: more cells than columns"),
         (HEADER + "1e300,forward,1410,1,1\n", r"line 2: stage: "),
         (HEADER + "0,forward,1e300,1,1\n", r"line 2: frequency: "),

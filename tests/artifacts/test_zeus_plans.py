@@ -116,7 +116,7 @@ def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text
             GOOD.replace("('backward', 900)", "('backward', 900), ('forward', 900)"),
             "rank 0, instruction 2: .* has nothing, the plan forward",
         ),
-        (GOOD.replace("900", "901"), r"no row for stage 0, forward, 901 MHz\. Give the profile that the plans are for"),
+        (GOOD.replace("900", "901"), r"no row for stage 0, forward, 901 MHz\. Give the profile for which"),
         ("[[('forward', 900), ('backward', 900)]]", "1 ranks, the schedule has 2"),
     ],
 )
@@ -129,5 +129,5 @@ def test_a_plan_that_does_not_fit_names_file_rank_and_instruction(tmp_path, text
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(FrontierError, match=r"no freqs_pipeline_\*\.py in it"):
+    with pytest.raises(FrontierError, match=r"no freqs_pipeline_\*\.py in this folder"):
         read_plans(tmp_path)

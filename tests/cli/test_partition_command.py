@@ -116,9 +116,9 @@ def test_sizes_are_compared_in_one_table(run, trained):
     ("words", "message"),
     [
         (["empty"], "no profile.csv, timeline.json or config.json in it"),
-        (["job", "--layout", "Et*4|t*4|t*4|xxL"], "'x' has no meaning in it"),
+        (["job", "--layout", "Et*4|t*4|t*4|xxL"], "'x' is not a known letter"),
         (["job", "--layout", "Et*4|t*4|t*4|t*4L"], "has 16 decoder layers (t), the model 15"),
-        (["job", "--layout", "Et*5|t*5|t*5L"], "3 stages for 4 pipeline ranks. Megatron-Core gives each rank the same"),
+        (["job", "--layout", "Et*5|t*5|t*5L"], "3 stages for 4 pipeline ranks. Megatron-Core requires the same number"),
         (["job", "--layout", "4,4,4,4"], "the stages have 16 parts, the model 17"),
         (["job", "--layout", "9,8"], "2 stages, the job has 4"),
         (["job", "--layout", "even"], "15 layers do not divide among 4 ranks with 1 stages each: in Megatron-Core"),

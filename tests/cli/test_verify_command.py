@@ -47,7 +47,9 @@ def test_certificates_are_written_on_request_only_and_missed_by_name(run):
     run("optimize", "--profile", "profile.csv", "--out", "f", "--plans", "8")
     code, _, err = run("verify", "f", "--profile", "profile.csv")
     assert code == 2
-    assert 'f/certificates.npz: no such file; it holds the proofs of the lower bounds. Run "perseus-ds optimize"' in err
+    assert (
+        'f/certificates.npz: no such file; it contains the proofs of the lower bounds. Run "perseus-ds optimize"' in err
+    )
 
 
 def test_lowtime_has_no_certificates(run):
