@@ -125,7 +125,7 @@ class Lease:
             self._lost_s = now_s
         with contextlib.suppress(OSError, GpuError):  # such as no memory for another process: tried again
             self._progress()
-        return now_s - self._lost_s < _REPLACED_WITHIN_S
+        return self.is_granted or now_s - self._lost_s < _REPLACED_WITHIN_S
 
     def close(self, timeout_s: float = 3.0) -> bool:
         """End the lease, and wait until the agent has reset the clock; harmless when called again.

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from stub_nvml.controller import StubNvml
 from perseus_ds.client.lease import Lease
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.protocol import places
+from perseus_ds.timebase import REAL_TIME, RealTime
 
 RANK = (
     f"GIVE_UP_S = {GIVE_UP_S}"
@@ -389,6 +391,27 @@ def test_a_gpu_that_another_job_is_about_to_let_go_is_waited_for(node: Node, stu
     wait_until(lambda: len(stub_nvml.agents()) == 2, "an agent of the other job")
     rank.kill()
     assert node.agent_of(waits) != agent
+
+
+def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(address: str, tmp_path: Path) -> None:
+    """As with long iterations, between which alone a rank looks."""
+
+    class Later(RealTime):
+        later_s = 0.0
+
+        def now_s(self) -> float:
+            return REAL_TIME.now_s() + self.later_s
+
+    now = Later()
+    lease = Lease(address, str(tmp_path), now)
+    while True:
+        now.later_s += 60.0  # so that the heartbeat is old
+        is_watched = lease.is_watched()
+        if lease.is_granted:
+            break
+        time.sleep(0.05)
+    assert is_watched
+    assert lease.close(GIVE_UP_S)
 
 
 def test_an_agent_is_of_the_package_that_starts_it(
