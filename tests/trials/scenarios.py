@@ -58,6 +58,7 @@ def _agent_then_ranks(trial: Trial) -> float:
     trial.wait_until(lambda: trial.has_agent(besides=killed), "an agent again")
     trial.look()
     time.sleep(trial.draw.uniform(0.0, 0.5))
+    trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
     return kill(trial.ranks)
 
 
