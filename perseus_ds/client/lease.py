@@ -184,7 +184,7 @@ class Lease:
                 socket.send_fds(
                     self._connection, [messages.encode(RequestLease(self._gpu, self._was_granted))], [self._shared.file]
                 )
-            except (FileNotFoundError, ConnectionRefusedError, BrokenPipeError):
+            except (FileNotFoundError, ConnectionError):
                 self._disconnect()
                 self._start_if_due()
                 return None

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -412,6 +413,20 @@ def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(a
         time.sleep(0.05)
     assert is_watched
     assert lease.close(GIVE_UP_S)
+
+
+def test_an_agent_that_ends_while_a_rank_connects_is_replaced(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = places.connect
+
+    def connect_to_one_that_ends(name: str) -> socket.socket:
+        monkeypatch.setattr(places, "connect", connect)
+        with places.listen(name):
+            return connect(name)
+
+    monkeypatch.setattr(places, "connect", connect_to_one_that_ends)
+    assert Lease(address, str(tmp_path)).close(GIVE_UP_S)
 
 
 def test_an_agent_is_of_the_package_that_starts_it(
