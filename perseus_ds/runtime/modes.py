@@ -28,7 +28,7 @@ from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import ModeContext
 from perseus_ds.runtime.orders import OrderPhases
 from perseus_ds.runtime.prediction import correct_profile, is_predicted
-from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, share_profile, warm_up
+from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, warm_up
 from perseus_ds.runtime.shapes import Shape, ShapePhases
 from perseus_ds.runtime.under_plans import Outcome, PlanRunner
 
@@ -105,12 +105,9 @@ def _auto(context: ModeContext) -> Phase[None]:
     yield from _by_shape(context, frontier)
 
 
-def _of_order(context: ModeContext, profile: Path | None) -> Phase[None]:
-    """Train iterations of another order than the first, by a profile of the same passes if there is one."""
-    frontier = frontier_of_an_earlier_run(context)
-    if frontier is None and profile is not None:
-        share_profile(context, profile)
-    yield from _by_shape(context, frontier, has_profile=profile is not None)
+def _of_order(context: ModeContext, has_profile: bool) -> Phase[None]:
+    """Train iterations of another order than the first, whose profile may be known."""
+    yield from _by_shape(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
 
 
 def _by_shape(context: ModeContext, frontier: Frontier | None, *, has_profile: bool = False) -> Phase[None]:

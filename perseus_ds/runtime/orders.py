@@ -18,10 +18,13 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.runtime.iterations import UNKNOWN_ORDER, UNPLANNED, IterationMeasurement, NextIteration, Phase
 from perseus_ds.runtime.job import ModeContext
-from perseus_ds.runtime.kinds import LAST, MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
+from perseus_ds.runtime.kinds import MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
+from perseus_ds.runtime.profiling import share_profile
 
 _OF_UNKNOWN_ORDER = replace(UNPLANNED, order=UNKNOWN_ORDER)
 _MEASURING = ("warm-up", "profile")
+# An order that has not come for so many iterations is not waited for.
+_GONE = 10
 _WITHOUT_PROFILE = ("calibrate", "observe")
 
 
@@ -56,12 +59,12 @@ class OrderPhases:
     Args:
         context: Of the mode.
         first: The phases of the first order.
-        start: Begins the phases of another order, given a profile of its passes or None. None if only the first order
-            has plans.
+        start: Begins the phases of another order, given whether its profile is known. None if only the first order has
+            plans.
     """
 
     def __init__(
-        self, context: ModeContext, first: Phase[None], start: Callable[[ModeContext, Path | None], Phase[None]] | None
+        self, context: ModeContext, first: Phase[None], start: Callable[[ModeContext, bool], Phase[None]] | None
     ) -> None:
         self._context = context
         self._start = start
@@ -144,9 +147,9 @@ class OrderPhases:
             return False
         if self._numbers >= MOST_NUMBERS:
             return False
-        # An order that is measured keeps others waiting, unless it comes no more.
+        # An order that is measured keeps others waiting, unless it is gone.
         now = self._frequent.iterations
-        if self._profile() is None and any(o.is_measured and now - o.came < LAST for o in self._planned.values()):
+        if self._profile() is None and any(o.is_measured and now - o.came < _GONE for o in self._planned.values()):
             return False
         if len(self._planned) + len(self._awaited) < MOST_KINDS:
             return True
@@ -173,8 +176,10 @@ class OrderPhases:
             micro_batches = schedule.micro_batches
             job = self._context.job.of_order(self._numbers, schedule)
             context = replace(self._context, job=job, order=self._numbers)
-            found = _Order(self._numbers, self._start(context, profile), job.profile_path, self._frequent.iterations)
-            self._announce(self._numbers, micro_batches, shares_profile=profile is not None)
+            has_profile = profile is not None and share_profile(context, profile)
+            phases = self._start(context, has_profile)
+            found = _Order(self._numbers, phases, job.profile_path, self._frequent.iterations)
+            self._announce(self._numbers, micro_batches, shares_profile=has_profile)
             self._planned[order] = found
             found.begin()
             self._settle(found)

@@ -392,8 +392,11 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
     profile.save(job.profile_path)
 
 
-def share_profile(context: ModeContext, path: Path) -> None:
-    """Use the profile of another order of the same passes for this one; every rank must do so at once.
+def share_profile(context: ModeContext, path: Path) -> bool:
+    """Copy the profile of another order, if it has all passes of this one; every rank must do so at once.
+
+    Returns:
+        Whether the job has a profile now.
 
     Raises:
         PerseusError: On all ranks: it cannot be read.
@@ -408,11 +411,16 @@ def share_profile(context: ModeContext, path: Path) -> None:
         "memory_bytes": [],  # which depends on the order
     }
 
-    def share() -> None:
-        profile = StageProfile.load(path)
-        StageProfile(profile.measurements, profile.info.model_copy(update=of_order)).save(job.profile_path)
+    passes = {(i.stage, i.kind) for stream in job.schedule.instructions for i in stream if i.kind is not Kind.TAIL}
 
-    communicator.computed_on_rank_0(share)
+    def share() -> bool:
+        profile = StageProfile.load(path)
+        has_all = passes <= set(profile.keys)
+        if has_all:
+            StageProfile(profile.measurements, profile.info.model_copy(update=of_order)).save(job.profile_path)
+        return has_all
+
+    return communicator.computed_on_rank_0(share)
 
 
 def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
