@@ -1,4 +1,4 @@
-"""Runs side by side: default clocks against plans, plans against power caps, yesterday against today."""
+"""Compares runs, such as default clocks with plans, or plans with power caps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from perseus_ds.units import duration, joules, percent, watts, whole
 
 @dataclass(frozen=True)
 class Row:
-    """Iterations of one run, all at default clocks or all under one plan.
+    """Iterations of one run, either all at default clocks or all under one plan.
 
     Attributes:
-        history: Of the run, under a name that distinguishes it.
-        point: A typical one of them, of the whole job.
-        samples: Of an iteration; None where that is not known.
+        history: History of the run, with a name that distinguishes it.
+        point: Typical iteration of the whole job.
+        samples: Number of samples per iteration, or None if unknown.
     """
 
     history: History
@@ -31,32 +31,34 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What distinguishes it from the others."""
+        """Name of the run and its clocks or plan."""
         return f"{self.history.name}: {self.point.label}"
 
     @property
     def is_of_verdict(self) -> bool:
-        """Whether these are the iterations at default clocks that a plan was compared with in its job."""
+        """True if these iterations at default clocks were compared with a plan by the job's verdict."""
         return self.point.plan is None and self.history.measures.verdict is not None
 
     @property
     def power_w(self) -> float:
-        """Average power of all GPUs [W]."""
+        """Mean power of all GPUs [W]."""
         return self.point.energy_j / self.point.time_s
 
     @property
     def energy_per_sample_j(self) -> float | None:
-        """Energy of one sample [J]; None where the job's size is not known."""
+        """Energy of one sample [J], or None if the job's size is unknown."""
         return self.point.energy_j / self.samples if self.samples else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side.
+    """A comparison of runs.
 
     Attributes:
-        why: Why that is the baseline.
-        notes: What to keep in mind, and what could not be compared.
+        rows: The rows to compare.
+        baseline: The row with which the others are compared.
+        why: Reason for the choice of the baseline.
+        notes: Remarks on the comparison and on runs that could not be compared.
     """
 
     rows: tuple[Row, ...]
@@ -66,26 +68,26 @@ class Comparison:
 
     @property
     def simulated(self) -> bool:
-        """Whether any of it is simulated."""
+        """True if any run is simulated."""
         return any(row.history.simulated for row in self.rows)
 
     def time(self, row: Row) -> float:
-        """Return how much longer than in the baseline an iteration takes, as a fraction."""
+        """Return the relative increase of a row's iteration time over the baseline."""
         return row.point.time_s / self.baseline.point.time_s - 1
 
     def energy(self, row: Row) -> float:
-        """Return how much more energy than in the baseline an iteration takes, as a fraction."""
+        """Return the relative increase of a row's energy over the baseline."""
         return row.point.energy_j / self.baseline.point.energy_j - 1
 
 
 def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
     """Compare runs.
 
-    The baseline is a run or a row by its name; by default iterations at default clocks, best those of a plan's verdict,
-    of several the most.
+    The baseline is a run or a row with the given name. By default, it consists of iterations at default clocks:
+    preferably those of a plan's verdict, otherwise the longest series.
 
     Raises:
-        ConfigError: Nothing was measured, or there is no such baseline.
+        ConfigError: If nothing was measured, or there is no such baseline.
     """
     found = [(history, each.samples) for each in runs for history in each.histories]
     histories = [history for history, _ in found]
@@ -95,18 +97,18 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
         points = measured_points([history])
         rows += [Row(history, point, samples) for point in points]
         if not points and history.last_start.mode != "profile":
-            notes.append(f"{history.name}: no iterations at default clocks or under a plan whose energy is known.")
+            notes.append(f"{history.name}: no iterations of known energy at default clocks or under a plan.")
     if all(row.point.plan is not None for row in rows):
         predicted = ((history, _predicted(history), samples) for history, samples in found)
         rows += [Row(history, point, samples) for history, point, samples in predicted if point is not None][:1]
     if not rows:
-        raise ConfigError(f"Nothing to compare. {' '.join(notes)} Train for some steps more.")
+        raise ConfigError(f"Nothing to compare. {' '.join(notes)} Train for more steps.")
     chosen, why = _baseline(rows, baseline)
     job = chosen.history.last_start.job
     if others := sorted({row.history.name for row in rows if row.history.last_start.job != job}):
         notes.append(
-            f"{', '.join(others)}: another job than {chosen.history.name} by model, schedule, parallelism, GPU or "
-            "versions. What differs may come from that."
+            f"{', '.join(others)}: not the same job as {chosen.history.name}: model, schedule, parallelism, GPU or "
+            "versions differ, which may explain differences."
         )
     settings = {h.name: str(h.last_start.settings) for h in histories if h.last_start.settings is not None}
     if len(set(settings.values())) > 1:
@@ -114,13 +116,13 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
     capped = sorted(history.name for history in histories if _is_capped(history))
     if 0 < len(capped) < len(histories):
         notes.append(
-            f"{', '.join(capped)}: at default clocks a power limit, the GPUs' own or another, kept clocks down."
+            f"{', '.join(capped)}: at default clocks, a power limit of the GPUs or another one kept clocks low."
         )
     return Comparison(tuple(rows), chosen, why, tuple(notes))
 
 
 def _predicted(history: History) -> MeasuredPoint | None:
-    """Return what the profile predicts for default clocks, where a run measured too few iterations there."""
+    """Return the profile's prediction for default clocks if too few iterations were measured there."""
     baseline = history.measures.baseline()
     if baseline is None or baseline.is_measured or baseline.typical.energy_j is None:
         return None
@@ -128,13 +130,13 @@ def _predicted(history: History) -> MeasuredPoint | None:
 
 
 def _is_capped(history: History) -> bool:
-    """Return whether a power limit kept GPUs below their highest clock while the job ran at default clocks."""
+    """Return whether a power limit kept clocks low while the job ran at default clocks."""
     refusals = [found.event for found in history.occurrences if isinstance(found.event, ClockRefused)]
     return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
 def _name(histories: Sequence[History]) -> None:
-    """Name each run by its folder, with as many of those above it as distinguish it."""
+    """Name each run by its folder, with as many parents as necessary to distinguish it."""
     parts = [history.folder.resolve().parts for history in histories]
     depth = 1
     while len({found[-depth:] for found in parts}) < len(set(parts)):
@@ -148,18 +150,18 @@ def _baseline(rows: Sequence[Row], wanted: str | None) -> tuple[Row, str]:
         of_run = [row for row in rows if wanted in (row.history.name, row.name)]
         if not of_run:
             raise ConfigError(f"--baseline {wanted}: expected one of {', '.join(row.name for row in rows)}.")
-        return next((row for row in of_run if row.point.plan is None), of_run[0]), "as asked for"
+        return next((row for row in of_run if row.point.plan is None), of_run[0]), "as requested"
     default = [row for row in rows if row.point.plan is None]
     if not default:
-        return rows[0], "the first; none is at default clocks"
+        return rows[0], "the first one; none is at default clocks"
     best = max(default, key=lambda row: (row.is_of_verdict, row.point.iterations))
     if best.is_of_verdict:
         return best, "with which its job compared its plans"
-    return best, "the most iterations at default clocks" if best.point.iterations else "none were measured"
+    return best, "the longest series at default clocks" if best.point.iterations else "none were measured"
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     traces = []
     for row, colour, symbol in zip(comparison.rows, cycle(SERIES), cycle(MEASURED_SYMBOLS), strict=False):
         point, symbol_ = row.point, "star" if row is comparison.baseline else symbol
@@ -179,7 +181,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return lines of a terminal."""
+    """Return the comparison as lines for a terminal."""
     table = [("run", "iterations", "time", "", "energy", "", "power", "a sample")]
     for row in comparison.rows:
         point, is_baseline = row.point, row is comparison.baseline

@@ -1,8 +1,8 @@
-"""What charts show and in which colours: dictionaries with ``data`` and ``layout``, as plotly.js reads them.
+"""Charts in the format of plotly.js, and their colours.
 
-Pictures draw the same by matplotlib. Colours are CSS variables, which the page's script replaces, as they differ
-between light and dark. Hues are Okabe and Ito's, which colour-blind people can tell apart, darkened or lightened until
-they stand out from the background: at least 3 : 1 for lines and symbols, 4.5 : 1 for text.
+Matplotlib pictures use the same traces. Colours are CSS variables, which the page's script replaces, because they
+differ between light and dark mode. Hues are from Okabe and Ito's palette for colour-blind readers, with a contrast to
+the background of at least 3 : 1 for lines and symbols and 4.5 : 1 for text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from perseus_ds.units import percent
 
 Figure = dict[str, Any]
 
-# As hexadecimal RGB, on light and on dark background.
+# Hexadecimal RGB on light and on dark background.
 PALETTE = {
     "ink": ("#1b2430", "#e6eaf0"),
     "soft": ("#5f6b7a", "#a3afbd"),
@@ -50,9 +50,9 @@ PALETTE = {
 }
 # Distinct lines of one chart, in this order.
 SERIES = ("blue", "orange", "green", "purple", "amber", "soft", "ink")
-# Viridis, for clocks and powers: equal steps look equal, and still do in grey.
+# Viridis, for clocks and powers: perceptually uniform, also in grey.
 SCALE = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
-# The dash of lines and the symbol of points, by plotly's names.
+# Dash of lines and symbol of points, with plotly's names.
 STYLES = {
     Kind.FORWARD: ("solid", "circle"),
     Kind.BACKWARD: ("dash", "square"),
@@ -76,7 +76,7 @@ _PHASES = {
 _OTHER_PHASE = ("soft", "diamond-open")
 _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
 _ALTERNATIVES = (("green", "dash"), ("amber", "dot"), ("ink", "dashdot"), ("soft", "dot"))
-# Two stages whose rows differ by less are drawn as one curve: they could not be told apart.
+# Stages whose rows differ by less than this are drawn as one curve, as they could not be distinguished.
 _SAME = 0.005
 _SECOND_ROW = {"xaxis": "x2", "yaxis": "y2"}
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
@@ -87,13 +87,13 @@ _MOST_POINTS, _MOST_EVENTS, _MOST_PHASES = 1500, 200, 20
 
 
 def variable(name: str) -> str:
-    """Return a colour for pages, which follows light and dark."""
+    """Return a colour for pages, which depends on light or dark mode."""
     assert name in PALETTE, name
     return f"var(--{name})"
 
 
 def css() -> str:
-    """Return the CSS variables of all colours: light, and dark where the reader prefers that and does not print."""
+    """Return the CSS variables of all colours, for light and dark mode."""
     lights, darks = ("".join(f"--{name}:{pair[place]};" for name, pair in PALETTE.items()) for place in (0, 1))
     return (
         f":root{{color-scheme:light;{lights}}}\n"
@@ -112,17 +112,17 @@ def trace(
     size: int = 6,
     texts: Sequence[str] = (),
 ) -> Figure:
-    """Return points of one kind, as a line, as symbols or both.
+    """Return a trace of points as a line, as symbols, or both.
 
     Args:
-        name: In the legend.
-        x: Their places.
-        y: Likewise.
-        colour: Its name in the palette.
-        dash: Of the line; None for symbols only.
-        symbol: None for a line only.
-        size: Of the symbol [px].
-        texts: What to say of each point, in HTML; empty for nothing.
+        name: Name in the legend.
+        x: Horizontal coordinates.
+        y: Vertical coordinates.
+        colour: Name of the colour in the palette.
+        dash: Dash of the line, or None for symbols only.
+        symbol: Symbol of the points, or None for a line only.
+        size: Size of the symbol [px].
+        texts: HTML text shown for each point, or empty for none.
     """
     modes = [mode for mode, used in (("lines", dash), ("markers", symbol)) if used]
     found: Figure = {"type": "scatter", "mode": "+".join(modes), "name": name, "x": list(x), "y": list(y)}
@@ -138,13 +138,13 @@ def trace(
 def frontier_traces(
     frontier: Frontier, *, in_use: int | None, in_use_label: str, measured: Sequence[MeasuredPoint]
 ) -> list[Figure]:
-    """Return the lower bound, all plans, and what to compare them with."""
+    """Return the lower bound, all plans, the alternatives, and measured points."""
     plans, baseline = frontier.plans, frontier.baseline
     times_s, energies_j = [plan.time_s for plan in plans], [plan.energy_j for plan in plans]
     bounds_j = [plan.lower_bound_j for plan in plans if plan.lower_bound_j is not None]
     found = []
     if len(bounds_j) == len(plans):
-        found.append(trace("lower bound: no plan uses less", times_s, bounds_j, "soft", dash="dash"))
+        found.append(trace("lower bound of all plans", times_s, bounds_j, "soft", dash="dash"))
     texts = [
         f"<b>plan {number}</b><br>{plan.time_s:.4f} s ({percent(plan.time_s / baseline.time_s - 1, 2)})"
         f"<br>{plan.energy_j:.1f} J ({percent(plan.energy_j / baseline.energy_j - 1, 2)})"
@@ -154,7 +154,7 @@ def frontier_traces(
     ]
     name = f"{len(plans)} plans (predicted)"
     drawn = trace(name, times_s, energies_j, "blue", dash="solid", symbol="circle", texts=texts)
-    found.append(drawn | {"meta": "plans"})  # by which the page's script knows them
+    found.append(drawn | {"meta": "plans"})  # identifies them for the page's script
     found.append(_point("all at the highest clock (predicted)", baseline.time_s, baseline.energy_j, "orange", "square"))
     slowest_s = max(plans[-1].time_s, baseline.time_s)
     for one, (colour, line) in zip(frontier.alternatives, _ALTERNATIVES, strict=False):
@@ -178,7 +178,7 @@ def _point(name: str, time_s: float, energy_j: float, colour: str, symbol: str) 
 
 
 def frontier_figure(frontier: Frontier, traces: Sequence[Figure], shown: int) -> Figure:
-    """Draw energy over time of all plans, the bound, and what to compare them with; plans can be clicked."""
+    """Draw energy over time of all plans, which can be clicked, and of their bound."""
     plan = frontier.plans[shown]
     ring = {"symbol": "circle-open", "size": 22, "color": variable("ink"), "line": {"width": 2}}
     chosen = {"type": "scatter", "mode": "markers", "name": "plan shown below", "meta": "selected", "x": [plan.time_s],
@@ -192,7 +192,7 @@ def frontier_figure(frontier: Frontier, traces: Sequence[Figure], shown: int) ->
 
 @dataclass(frozen=True)
 class Curve:
-    """One kind of instruction of one stage, or of several that take the same."""
+    """Time and energy of one kind of instruction, for a stage or several equal stages."""
 
     stages: tuple[int, ...]
     kind: Kind
@@ -206,13 +206,13 @@ class Curve:
         return stages_in_words(self.stages)
 
     def values(self, profile: StageProfile, quantity: str) -> npt.NDArray[np.float64]:
-        """Return time [s], energy [J] or power [W] at each clock of ``profile.options``, in its order."""
+        """Return time [s], energy [J] or power [W] at each clock of ``profile.options``."""
         o = profile.options(self.stages[0], self.kind)
         return {"time": o.time_s, "energy": o.energy_j, "power": o.energy_j / o.time_s}[quantity]
 
 
 def profile_curves(profile: StageProfile) -> list[Curve]:
-    """Return the curves worth drawing: one for each group of equal stages and each kind; of many groups, a few."""
+    """Return a curve for each kind and group of equal stages, of many groups for some."""
     groups = stage_groups(profile)
     shown = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, min(len(groups), len(SERIES)))]
     return [
@@ -224,7 +224,7 @@ def profile_curves(profile: StageProfile) -> list[Curve]:
 
 
 def stage_groups(profile: StageProfile) -> list[tuple[int, ...]]:
-    """Return the stages, those that take the same time and energy at every clock together."""
+    """Return the stages in groups with equal time and energy at every clock."""
     rows: dict[int, dict[tuple[Kind, int], tuple[float, float]]] = {}
     for m in profile.measurements:  # by stage, kind and clock
         rows.setdefault(m.stage, {})[m.kind, m.clock_mhz] = m.time_s, m.energy_j
@@ -241,7 +241,7 @@ def stage_groups(profile: StageProfile) -> list[tuple[int, ...]]:
 
 
 def stages_in_words(stages: Sequence[int]) -> str:
-    """Return such as ``stages 1-3, 5``."""
+    """Return stages in words, such as ``stages 1-3, 5``."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and runs[-1][-1] == stage - 1:
@@ -274,7 +274,7 @@ def _profile_traces(profile: StageProfile, quantity: str) -> list[Figure]:
             f"{curve.label} {curve.kind}, {clock} MHz: {value:.4g} {QUANTITIES[quantity]}"
             for clock, value in values.items()
         ]
-        # Clocks that were measured on a stage of it, not estimated from their neighbours.
+        # Clocks that were measured on one of the stages and not estimated from neighbouring clocks.
         measured = {row.clock_mhz for row in rows if row.stage in curve.stages and row.kind is curve.kind}
         points = {clock: value for clock, value in values.items() if clock in measured}
         found.append(trace(curve.label, clocks, [*values.values()], curve.colour, dash=curve.dash, texts=texts))
@@ -285,7 +285,7 @@ def _profile_traces(profile: StageProfile, quantity: str) -> list[Figure]:
 def history_figure(histories: Sequence[History], baseline: Baseline | None) -> Figure:
     """Draw energy and time of every iteration of all jobs, one job after the other.
 
-    Phases have colours and symbols, events dotted lines, jobs solid ones with their name.
+    Phases differ by colour and symbol. Events are dotted lines. Starts of jobs are solid lines with a name.
     """
     starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
     steps = [(x, history, step) for x, (history, step) in enumerate(((h, s) for h in histories for s in h.steps), 1)]
@@ -336,14 +336,14 @@ def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[l
         lines += [_line(start + after + 0.5, "dot") for after in drawn[:_MOST_EVENTS]]
         if len(histories) > 1:
             lines.append(_line(start + 0.5, "solid"))
-            # On three lines in turns: names of short runs would overlap.
+            # On three lines in turns, since the names of short runs would overlap.
             line = {"yshift": _LINE_PX * (len(names) % 3)}
             names.append({"x": start + 0.5, "xanchor": "left", "text": history.name, **_AT_THE_BOTTOM, **line})
     return lines, names
 
 
 def trend_figure(trend: Trend) -> Figure:
-    """Draw how energy and time under plans compare with default clocks, over the job's life."""
+    """Draw energy and time under plans relative to default clocks, over the job's life."""
     data = []
     layout = _two_rows(trend.x_title, None, unit="%")
     for name, fractions, row in (("energy", trend.energy, ""), ("time", trend.time, "2")):
@@ -360,7 +360,10 @@ def trend_figure(trend: Trend) -> Figure:
 
 
 def points_figure(traces: Sequence[Figure]) -> Figure:
-    """Draw energy over iteration time of some points, on axes that show at least 10 %, so that 1 % looks small."""
+    """Draw energy over iteration time of points, on axes that span at least 10 %.
+
+    So a difference of 1 % looks small.
+    """
     layout = _layout("iteration time [s]", "energy per iteration [J]")
     for axis in ("x", "y"):
         values = [value for one in traces for value in one[axis]]
@@ -369,7 +372,7 @@ def points_figure(traces: Sequence[Figure]) -> Figure:
 
 
 def _range(values: Sequence[float], least: float) -> list[float]:
-    """Return the range of an axis: the values with a margin, and at least so much from end to end."""
+    """Return the range of an axis: the values with a margin, at least ``least`` wide."""
     low, high = min(values), max(values)
     margin = max(0.1 * (high - low), (least - (high - low)) / 2)
     return [low - margin, high + margin]

@@ -1,4 +1,4 @@
-"""The jobs of a report: what their iterations take and save, in all and over time, also in CO2 and money."""
+"""The jobs of a report, with their times, energies and savings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus_ds.measures import Baseline, JobMeasures, Measured, Saving, Typical
+from perseus_ds.measures import Baseline, Measured, Saving, Typical
 from perseus_ds.report.sources import History, Sources, Step
 from perseus_ds.units import J_PER_KWH
 
@@ -17,17 +17,19 @@ _MOST_PLANS = 5
 _MOST_PLANS_DRAWN = 3
 _LEAST_PARTS, _MOST_PARTS = 4, 40
 _LEAST_STEPS = 5
-"""Per part: fewer iterations would mostly show their noise."""
+"""Minimum number of iterations per part; fewer would show mostly noise."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What energy of GPUs stands for.
+    """Factors that convert energy of GPUs to CO2 and money.
 
     Attributes:
-        carbon_g_per_kwh: CO2 equivalent emitted for a kilowatt-hour [g].
-        pue: Energy that the whole data centre draws for each joule of a GPU.
-        tokens_per_sample: Sequence length; None where there are no tokens.
+        carbon_g_per_kwh: CO2 equivalent per kilowatt-hour [g].
+        price_per_kwh: Price per kilowatt-hour.
+        currency: Currency of the price.
+        pue: Energy of the whole data centre per joule of a GPU.
+        tokens_per_sample: Sequence length, or None if there are no tokens.
     """
 
     carbon_g_per_kwh: float
@@ -37,21 +39,24 @@ class Factors:
     tokens_per_sample: int | None = None
 
     def carbon_g(self, energy_j: float) -> float:
-        """Return the CO2 equivalent of energy of GPUs [g]."""
+        """Return the CO2 equivalent of GPU energy [g]."""
         return energy_j * self.pue / J_PER_KWH * self.carbon_g_per_kwh
 
     def price(self, energy_j: float) -> float:
-        """Return what energy of GPUs costs."""
+        """Return the price of GPU energy."""
         return energy_j * self.pue / J_PER_KWH * self.price_per_kwh
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A typical one of several iterations of the same kind.
+    """The typical iteration of a series.
 
     Attributes:
-        plan: The plan's place on the frontier; None at default clocks.
-        energy_j: Energy of one pipeline, one GPU per rank [J].
+        label: Description of the series.
+        plan: Index of the plan on the frontier, or None at default clocks.
+        time_s: Iteration time [s].
+        energy_j: Energy of one pipeline with one GPU per rank [J].
+        iterations: Number of iterations in the series.
     """
 
     label: str
@@ -62,18 +67,18 @@ class MeasuredPoint:
 
 
 def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list[MeasuredPoint]:
-    """Return for each run a point at default clocks and one for each plan, as far as there are such iterations.
+    """Return, for each run, a point at default clocks and one for each plan, if they were measured.
 
     Args:
-        histories: The runs; where there are several, labels say which one a point is from.
-        pipelines: GPUs per pipeline rank: the energies of the job are so many times those of one pipeline.
+        histories: The runs. If there are several, labels include the name of the run.
+        pipelines: GPUs per pipeline rank, by which the job's energies exceed those of one pipeline.
     """
     points = []
     for history in histories:
         run = f", run '{history.name}'" if len(histories) > 1 else ""
         default = history.measures.baseline()
         found: list[tuple[int | None, Typical]] = []
-        # A run that only profiles has nothing at default clocks but its warm-up.
+        # A run that only profiles has no iterations at default clocks except its warm-up.
         if default is not None and default.is_measured and history.last_start.mode != "profile":
             found.append((None, default.typical))
         plans = sorted(history.measures.typical_of_plans().items(), key=lambda item: -item[1].iterations)
@@ -85,19 +90,16 @@ def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list
     return points
 
 
-def _runs_of_the_same_job(history: History, histories: Sequence[History]) -> dict[str, JobMeasures]:
-    """Return what the iterations of the other runs of a job take, by the names of the runs."""
-    job = history.last_start.job
-    return {o.name: o.measures for o in histories if o.folder != history.folder and o.last_start.job == job}
-
-
 @dataclass(frozen=True)
 class Trend:
-    """Typical iterations of equal parts of those under plans.
+    """Typical iterations under plans in successive parts of a job.
 
     Attributes:
-        x: Middle of each part: hours since the job started, or iterations where no times are recorded.
-        energy: Against default clocks, as a fraction: -0.1 is 10 % less.
+        x: Middle of each part: hours since the job started, or iterations if no times are recorded.
+        x_title: Title of the axis.
+        energy: Relative difference from default clocks, so that -0.1 is 10 % less.
+        time: Relative difference from default clocks.
+        texts: Description of each part.
     """
 
     x: tuple[float, ...]
@@ -108,7 +110,7 @@ class Trend:
 
 
 def trend_of(history: History, baseline: Baseline) -> Trend | None:
-    """Return how energy and time compare with default clocks over time; None for a run too short to tell."""
+    """Return energy and time relative to default clocks over time, or None if the run is too short."""
     steps = [step for step in history.under_plans if step.counts and step.energy_j is not None]
     count = min(_MOST_PARTS, len(steps) // _LEAST_STEPS)
     default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
@@ -140,10 +142,11 @@ class ReportedJob:
     """A job of the report.
 
     Attributes:
-        baseline: What its plans are compared with; None where nothing says what default clocks take.
-        plans: What its iterations under each plan take.
-        saving: What all of them saved; None if it ran under no plan, or nothing says what default clocks take.
-        trend: How that developed; None where it is too short to tell.
+        history: Its history.
+        baseline: The baseline of its plans, or None if times and energies at default clocks are unknown.
+        plans: The iterations under each plan.
+        saving: The saving of all iterations under plans, or None if there are none or there is no baseline.
+        trend: The development of the saving, or None if the job is too short.
     """
 
     history: History
@@ -161,7 +164,7 @@ class ReportedJob:
 
     @property
     def everything(self) -> Saving | None:
-        """All iterations, so that the cost of finding the plans counts."""
+        """The saving of all iterations, including the cost of profiling."""
         if self.saving is None or self.baseline is None or self.baseline.typical.energy_j is None:
             return None
         count, saving, history = self.history.total.iterations, self.saving, self.history
@@ -172,7 +175,7 @@ class ReportedJob:
 
     @property
     def rows(self) -> list[tuple[str, Saving]]:
-        """What a table shows of its savings: which iterations, and what they saved."""
+        """The rows of the table of savings: which iterations, and their saving."""
         everything = self.everything
         if self.saving is None or everything is None:
             return []
@@ -189,10 +192,14 @@ class ReportedJob:
 
 
 def jobs_of(found: Sources) -> list[ReportedJob]:
-    """Return the jobs in the order they were started."""
+    """Return the jobs in the order of their starts."""
     jobs = []
     for history in found.histories:
-        others = _runs_of_the_same_job(history, found.histories)
+        others = {
+            other.name: other.measures  # the other runs of the same job
+            for other in found.histories
+            if other.folder != history.folder and other.last_start.job == history.last_start.job
+        }
         plans = history.measures.plans(others)
         baseline = plans[-1].baseline if plans else history.measures.baseline(others=others)
         trend = trend_of(history, baseline) if baseline is not None and plans else None
@@ -201,7 +208,7 @@ def jobs_of(found: Sources) -> list[ReportedJob]:
 
 
 def main_job(jobs: Sequence[ReportedJob]) -> ReportedJob | None:
-    """Return the job whose figures stand first: the last one that saved something, best against what was measured."""
+    """Return the main job: the last one with a saving, preferably compared with a measured baseline."""
     saved = [job for job in jobs if job.saving is not None]
     measured = [job for job in saved if job.baseline is not None and job.baseline.is_measured]
     candidates = measured or saved or [job for job in jobs if job.history.steps]

@@ -1,4 +1,4 @@
-"""Jobs while they run, in a terminal: their records, the screen of ``watch`` and ``control status``, and its keys."""
+"""The live display of running jobs in a terminal, for ``watch`` and ``control status``."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class JobFollower:
     """Follows one job.
 
     Attributes:
-        records: What it reads them by.
-        problem: Why its records cannot be read now; empty where they can.
+        folder: The job's output folder.
+        records: The reader of its records.
+        problem: Reason why its records cannot be read at present, or empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,24 +53,24 @@ class JobFollower:
         self.problem = ""
         self._name = printable(folder.resolve().name)
         self._log = JobLog(self._name)
-        # Of the last iteration whose operations were timed on all ranks; what tells that the file is another one.
+        # Of the last iteration in timeline.json, and the state of that file when it was read.
         self._timed: dict[str, tuple[float, ...]] = {}
         self._timeline: tuple[int, int] | None = None
 
     def facts(self, now: float) -> JobFacts:
-        """Read what is new and return the facts; those known before where it cannot be read."""
+        """Read new records and return the facts, or those known before if reading fails."""
         self.problem = ""
         try:
             for is_another_file, records in self.records.read():
                 if is_another_file:
                     self._log = JobLog(self._name)
                 self._log.add(records)
-        except OSError as error:  # a shared disk that does not answer, a file that is being replaced
+        except OSError as error:  # a shared disk that does not respond, or a file that is being replaced
             self.problem = str(error)
         return self._log.facts(now).model_copy(update=self._timed_iteration())
 
     def _timed_iteration(self) -> dict[str, tuple[float, ...]]:
-        """Return the facts of the last iteration of ``timeline.json``; those known before where it cannot be read."""
+        """Return the facts of the last iteration of ``timeline.json``, or those known before."""
         path = self.folder / "timeline.json"
         with contextlib.suppress(OSError, ConfigError):
             found = path.stat()
@@ -81,17 +82,17 @@ class JobFollower:
 
 
 class Jobs:
-    """Follows all jobs of a folder: its own, or those of the folders in it."""
+    """Follows all jobs of a folder and its subfolders."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._followers: dict[Path, JobFollower] = {}
 
     def followers(self) -> list[JobFollower]:
-        """Return one for each job, those that have begun since the last call too.
+        """Return a follower for each job, including jobs that have started since the last call.
 
         Raises:
-            ConfigError: There is no job.
+            ConfigError: If there is no job.
         """
         folder = self._folder
         if not folder.is_dir():
@@ -101,8 +102,8 @@ class Jobs:
                 self._followers[path] = JobFollower(path)
         if not self._followers:
             raise ConfigError(
-                f"{folder}: no {FILE_NAME} in it or in a folder of it. A job writes it when it starts; expected the "
-                "output_dir of a training run."
+                f"{folder}: no {FILE_NAME} in this folder or its subfolders. A job writes it when it starts; expected "
+                "the output_dir of a training run."
             )
         return list(self._followers.values())
 
@@ -113,13 +114,18 @@ _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 _BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"
 _ASCII_BLOCKS = "_.-~=+*#"
 _FLAT = 0.02
-"""Values that differ by less than this fraction are drawn at one height."""
+"""Values that differ by less than this fraction are drawn at the same height."""
 _LABEL = 10
 
 
 @dataclass(frozen=True)
 class JobScreen:
-    """All facts of a job, a row each, and its last events, the newest first; long rows are folded or cut."""
+    """All facts of a job, one per row, and its last events, the newest first.
+
+    Attributes:
+        facts: The facts.
+        is_cut: Whether long rows are truncated instead of wrapped.
+    """
 
     facts: JobFacts
     is_cut: bool = False
@@ -138,7 +144,7 @@ class JobScreen:
 
 
 def with_footer(view: JobScreen | Table, footer: str, width: int) -> Layout:
-    """Return a screen of a terminal with a last row, which may be longer than the terminal is wide."""
+    """Return a screen with a footer, which is wrapped if necessary."""
     screen = Layout()
     keys = Text(footer, style="dim", overflow="fold")
     screen.split_column(Layout(view), Layout(keys, size=math.ceil(len(footer) / width)))
@@ -146,13 +152,13 @@ def with_footer(view: JobScreen | Table, footer: str, width: int) -> Layout:
 
 
 def strip(values: Sequence[float | None], others: Sequence[float | None], *, blocks: str, width: int) -> str:
-    """Draw one character for each value, or for each group of neighbours if there are too many.
+    """Draw one character for each value, or for a group of neighbouring values.
 
     Args:
         values: The values; None is drawn as a space.
-        others: Further values that the heights are relative to.
-        blocks: Characters from the lowest to the highest.
-        width: The most characters.
+        others: Further values that determine the scale.
+        blocks: Characters from the lowest to the highest value.
+        width: Maximum number of characters.
     """
     known = [value for value in (*values, *others) if value is not None]
     if not known:
@@ -169,7 +175,7 @@ def strip(values: Sequence[float | None], others: Sequence[float | None], *, blo
 
 
 def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
-    """Yield label and text of each row; a text that is empty is left out."""
+    """Yield label and text of each row that is not empty."""
 
     def row(label: str, text: str, style: str = "") -> Iterator[tuple[str, Text]]:
         if text:
@@ -193,7 +199,7 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
         yield from row(f"plan {plan.plan}", f"against {plan.baseline}")
         yield from row("  promised", changes(plan.promised_slowdown, plan.promised_saving))
         real = f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
-        unknown = "no iteration yet that is typical of it"
+        unknown = "no typical iteration yet"
         yield from row("  real", unknown if plan.slowdown is None else real, _good_or_bad(plan.saving))
     unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
     energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
@@ -223,7 +229,7 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
 
 
 def _ranks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
-    """Yield which part of an iteration each rank waits, which rank is the slowest, and the power of each GPU."""
+    """Yield the waiting time of each rank, the slowest rank, and the power of each GPU."""
 
     def by_rank(label: str, values: Sequence[float], texts: Sequence[str], most: str) -> tuple[str, Text]:
         text = ", ".join(texts) if len(texts) <= _MANY else most
@@ -237,7 +243,7 @@ def _ranks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text
         if len(facts.busy_s) > 1 and (mean_s := sum(facts.busy_s) / len(facts.busy_s)) > 0:
             slowest_s = max(facts.busy_s)
             slower = percent(slowest_s / mean_s - 1)
-            text = f"rank {facts.busy_s.index(slowest_s)}: {duration(slowest_s)} without waiting, {slower} on the mean"
+            text = f"rank {facts.busy_s.index(slowest_s)}: {duration(slowest_s)} without waiting, {slower} vs. the mean"
             yield "slowest", Text(plain(text))
     if facts.powers_w:
         most = f"{watts(min(facts.powers_w))} to {watts(max(facts.powers_w))}"
@@ -271,19 +277,19 @@ def _end(facts: JobFacts) -> str:
     if facts.ended:
         return "ended"
     if facts.total_steps is None:
-        return "not known: the policy names no total_steps"
+        return "unknown: the policy has no total_steps"
     return "not known yet" if facts.remaining_s is None else f"in about {_about(facts.remaining_s)}"
 
 
 def _about(time_s: float) -> str:
-    """Return a time in whole units, as estimates need no more."""
+    """Format a time in whole units, for estimates."""
     size, unit = next(((size, unit) for size, unit in _UNITS if time_s >= 2 * size), (1.0, "s"))
     return f"{time_s / size:.0f} {unit}"
 
 
 def _saved(facts: JobFacts) -> str:
     if facts.saved is None:
-        return "nothing yet: no iteration under a plan" if not facts.planned else "not known"
+        return "nothing yet: no iteration under a plan" if not facts.planned else "unknown"
     energy = f"{joules(abs(facts.saved_j))} {'saved' if facts.saved_j >= 0 else 'more used'}"
     time = f"{duration(abs(facts.gained_s))} {'gained' if facts.gained_s >= 0 else 'lost'}"
     return f"{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
@@ -325,7 +331,7 @@ def _good_or_bad(saving: float | None) -> str:
 
 
 def jobs_table(jobs: Sequence[JobFacts]) -> Table:
-    """Return a line for each job."""
+    """Return a table with a row for each job."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("job", overflow="ellipsis", min_width=8)
     for column in ("step", "iter.", "power", "time", "energy", "saved", "end in"):
@@ -352,14 +358,14 @@ def jobs_table(jobs: Sequence[JobFacts]) -> Table:
 
 
 def print_json(jobs: Jobs, *, once: bool) -> None:
-    """Print the facts of each job in a line, and again when there are new records, until all jobs have ended."""
+    """Print the facts of each job as JSON whenever they change, until all have ended."""
     printed: dict[Path, str] = {}
     while True:
         is_over = True
         for follower in jobs.followers():
             facts = follower.facts(time.time())
             is_over &= facts.ended
-            # What only time changes is no news.
+            # Values that change only with time do not cause a new line.
             unchanging = facts.model_dump_json(exclude={"silent_s", "next_in_s", "remaining_s"})
             if printed.get(follower.folder) != unchanging:
                 printed[follower.folder] = unchanging
@@ -370,7 +376,7 @@ def print_json(jobs: Jobs, *, once: bool) -> None:
 
 
 def print_once(jobs: Jobs, console: Console) -> None:
-    """Print how the jobs go now."""
+    """Print the present state of all jobs."""
     followers = jobs.followers()
     facts = [follower.facts(time.time()) for follower in followers]
     console.print(JobScreen(facts[0]) if len(facts) == 1 else jobs_table(facts))
@@ -379,14 +385,14 @@ def print_once(jobs: Jobs, console: Console) -> None:
 
 
 def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> None:
-    """Show how the jobs go until all have ended, or somebody leaves; then print it once more.
+    """Show the state of all jobs until they have ended or the user quits, then print it once more.
 
-    Where there is no job yet, wait for one.
+    If there is no job yet, wait for one.
 
     Args:
         jobs: The jobs.
-        console: Where to show them.
-        control: Gives an order, as the arguments of ``perseus-ds control``, and returns the answer.
+        console: The console on which to show them.
+        control: Executes an order, given as arguments of ``perseus-ds control``, and returns the answer.
     """
     with _single_characters() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
 
@@ -423,21 +429,21 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
 
 
 def _goes_on(keys: Keys) -> bool:
-    """Wait for keys, and carry them out; return whether nobody has left."""
+    """Wait for keys, execute them, and return False if the user quits."""
     with contextlib.suppress(KeyboardInterrupt):
         return all(keys.press(key) for key in _pressed(_PERIOD_S))
     return False
 
 
 class Keys:
-    """What was typed, and what came of it.
+    """Executes keys that the user presses.
 
     Attributes:
-        folder: Of the job that takes orders; None where there is none.
+        folder: Folder of the job that accepts orders, or None if there is none.
 
     Args:
-        ask: Asks for an order; returns what was typed.
-        control: Gives an order; see ``watch``.
+        ask: Prompts for an order and returns the text that the user typed.
+        control: Executes an order, see ``watch``.
     """
 
     def __init__(self, ask: Callable[[], str], control: Callable[[list[str]], str]) -> None:
@@ -447,13 +453,13 @@ class Keys:
 
     @property
     def footer(self) -> str:
-        """What can be typed, or what came of the last order."""
+        """The available keys, or the answer to the last order."""
         if self.folder is None:
             return "[q] leave"
         return self._answer or "[p] pause  [r] resume  [o] order  [q] leave"
 
     def press(self, key: str) -> bool:
-        """Carry out a key; return whether to go on."""
+        """Execute a key, and return False if it quits."""
         if key == "q":
             return False
         if self.folder is not None:
@@ -462,7 +468,7 @@ class Keys:
             try:
                 if words := shlex.split(typed):
                     self._answer = self._control([words[0], str(self.folder), *words[1:]])
-            except ValueError as error:  # a quotation mark without its partner
+            except ValueError as error:  # an unmatched quotation mark
                 self._answer = f"{typed}: {error}"
         return True
 
@@ -470,14 +476,14 @@ class Keys:
 def _troubles(followers: list[JobFollower]) -> Iterator[str]:
     for follower in followers:
         if follower.problem:
-            yield f"{follower.folder}: its records cannot be read now ({follower.problem})"
+            yield f"{follower.folder}: cannot read its records at present ({follower.problem})"
         if unreadable := follower.records.unreadable:
-            yield f"{follower.folder}: {unreadable} lines of its records cannot be read and are left out"
+            yield f"{follower.folder}: {unreadable} lines of its records are invalid and were skipped"
 
 
 @contextlib.contextmanager
 def _single_characters() -> Iterator[Callable[[str], str]]:
-    """Have the terminal give each key at once, and not show it; yield what asks for a whole line meanwhile."""
+    """Read single keys without echo, and yield a function that prompts for a line."""
     if not sys.stdin.isatty():
         yield lambda prompt: ""
         return
@@ -498,11 +504,12 @@ def _single_characters() -> Iterator[Callable[[str], str]]:
 
 
 def _pressed(timeout_s: float) -> str:
-    """Wait for keys and return them; without a keyboard, only wait."""
+    """Wait for keys and return them, or only wait if there is no terminal."""
     if not sys.stdin.isatty():
         time.sleep(timeout_s)
         return ""
     if not select.select([sys.stdin], [], [], timeout_s)[0]:
         return ""
-    # Not by sys.stdin, which would keep further keys where select cannot see them. One, since a line may follow.
+    # Not with sys.stdin, which would buffer further keys where select cannot see them. Only one, as a prompt may
+    # follow.
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"

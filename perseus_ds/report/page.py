@@ -1,4 +1,4 @@
-"""The report of a run, or of checks on a GPU: one HTML file that needs nothing else, neither a server nor a network."""
+"""The report of a run, or of checks on a GPU, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FILTERS = ("number", "whole", "percent", "joules", "watt_hours", "grams", "watt
 
 
 def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Tile], factors: Factors) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     job, in_use = main_job(jobs), found.plan_used or 0
     curves = profile_curves(found.profile) if found.profile else []
     return rendered(
@@ -85,7 +85,7 @@ def _facts(found: Sources) -> list[str]:
 
 
 def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any]:
-    """Return what the page's script works on."""
+    """Return the data for the page's script."""
     figures: dict[str, Figure] = {}
     data: dict[str, Any] = {"figures": figures, "kinds": KINDS, "in_use": in_use}
     frontier = found.frontier
@@ -116,7 +116,7 @@ def _measured_data(history: History, iteration: MeasuredIteration, found: Source
 
 
 class Tile(NamedTuple):
-    """One figure, with what it is compared with or made of."""
+    """One figure, with a note on its baseline or composition."""
 
     title: str
     value: str
@@ -124,7 +124,7 @@ class Tile(NamedTuple):
 
 
 def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Tile]:
-    """Return the figures that answer what a run saved."""
+    """Return the main figures on a run's savings."""
     shown = [] if job is None else [*_saved(job, found, factors)]
     if found.frontier is not None:
         shown.append(_plan(found.frontier, found.plan_used, job))
@@ -135,7 +135,7 @@ def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Til
 
 
 def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
-    """Return tiles as lines of a terminal."""
+    """Return tiles as lines for a terminal."""
     width = max((len(title) for title, _, _ in shown), default=0)
     wrapper = textwrap.TextWrapper(110, subsequent_indent=" " * (width + 4))
     lines = []
@@ -143,7 +143,7 @@ def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
         wrapper.initial_indent = f"  {title:{width}}  "
         lines.append(wrapper.fill(f"{value}  ({note})"))
     if simulated:
-        lines.append("  All of it is SIMULATED: no energy was really used or saved.")
+        lines.append("  All figures are SIMULATED: no energy was really used or saved.")
     return "\n".join(lines)
 
 
@@ -187,7 +187,7 @@ def _plan(frontier: Frontier, used: int | None, job: ReportedJob | None) -> Tile
     elif len(plans) > 1:
         parts.append(f"its {own.ran} iterations alone: {percent(-own.saved)} energy, {percent(own.slowdown)} time")
     if plan.gap is not None:
-        parts.append(f"{number(plan.gap * 100, 2)} % above the least energy possible at its speed")
+        parts.append(f"{number(plan.gap * 100, 2)} % above the lower bound at its speed")
     title = "Fastest plan, none was run" if used is None else "Plan in use"
     return Tile(title, f"{number_} of 0\N{EN DASH}{last}", "; ".join(parts))
 
@@ -201,7 +201,7 @@ def _power(history: History) -> Iterator[Tile]:
         yield Tile(
             "Power over a second", f"{watts(power.lowest_w)} to {watts(power.highest_w)}",
             f"{watts(power.mean_w)} on average, {watts(power.change_w)} at most from one to the next; all GPUs, "
-            f"iterations {which}, whole ones that take a second at least: {duration(power.window_s)}",
+            f"iterations {which}, grouped to at least a second: {duration(power.window_s)}",
         )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
     if total.time_s and not total.without_energy:
         parts.append(f"{watts(total.energy_j / total.time_s)} on average")
     if total.without_energy:
-        parts.append(f"not counting {total.without_energy} iterations whose energy could not be read")
+        parts.append(f"not counting {total.without_energy} iterations with unknown energy")
     parts.append(f"{grams(factors.carbon_g(total.energy_j))} CO₂e")
     parts.append(money(factors.price(total.energy_j), factors.currency))
     yield Tile("The whole run", watt_hours(total.energy_j * factors.pue), ", ".join(parts))
@@ -225,9 +225,14 @@ def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
 
 
 class OtherPlan(NamedTuple):
-    """A plan by its number, compared by the profile: time and energy with those of the plan in use, as fractions.
+    """A plan compared with the plan in use, according to the profile.
 
-    ``saved`` is against everything at the highest clock; ``power`` of one pipeline over a second, None if not known.
+    Attributes:
+        plan: Index of the plan.
+        time: Iteration time relative to the plan in use, as a fraction.
+        energy: Energy relative to the plan in use, as a fraction.
+        saved: Energy saved compared with the highest clock, as a fraction.
+        power: Power of one pipeline over a second, or None if unknown.
     """
 
     plan: int
@@ -238,14 +243,14 @@ class OtherPlan(NamedTuple):
 
 
 def other_plans(frontier: Frontier, in_use: int) -> list[OtherPlan]:
-    """Return the plan in use among those of some slowdowns, the fastest first, up to the most frugal one."""
+    """Return plans at several slowdowns, including the plan in use, the fastest first."""
     plans = frontier.plans
     chosen = {plans.index(frontier.within(slowdown)) for slowdown in (*SLOWDOWNS, 0.10)} | {0, in_use, len(plans) - 1}
     return [_compared(frontier, plan, in_use) for plan in sorted(chosen)]
 
 
 def one_percent_slower(frontier: Frontier, in_use: int) -> OtherPlan | None:
-    """Return what 1 % more time than the plan in use takes would buy; None where the frontier ends before."""
+    """Return a plan with 1 % more time than the plan in use, or None if the frontier ends before."""
     plan = frontier.plans.index(frontier.lookup(frontier.plans[in_use].time_s * 1.01))
     return _compared(frontier, plan, in_use) if plan > in_use else None
 
@@ -257,7 +262,7 @@ def _compared(frontier: Frontier, plan: int, in_use: int) -> OtherPlan:
 
 
 def _artefacts(found: Sources) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield the files of a report: each with when it was written (UTC), its hash, and what it says of its origin."""
+    """Yield the files of a report, each with time (UTC), hash and description."""
     says: dict[Path, list[str | None]] = {}
     for history in found.histories:
         start, starts = history.last_start, len(history.starts)
@@ -284,7 +289,7 @@ def _artefacts(found: Sources) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def evidence_page(evidence: Evidence) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     machine = evidence.machine
     versions = [f"{name} {version}" for name, version in machine.versions.items()]
     return rendered(
@@ -302,12 +307,12 @@ def evidence_page(evidence: Evidence) -> str:
 
 
 def evidence_text(evidence: Evidence) -> str:
-    """Return lines of a terminal: how many checks passed, and why others failed."""
+    """Return the number of passed checks and the reasons of failures as lines for a terminal."""
     lines = [f"{_passed(evidence)} of {len(evidence.checks)} checks passed on {evidence.machine.gpu}."]
     lines += [f"FAILED: {check.title}: {check.reason}" for check in evidence.checks if check.outcome == "failed"]
     lines += [f"Not made: {title}" for title in evidence.not_made]
     if evidence.machine.simulated:
-        lines.append("SIMULATED: a stand-in took the place of the GPU; no figure says anything of a GPU.")
+        lines.append("SIMULATED: a stand-in replaced the GPU, so no figure applies to a real GPU.")
     return "\n".join(lines)
 
 
@@ -316,7 +321,7 @@ def _passed(evidence: Evidence) -> int:
 
 
 def rendered(template: str, data: Mapping[str, Any], **variables: Any) -> str:
-    """Return a page."""
+    """Return a page from a template."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perseus_ds.report", "page"),
         autoescape=True,
@@ -338,16 +343,18 @@ def rendered(template: str, data: Mapping[str, Any], **variables: Any) -> str:
 
 
 def _as_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that may stand in a script element."""
+    """Return JSON that is safe within a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def write_output(content: str, out: Path | None, folder: Path, name: str) -> Path:
-    """Write a file, by default ``name`` in a folder, else ``out`` or into that folder, and return its path.
+    """Write a file to ``out``, by default to ``name`` in the folder, and return its path.
+
+    If ``out`` is a folder, the file is ``name`` in this folder.
 
     Raises:
-        ConfigError: It cannot be written there.
+        ConfigError: If the file cannot be written.
     """
     path = out or folder / name
     try:
@@ -356,5 +363,5 @@ def write_output(content: str, out: Path | None, folder: Path, name: str) -> Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another file, --out PATH.") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another path, --out PATH.") from None
     return path

@@ -1,4 +1,4 @@
-"""Pictures of a frontier and of a pipeline's timeline, as PNG or whatever the file's suffix says."""
+"""Pictures of frontiers, timelines, profiles and schedules, in the format of the file's suffix."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from perseus_ds.units import percent
 _WIDTH_IN = 9.0
 _TALLEST_IN = 14.0
 _DPI = 200
-# From the names of the palette, which are plotly's, to matplotlib's.
+# Matplotlib's names of plotly's styles in the palette.
 _LINE_STYLES: dict[str, Any] = {"solid": "-", "dash": "--", "longdash": "--", "dashdot": "-.", "longdashdot": "-.",
                                 "dot": ":", "10px 2px": (0, (10, 2))}  # fmt: skip
 _MARKERS = {"circle": "o", "square": "s", "star": "*", "diamond": "D", "x": "X", "cross": "P", "triangle-up": "^",
@@ -52,11 +52,11 @@ _OPEN: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markerfacecolor"
 _CHARACTER = 0.009
 """Width of a character in a bar, as a fraction of the time axis."""
 _LOW, _HIGH = 0.5, 0.82
-"""Heights of bars: forwards are low, so that they tell from backwards where there is no room for text."""
+"""Heights of bars. Forwards are lower, to distinguish them from backwards if there is no room for text."""
 
 
 def light(name: str) -> str:
-    """Return a colour of the palette for pictures, which are on white."""
+    """Return a colour of the palette for pictures, which have a white background."""
     return PALETTE[name][0]
 
 
@@ -67,7 +67,7 @@ def frontier_picture(
     in_use: FrequencyPlan | None = None,
     measured: Sequence[MeasuredPoint] = (),
 ) -> None:
-    """Draw energy over time of all plans, the lower bound, and what there is to compare them with."""
+    """Draw energy over time of all plans, with the lower bound and points to compare with."""
     figure = Figure(figsize=(_WIDTH_IN, 5.6), layout="constrained")
     axes = figure.add_subplot()
     number, label = None, ""
@@ -93,7 +93,7 @@ def frontier_picture(
         axes.annotate(name, (time_s, 0.02), xytext=(-4, 0), **place)
     _label_axes(axes, "iteration time [s]", "energy of an iteration [J]")
     axes.margins(x=0.06, y=0.1)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the axes, over no point
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # outside the axes, to hide no point
     figure.suptitle(f"Energy against iteration time: {_subject(frontier.provenance)}", fontsize=11)
     _save(figure, path, _DPI)
 
@@ -106,7 +106,7 @@ def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, path: Path | str) -> None:
-    """Draw two timelines of one pipeline below each other, on the same axes."""
+    """Draw two timelines of one pipeline one above the other, on the same axes."""
     figure = Figure(figsize=(_WIDTH_IN, min(2.2 + 0.75 * before.ranks, _TALLEST_IN)), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     clocks = [bar.clock_mhz for part in (before, after) for bar in part.bars if bar.clock_mhz is not None]
@@ -156,7 +156,7 @@ def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colorma
         )
     path = sorted((b for b in instructions if b.critical), key=lambda b: b.start_s)
     for first, second in pairwise(path):
-        if first.rank != second.rank:  # a line wherever the critical path goes over to another rank
+        if first.rank != second.rank:  # a line where the critical path continues on another rank
             down = 0.5 if second.rank > first.rank else -0.5
             y = [first.rank + down * _height(first), second.rank - down * _height(second)]
             axes.plot([first.end_s, second.start_s], y, color="black", linewidth=1.1)
@@ -190,10 +190,10 @@ def _subject(provenance: Provenance) -> str:
 
 
 def _save(figure: Figure, path: Path | str, dpi: int) -> None:
-    """Write a picture completely or not at all, in the format that its suffix says; PNG without one.
+    """Write a picture completely or not at all, in the format of its suffix, by default PNG.
 
     Raises:
-        ConfigError: It cannot be written there, or there is no such format.
+        ConfigError: If the picture cannot be written or the format is unknown.
     """
     path, data = Path(path), BytesIO()
     try:
@@ -203,11 +203,11 @@ def _save(figure: Figure, path: Path | str, dpi: int) -> None:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}. Give another suffix, such as .png.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another one, --out PATH.") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another path, --out PATH.") from None
 
 
 def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: float) -> None:
-    """Draw the rows, the fitted curves with two standard deviations, and the options worth choosing from."""
+    """Draw the rows, the fitted curves with two standard deviations, and the Pareto-optimal options."""
     clocks = sorted({m.clock_mhz for m in profile.measurements})
     fitted = estimate_all(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
@@ -243,12 +243,12 @@ def _draw_curve(
 
 
 def schedules_picture(table: ScheduleTable, path: Path) -> None:
-    """Draw energy over time of every schedule's plans, both for each micro-batch, so that all can be compared."""
+    """Draw energy over time of every schedule's plans, both per micro-batch."""
     figure = Figure(figsize=(9.0, 6.2), layout="constrained")
     axes = figure.add_subplot()
     names = [*dict.fromkeys(one.name for one in table.schedules)]
     counts = [*dict.fromkeys(one.micro_batches for one in table.schedules)]
-    # A colour that is used again comes with another line.
+    # A colour that is used again has another line style.
     lines = dict(zip(names, cycle(product(_LINES, map(light, SERIES))), strict=False))
     markers = dict(zip(counts, cycle(_MARKERS[symbol] for symbol in _SYMBOLS), strict=False))
     for one in table.schedules:

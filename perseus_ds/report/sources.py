@@ -1,7 +1,8 @@
-"""What a report is made of, found in a run's output folder: histories of jobs, frontier, profile; and what is missing.
+"""Finds the inputs of a report in a run's output folder: histories of jobs, frontier and profile.
 
-A job's history is that from its first iteration to its last, over all its starts, from ``run.jsonl``. A folder may have
-served several jobs. Iterations of different jobs are not comparable, so a history is that of the job that trained last.
+A job's history extends from its first to its last iteration over all its starts, as recorded in ``run.jsonl``. Several
+jobs may have used a folder. Iterations of different jobs are not comparable, so the history is that of the job that
+trained last.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ from perseus_ds.runtime.progress import JobProgress
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a report needs of an iteration's record, which takes ten times the memory.
+    """The part of an iteration's record that a report needs.
+
+    It takes a tenth of the record's memory.
 
     Attributes:
-        plan: Its place on the job's frontier; None for plans of frontiers of shapes of inputs or of limits, too.
-        counts: See :mod:`perseus_ds.measures`.
+        iteration: Number of the iteration.
+        ended: End of the iteration [Unix seconds], or None if unknown.
+        phase: Phase of the job.
+        plan: Index of the plan on the job's frontier; None also for plans for an input shape or for limited GPUs.
+        counts: Whether the iteration counts, as defined in :mod:`perseus_ds.measures`.
+        time_s: Iteration time [s].
+        energy_j: Energy of all GPUs [J], or None if unknown.
     """
 
     iteration: int
@@ -43,10 +51,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """An event and its place in the job's history.
+    """An event and its position in the job's history.
 
     Attributes:
-        after: Number of steps before it.
+        after: Number of steps before the event.
+        event: The event.
     """
 
     after: int
@@ -54,12 +63,14 @@ class Occurrence:
 
 
 class History(JobProgress):
-    """All that a job did.
+    """The history of a job.
 
     Attributes:
-        folder: Where its ``run.jsonl`` lies.
-        starts: Its starts, the first one first.
-        steps: All iterations but those that calibrate a simulated GPU.
+        folder: Folder of its ``run.jsonl``.
+        name: Name of the run.
+        starts: Its starts in order.
+        steps: All iterations except those that calibrate a simulated GPU.
+        occurrences: Its events.
         left_out: Number of iterations of other jobs in the same file.
     """
 
@@ -71,10 +82,10 @@ class History(JobProgress):
         self.steps: list[Step] = []
         self.occurrences: list[Occurrence] = []
         self.left_out = 0
-        # The first step under the frontier last in use, for which alone numbers of plans are valid.
+        # The first step under the most recent frontier, since plan numbers are valid for one frontier only.
         self._first_planned = 0
         self._frontier: tuple[str | None, int] | None = None
-        # Energy by rank [J] and the time that it took, then the time since a record had it.
+        # Energy by rank [J], its period [s], and the time since the last record with energies by rank [s].
         self._by_rank_j: list[float] = []
         self._by_rank_s = self._since_s = 0.0
         self._sizes: set[int] = set()
@@ -82,7 +93,7 @@ class History(JobProgress):
     def add(self, record: Record) -> bool:
         counts = super().add(record)
         if isinstance(record, Event):
-            (record.model_extra or {}).clear()  # keys of later versions, of any size
+            (record.model_extra or {}).clear()  # keys of later versions, which may be large
             self.occurrences.append(Occurrence(len(self.steps), record))
             if isinstance(record, Started):
                 self.starts.append(record)
@@ -106,29 +117,29 @@ class History(JobProgress):
 
     @property
     def by_rank(self) -> list[tuple[float, float]]:
-        """Energy [J] and mean power [W] by rank; none where not known, or the job was resumed at another size."""
+        """Energy [J] and mean power [W] by rank, empty if unknown or if the number of ranks changed."""
         if len(self._sizes) > 1 or not self._by_rank_s:
             return []
         return [(energy_j, energy_j / self._by_rank_s) for energy_j in self._by_rank_j]
 
     @property
     def last_start(self) -> Started:
-        """Its last start, of which nothing is known where none is recorded."""
+        """The last recorded start, or an empty one."""
         return self.starts[-1] if self.starts else Started()
 
     @property
     def started(self) -> float:
-        """When it first started [Unix seconds]; 0 where it is not recorded."""
+        """Time of the first start [Unix seconds], or 0 if it is not recorded."""
         return self.starts[0].time if self.starts else 0.0
 
     @property
     def frontier(self) -> str | None:
-        """Where the last start under plans had its frontier from, if it was named."""
+        """The frontier named at the last start under plans, if any."""
         return next((start.frontier for start in reversed(self.starts) if start.mode in ("auto", "run")), None)
 
     @property
     def under_plans(self) -> list[Step]:
-        """Iterations under a plan of the frontier last in use."""
+        """Iterations under plans of the most recent frontier."""
         return [step for step in self.steps[self._first_planned :] if step.phase == "run" and step.plan is not None]
 
 
@@ -136,7 +147,7 @@ def read_history(folder: Path, name: str | None = None) -> History:
     """Read a job's ``run.jsonl``.
 
     Raises:
-        ConfigError: The file is missing, or a line of it is no record.
+        ConfigError: If the file is missing or a line is not a record.
     """
     name = name or folder.resolve().name
     jobs: dict[str | None, History] = {}
@@ -145,7 +156,7 @@ def read_history(folder: Path, name: str | None = None) -> History:
         if isinstance(record, Started):
             job = jobs.setdefault(record.job, History(folder, name))
         job.add(record)
-        # The job that trained last; where none did, the one that started last.
+        # The job that trained last or, if none did, that started last.
         if trains(record) or not last.steps:
             last = job
     last.left_out = sum(len(other.steps) for other in jobs.values() if other is not last)
@@ -154,15 +165,17 @@ def read_history(folder: Path, name: str | None = None) -> History:
 
 @dataclass
 class Sources:
-    """What was found.
+    """The inputs of a report.
 
     Attributes:
-        histories: Jobs in the order they were started.
-        frontier: The plans.
-        profile: What the plans were made from.
-        dag: The iteration the plans are for; None where it does not fit the profile or nothing says what it is.
-        measured: Iterations as they ran, by the name of the job.
-        missing: What could not be had, and what to do about it, in sentences.
+        folder: The folder of the report.
+        histories: Jobs in the order of their starts.
+        frontier: The frontier of plans.
+        profile: The profile from which the plans were computed.
+        dag: The DAG of the plans' schedule, or None if it is unknown or does not fit the profile.
+        measured: Measured iterations, each with the history of its job.
+        files: The files that were read.
+        missing: Sentences that describe missing inputs and how to provide them.
     """
 
     folder: Path
@@ -176,7 +189,7 @@ class Sources:
 
     @property
     def simulated(self) -> bool:
-        """Whether anything in it is simulated."""
+        """True if any input is simulated."""
         return bool(
             any(history.simulated for history in self.histories)
             or (self.frontier and self.frontier.provenance.simulated)
@@ -185,7 +198,7 @@ class Sources:
 
     @property
     def plan_used(self) -> int | None:
-        """The plan of the last iteration that ran under one of the frontier's, None if there was none."""
+        """The plan of the last iteration under a plan of the frontier, or None if there was none."""
         used = [step.plan for history in self.histories for step in history.under_plans]
         last = used[-1] if used else None
         return last if last is not None and self.frontier and last < len(self.frontier.plans) else None
@@ -196,18 +209,18 @@ class Sources:
 
     @property
     def pipelines(self) -> int:
-        """GPUs per pipeline rank, in all: the energies of a job are so many times those of one pipeline."""
+        """Number of GPUs per pipeline rank, by which a job's energies exceed those of one pipeline."""
         return (self._info.data_parallel or 1) * (self._info.tensor_parallel or 1)
 
     @property
     def gpus(self) -> int | None:
-        """GPUs of the job; None where the profile does not say how many."""
+        """Number of GPUs of the job, or None if the profile does not contain it."""
         ranks = self._info.pipeline_ranks
         return None if ranks is None else ranks * self.pipelines
 
     @property
     def samples(self) -> int | None:
-        """Samples of an iteration; None where the profile does not say how many."""
+        """Number of samples per iteration, or None if the profile does not contain it."""
         info = self._info
         if info.micro_batches is None or info.micro_batch_size is None:
             return None
@@ -215,7 +228,7 @@ class Sources:
 
 
 def label(history: History, iteration: MeasuredIteration) -> str:
-    """Return what to call a measured iteration."""
+    """Return a label for a measured iteration."""
     clocks = "default clocks" if iteration.plan is None else f"plan {iteration.plan}"
     return f"{clocks}, iteration {iteration.iteration} of {history.name}"
 
@@ -223,14 +236,15 @@ def label(history: History, iteration: MeasuredIteration) -> str:
 def find_sources(
     folder: Path, *, frontier: Path | None = None, profile: Path | None = None, runs: Sequence[Path] = ()
 ) -> Sources:
-    """Collect what a folder and the folders in it hold, or what is named instead.
+    """Find the inputs of a report in a folder and its subfolders, except those that are named.
 
-    The frontier is that of the folder itself, or else that of the last run under plans, where the run says it took it
-    from or in the run's own folder; the profile that of the folder, or else that beside the frontier, or where the
-    frontier says it was computed from. Whatever is still missing is looked for in all folders, by name.
+    The frontier is taken from the folder or, if it has none, from the last run under plans: from the path that the run
+    names or from the run's own folder. The profile is taken from the folder, from the frontier's folder, or from the
+    path that the frontier names. Inputs that are still missing are searched for in all subfolders, in the order of
+    their names.
 
     Raises:
-        PerseusError: What was named is wrong, a file that was found is broken, or there is nothing at all.
+        PerseusError: If a named input is invalid, a file is damaged, or no input was found.
     """
     for named in (folder, *runs):
         if not named.is_dir():
@@ -244,7 +258,7 @@ def find_sources(
         found.files.append(frontier / "frontier.json" if frontier.is_dir() else frontier)
     else:
         found.missing.append(
-            "The frontier of plans, and what they save: there is no frontier.json. Write one with "
+            "The frontier of plans, and their savings: there is no frontier.json. Write one with "
             '"perseus-ds optimize PROFILE --out DIR", or give --frontier PATH.'
         )
     profile = profile or _find_profile(folders, frontier, found.frontier)
@@ -253,25 +267,25 @@ def find_sources(
         found.files.append(profile / "profile.csv" if profile.is_dir() else profile)
     else:
         found.missing.append(
-            "The profile, and the timelines that follow from it: there is no profile.csv. Give the one that the "
-            "frontier was made from, --profile PATH."
+            "The profile, and the timelines computed from it: there is no profile.csv. Give the profile from which the "
+            "frontier was computed, --profile PATH."
         )
     if not found.files:
         raise ConfigError(
-            f"{folder}: no run.jsonl, profile.csv or frontier.json in it or in a folder of it. Give the output_dir of "
-            "a training run, or --frontier PATH and --profile PATH."
+            f"{folder}: no run.jsonl, profile.csv or frontier.json in this folder or its subfolders. Give the "
+            "output_dir of a training run, or --frontier PATH and --profile PATH."
         )
     return found
 
 
 def connect(found: Sources) -> None:
-    """Add the DAG of the frontier's schedule and its alternatives, if the frontier and the profile fit each other."""
+    """Add the DAG of the frontier's schedule and the alternatives, if they fit the profile."""
     if found.frontier is None or found.profile is None:
         return
     schedule = found.frontier.schedule
     if schedule is None:
         found.missing.append(
-            'Timelines of the plans: frontier.json holds no schedule ("streams"). Run "perseus-ds optimize" again.'
+            'Timelines of the plans: frontier.json has no schedule ("streams"). Run "perseus-ds optimize" again.'
         )
         return
     try:
@@ -293,7 +307,7 @@ def _find_frontier(folders: Sequence[Path], histories: Sequence[History]) -> Pat
     if (folder := _first(folders[:1], "frontier.json")) is not None:
         return folder
     for history in reversed(histories):
-        if history.frontier and os.path.exists(history.frontier):  # Path.exists takes no long names
+        if history.frontier and os.path.exists(history.frontier):  # Path.exists raises an error for long names
             return Path(history.frontier)
         if history.under_plans and (folder := _first([history.folder], "frontier.json")) is not None:
             return folder
@@ -320,8 +334,8 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
             found.measured += [(history, iteration) for iteration in TimelineFile.load(path).iterations]
             found.files.append(path)
     found.missing += [
-        f"{history.left_out} iterations of other jobs that ran in {history.folder} before: give each job an output_dir "
-        "of its own."
+        f"{history.left_out} iterations of other jobs that ran in {history.folder} before: give each job its own "
+        "output_dir."
         for history in found.histories
         if history.left_out
     ]

@@ -1,8 +1,8 @@
-"""The timeline of one iteration: as predicted by a profile under a plan, as measured, as the page needs it, as a trace.
+"""The timeline of one iteration, predicted or measured, and its data for the page and for traces.
 
 Traces are in Chrome's format ("Trace Event Format": complete ``X``, counter ``C`` and metadata ``M`` events, times in
-microseconds), which Perfetto (https://ui.perfetto.dev) and chrome://tracing open. Each timeline is a process, each rank
-a thread with its instructions and waits, a second one with its transfers, and a counter with its clock.
+microseconds), which Perfetto (https://ui.perfetto.dev) and chrome://tracing open. Each timeline is a process. Each rank
+is a thread with its instructions and waits, a second thread with its transfers, and a counter with its clock.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
 _US = 1e6
 Event = dict[str, Any]
-# As in papers on schedules that split the backward.
+# As in publications on schedules that split the backward.
 _LETTERS = {Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
-# Sums of the same times in another order differ by less [s].
+# Sums of the same times in different orders differ by less than this [s].
 _INSTANT_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span in which a rank is busy; times are from the iteration's start [s].
+    """A period in which a rank is busy, relative to the iteration's start.
 
     Attributes:
-        rank: Pipeline rank; a transfer has a bar for each of its two.
-        clock_mhz: The plan's clock; None for what has no clock to choose.
-        critical: On the critical path: slower here means a slower iteration.
+        rank: Pipeline rank. A transfer has a bar for each of its two ranks.
+        work: The instruction, load, transfer or unknown command.
+        start_s: Start [s].
+        end_s: End [s].
+        clock_mhz: The plan's clock, or None if there is no clock to choose.
+        critical: Whether it is on the critical path.
     """
 
     rank: int
@@ -54,10 +57,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A rank waits; times are from the iteration's start [s].
+    """A period in which a rank waits, relative to the iteration's start.
 
     Attributes:
-        awaited: What it could not begin before; None for the end of the iteration.
+        rank: Pipeline rank.
+        awaited: The work that it waits for, or None for the end of the iteration.
+        start_s: Start [s].
+        end_s: End [s].
     """
 
     rank: int
@@ -74,9 +80,11 @@ class Timeline:
     """One iteration of one pipeline, from 0 to ``time_s``.
 
     Attributes:
-        bars: What takes time, by rank and start.
-        waits: What is left of the iteration, by rank and start.
-        energy_j: Energy of the iteration, one GPU per rank [J].
+        bars: Busy periods by rank and start.
+        waits: Waiting periods by rank and start.
+        ranks: Number of pipeline ranks.
+        time_s: Iteration time [s].
+        energy_j: Energy of the iteration with one GPU per rank [J].
     """
 
     bars: tuple[Bar, ...]
@@ -87,10 +95,10 @@ class Timeline:
 
 
 def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
-    """Return when each instruction runs if it starts as early as it can.
+    """Return the predicted timeline of a plan, in which every operation starts as early as possible.
 
     Raises:
-        ProfileError: The plan has a clock that was not measured.
+        ProfileError: If the plan has a clock that was not measured.
     """
     clock_mhz = plan.clock_of_mhz
     durations_s = dag.fixed_durations_s(profile.info.fixed_durations)
@@ -120,10 +128,10 @@ def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
 
 
 def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> tuple[Waiting, ...]:
-    """Return the time of each rank between what it does, named after what it does next."""
+    """Return the waiting periods of each rank, each named after the work that follows it."""
     busy_until_s = [0.0] * len(dag.schedule.ranks)
     waits = []
-    # Nodes that take no time count too: it is for a transfer that a rank waits.
+    # Nodes that take no time are included, because a rank may wait for such a transfer.
     for index in np.argsort(finish_s - durations_s, kind="stable"):
         start_s = float(finish_s[index] - durations_s[index])
         for rank in dag.nodes[index].ranks:
@@ -137,11 +145,11 @@ def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> 
 
 
 def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timeline:
-    """Return an iteration as it ran.
+    """Return the timeline of a measured iteration.
 
-    A rank in a transfer whose partner has not come yet waits; only what follows is the transfer.
-    Which of the two it is follows from when either side began, so it is as exact as the ranks'
-    clocks are aligned: better than a millisecond on one host.
+    A rank in a transfer waits until the other rank has arrived, and only the rest of the time is the transfer. This
+    division is derived from the starts on both ranks, so it is as exact as the synchronisation of their clocks: better
+    than a millisecond on one host.
     """
     begun_s: dict[Transfer, float] = defaultdict(float)
     for operations in iteration.ranks:
@@ -169,10 +177,10 @@ KINDS = (*(kind.value for kind in Kind), "load", "other", "activation", "grad")
 
 
 def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[str, Any]:
-    """Return the DAG's nodes in columns, in topological order, and the data to evaluate plans with.
+    """Return the DAG's nodes as columns, in topological order, and the data to evaluate plans with.
 
-    ``option`` says which of a plan's clocks is a node's, -1 for a node without; a plan's clocks are
-    those of its ranks one after the other.
+    ``option`` is the index of a node's clock in a plan, in which the clocks of all ranks are concatenated, or -1 for a
+    node without a clock.
     """
     position = {instruction: number for number, instruction in enumerate(chain(*frontier.instructions))}
     fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
@@ -193,13 +201,13 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
 
 
 def packed_clocks(plan: FrequencyPlan) -> str:
-    """Return a plan's clocks [MHz], rank by rank, as base64 of little-endian 16-bit numbers."""
+    """Return a plan's clocks [MHz] by rank, as base64 of little-endian 16-bit numbers."""
     clocks = np.array([*chain(*plan.clocks_mhz)], dtype="<u2")
     return base64.b64encode(clocks.tobytes()).decode()
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline as the page draws it: what each rank does, and how long for."""
+    """Return a timeline in the format that the page draws."""
     return {
         "ranks": timeline.ranks,
         "time_s": timeline.time_s,
@@ -212,13 +220,13 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _described(work: Work) -> tuple[int, int, int, int]:
-    """Return kind, stage, receiving stage (-1 if it is no transfer) and micro-batch."""
+    """Return kind, stage, receiving stage (-1 if it is not a transfer) and micro-batch."""
     kind, stage, target, micro_batch = described(work)
     return KINDS.index(kind), stage, -1 if target is None else target, micro_batch
 
 
 def _rows(profile: StageProfile) -> dict[str, dict[int, Sequence[float]]]:
-    """Return time [s] and energy [J] by clock, by stage and kind."""
+    """Return time [s] and energy [J] by stage and kind, and by clock."""
     rows: dict[str, dict[int, Sequence[float]]] = {}
     for m in profile.measurements:
         key = f"{m.stage}/{KINDS.index(m.kind.value)}"
@@ -229,7 +237,7 @@ def _rows(profile: StageProfile) -> dict[str, dict[int, Sequence[float]]]:
 def chrome_trace(
     timelines: Mapping[str, Timeline], about: Mapping[str, Any], profile: StageProfile | None
 ) -> dict[str, Any]:
-    """Return the content of a trace file."""
+    """Return the contents of a trace file."""
     events: list[Event] = []
     for process, (name, shown) in enumerate(timelines.items(), start=1):
         events += _named("process", name, process, {"pid": process})
@@ -238,7 +246,7 @@ def chrome_trace(
             own: list[Bar | Waiting] = [bar for bar in bars if not isinstance(bar.work, Transfer)]
             own += [wait for wait in shown.waits if wait.rank == rank]
             for lane, slices in enumerate([own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]):
-                # Perfetto confuses threads of different processes that have the same number.
+                # Perfetto confuses threads of different processes if they have the same number.
                 thread = {"pid": process, "tid": 10_000 * process + 10 * rank + lane}
                 label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
                 events += _named("thread", label, thread["tid"], thread)
@@ -251,7 +259,7 @@ def chrome_trace(
 
 
 def _named(what: str, name: str, place: int, ids: Mapping[str, int]) -> list[Event]:
-    """Return a name, and a place among the others, of a process or thread."""
+    """Return metadata events with the name and position of a process or thread."""
     common = {"ph": "M", "ts": 0, **ids}
     return [
         common | {"name": f"{what}_name", "args": {"name": name}},
@@ -260,7 +268,7 @@ def _named(what: str, name: str, place: int, ids: Mapping[str, int]) -> list[Eve
 
 
 def _lanes(bars: list[Bar]) -> list[list[Bar | Waiting]]:
-    """Spread bars over as few lanes as they need; slices of one thread must not overlap."""
+    """Distribute bars over as few lanes as possible, since slices of one thread must not overlap."""
     lanes: list[list[Bar | Waiting]] = []
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         for lane in lanes:
@@ -282,7 +290,7 @@ def _slice(item: Bar | Waiting, profile: StageProfile | None) -> Event:
     if item.clock_mhz is not None and isinstance(item.work, Instruction):
         arguments["clock_mhz"] = item.clock_mhz
     if profile is not None and item.clock_mhz is not None and isinstance(item.work, Instruction):
-        with contextlib.suppress(ProfileError):  # a clock that is not in it
+        with contextlib.suppress(ProfileError):  # the profile may lack this clock
             row = profile.at(item.work.stage, item.work.kind, item.clock_mhz)
             arguments["profile_power_w"] = round(row.energy_j / row.time_s, 1)
             arguments["profile_energy_j"] = round(row.energy_j, 4)
@@ -291,7 +299,7 @@ def _slice(item: Bar | Waiting, profile: StageProfile | None) -> Event:
 
 
 def short_name(work: Work) -> str:
-    """Return a name that fits into a slice: ``F0`` for the forward of micro-batch 0."""
+    """Return a short name for a slice, such as ``F0`` for the forward of micro-batch 0."""
     match work:
         case Instruction(kind=Kind.TAIL):
             return "tail"

@@ -32,7 +32,7 @@ def compared(folder, *names, baseline=None):
 def test_the_run_with_most_iterations_at_default_clocks_is_the_baseline(runs):
     write_run(runs / "default", "observe", 1.0, 1000.0, iterations=9)
     found = compared(runs, "planned", "capped", "default")
-    assert (found.baseline.name, found.why) == ("default: default clocks", "the most iterations at default clocks")
+    assert (found.baseline.name, found.why) == ("default: default clocks", "the longest series at default clocks")
     changes = {row.name: (found.time(row), found.energy(row)) for row in found.rows}
     assert changes["planned: plan 4"] == pytest.approx((0.01, -0.15))
     assert changes["capped: default clocks"] == pytest.approx((0.1, -0.1))
@@ -66,7 +66,7 @@ def test_a_run_without_enough_iterations_at_default_clocks_is_compared_with_the_
 
 def test_the_baseline_can_be_chosen_by_its_run(runs):
     found = compared(runs, "planned", "capped", baseline="capped")
-    assert (found.baseline.name, found.why) == ("capped: default clocks", "as asked for")
+    assert (found.baseline.name, found.why) == ("capped: default clocks", "as requested")
     assert found.energy(found.rows[0]) == pytest.approx(850 / 900 - 1)
     with pytest.raises(
         ConfigError, match=r"--baseline nobody: expected one of planned: plan 4, capped: default clocks"
@@ -77,7 +77,7 @@ def test_the_baseline_can_be_chosen_by_its_run(runs):
 def test_another_job_is_compared_with_a_warning(runs):
     write_run(runs / "larger", "run", 2.0, 2000.0, plan=0, job="theirs")
     notes = compared(runs, "default", "larger").notes
-    assert any(note.startswith("larger: another job than default") for note in notes)
+    assert any(note.startswith("larger: not the same job as default") for note in notes)
     assert compared(runs, "default", "planned").notes == ()
 
 
@@ -86,7 +86,7 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
         write_run(tmp_path / day / "perseus", "run", 1.0, 100.0, plan=0)
     found = compared(tmp_path, "monday/perseus", "tuesday/perseus")
     assert [row.history.name for row in found.rows] == ["monday/perseus", "tuesday/perseus"]
-    assert found.why == "the first; none is at default clocks"
+    assert found.why == "the first one; none is at default clocks"
 
 
 def test_a_run_without_energies_is_named(runs):

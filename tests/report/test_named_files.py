@@ -30,7 +30,7 @@ def test_a_frontier_whose_name_is_too_long_is_missing(folder, capsys, command):
     records = (folder / "run.jsonl").read_text().splitlines()[1:]
     (folder / "run.jsonl").write_text("\n".join([json.dumps(start), *records]) + "\n")
     assert main([command, "run"]) == 0
-    assert "The frontier of plans, and what they save: there is no frontier.json" in capsys.readouterr().out
+    assert "The frontier of plans, and their savings: there is no frontier.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

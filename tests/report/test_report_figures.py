@@ -66,7 +66,7 @@ def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
     found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4)
     bill = tile_of(found, "The whole run")
     assert "3 iterations in 6.000 s" in plain(bill.note)
-    assert "not counting 1 iterations whose energy could not be read" in bill.note
+    assert "not counting 1 iterations with unknown energy" in bill.note
     assert bill.value == units.watt_hours(1.5 * 200.0)
     assert units.gpu_time(8 * 6.0) in bill.note
     assert units.money(1.5 * 200.0 / 3.6e6 * 0.25, FACTORS.currency) in bill.note

@@ -182,8 +182,8 @@ def test_of_runs_that_have_plans_of_their_own_the_last_ones_are_shown_with_their
 @pytest.mark.parametrize(
     ("gone", "said", "kept"),
     [
-        (["frontier.json"], "The frontier of plans, and what they save: there is no frontier.json.", "profile-time"),
-        (["profile.csv", "profile.json"], "The profile, and the timelines that follow from it", "frontier"),
+        (["frontier.json"], "The frontier of plans, and their savings: there is no frontier.json.", "profile-time"),
+        (["profile.csv", "profile.json"], "The profile, and the timelines computed from it", "frontier"),
         (["timeline.json"], "Measured timelines: there is no timeline.json.", "frontier"),
         (["run.jsonl", "timeline.json"], "The run itself: there is no run.jsonl.", "frontier"),
     ],

@@ -125,7 +125,7 @@ def test_a_follower_takes_up_a_file_that_was_replaced(tmp_path):
 
 
 def test_jobs_of_a_folder_are_found_when_they_begin(tmp_path):
-    with pytest.raises(ConfigError, match=r"no run\.jsonl in it"):
+    with pytest.raises(ConfigError, match=r"no run\.jsonl in this folder"):
         Jobs(tmp_path).followers()
     write(tmp_path / "a", auto_job())
     jobs = Jobs(tmp_path)
