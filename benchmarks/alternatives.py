@@ -63,7 +63,7 @@ def main() -> None:
             )
             per_stage = Alternative("ZeusPerStage (a power cap for each stage)", tuple(points))
             frontier = replace(frontier, alternatives=(*frontier.alternatives, per_stage))
-            print(f"GPT-3 175B on {gpu}, {micro_batches} micro-batches; saved in so much more time:")
+            print(f"GPT-3 175B on {gpu}, {micro_batches} micro-batches; saved at additional time:")
             print(f"  {'':<42}{heads}")
             for name, saved in frontier.savings().items():
                 figures = "".join(f"{'-' if value is None else f'{max(0.0, value):.1%}':>9}" for value in saved)

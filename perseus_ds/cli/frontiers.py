@@ -30,13 +30,13 @@ class Optimize(PlanningSettings):
     out: Path
     """folder for frontier.json and frontier.csv"""
     micro_batches: OptionalCount = None
-    """micro-batches per iteration; by default what profile.json says"""
+    """micro-batches per iteration; by default the value in profile.json"""
     stages: OptionalCount = None
-    """stages of the model; by default as many as the profile has"""
+    """stages of the model; by default the number in the profile"""
     schedule: ScheduleName = None
     blocking_power_w: BlockingPower = None
     least_dwell_s: float = 0.0
-    """shortest time at one clock in plans of exact [s]"""
+    """shortest time at one clock in plans of the exact solver [s]"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
@@ -56,19 +56,19 @@ class Optimize(PlanningSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Recompute time, energy and lower bound of every plan of a frontier, without the solver.
+    """Check time, energy and lower bound of every plan of a frontier, without the solver.
 
-    It needs the certificates that "perseus-ds optimize" writes with --certificates.
+    This needs the certificates that "perseus-ds optimize --certificates" writes.
     """
 
     examples = ("perseus-ds verify perseus/frontier",)
 
     frontier: Positional[Path]
-    """frontier.json, or the folder it is in"""
+    """frontier.json or its folder"""
     profile: OptionalPath = None
-    """profile.csv or its folder; by default beside the frontier, or where the frontier says it came from"""
+    """profile.csv or its folder; by default in the frontier's folder, or at the path that the frontier names"""
     certificates: OptionalPath = None
-    """certificates.npz; by default the one beside frontier.json"""
+    """certificates.npz; by default in the folder of frontier.json"""
     schedule: Text = None
     """1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates"""
 
@@ -103,9 +103,7 @@ class Verify:
             f"lower bound is proven by its certificate; the worst plan is {worst_gap:.3%} above its bound."
         )
         if self.schedule is None:
-            print(
-                f"The schedule is the one in {path.name} ({certificates.schedule.name}); give --schedule to compare it."
-            )
+            print(f"The schedule is that of {path.name} ({certificates.schedule.name}); use --schedule to compare it.")
         return 0
 
 
@@ -116,7 +114,7 @@ class Export:
     examples = ("perseus-ds export perseus/frontier --out plans",)
 
     frontier: Positional[Path]
-    """frontier.json, or the folder it is in"""
+    """frontier.json or its folder"""
     out: Path
     """folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …"""
 
@@ -132,9 +130,9 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Read plans of lowtime or Zeus, compute their time and energy from a profile, and write them as a frontier.
+    """Import plans of lowtime or Zeus, with time and energy computed from a profile, as a frontier.
 
-    The files of plans are parsed and never executed.
+    Plan files are parsed and never executed.
     """
 
     examples = ("perseus-ds import plans --profile perseus --out perseus/frontier",)

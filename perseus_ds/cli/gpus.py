@@ -1,4 +1,4 @@
-"""``perseus-ds doctor`` and ``reset``: whether this machine will work, and its GPUs at default clocks again."""
+"""``perseus-ds doctor`` and ``reset``, for this machine and its GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from perseus_ds.cli.values import OPTIONAL, Texts
 class Reset:
     """Return GPUs to their default clocks.
 
-    It is needed if a node's agent was killed together with its job.
+    This is necessary if the agent of a node was killed together with its job.
     """
 
     examples = ("perseus-ds reset", "perseus-ds reset --gpus 0 1")
 
     gpus: Annotated[Texts, OPTIONAL] = field(default_factory=list)
-    """index of nvidia-smi, UUID, or the beginning of a UUID; by default all GPUs of this node"""
+    """index in nvidia-smi, UUID, or beginning of a UUID; by default all GPUs of this node"""
 
     def execute(self) -> int:
         from perseus_ds.cli.machine import reset_gpus
@@ -28,14 +28,14 @@ class Reset:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say on one page whether this machine will work, and what to do where it will not."""
+    """Report on one page whether this machine is ready, and how to solve problems."""
 
     examples = ("perseus-ds doctor", "perseus-ds doctor --lock", "perseus-ds doctor --device simulated")
 
     device: Literal["nvml", "zeus", "simulated"] = "nvml"
-    """nvml: GPUs whose clocks the job changes itself; zeus: GPUs whose clocks zeusd changes; simulated: no real GPU"""
+    """nvml: the job changes the clocks itself; zeus: zeusd changes the clocks; simulated: no real GPU"""
     lock: bool = False
-    """also lock clocks for a moment, to try the permission and measure how long it takes"""
+    """also lock clocks for a moment, to check the permission and measure the latency"""
 
     def execute(self) -> int:
         from perseus_ds.cli.machine import examine

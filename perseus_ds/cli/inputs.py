@@ -1,4 +1,4 @@
-"""Inputs that several commands share: a profile and its schedule, a run's folder."""
+"""Inputs shared by several commands: a profile with its schedule, or the folder of a run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def schedule_for(
     stages: int | None = None,
     micro_batches: int | None = None,
 ) -> Schedule:
-    """Return the schedule that the arguments name; what they leave out is the profile's.
+    """Return the schedule selected by the arguments, with the profile's values as defaults.
 
-    A class that the user names is imported; one that the profile names is not.
+    A class named by the user is imported, but a class named in the profile is not.
 
     Raises:
-        ConfigError: Neither says how many micro-batches there are, or the stages do not fit the schedule.
-        ScheduleError: The schedule cannot be read.
+        ConfigError: If the number of micro-batches is unknown, or the stages do not fit the schedule.
+        ScheduleError: If the schedule cannot be read.
     """
     info = profile.info
     micro_batches = micro_batches or micro_batches_of(profile)
@@ -55,7 +55,7 @@ def schedule_for(
     if is_of_torch(found):
         from perseus_ds.engines.torch_pipelining.order import read_class
 
-        # A rank of these may have any number of stages.
+        # A rank may have any number of stages in these schedules.
         ranks = info.pipeline_ranks or stages
         return read_class(found, ranks=ranks, stages_per_rank=stages // ranks, micro_batches=micro_batches)
     per_rank = stages_per_rank(found)
@@ -67,27 +67,27 @@ def schedule_for(
 
 
 def micro_batches_of(profile: StageProfile) -> int:
-    """Return the micro-batches per iteration of the job that measured a profile.
+    """Return the number of micro-batches per iteration of the job that measured a profile.
 
     Raises:
-        ConfigError: Its files do not say.
+        ConfigError: If the profile does not contain it.
     """
     if profile.info.micro_batches is None:
-        raise ConfigError("--micro-batches is missing: the profile has no profile.json that says how many there are.")
+        raise ConfigError("--micro-batches is missing: the profile has no profile.json that contains their number.")
     return profile.info.micro_batches
 
 
 def _written_schedule(profile: StageProfile, named: str | None) -> Schedule | None:
-    """Return the schedule that the profile's files hold, unless the user names one."""
+    """Return the schedule stored in the profile's files, unless the user names one."""
     return None if named or profile.info.streams is None else profile.info.streams.to_schedule()
 
 
 def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
-    """Return the schedule of plans made elsewhere, by how many ranks and forwards they have.
+    """Return the schedule of imported plans, given their numbers of ranks and forwards.
 
     Raises:
-        ConfigError: There is no such schedule, or its class is named by a file only.
-        ScheduleError: It cannot be read.
+        ConfigError: If there is no such schedule, or its class is named only in a file.
+        ScheduleError: If it cannot be read.
     """
     written = _written_schedule(profile, schedule)
     forwards = [sum(kind == Kind.FORWARD for kind, _ in entries) for entries in pairs]
@@ -101,19 +101,19 @@ def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None)
 
 
 def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
-    """Return name and class of the schedule that the user has named, else of the one with a known name in a file.
+    """Return name and class of the schedule that the user names, or of a known one in a file.
 
     Raises:
-        ConfigError: There is no such schedule, or its class is named by a file only.
+        ConfigError: If there is no such schedule, or its class is named only in a file.
     """
     name = schedule or label or "1f1b"
     if schedule is None and name not in KNOWN and not name.startswith(OF_TORCH):
         raise ConfigError(
-            f"The file names the schedule {name!r}, and holds no instructions of it for these stages and "
-            f"micro-batches. Classes that files name are not imported; if you trust it, write --schedule {name} with "
+            f"The file names the schedule {name!r}, and has no instructions of it for these stages and micro-batches. "
+            f"Classes named in files are not imported; if you trust this one, use --schedule {name} with "
             '"perseus-ds optimize".'
         )
-    # DeepSpeed warns on import that it finds no accelerator; planning needs none.
+    # DeepSpeed warns on import that it finds no accelerator, which planning does not need.
     logging.disable(logging.WARNING)
     try:
         return name, schedule_class(name)
@@ -122,10 +122,10 @@ def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
 
 
 def check_size(stages: int, micro_batches: int) -> None:
-    """Check that an iteration is small enough to be planned.
+    """Check that an iteration is small enough to compute plans for it.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: If it is not.
     """
     if stages * micro_batches > MOST_INSTRUCTIONS or stages > MOST_STAGES:
         raise ConfigError(
@@ -136,7 +136,7 @@ def check_size(stages: int, micro_batches: int) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put into errors what they cannot know: the profile's path, and that settings are flags."""
+    """Add the path of the profile to errors, and show settings as flags."""
     try:
         yield
     except ConfigError as error:
@@ -146,23 +146,23 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder that a path names, or in which the file that it names lies."""
+    """Return a path that is a folder, or the folder of a file."""
     return path if path.is_dir() else path.parent
 
 
 def sources_for(arguments: RunArguments) -> Sources:
-    """Read what the arguments name.
+    """Read the inputs selected by the arguments.
 
     Raises:
-        PerseusError: What was named is wrong, a file that was found is broken, there is nothing at all, or the folder
-            holds runs of different jobs.
+        PerseusError: If an input is invalid, a file is damaged, no input was found, or the folder contains runs of
+            different jobs.
     """
     found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
     folders = [history.folder for history in found.histories]
     jobs = {history.last_start.job for history in found.histories} - {None}
     if len(jobs) > 1 and not arguments.runs and arguments.run not in folders:
         raise ConfigError(
-            f"{arguments.run}: the runs in it are of {len(jobs)} different jobs. Give the folder of one: "
+            f"{arguments.run}: its runs are of {len(jobs)} different jobs. Give the folder of one: "
             f"{', '.join(map(str, folders))}; or those that belong together, --runs RUN RUN."
         )
     connect(found)
@@ -170,10 +170,10 @@ def sources_for(arguments: RunArguments) -> Sources:
 
 
 def is_measured_job(path: Path) -> bool:
-    """Return whether a path is that of a job's output or of a profile, and not of a Hugging Face model.
+    """Return whether a path is a job's output or a profile, and not a Hugging Face model.
 
     Raises:
-        ConfigError: It is a folder that is neither.
+        ConfigError: If it is a folder but neither.
     """
     if path.suffix == ".csv":
         return True
@@ -184,18 +184,18 @@ def is_measured_job(path: Path) -> bool:
     if any((path / name).is_file() for name in ("profile.csv", "timeline.json", FILE_NAME)):
         return True
     raise ConfigError(
-        f"{path}: no profile.csv, timeline.json or config.json in it. Give the output_dir of a job that has trained "
-        "under Perseus, or a folder of a Hugging Face model."
+        f"{path}: no profile.csv, timeline.json or config.json in this folder. Give the output_dir of a job that has "
+        "trained under Perseus, or a folder of a Hugging Face model."
     )
 
 
 def measured_job(
     path: Path, *, schedule: str | None, micro_batches: int | None, blocking_power_w: float | None
 ) -> MeasuredJob:
-    """Read a job that has trained: its profile, or else what was observed of it.
+    """Read a job that has trained, from its profile or otherwise from observations.
 
     Raises:
-        PerseusError: Neither is there, or not which parts of the model its stages hold.
+        PerseusError: If there is neither, or the layout of the model is unknown.
     """
     from perseus_ds.optimizer.balance import MeasuredJob
     from perseus_ds.profiler.observed import observed_profile
@@ -213,7 +213,7 @@ def measured_job(
     elif timeline is not None:
         ranks = max((len(iteration.ranks) for iteration in timeline.iterations), default=1)
         powers_w = np.array([power_w for _, power_w in history.by_rank]) if history else np.array([])
-        # Ranks that share a stage are numbered one after the other.
+        # Ranks that share a stage have consecutive numbers.
         by_stage_w = powers_w.reshape(ranks, -1).mean(axis=1) if len(powers_w) and len(powers_w) % ranks == 0 else []
         with naming(path):
             profile = observed_profile(timeline, list(by_stage_w), blocking_power_w=blocking_power_w)
@@ -223,16 +223,16 @@ def measured_job(
     layout = profile.info.layout or recorded.layout
     if layout is None:
         raise ConfigError(
-            f"{path}: which layers its stages hold was not recorded: an earlier version of perseus-ds wrote it, or its "
-            "engine does not know the layers of this model. Train a few iterations again with this version."
+            f"{path}: the layers on its stages were not recorded: it was written by an earlier version of perseus-ds, "
+            "or its engine does not know the layers of this model. Train a few iterations with this version."
         )
     if len(layout.stages) != profile.num_stages:
         raise ConfigError(
-            f"{path}: the layout has {len(layout.stages)} stages, the profile {profile.num_stages}. They are of "
+            f"{path}: the layout has {len(layout.stages)} stages, the profile {profile.num_stages}. They belong to "
             "different jobs: measure the profile again."
         )
     steps = [step for step in history.steps if step.counts] if history else []
-    # Of the phase in which iterations are least disturbed.
+    # From the phase in which iterations are least disturbed.
     by_phase_s = ([step.time_s for step in steps if step.phase == phase] for phase in AT_DEFAULT_CLOCKS)
     times_s: list[float] = next((found_s for found_s in by_phase_s if len(found_s) > 1), [])
     return MeasuredJob(

@@ -1,4 +1,4 @@
-"""``perseus-ds watch`` and ``control``: jobs while they run."""
+"""``perseus-ds watch`` and ``control``, for running jobs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from perseus_ds.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Show how a job goes, anywhere where its folder can be read; the jobs of a folder in a line each.
+    """Show the state of a job, or of all jobs of a folder in one line each.
 
-    It ends with the job. In a terminal, p pauses the plans, r resumes them and o asks for another order, written as
-    after "perseus-ds control" but without RUN, where the job can be reached: on the node of rank 0, by its owner. q
-    leaves. Where there is no job yet, it waits for one.
+    The job's folder must be readable, on any node. The command ends with the job. In a terminal, p pauses the plans, r
+    resumes them, q quits, and o asks for another order, written as after "perseus-ds control" but without RUN. Orders
+    require that the job can be reached: by its owner, on the node of rank 0. If there is no job yet, the command waits
+    for one.
     """
 
     examples = (
@@ -33,11 +34,11 @@ class Watch:
     )
 
     run: Positional[Path]
-    """the job's output folder, or a folder of several"""
+    """the job's output folder, or a folder of several jobs"""
     once: bool = False
-    """print how it goes now and leave; so does output that is no terminal's"""
+    """print the present state and exit; the default if the output is not a terminal"""
     json: bool = False
-    """print a JSON object for each job in a line, at each change"""
+    """print each job as a JSON object in one line, at each change"""
 
     def execute(self) -> int:
         from rich.console import Console
@@ -55,32 +56,32 @@ class Watch:
         return 0
 
 
-def answer_to(words: list[str]) -> str:
-    """Return what ``perseus-ds control`` prints with these arguments, in one line and without boxes."""
+def answer_to(arguments: list[str]) -> str:
+    """Return the output of ``perseus-ds control`` in one line and without boxes."""
     from perseus_ds.cli.main import main
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        main(["control", *words])
+        main(["control", *arguments])
     return " ".join(re.sub(r"(?m)^[+|]|[+|]$|-{4,}", " ", printed.getvalue()).split())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Which job is ordered."""
+    """Argument that selects a job."""
 
     run: Positional[Path]
-    """the job's output folder, output_dir of its perseus block"""
+    """the job's output folder, the output_dir of its perseus block"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Job):
-    """Print how the job goes."""
+    """Print the status of the job."""
 
     examples = ("perseus-ds control status perseus", "perseus-ds control status perseus --json")
 
     json: bool = False
-    """print it as a JSON object"""
+    """print the status as a JSON object"""
 
     def execute(self) -> int:
         return _order(self.run, {"command": "status"}, as_json=self.json)
@@ -88,7 +89,7 @@ class Status(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Job):
-    """Run under another policy, with the keys that it has in the perseus block."""
+    """Change the policy, with the keys of a policy in the perseus block."""
 
     examples = (
         "perseus-ds control policy perseus --name energy_optimal",
@@ -99,19 +100,19 @@ class Policy(Job):
     name: str
     """slowdown, deadline, power_cap, energy_optimal or reduce"""
     max_slowdown: Number = None
-    """slowdown: as a fraction of the fastest iteration, such as 0.05"""
+    """slowdown: fraction of the fastest iteration time, such as 0.05"""
     finish_by: Text = None
-    """deadline: when the last step must be done, such as 2030-01-31T08:00:00+00:00"""
+    """deadline: time at which the last step must be done, such as 2030-01-31T08:00:00+00:00"""
     total_steps: OptionalCount = None
-    """deadline: steps of the whole training"""
+    """deadline: number of steps of the whole training"""
     watts: Number = None
-    """power_cap: of all GPUs of the job together [W]"""
+    """power_cap: power of all GPUs of the job together [W]"""
     signal: Text = None
     """power_cap, reduce: file with watts or fractions over time, or with one number"""
     power_fraction: Number = None
-    """reduce: of the job's average power at default clocks, such as 0.75; until --until"""
+    """reduce: fraction of the job's mean power at default clocks, such as 0.75, in force until --until"""
     until: Text = None
-    """reduce: when that ends, such as 2030-01-31T08:00:00+00:00"""
+    """reduce: end of the reduction, such as 2030-01-31T08:00:00+00:00"""
 
     def execute(self) -> int:
         keys = {key: value for key, value in vars(self).items() if key != "run" and value is not None}
@@ -120,16 +121,16 @@ class Policy(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Job):
-    """Say that one pipeline takes longer, so that the others need not wait for it at full speed."""
+    """Report a slower pipeline, so that the others need not wait for it at full speed."""
 
     examples = ("perseus-ds control straggler perseus --pipeline 1 --slowdown 1.2",)
 
     pipeline: Annotated[int, one(int, at_least=0)]
-    """which data-parallel pipeline"""
+    """index of the data-parallel pipeline"""
     slowdown: Annotated[float, one(float, at_least=1)]
-    """how many times as long its iterations take; 1 when it has recovered"""
+    """factor by which its iterations take longer; 1 once it has recovered"""
     after_iterations: Annotated[int, one(int, at_least=0)] = 0
-    """number of iterations until then"""
+    """number of iterations until the slowdown begins"""
 
     def execute(self) -> int:
         order = {key: value for key, value in vars(self).items() if key != "run"}
@@ -138,16 +139,16 @@ class Straggler(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(Job):
-    """Draw less power for a while."""
+    """Reduce power for a limited time."""
 
     examples = ("perseus-ds control reduce perseus --power-fraction 0.75 --duration 3h --within 30s",)
 
     power_fraction: Amount
-    """of the job's average power at default clocks, such as 0.75; above 0, at most 1"""
+    """fraction of the job's mean power at default clocks, such as 0.75; above 0, at most 1"""
     duration: Seconds
-    """for how long, such as 90s, 30min, 3h or 1h30m"""
+    """duration of the reduction, such as 90s, 30min, 3h or 1h30m"""
     within: OptionalSeconds = None
-    """how soon it is needed, such as 30s; the answer says so if the job takes longer"""
+    """time within which it is needed, such as 30s; the answer reports if the job needs longer"""
 
     def execute(self) -> int:
         order = {"power_fraction": self.power_fraction, "duration_s": self.duration, "within_s": self.within}
@@ -179,7 +180,7 @@ def _order(run: Path, order: dict[str, Any], *, as_json: bool = False) -> int:
 
     try:
         parse_order(order)
-    except ConfigError as error:  # it names keys of the order
+    except ConfigError as error:  # names keys of the order
         raise ConfigError(
             re.sub(r"(?m)^order: (?:policy\.)?([a-z_]+):", lambda key: f"{flag_of(key[1])}:", str(error))
         ) from None
@@ -205,5 +206,5 @@ def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
     try:
         facts = JobFacts.model_validate(status)
     except ValidationError:
-        raise ConfigError("the job runs another version of Perseus; write --json for its answer.") from None
+        raise ConfigError("the job runs another version of Perseus; use --json to print its answer.") from None
     Console(file=terminal()).print(JobScreen(facts))

@@ -1,4 +1,4 @@
-"""What ``perseus-ds doctor`` and ``reset`` do: examine this machine, and set its GPUs to default clocks again."""
+"""Implements ``perseus-ds doctor`` and ``reset``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 def reset_gpus(chosen: list[str]) -> int:
-    """Reset the chosen GPUs, or all; return the exit code."""
+    """Reset the chosen GPUs, by default all, and return the exit code."""
     results = [_reset(index) for index in _indices(chosen)]
     return 0 if all(results) else 2
 
@@ -36,8 +36,8 @@ def _indices(chosen: list[str]) -> list[int]:
     """Return the indices of the chosen GPUs.
 
     Raises:
-        ConfigError: One of them is not on this node.
-        GpuError: NVML or the driver is missing.
+        ConfigError: If one of them is not on this node.
+        GpuError: If NVML or the driver is missing.
     """
     count = gpu_count()
     if not chosen:
@@ -71,12 +71,12 @@ def _reset(index: int) -> bool:
 _PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
 _CAP_SYS_ADMIN = 21
 _ALL_UIDS = ["0", "0", "4294967295"]
-"""The map of user ids outside of user namespaces."""
+"""Map of user ids outside of user namespaces."""
 _SETTLE_TIMEOUT_S = 1.0
 _CLOCKS_TRIED = 5
 _POLL_S = 5e-4
 
-# Findings that only matter to some devices; all others matter to all.
+# Findings that are relevant for some devices only; all others are relevant for all.
 _ONLY_FOR: dict[str, set[str]] = {
     "nvidia-ml-py": {"nvml", "zeus"},
     "zeusd": {"zeus"},
@@ -85,7 +85,7 @@ _ONLY_FOR: dict[str, set[str]] = {
 
 
 def examine(device: str, *, lock: bool) -> int:
-    """Print what was found, and whether a machine is ready for a device; return the exit code."""
+    """Print the findings and whether the machine is ready for a device, and return the exit code."""
     software = examine_software()
     gpus = [] if device == "simulated" else examine_gpus(lock=lock)
     print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
@@ -106,18 +106,21 @@ def examine(device: str, *, lock: bool) -> int:
 
 
 def _failures(findings: Iterable[Finding], device: str) -> str:
-    """Return the names of the failures that matter to a device, each once."""
+    """Return the names of the failures that are relevant for a device, without duplicates."""
     failed = [each.what for each in findings if each.level == "fail" and device in _ONLY_FOR.get(each.what, {device})]
     return ", ".join(dict.fromkeys(failed))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the page that ``perseus-ds doctor`` prints.
+    """One line of the output of ``perseus-ds doctor``.
 
     Attributes:
-        level: ``fail``: Perseus cannot change clocks here; ``warn``: results are less accurate or a feature is
-            missing; ``info`` and ``ok``: nothing is to be done.
+        level: ``fail`` if Perseus cannot change clocks, ``warn`` if results are less accurate or a feature is missing,
+            otherwise ``info`` or ``ok``.
+        what: What was examined.
+        text: The result.
+        remedy: A way to solve the problem.
     """
 
     level: Literal["ok", "info", "warn", "fail"]
@@ -127,7 +130,7 @@ class Finding:
 
 
 def examine_software() -> list[Finding]:
-    """Examine Python's packages, CUDA as torch sees it, and zeusd."""
+    """Examine Python packages, torch's access to CUDA, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
     return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), _zeusd()]
 
@@ -150,12 +153,12 @@ def _torch_devices() -> Finding:
     try:
         import torch
     except Exception as error:
-        return Finding("fail", "torch", f"cannot be imported: {error}", "Install torch again.")
+        return Finding("fail", "torch", f"cannot be imported: {error}", "Reinstall torch.")
     if torch.cuda.is_available():
         return Finding("ok", "CUDA", f"torch sees {torch.cuda.device_count()} GPUs (CUDA {torch.version.cuda})")
     build = f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
     return Finding(
-        "warn", "CUDA", f"torch sees no GPU; {build}", "Training runs on the CPU, with simulated GPUs, until it does."
+        "warn", "CUDA", f"torch sees no GPU; {build}", "Until it does, training runs on the CPU with simulated GPUs."
     )
 
 
@@ -170,16 +173,20 @@ def _zeusd() -> Finding:
         return Finding("fail", "zeusd", f"{path}: {error.strerror or error}", "Start zeusd, or unset ZEUSD_SOCK_PATH.")
     zeus = _package("zeus")
     if zeus.level == "fail":
-        text = f"{path} answers, but the package zeus is missing"
+        text = f"{path} responds, but the package zeus is missing"
         return Finding("fail", "zeusd", text, "pip install perseus-ds[zeus]")
-    return Finding("ok", "zeusd", f'{path} answers; zeus {zeus.text}: "device": "zeus" can be used')
+    return Finding("ok", "zeusd", f'{path} responds; zeus {zeus.text}: "device": "zeus" can be used')
 
 
 def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Finding]]:
-    """Examine every GPU of this node, all of them at once; with ``lock``, clocks are changed to measure their latency.
+    """Examine all GPUs of this node in parallel.
+
+    Args:
+        lock: Whether to change clocks to measure their latency.
+        timebase: The time in which to measure.
 
     Returns:
-        The findings of each GPU; one list with one failure where there is no NVML.
+        The findings of each GPU, or one list with one failure if there is no NVML.
     """
     try:
         count = gpu_count()
@@ -216,7 +223,7 @@ def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding
 
 
 def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield findings until the driver refuses to answer, and then that."""
+    """Yield findings until the driver raises an error, and then the error."""
     try:
         yield from findings
     except GpuError as error:
@@ -229,7 +236,7 @@ def _clocks(gpu: NvmlGpu) -> Iterator[Finding]:
 
 
 def _settings(gpu: NvmlGpu) -> Iterator[Finding]:
-    """Find what is set, and what of it changes default clocks or what the GPU draws."""
+    """Report the settings, with warnings for those that change default clocks or power."""
     yield Finding("ok", "settings", str(gpu.settings))
     for setting in gpu.administrator_settings:
         text, _, remedy = setting.partition(". ")
@@ -240,15 +247,15 @@ def _power(gpu: NvmlGpu) -> Iterator[Finding]:
     reasons = [reason for reason in gpu.throttle_reasons() if reason not in ("idle", "applications_clocks_setting")]
     power = f"{gpu.power_w():.0f} W now"
     if reasons:
-        text = f"{power}, clock held down by {', '.join(reasons)}"
+        text = f"{power}, clock limited by {', '.join(reasons)}"
         yield Finding("warn", "power", text, "A profile measured now would not be valid later.")
     else:
-        yield Finding("ok", "power", f"{power}, nothing holds the clock down")
+        yield Finding("ok", "power", f"{power}, nothing limits the clock")
 
 
 def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     if not gpu.has_energy_counter:
-        remedy = "Energies are summed up from the power that the driver tells, which is less exact."
+        remedy = "Energies are integrated from the power that the driver reports, which is less accurate."
         yield Finding("warn", "energy", "no energy counter", remedy)
     elif (period_s := counter_period_s(gpu, timebase=timebase)) is None:
         text = "the counter did not change in 1 s"
@@ -256,14 +263,14 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     else:
         refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
         if gpu.settings.whole_module:
-            remedy = "Savings are parts of the module's energy: what its CPU uses does not follow the GPU's clock."
+            remedy = "Savings are fractions of the module's energy, whose CPU part does not follow the GPU's clock."
             yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
         else:
             yield Finding("ok", "energy", refreshed)
 
 
 def _agent(gpu: NvmlGpu) -> Iterator[Finding]:
-    """Report the agent that serves a GPU, and the processes that lease it."""
+    """Report the agent of a GPU and the processes that have a lease."""
     if (found := leases().get(gpu.address)) is not None:
         agent, pids = found
         yield Finding("ok", "agent", f"process {agent}; leased by process {', '.join(map(str, pids))}")
@@ -272,7 +279,7 @@ def _agent(gpu: NvmlGpu) -> Iterator[Finding]:
 
 
 def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
-    """Lock clocks under a lease: an agent resets them however this process ends."""
+    """Lock clocks under a lease, so that an agent resets them however this process ends."""
     try:
         lease = Lease(gpu.address, f"doctor {os.getpid()}")
     except GpuBusyError as error:
@@ -283,7 +290,7 @@ def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
 
 
 def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
-    """Lock a few clocks of the upper half, one higher than the other and back, and return to the default clock."""
+    """Lock a few clocks of the upper half in rising and falling order, and reset the clock."""
     clocks = gpu.supported_clocks_mhz()
     upper = clocks[len(clocks) // 2 :]
     rising = upper[:: max(1, len(upper) // _CLOCKS_TRIED)][-_CLOCKS_TRIED:]
@@ -317,7 +324,7 @@ def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
 
 
 def _wait_for_clock(gpu: NvmlGpu, clock_mhz: int, began_s: float, timebase: Timebase) -> float | None:
-    """Return how long after its request the clock is in effect [s]; None if it is not within a second."""
+    """Return the time from a request until the clock is in effect [s], or None after a timeout."""
     while (passed_s := timebase.now_s() - began_s) < _SETTLE_TIMEOUT_S:
         if gpu.clock_mhz() == clock_mhz:
             return passed_s
@@ -326,16 +333,16 @@ def _wait_for_clock(gpu: NvmlGpu, clock_mhz: int, began_s: float, timebase: Time
 
 
 def _capability() -> Iterator[Finding]:
-    """Check the permission without calling the driver, because a training job may be setting clocks now."""
+    """Check the permission without calling the driver, since a training job may be setting clocks."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     uids = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()
     if effective >> _CAP_SYS_ADMIN & 1 and uids != _ALL_UIDS:
         text = "this process has CAP_SYS_ADMIN in a user namespace only, such as that of a rootless container"
-        remedy = 'The driver wants it outside. Run as root of the node, or run zeusd there and set "device": "zeus".'
+        remedy = 'The driver requires it outside. Run as root of the node, or run zeusd there and set "device": "zeus".'
         yield Finding("fail", "lock", text, remedy)
     elif effective >> _CAP_SYS_ADMIN & 1:
-        text = "this process has CAP_SYS_ADMIN; not tried (--lock tries, and changes clocks)"
+        text = "this process has CAP_SYS_ADMIN; not tested (--lock tests it and changes clocks)"
         yield Finding("ok", "lock", text)
     else:
         remedy = 'Run as root, add `--cap-add SYS_ADMIN` to docker run, or run zeusd and set "device": "zeus".'

@@ -1,4 +1,4 @@
-"""The entry point of ``perseus-ds``: finds the command, imports it and turns errors into messages."""
+"""The entry point of ``perseus-ds``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from perseus_ds.units import printable
 
 
 class Command(Protocol):
-    """A command: a dataclass of its arguments, which tyro reads, and whose docstring is its help."""
+    """A command: a dataclass of its arguments, of which the docstring is the help."""
 
     examples: ClassVar[tuple[str, ...]]
 
     def execute(self) -> int:
-        """Do it, and return the exit code."""
+        """Execute the command and return the exit code."""
 
 
-# The module and the class of each command.
+# Module and class of each command.
 COMMANDS = {
     "optimize": "frontiers:Optimize",
     "verify": "frontiers:Verify",
@@ -55,18 +55,19 @@ COMMANDS = {
     "doctor": "gpus:Doctor",
 }
 GROUPS = {
-    "": "Plan, watch and judge training with less energy.\n\nWrite perseus-ds --version for the version, perseus-ds "
-    "--tyro-write-completion SHELL FILE for a script with which bash, zsh or fish completes commands and options.",
-    "profile": "Show, compare, validate, merge or convert a profile.\n\nThey measure nothing. A training job measures "
-    'a profile: write "mode": "profile" in the perseus block of its DeepSpeed config.',
-    "control": "Give a running job an order, or ask how it goes. Run it on the node of rank 0.",
+    "": "Plan, watch and evaluate training with less energy.\n\nUse perseus-ds --version for the version, and "
+    "perseus-ds --tyro-write-completion SHELL FILE for a script that completes commands and options in bash, zsh or "
+    "fish.",
+    "profile": "Show, compare, validate, merge or convert a profile.\n\nThese commands measure nothing. A training job "
+    'measures a profile if the perseus block of its DeepSpeed config has "mode": "profile".',
+    "control": "Give orders to a running job, or print its status. Run these commands on the node of rank 0.",
 }
-"""What the commands with the same first word have in common; at first, all commands."""
-# What to use instead of commands that version 0.2.0 no longer has.
+"""Descriptions of the groups of commands by their first word, and of all commands."""
+# Replacements of commands that were removed in version 0.2.0.
 REMOVED = {
-    "completion": 'Write "perseus-ds --tyro-write-completion bash FILE", or zsh or fish in place of bash.',
+    "completion": 'Use "perseus-ds --tyro-write-completion bash FILE", or zsh or fish instead of bash.',
     "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
-    "share": 'Give each job a cap of its own: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
+    "share": 'Give each job its own cap: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
     '"signal", which may change while the job runs.',
 }
 
@@ -78,23 +79,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where the command's answer is no (a machine that is not ready, a bound that does not hold); 2 for
-        whatever the caller can mend: arguments, files, a missing driver or permission, an output that cannot be
-        written; 130 or 141, as usual in shells, where it was interrupted or nobody read its output any more.
+        0 on success; 1 if the command's answer is no (a machine is not ready, a bound does not hold); 2 for errors in
+        arguments, files, drivers, permissions or outputs; and, as usual in shells, 130 if interrupted and 141 if the
+        reader of the output has gone.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["help"]:
-        words = [*words[1:3], "--help"]
-    program = " ".join(["perseus-ds", *words[: 2 if words and words[0] in GROUPS else 1]])
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["help"]:
+        given = [*given[1:3], "--help"]
+    program = " ".join(["perseus-ds", *given[: 2 if given and given[0] in GROUPS else 1]])
 
     try:
-        code = _run(words)
+        code = _run(given)
         sys.stdout.flush()
         return code
     except PerseusError as error:
         print(printable(f"{program}: {error}"), file=sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
+    except BrokenPipeError:  # the reader has gone, as with "| head", so the rest of the output is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -106,38 +107,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(words: list[str]) -> int:
-    if words == ["--version"]:
+def _run(arguments: list[str]) -> int:
+    if arguments == ["--version"]:
         import importlib.metadata
 
         print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
         return 0
-    for word in words:
-        if printable(word) != word:
-            raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # tyro's help has bullets, which not every encoding has
+    for argument in arguments:
+        if printable(argument) != argument:
+            raise ConfigError(f"{argument!r}: expected text without control characters, in UTF-8.")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tyro's help has bullets, which some encodings lack
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        command = parse(words or ["--help"])
-    except SystemExit as end:  # tyro has printed the help, or what is wrong
-        return int(end.code or 0) if words else 2
+        command = parse(arguments or ["--help"])
+    except SystemExit as end:  # tyro has printed the help or an error
+        return int(end.code or 0) if arguments else 2
     with contextlib.redirect_stdout(PrintableText(sys.stdout)):
         return command.execute()
 
 
-def parse(words: Sequence[str]) -> Command:
-    """Return the command that the words of a command line mean.
+def parse(arguments: Sequence[str]) -> Command:
+    """Parse the arguments of the command line.
 
     Raises:
-        ConfigError: There is no such command, or its arguments are written as before version 0.2.0.
-        SystemExit: tyro has printed a help page (0), or which argument is wrong (2).
+        ConfigError: If there is no such command, or its arguments are in the format of versions before 0.2.0.
+        SystemExit: If tyro has printed a help page (0) or an error (2).
     """
     import tyro
     from tyro import conf
 
     from perseus_ds.cli.values import one
 
-    name, rest = "", list(words)
+    name, rest = "", list(arguments)
     while name in GROUPS and rest and not rest[0].startswith("-"):
         name = f"{name} {_known(rest.pop(0), name)}".strip()
     if rest and rest[0] in _COMPLETION and rest[1:2] not in ([], *([shell] for shell in _SHELLS)):
@@ -163,27 +164,27 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def command_of(name: str) -> type[Command]:
-    """Return the class of a command; importing it is cheap, executing it imports what it needs."""
+    """Return the class of a command without the imports that its execution needs."""
     module, _, class_name = COMMANDS[name].partition(":")
     found: type[Command] = getattr(importlib.import_module(f"perseus_ds.cli.{module}"), class_name)
     return found
 
 
 def description_of(name: str) -> str:
-    """Return what a command or a group is for; the first line says it in short."""
+    """Return the description of a command or group, whose first line is the summary."""
     return GROUPS[name] if name in GROUPS else inspect.getdoc(command_of(name)) or ""
 
 
-def _known(word: str, group: str) -> str:
-    if not group and word in REMOVED:
-        raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[word]}")
+def _known(name: str, group: str) -> str:
+    if not group and name in REMOVED:
+        raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[name]}")
     known = _members(group)
-    if word not in known:
+    if name not in known:
         from perseus_ds.artifacts.validation import did_you_mean
 
-        hint = did_you_mean(word, known) or f"commands are {', '.join(known)}."
+        hint = did_you_mean(name, known) or f"commands are {', '.join(known)}."
         raise ConfigError(f"there is no such command; {hint}")
-    return word
+    return name
 
 
 def _members(group: str) -> list[str]:
@@ -192,7 +193,7 @@ def _members(group: str) -> list[str]:
 
 
 def _application(group: str) -> Any:
-    """Return the commands of a group for tyro, which makes the overview and the completion of them."""
+    """Return a group of commands for tyro, which prints their overview and completes their names."""
     from tyro.extras import SubcommandApp
 
     application = SubcommandApp()
@@ -203,32 +204,32 @@ def _application(group: str) -> Any:
     return application
 
 
-def _refuse_assignments(command: type[Command], words: Sequence[str]) -> None:
-    """Check that no argument is written as ``key=value``, as before version 0.2.0.
+def _refuse_assignments(command: type[Command], arguments: Sequence[str]) -> None:
+    """Check that no argument is written as ``key=value``, as in versions before 0.2.0.
 
     Raises:
-        ConfigError: One is; the message has the new spelling.
+        ConfigError: If there is one. The message has the new spelling.
     """
     from perseus_ds.cli.values import flag_of
 
-    for before, word in zip(["", *words], words, strict=False):
-        match = re.fullmatch(r"(?:\w+\.)?([a-z_]+)=(.*)", word)
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        match = re.fullmatch(r"(?:\w+\.)?([a-z_]+)=(.*)", argument)
         if match and not before.startswith("-") and match[1] in typing.get_type_hints(command):
             value = " ".join(match[2].strip("[]").split(",")) if match[2].startswith("[") else match[2]
             spelling = f"{flag_of(match[1])} {value if value != 'true' else ''}".strip()
-            raise ConfigError(f"{word}: since version 0.2.0 this is written {spelling}")
+            raise ConfigError(f"{argument}: since version 0.2.0 this is written {spelling}")
 
 
-def _positional_first(command: type[Command], words: list[str]) -> list[str]:
-    """Return words with the positional argument in front where it was given by name, as in ``--profile perseus``."""
+def _positional_first(command: type[Command], arguments: list[str]) -> list[str]:
+    """Move the positional argument to the front if it is given by name, as in ``--profile perseus``."""
     from tyro.conf import Positional
 
     hints = typing.get_type_hints(command, include_extras=True)
     positional = (name for name, hint in hints.items() if Positional in getattr(hint, "__metadata__", ()))
     flag = f"--{next(positional, None)}"
-    for index, word in enumerate(words):
-        if word.startswith(f"{flag}="):
-            return [word.partition("=")[2], *words[:index], *words[index + 1 :]]
-        if word == flag:
-            return [*words[index + 1 : index + 2], *words[:index], *words[index + 2 :]]
-    return words
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            return [argument.partition("=")[2], *arguments[:index], *arguments[index + 1 :]]
+        if argument == flag:
+            return [*arguments[index + 1 : index + 2], *arguments[:index], *arguments[index + 2 :]]
+    return arguments

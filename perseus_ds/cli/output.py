@@ -1,4 +1,4 @@
-"""Output that several commands share: printable text, a folder to write to, a frontier in words, a progress bar."""
+"""Output shared by several commands."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class PrintableText(io.TextIOBase):
-    """A stream that writes what it is given to another one, printable."""
+    """A stream that makes text printable and writes it to another stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @property
     def terminal(self) -> TextIO:
-        """The stream behind, for what draws on a screen; it must write printable text only."""
+        """The underlying stream, for screen output, to which only printable text may be written."""
         return self._stream
 
     @property
@@ -34,7 +34,7 @@ class PrintableText(io.TextIOBase):
         return self._stream.encoding
 
     def write(self, text: str) -> int:
-        """Write a text; characters that the stream's encoding lacks are written as escapes."""
+        """Write a text, with escapes for characters that the stream's encoding lacks."""
         safe = printable(text)
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(safe.encode(encoding, "backslashreplace").decode(encoding))
@@ -51,33 +51,33 @@ class PrintableText(io.TextIOBase):
 
 
 def terminal() -> TextIO:
-    """Return the standard output for what draws on a screen; it must write printable text only."""
+    """Return the standard output for screen output, to which only printable text may be written."""
     return sys.stdout.terminal if isinstance(sys.stdout, PrintableText) else sys.stdout
 
 
 def answer_no(command: str, reason: object) -> int:
-    """Print why what a command was asked to confirm is not so; return its exit code."""
+    """Print the reason why the answer of a command is no, and return its exit code."""
     print(printable(f"perseus-ds {command}: {reason}"), file=sys.stderr)
     return 1
 
 
 def check_folder(out: Path) -> Path:
-    """Check, before anything is computed, that a folder for a command's output can be made and written to; return it.
+    """Check that an output folder can be created and written, and return it.
 
     Raises:
-        ConfigError: It cannot.
-        OSError: There can be no such path.
+        ConfigError: If it cannot.
+        OSError: If the path is impossible.
     """
     existing = next(path for path in (out, *out.parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another one, --out PATH.")
+        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another path, --out PATH.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{out}: nothing can be written to {existing}. Give another folder, --out PATH.")
+        raise ConfigError(f"{out}: cannot write to {existing}. Give another folder, --out PATH.")
     return out
 
 
 def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
-    """Save a frontier with the path of its profile, and return the lines to print about it."""
+    """Save a frontier with the path of its profile, and return a summary to print."""
     from perseus_ds.artifacts.certificates import FILE_NAME
 
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
@@ -87,7 +87,7 @@ def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
 
 
 def frontier_summary(frontier: Frontier) -> str:
-    """Return how many plans a frontier has, their times, what they save, and what their alternatives would."""
+    """Return a summary of a frontier: plans, times, savings and alternatives."""
     from statistics import fmean
 
     from perseus_ds.artifacts.frontier import SLOWDOWNS
@@ -110,7 +110,7 @@ def frontier_summary(frontier: Frontier) -> str:
     lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
     if frontier.alternatives:
         heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
-        lines.append(f"  saved in so much more time  {heads}")
+        lines.append(f"  saved at additional time    {heads}")
         for name, saved in frontier.savings().items():
             figures = ("-" if value is None else f"{max(value, 0.0):.1%}" for value in saved)
             lines.append(f"    {name:<26}{''.join(f'{figure:>9}' for figure in figures)}")
@@ -124,7 +124,7 @@ def frontier_summary(frontier: Frontier) -> str:
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on stderr for work that takes more than a second.
 
-    Yields a function that takes the name of the present step and the fraction done, 0 to 1.
+    Yields a function that takes the name of the current step and the completed fraction, 0 to 1.
     """
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""``perseus-ds report``, ``compare``, ``trace`` and ``plot``: what runs did, to look at."""
+"""``perseus-ds report``, ``compare``, ``trace`` and ``plot``: pages and pictures about runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunArguments):
-    """Show what a run saved, and write one HTML file about it: frontier, timelines, savings (report.html)."""
+    """Print the savings of a run, and write an HTML page about it (report.html)."""
 
     examples = (
         "perseus-ds report perseus",
@@ -28,15 +28,15 @@ class Report(RunArguments):
     )
 
     carbon_g_per_kwh: Amount = 436.0
-    """emissions of electricity [g CO2 equivalent per kWh]; the default is the world's mean in 2022 (Ember, 2023)"""
+    """carbon intensity of electricity [g CO2 equivalent per kWh]; by default the world's mean in 2022 (Ember, 2023)"""
     price_per_kwh: Amount = 0.1
     """price of electricity; the default is an example"""
     currency: str = "USD"
     """currency of the price"""
     pue: Annotated[float, one(float, at_least=1)] = 1.0
-    """energy of the data centre per energy of its GPUs (PUE); 1 counts the GPUs alone"""
+    """energy of the data centre per energy of its GPUs (PUE); 1 counts only the GPUs"""
     tokens_per_sample: OptionalCount = None
-    """sequence length, for the energy of a token"""
+    """sequence length, for the energy per token"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.evidence import FILE_NAME
@@ -59,7 +59,7 @@ class Report(RunArguments):
 
 
 def _report_evidence(folder: Path, out: Path | None) -> int:
-    """Write the page about checks on a GPU."""
+    """Write the page on checks on a GPU."""
     from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
     from perseus_ds.report.page import evidence_page, evidence_text, write_output
 
@@ -72,7 +72,7 @@ def _report_evidence(folder: Path, out: Path | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Show runs side by side: default clocks, power limits, plans; also as one HTML file (comparison.html)."""
+    """Compare runs, and write an HTML page about the comparison (comparison.html)."""
 
     examples = (
         "perseus-ds compare runs/default runs/plan",
@@ -100,12 +100,12 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(RunArguments):
-    """Write predicted and measured timelines for Perfetto (trace.json; open it at ui.perfetto.dev)."""
+    """Write predicted and measured timelines for Perfetto (trace.json)."""
 
     examples = ("perseus-ds trace perseus",)
 
     plan: OptionalIndex = None
-    """which plan of the frontier, 0 is the fastest; by default the one in use"""
+    """index of the plan on the frontier, 0 is the fastest; by default the plan in use"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import sources_for
@@ -155,9 +155,9 @@ class Plot(RunArguments):
     )
 
     out: OptionalPath = None
-    """folder for frontier.png and timeline.png; by default that of the run"""
+    """folder for frontier.png and timeline.png; by default the folder of the run"""
     max_slowdown: Amount = 0.0
-    """draw the plan that a job with this setting runs, or the fastest if none is that fast"""
+    """slowdown setting whose plan to draw; by default the fastest plan"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import sources_for
@@ -168,11 +168,11 @@ class Plot(RunArguments):
 
         found = sources_for(self)
         if found.frontier is None or found.profile is None or found.dag is None:
-            raise ConfigError(f"{self.run}: there is not all that is to be drawn. {' '.join(found.missing)}")
+            raise ConfigError(f"{self.run}: some inputs of the pictures are missing. {' '.join(found.missing)}")
         measured = measured_points(found.histories, pipelines=found.pipelines)
         if self.runs and not measured:
             raise ConfigError(
-                "--runs: no iterations at default clocks or under a plan in any. Train for some steps more."
+                "--runs: no iterations at default clocks or under a plan in any of them. Train for more steps."
             )
         plan = found.frontier.within(self.max_slowdown)
         before, after = (timeline(found.dag, found.profile, each) for each in (found.frontier.baseline, plan))

@@ -1,4 +1,4 @@
-"""``perseus-ds partition``: where to cut a model into stages, one that has trained or one of Hugging Face."""
+"""``perseus-ds partition``: proposes how to cut a model into stages."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Sizes = Annotated[list[int], several(int, at_least=1), OPTIONAL]
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Find where to cut a model into stages: the fastest cut, and the most frugal of those as fast.
+    """Find the fastest cut of a model into stages, and the most frugal one of those as fast.
 
-    Of a job that has trained under Perseus, in whatever mode, each kind of layer is estimated from what its stages
-    took, and the best layout is printed as the job's engine reads it. A Hugging Face model need not have trained: each
-    of its layers is measured alone on this machine's GPU. Without a GPU, or with --gpu, one is simulated, and the work
-    of a layer follows from its floating-point operations.
+    For a job that has trained under Perseus in any mode, the costs of each kind of layer are estimated from the times
+    of its stages, and the best layout is printed in the notation of the job's engine. A Hugging Face model need not
+    have trained: each of its layers is measured alone on this machine's GPU. Without a GPU, or with --gpu, the GPU is
+    simulated, and the work of a layer is computed from its floating-point operations.
     """
 
     examples = (
@@ -49,33 +49,33 @@ class Partition:
     )
 
     model: Positional[str]
-    """output_dir of a job or its profile.csv; or a Hugging Face model, by its name or its folder with config.json"""
+    """output_dir of a job or its profile.csv, or the name or folder (with config.json) of a Hugging Face model"""
     also: Paths = field(default_factory=list)
-    """further runs of the same model with other layouts, to tell kinds of layers apart"""
+    """further runs of the same model with other layouts, to distinguish kinds of layers"""
     layout: Text = None
-    """a layout to compare with: Megatron-Core's string, the parts of each stage, such as 9,8,8,7, or even"""
+    """layout to compare with: Megatron-Core's string, the number of parts of each stage, such as 9,8,8,7, or even"""
     pipeline_sizes: Sizes = field(default_factory=list)
-    """ranks of a pipeline to compare, on the same number of GPUs"""
+    """numbers of pipeline ranks to compare, with the same number of GPUs"""
     virtual_stages: Sizes = field(default_factory=list)
-    """stages on each rank to compare"""
+    """numbers of stages per rank to compare"""
     tied_on_one_rank: bool = False
-    """keep the embedding and the head on one rank, for a weight that they share"""
+    """keep the embedding and the head on one rank, for a shared weight"""
     blocking_power_w: BlockingPower = None
     stages: OptionalCount = None
-    """stages of the pipeline; of a job, by default its own"""
+    """stages of the pipeline; for a job, by default its own"""
     micro_batches: OptionalCount = None
-    """micro-batches per iteration; of a job, by default its own"""
+    """micro-batches per iteration; for a job, by default its own"""
     schedule: ScheduleName = None
     memory_gib: OptionalAmount = None
-    """what a stage may need at most [GiB]; of a Hugging Face model by default the memory of the GPU that is there"""
+    """maximum memory of a stage [GiB]; for a Hugging Face model, by default the memory of this machine's GPU"""
     micro_batch_size: Count = 1
-    """of a Hugging Face model: sequences in a micro-batch"""
+    """for a Hugging Face model: sequences per micro-batch"""
     sequence_length: OptionalCount = None
-    """of a Hugging Face model: tokens in a sequence; by default 2048, or as many as the model takes"""
+    """for a Hugging Face model: tokens per sequence; by default 2048, or the model's maximum if that is less"""
     gradient_checkpointing: bool = False
-    """of a Hugging Face model: activations are computed again in the backward pass"""
+    """for a Hugging Face model: recompute activations in the backward pass"""
     gpu: Text = None
-    """of a Hugging Face model: GPU to simulate: a100-sxm, a40, h100-sxm or h200"""
+    """for a Hugging Face model: GPU to simulate: a100-sxm, a40, h100-sxm or h200"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import is_measured_job
@@ -92,11 +92,11 @@ class Partition:
         if self.stages is None or self.micro_batches is None:
             missing = "--stages" if self.stages is None else "--micro-batches"
             raise ConfigError(
-                f"{missing} is missing: {self.model} is no job's folder, so it is taken for a Hugging Face model."
+                f"{missing} is missing: {self.model} is not a job's folder, so it must be a Hugging Face model."
             )
         schedule = self.schedule or "1f1b"
         check_size(self.stages, self.micro_batches)
-        find_schedule(None, schedule)  # what DeepSpeed says on import is not shown
+        find_schedule(None, schedule)  # suppresses DeepSpeed's warnings on import
         found = partition(
             self.model,
             stages=self.stages,
@@ -148,10 +148,10 @@ def _schedule_of(ranks: int, stages_per_rank: int, micro_batches: int) -> Schedu
 
 
 def _given(text: str, job: MeasuredJob) -> Cut:
-    """Return the cut of a layout that was given.
+    """Return the cut of the layout that the user gave.
 
     Raises:
-        ConfigError: It does not fit the model or its engine.
+        ConfigError: If it does not fit the model or its engine.
     """
     from perseus_ds.artifacts.layout import check_cut_of_megatron, cut_of_megatron, default_cut_of_megatron
     from perseus_ds.optimizer.partition import uniform_cut
@@ -166,7 +166,7 @@ def _given(text: str, job: MeasuredJob) -> Cut:
         if sum(cut) != parts or 0 in cut:
             raise ConfigError(
                 f"--layout {text}: the stages have {sum(cut)} parts, the model {parts}, the embedding and the head "
-                "included. Give each stage one or more, and all of them together as many as the model has."
+                "included. Give each stage at least one part, and all of them together the parts of the model."
             )
     else:
         cut = cut_of_megatron(text, job.layout)
@@ -180,7 +180,7 @@ def _given(text: str, job: MeasuredJob) -> Cut:
 
 
 def _of_kinds(balance: Balance) -> Iterator[str]:
-    """Yield what was measured, and what each kind of part costs."""
+    """Yield a description of the measurements and the costs of each kind of part."""
     from perseus_ds.profiler.observed import UNREAD_CLOCK_MHZ
     from perseus_ds.units import number
 
@@ -204,7 +204,7 @@ def _of_kinds(balance: Balance) -> Iterator[str]:
 
 
 def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
-    """Yield today's and the proposed layout side by side, and the latter as the engine reads it."""
+    """Yield a comparison of today's layout and the proposed one."""
     from perseus_ds.units import number, percent
 
     job = balance.job
@@ -239,7 +239,7 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     yield (
         "No layout is faster: proven for these costs."
         if not found.time_gap
-        else f"A layout may be faster, by at most {percent(found.time_gap)} by these costs: the search was ended."
+        else f"A layout may be faster by at most {percent(found.time_gap)} by these costs: the search was stopped."
     )
     if proposed.cut == today.cut:
         yield "Keep today's layout."
@@ -248,11 +248,11 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
 
 
 def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
-    """Yield a table of the best layouts of pipelines of other sizes."""
+    """Yield a table of the best layouts for other sizes of the pipeline."""
     from perseus_ds.units import number
 
     has_energy = job.has_energy
-    yield "Of all GPUs, with the same batch; the best layout of each size, at default clocks and under the best plan:"
+    yield "All GPUs, with the same batch; the best layout of each size, at default clocks and under the best plan:"
     energies = f"{'energy [J]':>13}{'best plan [J]':>15}" if has_energy else ""
     yield f"ranks  stages a rank  pipelines  micro-batches  iteration [s]{energies}  bubble  layout"
     for size in sizes:
@@ -265,7 +265,7 @@ def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
         energies = "".join(total_j) if has_energy else ""
         yield f"{start}{number(found.time_s):>15}{energies}{found.bubble:8.1%}  {size.layout.summary()}"
     fastest: list[tuple[float, OtherSize]] = [(s.found.time_s, s) for s in sizes if s.found is not None]
-    yield "Transfers take the mean of those measured; gradient reduction and optimizer step follow the share of a rank."
+    yield "Transfers take the mean of the measured ones; reduction and optimizer step scale with a rank's share."
     yield from _simulated(job)
     if fastest:
         best = min(fastest, key=lambda pair: pair[0])[1]
@@ -278,23 +278,23 @@ def _cautions(balance: Balance, *, is_planned: bool) -> Iterator[str]:
     job = balance.job
     if not job.has_energy:
         yield (
-            "Energy is not known: the job was only observed, and its ranks wait equally long. Give --blocking-power-w, "
+            "Energy is unknown: the job was only observed, and all ranks wait equally long. Give --blocking-power-w, "
             'or train in "profile" mode.'
         )
     elif len(balance.kinds.clocks_mhz) < 2:
-        yield 'Nothing is known of other clocks: train in "profile" or "auto" mode to see layouts under the best plan.'
+        yield 'Other clocks were not measured: train in "profile" or "auto" mode to see layouts under the best plan.'
     elif not is_planned:
-        yield "No plans were computed, since they would take minutes: train with the layout in auto mode."
+        yield "No plans were computed, since this would take minutes: train with the layout in auto mode."
     yield from _simulated(job)
 
 
 def _simulated(job: MeasuredJob) -> Iterator[str]:
     if job.profile.info.simulated:
-        yield "The GPUs are SIMULATED: times and energies are not those of real ones."
+        yield "The GPUs are SIMULATED: times and energies are not those of real GPUs."
 
 
 def table_of(found: Cuts) -> str:
-    """Return the cuts side by side, what is proven of them, and the cut to train with."""
+    """Return a comparison of the cuts, the proven bounds, and the cut to train with."""
     from perseus_ds.units import joules, number, percent
 
     named: dict[str, EvaluatedCut] = {**found.known, "fastest": found.fastest, "most frugal": found.most_frugal}
@@ -310,7 +310,7 @@ def table_of(found: Cuts) -> str:
     lines.append(
         "No cut is faster than the fastest one: proven."
         if not found.time_gap
-        else f"A cut may be faster, by at most {percent(found.time_gap)}: the search was ended."
+        else f"A cut may be faster by at most {percent(found.time_gap)}: the search was stopped."
     )
     if found.energy_bound_j is not None and found.energy_gap is not None:
         lines.append(
@@ -319,6 +319,6 @@ def table_of(found: Cuts) -> str:
         )
     lines.append("Energies are per iteration of one pipeline, one GPU per rank; transfers and the tail take no time.")
     if found.costs.simulated:
-        lines.append("The GPU is SIMULATED: nothing was measured, work follows from floating-point operations.")
+        lines.append("The GPU is SIMULATED: nothing was measured, work is computed from floating-point operations.")
     lines.append(f"Train with cut={list(found.cut)}.")
     return "\n".join(lines)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Print a profile as a table, and draw it."""
+    """Print a profile as a table, and optionally draw it."""
 
     examples = ("perseus-ds profile show perseus --out profile.png",)
 
     profile: Positional[ProfilePath]
     out: OptionalPath = None
-    """picture to write; by default none is drawn"""
+    """picture to write; by default none"""
     blocking_power_w: BlockingPower = None
 
     def execute(self) -> int:
@@ -40,7 +40,7 @@ class Show:
                 mark = "  *" if clock in pareto else ""
                 print(f"{clock:6d} {time_s:10.5f} {energy_j:11.4f} {energy_j / time_s:10.1f}{mark}")
         waiting = "effective energy (beyond blocking power)" if power_w else "energy"
-        print(f"\n* no other clock is as fast and as low in {waiting}")
+        print(f"\n* Pareto-optimal in time and {waiting}")
         if self.out is not None:
             from perseus_ds.report.pictures import profile_picture
 
@@ -51,12 +51,12 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Print the differences of a second profile from a first one."""
+    """Print the differences between two profiles."""
 
     examples = ("perseus-ds profile compare monday tuesday",)
 
     profiles: Positional[tuple[Path, Path]]
-    """profile.csv of both, or the folders they are in"""
+    """profile.csv or folder of each profile"""
 
     def execute(self) -> int:
         import numpy as np
@@ -85,7 +85,7 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Validate:
-    """Say whether plans can be computed from a profile."""
+    """Check whether plans can be computed from a profile."""
 
     examples = ("perseus-ds profile validate perseus",)
 
@@ -117,18 +117,18 @@ class Validate:
                 clock = int(options.clock_mhz[1:][slower.argmax()])
                 where = f"stage {group.stage}, {group.kind}, {clock} MHz"
                 print(f"  note: {where}: {slower.max():.1%} slower than at a lower clock")
-        print(f"Plans can be made of it: {len(problem.groups)} kinds of instructions, T_min {problem.t_min_s:.4f} s.")
+        print(f"Plans can be computed: {len(problem.groups)} kinds of instructions, T_min {problem.t_min_s:.4f} s.")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Write the rows of several profiles as one; a stage that several have, as if they were ranks of one job."""
+    """Merge several profiles into one, combining common stages like ranks of one job."""
 
     examples = ("perseus-ds profile merge monday tuesday wednesday --out merged",)
 
     profiles: Positional[Paths]
-    """profile.csv of each, or the folder it is in"""
+    """profile.csv or folder of each profile"""
     out: Path
     """folder for profile.csv and profile.json"""
 
@@ -142,8 +142,8 @@ class Merge:
                 expected, found = getattr(first.info, key), getattr(other.info, key)
                 if expected is not None and found is not None and expected != found:
                     raise ConfigError(
-                        f"{path}: {key} is {found!r}, in {self.profiles[0]} it is {expected!r}; such rows do not go "
-                        "together."
+                        f"{path}: {key} is {found!r}, in {self.profiles[0]} it is {expected!r}; such rows cannot be "
+                        "merged."
                     )
 
         def measured(profile: StageProfile) -> list[MeasuredRow]:
@@ -169,7 +169,7 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write the CSV of Merak or another program as profile.csv and profile.json."""
+    """Convert the CSV of Merak or another program to profile.csv and profile.json."""
 
     examples = ("perseus-ds profile convert merak.csv --out perseus --blocking-power-w 70",)
 
@@ -181,14 +181,14 @@ class Convert:
 
     def execute(self) -> int:
         profile, power_w = _load(self.profile, self.blocking_power_w)
-        # The CSV of another program says neither.
+        # The CSV file of another program contains neither.
         update = {"blocking_power_w": power_w, "stages": profile.info.stages or profile.num_stages}
         _write(type(profile)(profile.measurements, profile.info.model_copy(update=update)), self.out)
         return 0
 
 
 def _load(path: Path, power_w: float | None = None) -> tuple[StageProfile, float | None]:
-    """Return a profile, and the power of a waiting GPU if it is known [W]."""
+    """Return a profile and, if it is known, the power of a waiting GPU [W]."""
     from perseus_ds.artifacts.profile import StageProfile
 
     profile = StageProfile.load(path)
@@ -207,9 +207,9 @@ def _heading(profile: StageProfile) -> str:
     clocks = {row.clock_mhz for row in rows}
     estimated = sum(row.samples == 0 for row in info.rows)
     return (
-        f"{info.gpu or 'GPU not known'}, {profile.num_stages} stages, "
+        f"{info.gpu or 'unknown GPU'}, {profile.num_stages} stages, "
         f"{len(clocks)} clocks from {min(clocks)} to {max(clocks)} MHz, {len(rows)} rows"
-        + (f", {estimated} of them estimated from their neighbours" if estimated else "")
+        + (f", {estimated} of them estimated from neighbouring clocks" if estimated else "")
         + ("" if info.blocking_power_w is None else f", blocking power {info.blocking_power_w:.1f} W")
         + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
     )

@@ -1,4 +1,4 @@
-"""``perseus-ds schedules``: what another schedule or other numbers of micro-batches would give."""
+"""``perseus-ds schedules``: predicts results of other schedules or numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from perseus_ds.pipeline.schedule import Schedule
 
 
-# Name -> torch's class, and its stages on each rank; None: as many as are asked for.
+# By name: torch's class and its stages per rank, which can be chosen if None.
 _OF_TORCH: dict[str, tuple[str, int | None]] = {
     "gpipe": ("GPipe", 1),
     "1f1b": ("1F1B", 1),
@@ -40,17 +40,17 @@ _OF_TORCH: dict[str, tuple[str, int | None]] = {
 }
 _OF_DEEPSPEED = {"deepspeed_1f1b": "1f1b", "deepspeed_dualpipev": "dualpipev"}
 _NAMES = (
-    f"of torch.distributed.pipelining: {', '.join(_OF_TORCH)}; of DeepSpeed: {', '.join(_OF_DEEPSPEED)}; or "
+    f"from torch.distributed.pipelining: {', '.join(_OF_TORCH)}; from DeepSpeed: {', '.join(_OF_DEEPSPEED)}; or "
     "package.module:Class of a PipeSchedule"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """Compute from one profile the frontiers of several schedules, and show them side by side.
+    """Compute the frontiers of several schedules from one profile, and compare them.
 
-    Nothing is run. A profile cannot know what a part of a stage or of a backward takes; what is assumed of them is
-    printed below the table. Each rank holds the same share of the model under every schedule.
+    Nothing is run. A profile does not contain the costs of a part of a stage or of a backward; the assumptions on them
+    are printed below the table. Each rank has the same share of the model under every schedule.
     """
 
     examples = (
@@ -63,18 +63,18 @@ class Schedules:
         default_factory=lambda: ["1f1b", "interleaved", "zbv", "dualpipev"]
     )
     micro_batches: Annotated[list[int], several(int, at_least=1), OPTIONAL] = field(default_factory=list)
-    """micro-batches per iteration; by default what profile.json says"""
+    """micro-batches per iteration; by default the value in profile.json"""
     ranks: OptionalCount = None
-    """pipeline ranks; by default what profile.json says, else a rank a stage"""
+    """pipeline ranks; by default the number in profile.json, otherwise one rank per stage"""
     stages_per_rank: Annotated[int, one(int, at_least=2)] = 2
-    """stages on each rank, for the interleaved schedules and looped_bfs"""
+    """stages per rank, for the interleaved schedules and looped_bfs"""
     weight_share: float = 0.5
-    """part of a backward that computes gradients of weights, where it is split but was measured as a whole; 0 to 1"""
+    """share of the weight gradients in a backward that is split but was measured as a whole; 0 to 1"""
     blocking_power_w: BlockingPower = None
     plans: int = 40
     """number of deadlines, from T_min to T*, for which a plan is computed"""
     out: OptionalPath = None
-    """folder for schedules.json and schedules.png; by default that of the profile"""
+    """folder for schedules.json and schedules.png; by default the folder of the profile"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
@@ -115,11 +115,11 @@ class Schedules:
 def choose_schedules(
     names: Sequence[str], *, micro_batches: Sequence[int], ranks: int, chunks: int
 ) -> list[tuple[str, Schedule]]:
-    """Return the schedules with their names, each with every number of micro-batches.
+    """Return each schedule with its name, for every number of micro-batches.
 
     Raises:
-        ConfigError: There is no such schedule.
-        ScheduleError: A schedule cannot be built for these numbers.
+        ConfigError: If there is no such schedule.
+        ScheduleError: If a schedule cannot be built for these numbers.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -145,7 +145,7 @@ def choose_schedules(
 
 
 def schedules_text(table: ScheduleTable) -> str:
-    """Return the table to print, what its columns mean, and what it takes for granted."""
+    """Return the table to print, with explanations of its columns and the assumptions."""
     first = table.schedules[0]
     width = max(len("schedule"), *(len(one.name) for one in table.schedules))
     lines = [

@@ -1,4 +1,4 @@
-"""Types of the values on the command line: numbers with their limits, several values, times, and shared arguments."""
+"""Types of values on the command line: numbers with limits, lists, times, and shared arguments."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Annotated, Any
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-# Beyond it, products of numbers could overflow.
+# Products of larger numbers could overflow.
 _LARGEST = 1e18
 _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 OPTIONAL = tyro.conf.arg(help_behavior_hint="(optional)")
-"""For arguments whose description says what happens without them."""
+"""For arguments with a description of their default."""
 
 
 def flag_of(key: str) -> str:
-    """Return the flag of a setting or argument that Python code has by this name."""
+    """Return the flag of the setting or argument with this Python name."""
     return f"--{key.replace('_', '-')}"
 
 
 def one(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
-    """Return how a number within limits is read."""
+    """Return the parser of a number within limits."""
     return _spec(kind.__name__.upper(), lambda words: _number(kind, at_least, words[0]))
 
 
 def several(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
-    """Return how one or more numbers within limits are read."""
+    """Return the parser of one or more numbers within limits."""
     return _several(kind.__name__.upper(), lambda word: _number(kind, at_least, word))
 
 
@@ -85,20 +85,22 @@ OptionalPath = Annotated[Path | None, OPTIONAL]
 Texts = Annotated[list[str], _several("NAME", str)]
 Paths = Annotated[list[Path], _several("PATH", Path), OPTIONAL]
 
-ProfilePath = Annotated[Path, tyro.conf.arg(help="profile.csv, or the folder it is in; profile.json is read beside it")]
+ProfilePath = Annotated[
+    Path, tyro.conf.arg(help="profile.csv or its folder; profile.json is read from the same folder")
+]
 BlockingPower = Annotated[
     float | None,
     one(float, at_least=0),
     tyro.conf.arg(
-        help="power of a GPU that waits for its neighbour [W]; by default what profile.json says",
+        help="power of a GPU that waits for another rank [W]; by default the value in profile.json",
         help_behavior_hint="(optional)",
     ),
 ]
 ScheduleName = Annotated[
     str | None,
     tyro.conf.arg(
-        help="1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, "
-        "else 1f1b",
+        help="1f1b, dualpipev or package.module:Class, which is imported; by default the schedule in profile.json, "
+        "otherwise 1f1b",
         help_behavior_hint="(optional)",
     ),
 ]
@@ -106,15 +108,15 @@ ScheduleName = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """Which run, and which files belong to it."""
+    """Arguments that select a run and its files."""
 
     run: tyro.conf.Positional[Path]
-    """output_dir of a training run, or a folder of several with their profile and frontier"""
+    """output_dir of a training run, or a folder of several runs with their profile and frontier"""
     out: OptionalPath = None
     """file to write, or an existing folder for it; by default in the folder of the run"""
     frontier: OptionalPath = None
-    """frontier.json or its folder; by default in the folder of the run, or where the run says it took it from"""
+    """frontier.json or its folder; by default in the folder of the run, or at the path that the run names"""
     profile: OptionalPath = None
-    """profile.csv or its folder; by default in the folder of the run, or where the frontier says it came from"""
+    """profile.csv or its folder; by default in the folder of the run, or at the path that the frontier names"""
     runs: Paths = field(default_factory=list)
     """output folders of training runs, instead of those in the folder of the run"""

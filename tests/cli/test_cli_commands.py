@@ -97,7 +97,7 @@ def test_a_folder_of_different_jobs_asks_for_one_of_them(run, tmp_path, command)
         write(tmp_path / "runs" / name, auto_job(job=name))
     code, _, err = run(command, "runs")
     assert code == 2
-    assert "runs: the runs in it are of 2 different jobs. Give the folder of one: runs/" in err
+    assert "runs: its runs are of 2 different jobs. Give the folder of one: runs/" in err
     assert all(f"runs/{name}" in err for name in ("gpt3", "bert"))
     assert not (tmp_path / "runs" / "report.html").exists()
 

@@ -57,7 +57,7 @@ def test_help_of_a_command_tells_its_arguments_and_examples(run, command):
 
 def test_help_tells_units_and_defaults(run):
     text = in_words(run("optimize", "--help")[1])
-    assert "power of a GPU that waits for its neighbour [W]" in text
+    assert "power of a GPU that waits for another rank [W]" in text
     assert (
         "--plans INT number of deadlines, from T_min to T*, for which the exact solver computes a plan (default: 120)"
         in text
@@ -113,13 +113,13 @@ OPTIMIZE = ["optimize", "p", "--out", "y"]
         (["control"], "Expected one of {status, policy, straggler, reduce, pause, resume}."),
         (
             ["share", "limit=40kW"],
-            "perseus-ds share: this command was removed in version 0.2.0. Give each job a cap of",
+            "perseus-ds share: this command was removed in version 0.2.0. Give each job its own cap",
         ),
         (
             ["completion", "bash"],
-            'this command was removed in version 0.2.0. Write "perseus-ds --tyro-write-completion',
+            'this command was removed in version 0.2.0. Use "perseus-ds --tyro-write-completion',
         ),
-        (["optimize"], "Missing from perseus-ds optimize: PROFILE profile.csv, or the folder it is in;"),
+        (["optimize"], "Missing from perseus-ds optimize: PROFILE profile.csv or its folder;"),
         (["optimize", "p"], "Missing from perseus-ds optimize: --out PATH folder for frontier.json and frontier.csv"),
         ([*OPTIMIZE, "--stagse", "8"], "Unrecognized options: --stagse, 8 Perhaps you meant: --stages INT"),
         (["optimize", "p", "q", "--out", "y"], "Unrecognized options: q"),

@@ -52,7 +52,7 @@ def test_a_name_without_fitting_streams_is_an_error_that_says_what_to_write(run,
     save(tmp_path, streams=words != ["streams"])
     code, text = run("optimize", "p", "--out", "p/f", *(words if words != ["streams"] else []))
     assert code == 2
-    assert "Classes that files name are not imported" in text
+    assert "Classes named in files are not imported" in text
     assert "--schedule of_a_file:Schedule" in text
 
 

@@ -42,7 +42,7 @@ def test_a_folder_without_permission_to_write_is_an_error_before_planning(run, m
     monkeypatch.setattr("perseus_ds.cli.output.os.access", lambda path, how: str(path) != "run")
     code, _, err = run(*COMMANDS["optimize"], "--out", "run/out")
     assert code == 2
-    assert "run/out: nothing can be written to run. Give another folder" in err
+    assert "run/out: cannot write to run. Give another folder" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

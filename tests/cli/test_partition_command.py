@@ -115,7 +115,7 @@ def test_sizes_are_compared_in_one_table(run, trained):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["empty"], "no profile.csv, timeline.json or config.json in it"),
+        (["empty"], "no profile.csv, timeline.json or config.json in this folder"),
         (["job", "--layout", "Et*4|t*4|t*4|xxL"], "'x' is not a known letter"),
         (["job", "--layout", "Et*4|t*4|t*4|t*4L"], "has 16 decoder layers (t), the model 15"),
         (["job", "--layout", "Et*5|t*5|t*5L"], "3 stages for 4 pipeline ranks. Megatron-Core requires the same number"),
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_one_sentence(run, tmp_path, trained, words, messag
 
 def test_a_profile_without_layout_says_what_to_do(run, tmp_path, trained):
     write_job(tmp_path / "old", "Eddd", "dddd", "dddd", "ddddh", layout=None)
-    assert "which layers its stages hold was not recorded" in run("partition", "old")[2]
+    assert "layers on its stages were not recorded" in run("partition", "old")[2]
     write_job(tmp_path / "other", "Eddd", "dddd", "dddd", "ddddh", layout=trained.layout.cut_into((8, 9)))
     assert "the layout has 2 stages, the profile 4" in run("partition", "other")[2]
 

@@ -39,7 +39,7 @@ def test_compare_says_by_how_much_rows_differ(run):
 def test_validate_distinguishes_usable_profiles_from_others(run):
     code, out, _ = run("profile", "validate", "--profile", "p")
     assert code == 0
-    assert "Plans can be made of it" in out
+    assert "Plans can be computed" in out
     code, _, err = run("profile", "validate", "--profile", "p", "--blocking-power-w", "5000")
     assert code == 1
     assert "not above the blocking power" in err

@@ -81,7 +81,7 @@ def test_doctor_finds_every_gpu_in_order_and_changes_no_clock(run, stub_nvml_her
     _, page, _ = run("doctor")
     assert [line.split()[1:3] for line in page.splitlines() if "A100" in line] == [["GPU", str(n)] for n in range(4)]
     assert page.count("ok    clocks        81 from 210 to 1410 MHz, now 1410 MHz") == 4
-    assert page.count("ok    power         250 W now, nothing holds the clock down") == 4
+    assert page.count("ok    power         250 W now, nothing limits the clock") == 4
     assert all(gpu.change_count == 0 for gpu in stub_nvml_here.gpus)
 
 
@@ -184,7 +184,7 @@ def test_doctor_warns_of_a_throttled_gpu_whose_clock_does_not_follow(stub_nvml_h
     stub_nvml_here.gpus[3].throttle_reasons = 0x4
     stub_nvml_here.gpus[3].limit_clock_mhz = 300
     found = findings_of(stub_time, lock=True)
-    assert found["power"] == ("warn", "250 W now, clock held down by sw_power_cap")
+    assert found["power"] == ("warn", "250 W now, clock limited by sw_power_cap")
     assert found["lock"][0] == "warn"
     assert "did not follow" in found["lock"][1]
 
@@ -231,7 +231,7 @@ def test_doctor_finds_zeusd(run, stub_nvml_here, monkeypatch, tmp_path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        assert "answers" in lines_of(run("doctor")[1])["zeusd"][1]
+        assert "responds" in lines_of(run("doctor")[1])["zeusd"][1]
 
 
 def settings_found(stub_time):
