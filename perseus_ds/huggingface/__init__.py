@@ -1,1 +1,1 @@
-"""From a transformers model to pipeline stages that any engine can train."""
+"""Builds pipeline stages of transformers models, for any engine."""

@@ -1,10 +1,10 @@
-"""Where to cut a Hugging Face model: what each of its layers costs on one device, and the best cut of them.
+"""Measures the costs of each layer of a Hugging Face model, and finds the best cut.
 
 A layer, the embedding, and the head with its loss are run alone. On a GPU, windows of many repetitions at each of a few
-clocks give time and energy, and the profiler's estimates the clocks between. Without one, a GPU is *simulated*: the
-work of a pass follows from the floating-point operations of its kernels, as in training on simulated GPUs. They are
-counted without computing anything, so models of any size can be cut on a laptop. What only moves memory (the embedding,
-norms, the optimizer) takes no time there. Layers that are alike are measured once.
+clocks give time and energy, and the profiler estimates the clocks between them. Without a GPU, one is *simulated*: the
+work of a pass is computed from the floating-point operations of its kernels, as in training on simulated GPUs. They are
+counted without computing anything, so models of any size can be cut on a laptop. Operations that only move memory (the
+embedding, norms, the optimizer) take no time in this case. Layers with equal shapes and settings are measured once.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 Floats = npt.NDArray[np.float64]
 Passes = dict[Kind, tuple[Floats, Floats]]
-"""By kind, time [s] and energy [J] at each clock."""
+"""By kind, the time [s] and energy [J] at each clock."""
 logger = logging.getLogger("perseus_ds")
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 _BYTES_A_PARAMETER = 16
-"""Of mixed precision with Adam: weight and gradient in 16 bits, weight and two moments in 32. The same in fp32."""
+"""Mixed precision with Adam: weight and gradient in 16 bits, weight and two moments in 32 bits. The same for fp32."""
 _FLOPS_A_SECOND = 1e14
-"""Of a simulated GPU at its top clock. Assumed; cuts and relative savings do not depend on it."""
+"""Speed of a simulated GPU at its highest clock. It is assumed; cuts and relative savings do not depend on it."""
 _WINDOW_S, _SETTLE_S, _CLOCKS = 2.0, 0.3, 8
-"""On a GPU: each measurement, the time that a clock takes to be in effect, and how many clocks are measured."""
+"""On a GPU: duration of each measurement, time until a clock is in effect, and number of measured clocks."""
 
 
 def partition(
@@ -65,23 +65,25 @@ def partition(
     memory_gib: float | None = None,
     gpu: str | None = None,
 ) -> Partition:
-    """Find where to cut a model: its ``cut`` is for ``pipeline_module`` and ``pipeline_stage``.
+    """Find the best cut of a model.
+
+    The result's ``cut`` can be passed to ``pipeline_module`` and ``pipeline_stage``.
 
     Args:
-        source: A causal model that declares a pipeline plan: its name on the hub, a folder, or a configuration.
-        stages: How many.
-        micro_batches: In an iteration.
+        source: A causal model with a pipeline plan: its name on the hub, a folder, or a configuration.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches per iteration.
         schedule: ``1f1b``, ``dualpipev`` or ``package.module:Class`` of a ``PipeSchedule``, which is imported.
-        micro_batch_size: Sequences in a micro-batch.
-        sequence_length: Tokens in a sequence; by default 2048, or as many as the model takes.
+        micro_batch_size: Number of sequences per micro-batch.
+        sequence_length: Number of tokens per sequence; by default 2048, or the model's maximum if that is less.
         dtype: Type of weights and activations.
-        gradient_checkpointing: Whether activations are computed again in the backward pass.
-        memory_gib: What a stage may need at most [GiB]; by default the GPU's memory, and no limit if it is simulated.
-        gpu: Device model to simulate, such as ``h100-sxm``; by default this machine's GPU is measured, and
-            ``a100-sxm`` simulated if there is none.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        memory_gib: Maximum memory of a stage [GiB]; by default the GPU's memory, and no limit if it is simulated.
+        gpu: Device model to simulate, such as ``h100-sxm``; by default this machine's GPU is measured, or
+            ``a100-sxm`` is simulated if there is none.
 
     Raises:
-        ConfigError: The model cannot be read or cut like this, or does not fit into the memory.
+        ConfigError: If the model cannot be read or cut, or does not fit into the memory.
     """
     config = read_config(source)
     if gpu is not None and gpu not in DEVICES:
@@ -90,7 +92,7 @@ def partition(
     per_rank = stages_per_rank(found)
     if stages % per_rank:
         raise ConfigError(f"stages={stages}: {schedule} puts {per_rank} stages on every rank. Give a multiple.")
-    uniform_cut(len(skeleton(config).base_model.layers), stages)  # an error before anything is measured
+    uniform_cut(len(skeleton(config).base_model.layers), stages)  # raises errors before anything is measured
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     shape = (micro_batch_size, sequence_length or min(2048, longest))
     order = read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
@@ -109,7 +111,7 @@ def partition(
 
 
 class _Part:
-    """One layer, the embedding (``layers`` is empty, at the start) or the head with its loss (empty, at the end)."""
+    """One layer, the embedding (an empty range at the start) or the head (at the end)."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class _Part:
     ) -> None:
         config = copy.deepcopy(config)
         text = config.get_text_config()
-        text.output_router_logits = False  # their loss takes next to no time, and needs those of all layers
+        text.output_router_logits = False  # their loss takes almost no time but needs the logits of all layers
         self._stage = stage = new_stage(config, layers, device=device, dtype=dtype)
         self._ids = (torch.arange(shape[0] * shape[1], device=device) % text.vocab_size).reshape(shape)
         self._hidden = torch.randn(*shape, text.hidden_size, device=device, dtype=dtype, requires_grad=True)
@@ -140,7 +142,7 @@ class _Part:
         self.held_bytes = max(self._held_bytes(own), self._hidden.nbytes)
 
     def _take_arguments(self) -> None:
-        """Keep what the model's own forward gives to the layer, which is then called alone."""
+        """Record the arguments of the layer in the model's own forward, to call it alone."""
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         hook = self._module.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
@@ -167,7 +169,7 @@ class _Part:
         output.backward(torch.ones_like(output))
 
     def _held_bytes(self, own: set[int]) -> int:
-        """Return the bytes that a backward needs of its forward, weights left out."""
+        """Return the number of bytes that a backward needs from its forward, without weights."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,13 +190,16 @@ def simulated_costs(
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
 ) -> LayerCosts:
-    """Return what the layers cost on a simulated GPU, for micro-batches of a shape: sequences, tokens of each."""
+    """Return the costs of the layers on a simulated GPU.
+
+    ``shape`` is that of a micro-batch: number of sequences, tokens per sequence.
+    """
     clocks_mhz = tuple(clock for clock in model.clocks_mhz if clock >= model.top_clock_mhz / 2)
     slowdown = np.array([model.slowdown(clock) for clock in clocks_mhz])
     power_w = np.array([model.power_w(clock) for clock in clocks_mhz])
 
     def measure(part: _Part) -> Passes:
-        # As matrix products, of which all operations are counted.
+        # With attention as matrix products, of which all operations are counted.
         with sdpa_kernel(SDPBackend.MATH):
             with FlopCounter() as forward:
                 output = part.forward()
@@ -205,10 +210,10 @@ def simulated_costs(
 
     def run(layers: range) -> tuple[Passes, int, int]:
         try:
-            with FakeTensorMode():  # shapes alone
+            with FakeTensorMode():  # shapes only
                 part = _Part(config, layers, None, shape, dtype, checkpointing=checkpointing)
                 return measure(part), part.parameters, part.held_bytes
-        except RuntimeError:  # what is computed depends on values, as in a mixture of experts
+        except RuntimeError:  # the computation depends on values, as in a mixture of experts
             part = _Part(config, layers, torch.device("cpu"), shape, dtype, checkpointing=checkpointing)
             return measure(part), part.parameters, part.held_bytes
 
@@ -225,9 +230,9 @@ def measured_costs(
     checkpointing: bool = False,
     timebase: Timebase = REAL_TIME,
 ) -> LayerCosts:
-    """Return what the layers cost on a GPU; the power of a waiting one is what it draws when it does nothing.
+    """Return the costs of the layers on a GPU, with its idle power as blocking power.
 
-    Where the GPU's clocks may not be set, default clocks alone are measured.
+    If clocks cannot be locked, only default clocks are measured.
     """
 
     def run(layers: range) -> tuple[Passes, int, int]:
@@ -243,13 +248,13 @@ def measured_costs(
 
 @contextmanager
 def _lockable(gpu: Gpu) -> Iterator[tuple[int, ...]]:
-    """Yield the clocks to measure; the default clock is restored however this process ends."""
+    """Yield the clocks to measure, and restore the default clock however this process ends."""
     clocks = gpu.supported_clocks_mhz()
     upper = [clock for clock in clocks if clock >= clocks[-1] / 2]
     try:
         gpu.check_lock_permission()
     except GpuPermissionError as error:
-        logger.warning("perseus: %s Layers are measured at default clocks, so no cut is planned for.", error)
+        logger.warning("perseus: %s Layers are measured at default clocks, so no plans are computed.", error)
         yield clocks[-1:]
         return
     with ExitStack() as stack:
@@ -267,9 +272,10 @@ def measured_passes(
     *,
     timebase: Timebase = REAL_TIME,
 ) -> Passes:
-    """Return what a forward and its backward take at each clock, from windows of many repetitions.
+    """Return time and energy of a forward and its backward at each clock.
 
-    A single clock is the default one, which is not set.
+    They are measured in windows of many repetitions. A single clock is assumed to be the default clock and is not
+    locked.
     """
     forwards, pairs = [], []
     for clock_mhz in clocks_mhz:
@@ -279,7 +285,7 @@ def measured_passes(
         forwards.append(_window(forward, gpu, _WINDOW_S, timebase))
         pairs.append(_window(lambda: backward(forward()), gpu, _WINDOW_S, timebase))
     first, both = np.array(forwards).T, np.array(pairs).T
-    # What is too short to be told apart takes a thousandth.
+    # A backward that is too short to be measured counts as a thousandth of both passes.
     second = np.maximum(both - first, both / 1000)
     return {Kind.FORWARD: (first[0], first[1]), Kind.BACKWARD: (second[0], second[1])}
 
@@ -294,7 +300,7 @@ def _window(run: Callable[[], Any], gpu: Gpu, window_s: float, timebase: Timebas
 
     begin_s, before_j, repeated = finish(), gpu.energy_j(), 0
     while (now_s := finish()) < begin_s + window_s or not repeated:
-        more = max(1, repeated)  # twice as many each time, so that the GPU hardly ever waits for this thread
+        more = max(1, repeated)  # doubled each time, so that the GPU rarely waits for this thread
         for _ in range(more):
             run()
         repeated += more
@@ -311,9 +317,10 @@ def _costs(
     simulated: bool,
     between_mhz: Sequence[int] = (),
 ) -> LayerCosts:
-    """Return the costs of all layers, of which those that are alike are run once.
+    """Return the costs of all layers, running only one layer of each signature.
 
-    ``run`` returns passes, parameters and held bytes of a part; between the clocks of the passes, others are estimated.
+    ``run`` returns passes, parameters and held bytes of a part. Clocks in ``between_mhz`` are estimated from the
+    others.
     """
     layers = skeleton(config).base_model.layers
     kinds_of_layer = [_signature(layer) for layer in layers]
@@ -354,13 +361,13 @@ def _costs(
 
 
 def _signature(layer: nn.Module) -> Hashable:
-    """Return what layers that cost the same have in common: shapes and settings of all their parts."""
+    """Return the shapes and settings of a layer's parts, which determine its costs."""
     return tuple(
         (
             name,
             type(part).__name__,
             tuple(tuple(parameter.shape) for parameter in part.parameters(recurse=False)),
-            # The number of the layer is no difference.
+            # The index of the layer is ignored.
             tuple(
                 (key, value)
                 for key, value in vars(part).items()

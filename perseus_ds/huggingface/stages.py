@@ -1,15 +1,16 @@
-"""Stages of a Hugging Face model: each rank builds its own, and runs the model's own forward around its layers.
+"""Pipeline stages of a Hugging Face model.
 
-A causal model of transformers is an embedding, a list of layers, a norm and a head. A *cut* says how many of the layers
-each stage has; the first stage has the embedding too, the last one the norm and the head. A stage is the model's own
-class, built without storage, in which the layers of other stages are replaced by :class:`_Absent`: the one before the
-stage's first layer returns what the previous stage sent, the one behind its last layer keeps what the next one gets.
-Masks, position embeddings, scales and heads are therefore computed by the model's own code, and no table of models is
-needed: which parts come before and behind the layers is in the pipeline plan that the model declares
-(``base_model_pp_plan`` of its configuration).
+Each rank builds its own stage, and runs the model's own forward around its layers. A causal model of transformers
+consists of an embedding, a list of layers, a norm and a head. A *cut* is the number of layers on each stage. The first
+stage also has the embedding, and the last one the norm and the head. A stage is the model's own class, built without
+storage, in which the layers of other stages are replaced by :class:`_Absent`: the one before the stage's first layer
+returns the tensor received from the previous stage, and the one after its last layer stores the tensor for the next
+stage. Masks, position embeddings, scales and heads are therefore computed by the model's own code, and no table of
+models is needed: the model's pipeline plan (``base_model_pp_plan`` of its configuration) declares the parts before and
+after the layers.
 
-Stages know no engine: ``perseus_ds.pipeline_module`` makes a DeepSpeed module of them, ``perseus_ds.pipeline_stage`` a
-stage of ``torch.distributed.pipelining``.
+Stages are independent of engines. ``perseus_ds.pipeline_module`` makes a DeepSpeed module of them,
+``perseus_ds.pipeline_stage`` a stage of ``torch.distributed.pipelining``.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.partition import uniform_cut
 
 T = TypeVar("T")
-# Without it, transformers waits for more than 20 s for every file.
+# Without this timeout, transformers waits for more than 20 s for every file.
 _HUB_ANSWERS_S = 5.0
 _INDEX = "model.safetensors.index.json"
-# The label of a token that is not learnt.
+# Label of a token without a loss.
 _NOT_LEARNT = -100
 
 Source: TypeAlias = str | Path | PretrainedConfig
-"""A model of the hub by its name, a folder that ``save_pretrained`` wrote, or a configuration (for new weights)."""
+"""A model by its name on the hub, a folder written by ``save_pretrained``, or a configuration (for new weights)."""
 
 
 class _Absent(nn.Module):
-    """Stands for a layer of another stage; it has that layer's plain attributes, which loops over layers read."""
+    """Replaces a layer of another stage, with its plain attributes, which loops over layers read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -74,10 +75,10 @@ class Stage(nn.Module):
     """The layers of one stage of a causal model, run by the model's own forward.
 
     Args:
-        model: A model of which :func:`build_stage` has kept this stage's parts.
-        layers: The stage's layers, by their index in the model.
-        inputs: Names of what the data have for the first stage: ``input_ids``, then ``attention_mask`` or
-            ``position_ids`` where they have them. The latter are sent from stage to stage.
+        model: A model in which :func:`build_stage` has kept this stage's parts.
+        layers: The stage's layers, as indices in the model.
+        inputs: Names of the first stage's inputs: ``input_ids``, then ``attention_mask`` or ``position_ids`` if the
+            data contain them. The latter are sent from stage to stage.
     """
 
     def __init__(self, model: PreTrainedModel, layers: range, inputs: Sequence[str] = ("input_ids",)) -> None:
@@ -87,7 +88,7 @@ class Stage(nn.Module):
         self.names = tuple(inputs)
         of_base = model.base_model.layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(of_base)
-        # In a list, so that the model's parts are not registered twice.
+        # Stored in a list so that the model's parts are not registered twice.
         self._neighbours: list[Any] = [None if self.is_first else of_base[layers.start - 1]]
         self._neighbours += [None if self.is_last else of_base[layers.stop]]
         # Whether the loss of a mixture of experts has a term for the balance of its routers.
@@ -110,19 +111,19 @@ class Stage(nn.Module):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """Weight of the token embedding, on the stages that have it: the first, and the last where it is tied."""
+        """Weight of the token embedding, on the first stage and, if it is tied, the last one."""
         return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return what the next stage gets.
+        """Run the stage and return the inputs of the next stage.
 
         Args:
-            inputs: What the previous stage returned; for the first stage what the data have.
+            inputs: Outputs of the previous stage, or the data for the first stage.
 
         Returns:
-            Hidden states of shape (batch, sequence, hidden size), then masks and positions as they came, and the logits
-            of the routers so far, of shape (layers, tokens, experts), where the model's loss needs them. Of the last
-            stage, logits of shape (batch, sequence, vocabulary), and those of the routers.
+            Hidden states of shape (batch, sequence, hidden size), then masks and positions unchanged, and, if the
+            model's loss needs them, the logits of all routers so far, of shape (layers, tokens, experts). The last
+            stage returns logits of shape (batch, sequence, vocabulary), and those of the routers.
         """
         before, behind = self._neighbours
         given = dict(zip(self.names, inputs, strict=False))
@@ -134,8 +135,8 @@ class Stage(nn.Module):
         if self.is_first:
             arguments["input_ids"] = hidden
         else:
-            # The model's forward gets embeddings only to compute masks and positions from; what its scales and norms
-            # before the layers make of them is replaced by what was received.
+            # The model's forward uses embeddings only to compute masks and positions. The result of its scales and
+            # norms before the layers is replaced by the received tensor.
             arguments["inputs_embeds"] = hidden.detach()
             before.received = hidden
         output = self.model(**arguments) if self.is_last else self.model.base_model(**arguments)
@@ -150,25 +151,25 @@ class Stage(nn.Module):
         size = self.model.config.get_text_config().hidden_size
         if hidden.dim() != 3 or hidden.shape[-1] != size:
             raise ConfigError(
-                f"{type(self.model).__name__}: its layers pass on tensors of shape {tuple(hidden.shape)}, not hidden "
-                f"states of shape (batch, sequence, {size}), all that its pipeline plan names. It cannot be cut."
+                f"{type(self.model).__name__}: its layers return tensors of shape {tuple(hidden.shape)}, not hidden "
+                f"states of shape (batch, sequence, {size}) alone, as in its pipeline plan. It cannot be cut."
             )
         carried = (*given.values(), *routers)
         return (hidden, *carried) if carried else hidden
 
 
 def trained_tokens(labels: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the number of labels to learn: each is predicted from the tokens before it, so the first is not one."""
+    """Return the number of trained labels. The first label of a sequence is not predicted."""
     return torch.stack([labels_of[..., 1:].ne(_NOT_LEARNT).sum() for labels_of in labels]).sum()
 
 
 class CausalLoss:
-    """The model's loss: of the next tokens, and of its routers if its configuration asks for that.
+    """The model's loss for the next tokens and, if its configuration requires it, for its routers.
 
-    Every trained token of a batch has the same weight, in whichever micro-batch and on whichever data-parallel rank it
-    is, as in transformers' ``Trainer``. The mean over micro-batches and ranks is therefore the loss of the whole batch,
-    and the engine's mean gradient is its gradient. :meth:`counting_tokens` counts the trained tokens before the first
-    backward pass; ``perseus_ds.initialize`` and ``perseus_ds.attach`` make engines and schedules call it.
+    Every trained token of a batch has the same weight, in any micro-batch and on any data-parallel rank, as in
+    transformers' ``Trainer``. The mean over micro-batches and ranks is therefore the loss of the whole batch, and the
+    engine's mean gradient is its gradient. :meth:`counting_tokens` counts the trained tokens before the first backward
+    pass. ``perseus_ds.initialize`` and ``perseus_ds.attach`` make engines and schedules call it.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -183,14 +184,14 @@ class CausalLoss:
     def counting_tokens(
         self, labels: Sequence[torch.Tensor], *, group: Any = None, device: Any = None, averaged: bool = True
     ) -> Iterator[None]:
-        """Weight the losses of one batch's micro-batches by the trained tokens of all of them.
+        """Weight the losses of a batch's micro-batches by the number of trained tokens in all of them.
 
         Args:
-            labels: Of all micro-batches of this rank.
-            group: Process group of the ranks that train on other micro-batches of the batch, and average their
+            labels: Labels of all micro-batches of this rank.
+            group: Process group of the ranks that train on other micro-batches of the batch and average their
                 gradients. All of them must call this method together.
-            device: Of tensors that the group reduces; by default that of the labels.
-            averaged: Whether the mean over micro-batches is the loss; if not, it is their sum.
+            device: Device of tensors that the group reduces; by default that of the labels.
+            averaged: Whether the loss is the mean over micro-batches; otherwise it is their sum.
         """
         tokens = trained_tokens(labels).to(device or labels[0].device)
         parts = len(labels) if averaged else 1
@@ -213,20 +214,20 @@ class CausalLoss:
         """Return the loss of one micro-batch.
 
         Args:
-            outputs: What the last stage returned.
-            labels: The input's token ids, of shape (batch, sequence); -100 where there is nothing to learn.
-            num_items_in_batch: What the sum over tokens is divided by, as in transformers; by default, the trained
-                tokens of an average micro-batch, as :meth:`counting_tokens` has counted them.
+            outputs: Outputs of the last stage.
+            labels: Token ids of the input, of shape (batch, sequence), -100 for tokens without a loss.
+            num_items_in_batch: Divisor of the sum over tokens, as in transformers. By default, the mean number of
+                trained tokens per micro-batch, as counted by :meth:`counting_tokens`.
 
         Raises:
-            ConfigError: The trained tokens of the batch are not known.
+            ConfigError: If the number of trained tokens in the batch is unknown.
         """
         tokens = self._tokens if num_items_in_batch is None else num_items_in_batch
         if tokens is None:
             raise ConfigError(
-                "CausalLoss: the number of trained tokens in the whole batch is not known, and the mean over this "
-                "micro-batch alone would give its tokens another weight. Make the engine with perseus_ds.initialize, "
-                "or call perseus_ds.attach with the engine or schedule; otherwise give num_items_in_batch."
+                "CausalLoss: the number of trained tokens in the whole batch is unknown, and the mean over this "
+                "micro-batch alone would give its tokens another weight. Create the engine with perseus_ds.initialize, "
+                "or call perseus_ds.attach with the engine or schedule; otherwise pass num_items_in_batch."
             )
         logits, *routers = outputs if isinstance(outputs, tuple | list) else (outputs,)
         loss = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size, num_items_in_batch=tokens)
@@ -241,13 +242,13 @@ class CausalLoss:
 
 
 def _read(kind: Any, what: str, name: str | Path, **options: Any) -> Any:
-    """Return what ``from_pretrained`` of a class reads: from this machine alone where the hub does not answer."""
+    """Call ``from_pretrained`` of a class, with local files only if the hub does not respond."""
     name, hub_answers = str(name), True
     if not Path(name).is_dir():
         try:
             HfApi().model_info(name, timeout=_HUB_ANSWERS_S)
         except HfHubHTTPError:
-            pass  # there is no such model, or it may not be read, which transformers says
+            pass  # there is no such model or no access to it, which transformers reports
         except Exception:
             hub_answers = False
     try:
@@ -257,17 +258,21 @@ def _read(kind: Any, what: str, name: str | Path, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         if hub_answers:
             raise ConfigError(
-                f"{name}: no {what} could be read ({str(error).splitlines()[0]}). Give a model's name on the hub, or a "
-                "folder that save_pretrained has written."
+                f"{name}: cannot read a {what} ({str(error).splitlines()[0]}). Give the name of a model on the hub, or "
+                "a folder written by save_pretrained."
             ) from error
         raise ConfigError(
-            f"{name}: no folder, and the hub does not answer within {_HUB_ANSWERS_S:g} s; this machine has no copy of "
-            f'its {what}. Where there is a network, run "hf download {name} --local-dir FOLDER", and give that folder.'
+            f"{name}: not a folder, and the hub does not respond within {_HUB_ANSWERS_S:g} s; this machine has no copy "
+            f'of its {what}. With a network, run "hf download {name} --local-dir FOLDER", and give that folder.'
         ) from error
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model of the hub or of a folder; a ``ConfigError`` if there is none."""
+    """Return the tokenizer of a model on the hub or in a folder.
+
+    Raises:
+        ConfigError: If there is none.
+    """
     return _read(AutoTokenizer, "tokenizer", name)
 
 
@@ -275,14 +280,14 @@ def read_config(source: Source) -> PretrainedConfig:
     """Return the configuration of a model that can be cut into stages.
 
     Raises:
-        ConfigError: The hub or folder has no such model, or it declares no pipeline plan.
+        ConfigError: If there is no such model, or it declares no pipeline plan.
     """
     config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
     plan = getattr(config, "base_model_pp_plan", None)
     if not plan or "layers" not in plan:
         raise ConfigError(
-            f"{type(config).__name__}: the model declares no pipeline plan (base_model_pp_plan) with layers, so where "
-            "it may be cut is not known. Llama, Qwen, Mistral, Gemma, GPT-NeoX and some eighty others declare one."
+            f"{type(config).__name__}: the model declares no pipeline plan (base_model_pp_plan) with layers, so it is "
+            "unknown how to cut it. Llama, Qwen, Mistral, Gemma, GPT-NeoX and some eighty others declare one."
         )
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(f"{type(config).__name__}: transformers has no causal model for it.")
@@ -290,13 +295,17 @@ def read_config(source: Source) -> PretrainedConfig:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the causal model that a configuration is for."""
+    """Return the class of the causal model with this configuration."""
     found = AutoModelForCausalLM._model_mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the whole model without storage; a ``ConfigError`` if it does not have what its pipeline plan names."""
+    """Return the whole model without storage.
+
+    Raises:
+        ConfigError: If the model lacks a part of its pipeline plan.
+    """
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
     _check_plan(model)
@@ -313,18 +322,26 @@ def _check_plan(model: PreTrainedModel) -> None:
 
 
 def stages_of(cut: Sequence[int], layers: int) -> list[range]:
-    """Return the layers of each stage; a ``ConfigError`` if they are not all layers, or a stage has none."""
+    """Return the layers of each stage.
+
+    Raises:
+        ConfigError: If they are not all layers, or a stage has none.
+    """
     if sum(cut) != layers or min(cut, default=0) < 1:
         raise ConfigError(
-            f"cut: the model has {layers} layers; {list(cut)} are {sum(cut)}. Give each stage one or more of them, "
-            "in order, so that all are used."
+            f"cut: the model has {layers} layers; {list(cut)} are {sum(cut)}. Give each stage at least one layer, so "
+            "that the sum is the number of layers."
         )
     ends = list(accumulate(cut))
     return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
 
 
 def cut_of(config: PretrainedConfig, stages: int, cut: Sequence[int] | None) -> tuple[int, ...]:
-    """Return a cut that fits the model and the number of stages, else a ``ConfigError``; by default a uniform one."""
+    """Return the given cut, by default a uniform one, after checking it.
+
+    Raises:
+        ConfigError: If the cut does not fit the model or the number of stages.
+    """
     layers = len(skeleton(config).base_model.layers)
     if cut is None:
         return uniform_cut(layers, stages)
@@ -353,19 +370,19 @@ def build_stage(
 
     Args:
         source: The model.
-        cut: How many layers each stage has.
-        index: Which stage.
-        inputs: Names of what the data have, see :class:`Stage`.
-        pretrained: Whether weights are read, by default for a name or a folder; each stage reads its own only.
+        cut: Number of layers on each stage.
+        index: Index of the stage.
+        inputs: Names of the data's inputs, see :class:`Stage`.
+        pretrained: Whether to read weights, by default for a name or a folder. Each stage reads only its own weights.
             Otherwise they are new, and the same for every cut.
         dtype: Type of the weights.
-        seed: Of new weights.
-        gradient_checkpointing: Whether activations are computed again in the backward pass.
-        sequence_length: Of the data, if it is to be checked that the model takes it.
-        vocabulary: Number of tokens of the data's tokenizer, if it is to be checked that the model has them.
+        seed: Seed of new weights.
+        gradient_checkpointing: Whether to recompute activations in the backward pass.
+        sequence_length: Length of the data's sequences, to check that the model supports it.
+        vocabulary: Number of tokens of the data's tokenizer, to check that the model supports them.
 
     Raises:
-        ConfigError: The model cannot be cut, not like this, or does not fit the data.
+        ConfigError: If the model cannot be cut, not at these layers, or does not fit the data.
     """
     config = read_config(source)
     _check_data(config, sequence_length, vocabulary)
@@ -387,16 +404,16 @@ def build_stage(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Have the activations of layers computed again in the backward pass."""
+    """Enable recomputation of the layers' activations in the backward pass."""
     # Renamed in transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def new_stage(config: PretrainedConfig, layers: range, *, device: torch.device | None, dtype: torch.dtype) -> Stage:
-    """Build a stage of new weights; without layers, of the embedding or of the norm and the head alone.
+    """Build a stage of new weights, without layers only of the embedding or the head.
 
-    Without a device, a stage has shapes alone, under torch's ``FakeTensorMode``.
+    Without a device, a stage has only shapes, for torch's ``FakeTensorMode``.
     """
     with nullcontext() if device is None else torch.device("meta"):
         model = model_class(config)._from_config(config, dtype=dtype)
@@ -412,17 +429,17 @@ def _check_data(config: PretrainedConfig, sequence_length: int | None, vocabular
     if sequence_length and longest and sequence_length > longest:
         raise ConfigError(
             f"sequence_length: the model has positions for {longest} tokens (max_position_embeddings), not for "
-            f"{sequence_length}. Give it shorter sequences."
+            f"{sequence_length}. Use shorter sequences."
         )
     if vocabulary and vocabulary > text.vocab_size:
         raise ConfigError(
-            f"vocabulary: the tokenizer has {vocabulary} tokens, the model {text.vocab_size} (vocab_size). Take the "
+            f"vocabulary: the tokenizer has {vocabulary} tokens, the model {text.vocab_size} (vocab_size). Use the "
             f"model's own tokenizer, or new weights with a vocab_size of at least {vocabulary}."
         )
 
 
 def _try(stage: Stage) -> None:
-    """Run a stage on four tokens, so that a model that cannot be cut is an error before ranks wait for each other."""
+    """Run a stage on four tokens, so that errors occur before ranks wait for each other."""
     config = stage.model.config.get_text_config()
     hidden = torch.zeros(1, 4, config.hidden_size, dtype=stage.model.dtype)
     tokens = torch.zeros(1, 4, dtype=torch.long)
@@ -434,13 +451,13 @@ def _try(stage: Stage) -> None:
     except Exception as error:
         raise ConfigError(
             f"{type(stage.model).__name__}: layers {stage.layers.start} to {stage.layers.stop - 1} do not run alone "
-            f"({str(error).splitlines()[0]}): its layers need more from each other than the hidden states that its "
-            "pipeline plan names. It cannot be cut."
+            f"({str(error).splitlines()[0]}): its layers need more from each other than the hidden states in its "
+            "pipeline plan. It cannot be cut."
         ) from error
 
 
 def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int) -> type[PreTrainedModel]:
-    """Return a model's class with a constructor that keeps one stage's parts."""
+    """Return a subclass of the model's class with a constructor that keeps only one stage's parts."""
 
     def construct(model: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(model, config, *args, **kwargs)
@@ -450,16 +467,16 @@ def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int
     attributes = {
         "__init__": construct,
         "__module__": whole.__module__,
-        # A checkpoint has the weights of all stages.
+        # A checkpoint contains the weights of all stages.
         "_keys_to_ignore_on_load_unexpected": [".*"],
-        # Not rank 0 alone: each stage has weights of its own.
+        # Not only rank 0 saves, since each stage has its own weights.
         "should_save_on_this_rank": lambda model, is_main_process: is_main_process,
     }
     return type(whole.__name__, (whole,), attributes)
 
 
 def _keep(model: PreTrainedModel, layers: range) -> None:
-    """Replace all parts of a model that belong to other stages."""
+    """Remove all parts of a model that belong to other stages."""
     base, config = model.base_model, model.config
     parts = list(config.base_model_pp_plan)
     at_layers = parts.index("layers")
@@ -470,7 +487,7 @@ def _keep(model: PreTrainedModel, layers: range) -> None:
         if index not in layers:
             base.layers[index] = _Absent(layer)
     for part in parts[:at_layers] if layers.start > 0 else ():
-        # The head of a tied model is the embedding's weight, so the last stage has it too.
+        # The head of a tied model has the embedding's weight, so the last stage keeps it too.
         if not (tied and getattr(base, part) is embedding):
             setattr(base, part, nn.Identity())
     if not is_last:
@@ -485,7 +502,7 @@ def _keep(model: PreTrainedModel, layers: range) -> None:
 
 @torch.no_grad()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
-    """Give a stage's parts new weights, by the model's own rule and a seed for each part."""
+    """Initialise a stage's weights by the model's own rules, with a seed for each part."""
     base = model.base_model
     layers = [
         (f"{name}.{index}", layer)
@@ -499,8 +516,8 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     with torch.random.fork_rng(devices=on_gpu):
         for owner, parts in ((base, of_base), (model, [*model.named_children(), ("", model)])):
             for name, part in parts:
-                # A seed for each part, so that weights do not depend on the cut. torch.manual_seed would also seed
-                # GPUs that are not in use here.
+                # With a seed for each part, weights do not depend on the cut. torch.manual_seed would also seed GPUs
+                # that are not in use here.
                 torch.default_generator.manual_seed(seed + zlib.crc32(name.encode()))
                 if on_gpu:
                     torch.cuda.manual_seed(seed + zlib.crc32(name.encode()))
@@ -509,20 +526,20 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
 
 
 def save_pretrained(trained: Any, folder: Path | str) -> None:
-    """Write a trained model into a folder, from which ``from_pretrained`` then reads the whole model.
+    """Write a trained model to a folder, from which ``from_pretrained`` can read the whole model.
 
-    Every rank of the job calls it at once; it returns when the folder is complete. Of ranks that have the same stage
-    (data parallelism), the first one writes. Weights of another model in the folder are removed, once all new ones are
-    written: a job that is killed before leaves the folder as it was.
+    All ranks of the job must call this function together. It returns when the folder is complete. Of ranks with the
+    same stage (data parallelism), the first one writes. Weights of another model in the folder are removed once all new
+    ones are written, so a job that is killed before leaves the folder unchanged.
 
     Args:
-        trained: What this rank trains: an engine or module of DeepSpeed, a stage of ``torch.distributed.pipelining``,
-            or a list of stages.
-        folder: The same for all ranks; is made if it is not there.
+        trained: The object trained by this rank: an engine or module of DeepSpeed, a stage of
+            ``torch.distributed.pipelining``, or a list of stages.
+        folder: The folder, the same for all ranks. It is created if necessary.
 
     Raises:
-        ConfigError: Nothing of this is a stage of a Hugging Face model.
-        PerseusError: A rank could not write; raised on all ranks.
+        ConfigError: If there is no stage of a Hugging Face model.
+        PerseusError: On all ranks, if a rank could not write.
     """
     folder = Path(folder)
     unfinished = folder / ".unfinished"
@@ -530,7 +547,7 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
     stages = _stages_in(trained)
 
     def begin() -> list[int]:
-        if rank == 0 and unfinished.exists():  # of a job that was killed
+        if rank == 0 and unfinished.exists():  # from a job that was killed
             shutil.rmtree(unfinished)
         return [stage.layers.start for stage in stages]
 
@@ -546,7 +563,7 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
 
 
 def _on_all_ranks(do: Callable[[], T]) -> list[T]:
-    """Return what each rank's call returns, on all ranks; so is an error of one of them raised."""
+    """Return the results of all ranks' calls on every rank, or raise an error if one of them fails."""
     own: tuple[T | None, str]
     try:
         own = do(), ""
@@ -568,21 +585,21 @@ def _stages_in(trained: Any) -> list[Stage]:
     found = [module for part in modules for module in part.modules() if isinstance(module, Stage)]
     if not found:
         raise ConfigError(
-            f"save_pretrained: {type(trained).__name__} has no stage of a Hugging Face model. Give what "
-            "pipeline_module or pipeline_stage returned, or the engine that trains it."
+            f"save_pretrained: {type(trained).__name__} has no stage of a Hugging Face model. Pass the object returned "
+            "by pipeline_module or pipeline_stage, or the engine that trains it."
         )
     return found
 
 
 def _write_stage(stage: Stage, folder: Path) -> list[tuple[str, str]]:
-    """Write a stage's weights, and the first stage's configuration; return each weight's name and its file's."""
+    """Write a stage's files, and return the names of its weights with their files."""
     part = folder / f".layers-{stage.layers.start:05d}"
     stage.model.save_pretrained(part)
     where = []
     for number, file in enumerate(sorted(part.glob("*.safetensors"))):
         name = f"model-{stage.layers.start:05d}-{number:05d}.safetensors"
         with safe_open(file, framework="pt") as tensors:
-            where += [(tensor, name) for tensor in tensors.keys()]  # noqa: SIM118 - it is no dictionary
+            where += [(tensor, name) for tensor in tensors.keys()]  # noqa: SIM118 - it is not a dictionary
         file.replace(folder / name)
     if stage.is_first:
         for file in part.glob("*.json"):
@@ -593,20 +610,20 @@ def _write_stage(stage: Stage, folder: Path) -> list[tuple[str, str]]:
 
 
 def _finish(written: Sequence[tuple[int, list[tuple[str, str]]]], unfinished: Path, folder: Path) -> None:
-    """Move all stages' weights into the folder, with their index, in place of those of another model.
+    """Move all stages' weights and their index to the folder, and remove those of another model.
 
-    There is no index meanwhile: a folder in which files of two models are mixed is an error when it is read.
+    During this time there is no index, so that a folder with files of two models is an error when it is read.
     """
     where: dict[str, str] = {}
     for name, file_name in chain.from_iterable(tensors for _, tensors in written):
-        # The head of a tied model is on the last stage too; the first stage's is as good.
+        # The head of a tied model is also on the last stage; the first stage's copy is equivalent.
         where.setdefault(name, file_name)
     new = set(where.values())
     size = sum((unfinished / name).stat().st_size for name in new)
     index = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
     (unfinished / _INDEX).write_text(index, encoding="utf-8")
     (folder / _INDEX).unlink(missing_ok=True)
-    # A file of the whole model would be read instead of the index.
+    # A file with the whole model would be read instead of the index.
     for file in [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]:
         if file.name not in new:
             file.unlink()

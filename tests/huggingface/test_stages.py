@@ -132,7 +132,7 @@ def test_the_loss_of_a_batch_without_trained_tokens_is_zero():
 
 
 def test_a_micro_batch_of_a_batch_that_is_not_known_has_no_loss():
-    with pytest.raises(ConfigError, match=r"trained tokens in the whole batch is not known.*perseus_ds\.attach"):
+    with pytest.raises(ConfigError, match=r"trained tokens in the whole batch is unknown.*perseus_ds\.attach"):
         CausalLoss(tiny("llama"))(torch.zeros(2, 16, 96), token_ids())
 
 
@@ -317,7 +317,7 @@ def silent_hub(tmp_path, monkeypatch):
 
 
 def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_do(silent_hub):
-    with pytest.raises(ConfigError, match=r'does not answer .* "hf download someone/model --local-dir FOLDER"'):
+    with pytest.raises(ConfigError, match=r'does not respond .* "hf download someone/model --local-dir FOLDER"'):
         read_config("someone/model")
 
 

@@ -129,5 +129,5 @@ def test_what_cannot_be_cut_is_an_error():
         perseus_ds.partition(config, stages=5, micro_batches=4)
     with pytest.raises(ConfigError, match="expected one of a100-sxm"):
         perseus_ds.partition(config, stages=2, micro_batches=4, gpu="a1000")
-    with pytest.raises(ConfigError, match=r"memory: .* compute activations again"):
+    with pytest.raises(ConfigError, match=r"memory: .* recompute activations"):
         perseus_ds.partition(config, stages=2, micro_batches=4, memory_gib=1e-6)
