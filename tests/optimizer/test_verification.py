@@ -199,7 +199,7 @@ def rewritten(written, tmp_path, **changes):
         ({"schedule": np.frombuffer(b"[" * 10**6, dtype=np.uint8)}, "recursion limit exceeded"),
         (
             {"schedule": np.frombuffer(b'{"name": "x", "micro_batches": 1, "ranks": [[]]}', dtype=np.uint8)},
-            "no rank computes anything",
+            "no rank has an instruction",
         ),
     ],
 )
