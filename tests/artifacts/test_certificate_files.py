@@ -1,4 +1,4 @@
-"""Certificates whose archive declares what it does not hold, or costs more than it may."""
+"""Damaged and oversized archives of certificates."""
 
 import io
 import zipfile
@@ -56,11 +56,8 @@ def test_what_numpy_writes_is_read(load, right, compression):
     "header",
     [
         "{'descr': '<f8', 'fortran_order': False, 'shape': (",
-        "{1:2,'a':3}",
         "(" * 900 + ")" * 900,
-        "",
         form("3,", more="'x': 1, "),
-        form("-3,"),
         form("999999999999,"),
         form("3,", descr="(9999)f8"),
     ],

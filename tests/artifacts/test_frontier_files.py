@@ -76,7 +76,7 @@ def test_lookup_says_how_fast_it_can_be():
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
-def test_what_is_no_deadline_is_refused(deadline_s):
+def test_an_invalid_deadline_is_refused(deadline_s):
     with pytest.raises(DeadlineError, match="A deadline is a time above 0 s"):
         frontier().lookup(deadline_s)
 
@@ -93,24 +93,12 @@ def edited(tmp_path, edit):
     ("edit", "message"),
     [
         (lambda raw: raw.pop("plans"), r"plans: missing"),
-        (lambda raw: raw.update(extra=1), r"extra: unknown key"),
         (lambda raw: raw.update(schema_version=99), r"schema_version: expected 1, got 99"),
-        (
-            lambda raw: raw.update(format="something else"),
-            r"format: expected .* got 'something else'",
-        ),
         (lambda raw: raw["plans"][1].update(time_s=float("nan")), r"plans\.1\.time_s"),
-        (lambda raw: raw["plans"][1].update(energy_j=0), r"plans\.1\.energy_j"),
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].pop(), r"one clock per instruction"),
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].__setitem__(0, -5), r"plans\.1\.clocks_mhz\.0\.0"),
         (lambda raw: raw["plans"].reverse(), r"plans 0 and 1 are not ordered"),
         (lambda raw: raw["instructions"][0][0].__setitem__(1, "sideways"), r"instructions\.0\.0\.1"),
-        (lambda raw: raw["instructions"].__setitem__(0, []), r"instructions\.0"),
-        (lambda raw: raw["provenance"].update(micro_batches=10**9), r"provenance\.micro_batches"),
-        (lambda raw: raw["provenance"].update(stages=10**9), r"provenance\.stages"),
-        (lambda raw: raw["plans"][0].update(energy_j=1e300), r"plans\.0\.energy_j"),
-        (lambda raw: raw["plans"][0]["clocks_mhz"][0].__setitem__(0, 10**9), r"plans\.0\.clocks_mhz\.0\.0"),
-        (lambda raw: raw.update(t_min_s=5e-324), r"t_min_s"),
         (lambda raw: raw.update(streams={"name": "1f1b", "micro_batches": 10**9, "ranks": []}), r"streams\.micro_"),
     ],
 )

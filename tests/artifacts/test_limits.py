@@ -34,7 +34,7 @@ READERS = {
 
 
 def with_streams(rank):
-    """Return a profile.json whose schedule has one rank."""
+    """Return a profile.json with a schedule on one rank."""
     return json.dumps({"schema_version": 1, "streams": {"name": "1f1b", "micro_batches": 4, "ranks": [rank]}})
 
 
@@ -64,32 +64,16 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
     ("text", "message"),
     [
         ('{"schema_version": 1, "gpu": ', r"profile\.json: not a complete JSON file"),
-        ("[1, 2]", r"profile\.json: expected a profile\.json \(a JSON object\), found a list"),
         ('{"schema_version": 2}', r"profile\.json: schema_version: expected 1, got 2\. Measure the profile again"),
         (
             '{"schema_version": 1, "colour": "red"}',
             r"profile\.json: colour: unknown key; known keys are schema_version, ",
         ),
-        ('{"schema_version": 1, "blocking_power_w": -3}', r"blocking_power_w: expected a number .*got -3"),
         ('{"schema_version": 1, "rows": "' + "x" * 10_000 + '"}', r"^.{,200}rows: .{,100} Measure .{,60}$"),
-        ('{"schema_version": 1, "tail_s": {"0": -1}}', r"profile\.json: tail_s\.0: .*got -1"),
-        (
-            '{"schema_version": 1, "transfers": [{"payload": "love", "source": 0, "target": 1, "time_s": 0}]}',
-            r"profile\.json: transfers\.0\.payload",
-        ),
         ("[" * 100_000, "recursion limit exceeded"),
-        ('{"a":' * 100_000, "recursion limit exceeded"),
         ('{"schema_version": ' + "9" * 5000 + "}", "number out of range"),
         ('{"gpu": "\\ud800"}', "not a complete JSON file"),
-        ('{"schema_version": ' + "9" * 4000 + "}", r"schema_version: .* got 99999\S*\.\.\.\S*999"),
-        (
-            '{"schema_version": 1, "stages": 1000000000}',
-            "profile.json: stages: expected a number .* 4096, got 1000000000",
-        ),
-        ('{"schema_version": 1, "micro_batches": 1e9}', "profile.json: micro_batches: expected a number .* 65536"),
-        ('{"schema_version": 1, "blocking_power_w": 1e300}', r"blocking_power_w: .* got 1e\+300"),
         ('{"schema_version": 1, "gpu": "\\u001b]0;title"}', "profile.json: gpu"),
-        ('{"schema_version": 1, "load_s": {"-1": 1.0}}', "profile.json: load_s"),
         (with_streams([["fly", 0]] * 20), r"streams\.ranks\.0\.0: expected an operation: .* got \['fly', 0\]"),
         (
             json.dumps({"schema_version": 1, **dict.fromkeys(map(str, range(20_000)))}),
@@ -115,7 +99,7 @@ def test_a_bad_profile_json_names_file_and_key(tmp_path, text, message):
     ],
 )
 def test_of_many_wrong_values_the_first_is_named(tmp_path, key, wrong):
-    """What is wrong with each of a million took gigabytes."""
+    """Regression test: messages about a million invalid values took gigabytes."""
     synthetic_profile(2).save(tmp_path / "profile.csv")
     (tmp_path / "profile.json").write_text(json.dumps({"schema_version": 1, key: wrong}))
     with pytest.raises(PerseusError) as error:
@@ -269,7 +253,7 @@ def test_keys_deep_within_a_file_are_named_with_what_was_meant():
     assert of_stage == "profile.json: rows.1.stge: unknown key; did you mean 'stage'?"
 
 
-def test_of_many_problems_the_first_are_told_and_the_others_are_counted():
+def test_of_many_problems_the_first_are_named_and_the_others_are_counted():
     lines = problems(dict.fromkeys("abcdefghijklmnopqrstuvwxyz"))
     assert len(lines) == 6
     assert lines[-1] == "profile.json: 21 more problems like these."

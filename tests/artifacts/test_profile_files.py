@@ -42,11 +42,7 @@ def test_rows_are_read_by_stage_kind_and_ascending_clock(csv_file):
             r"column 'energy' is missing.*found stage,instruction,frequency,time,joules",
         ),
         (GOOD.replace("0.05", "nan"), r"profile\.csv, line 3: time: expected a finite number, got 'nan'"),
-        (GOOD.replace(",44", ",NaN"), r"line 5: energy: expected a finite number, got 'NaN'"),
-        (GOOD.replace("0.05", "fast"), r"line 3: time: expected a valid number.* got 'fast'"),
         (GOOD.replace("0,forward,1400", "0,forward,1400.5"), r"line 3: frequency: .*integer.* got '1400.5'"),
-        (GOOD.replace("0,forward,1400", "zero,forward,1400"), r"line 3: stage: .*integer.* got 'zero'"),
-        (GOOD.replace("0,forward,1400", "0,forward,0"), r"line 3: frequency: .* got '0'"),
         (
             GOOD.replace("0,forward,1400", "0,inference,1400"),
             r"line 3: instruction: expected .* got 'inference'",
@@ -57,9 +53,6 @@ def test_rows_are_read_by_stage_kind_and_ascending_clock(csv_file):
             r"line 5: time is empty; the file may be truncated|line 5: energy is empty; the file may be truncated",
         ),
         (GOOD.replace("0.05", "0,05"), r"line 3: more cells than columns"),
-        (HEADER + "1e300,forward,1410,1,1\n", r"line 2: stage: "),
-        (HEADER + "0,forward,1e300,1,1\n", r"line 2: frequency: "),
-        (HEADER + "0,forward,1410,1e300,1\n", r"line 2: time: "),
         (HEADER + f"0,forward,1410,1,{'9' * 5000}\n", r"line 2: energy: "),
     ],
 )
@@ -72,17 +65,13 @@ def test_bad_rows_name_file_line_and_column(csv_file, text, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("0,forward,1400,0.05,22000", "22000 J in 0.05 s is 4.4e+05 W, and a GPU draws 5 to 5000 W"),
         ("0,forward,1400,0.05,22000", "in millijoules: divide the column energy by 1000"),
         ("0,forward,1400,50,22", "in milliseconds: divide the column time by 1000"),
-        ("0,forward,1400,50000,22", "in microseconds: divide the column time by 1000000"),
         ("0,forward,1400,0.05,0.022", "in kilojoules: multiply the column energy by 1000"),
         ("0,forward,1400,1e-9,22", "a GPU draws 5 to 5000 W. Give times in seconds, and energies in joules per GPU"),
         ("0,forward,1400,1500,660000", "takes 1500 s. Times are probably in milliseconds, and energies in millijoules"),
         ("0,forward,1400000,0.05,22", "got '1400000'. Clocks are probably in kHz: 1.4e+06 kHz are 1400 MHz"),
-        ("0,forward,1400000000,0.05,22", "Clocks are probably in Hz"),
         ("0,forward,1.4,0.05,22", "Clocks are probably in GHz: 1.4 GHz are 1400 MHz"),
-        ("0,forward,1,0.05,22", "frequency is 1. Clocks are probably in GHz"),
     ],
 )
 def test_values_in_other_units_are_refused_with_the_likely_unit(csv_file, row, message):
@@ -135,7 +124,7 @@ def test_meraks_ranks_are_combined_to_the_slowest_time_and_the_mean_energy(csv_f
 
 
 def ragged(slow_mhz, fast_mhz, kinds=("forward", "backward")):
-    """Merak's rows of a stage on two ranks, of which rank 0 is 40 % slower, and of a second stage on rank 2."""
+    """Merak's rows of a stage on two ranks, rank 0 being 40 % slower, and a second stage."""
     lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
     for rank, stage, slower, clocks in ((0, 0, 1.4, slow_mhz), (1, 0, 1.0, fast_mhz), (2, 1, 1.0, fast_mhz)):
         lines += [f"{rank},{rank},{stage},0,{stage},{k},{c},{slower * 28 / c},10" for k in kinds for c in clocks]

@@ -1,4 +1,4 @@
-"""run.jsonl: what is written is read back, also while it is written, and whatever disks do to it."""
+"""Writing run.jsonl, and reading it, also while it grows or is damaged."""
 
 import json
 import os

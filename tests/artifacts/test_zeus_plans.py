@@ -79,15 +79,10 @@ GOOD = "[[('forward', 900), ('backward', 900)], [('forward', 1410), ('backward',
     [
         ("__import__('os').system('echo owned > owned')", "not a list"),
         ("[[('forward', 900)]", "not a list"),
-        ("", "not a list"),
         ("[" * 5000, "not a list"),
-        ("{}", "expected one list per rank"),
         ("[]", "expected one list per rank"),
         ("[3]", "rank 0: expected a list, found 3"),
         ("[[], [('forward', 900), 3]]", r"rank 1, instruction 1: expected \(instruction, MHz\).* found 3"),
-        ("[[('forward', '900')]]", r"rank 0, instruction 0: .* found \['forward', '900'\]"),
-        ("[[('forward', -1)]]", r"rank 0, instruction 0"),
-        ("[[('forward', True)]]", "not a list"),
         ("[[('forward', true)]]", r"rank 0, instruction 0"),
     ],
 )
@@ -111,10 +106,6 @@ def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text
         (
             GOOD.replace(", ('backward', 900)", ""),
             "rank 0, instruction 1: the schedule .* has backward, the plan nothing",
-        ),
-        (
-            GOOD.replace("('backward', 900)", "('backward', 900), ('forward', 900)"),
-            "rank 0, instruction 2: .* has nothing, the plan forward",
         ),
         (GOOD.replace("900", "901"), r"no row for stage 0, forward, 901 MHz\. Give the profile for which"),
         ("[[('forward', 900), ('backward', 900)]]", "1 ranks, the schedule has 2"),

@@ -1,4 +1,4 @@
-"""What tests of commands share: an empty current folder, and a command run in it."""
+"""Fixtures for tests of commands."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from perseus_ds.cli.main import main
 
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
-    """Run a command in an empty folder, on a terminal of 80 columns; return its exit code, stdout and stderr."""
+    """Run a command in an empty folder, and return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -14,12 +14,6 @@ def profile(tmp_path):
     return "p/profile.csv"
 
 
-def test_a_missing_profile_exits_with_2(run):
-    code, _, err = run("optimize", "--profile", "nowhere.csv", "--out", "y")
-    assert code == 2
-    assert "nowhere.csv: no such profile" in err
-
-
 def test_what_profile_json_holds_is_optional(run, profile, tmp_path):
     code, out, _ = run("optimize", "--profile", f"{profile}", "--out", "f")
     assert code == 0

@@ -10,7 +10,7 @@ from perseus_ds.runtime.progress import JobProgress
 
 @pytest.fixture
 def orders(run, tmp_path):
-    """The orders that a job has got which takes every order; its output folder is the current one."""
+    """Orders received by a job with the current folder as output folder."""
     orders = []
 
     def handle(order):
@@ -24,7 +24,7 @@ def orders(run, tmp_path):
     server.close()
 
 
-def test_status_is_told_as_watch_tells_it(run, orders):
+def test_status_is_printed_as_by_watch(run, orders):
     code, out, _ = run("control", "status", ".")
     assert code == 0
     words = " ".join(out.split())
@@ -59,20 +59,13 @@ def test_a_reduction_is_sent_in_seconds(run, orders, duration):
         ),
         (["policy", "--name", "energy_optmal"], "did you mean 'energy_optimal'?"),
         (["policy", "--name", "deadline", "--total-steps", "9"], "--finish-by: missing."),
-        (["policy"], "Missing from perseus-ds control policy"),
-        (["straggler"], "--pipeline INT"),
         (
             ["reduce", "--power-fraction", "0.75", "--duration", "3"],
             "--duration: expected a time such as 90s, 30min",
         ),
-        (["reduce", "--power-fraction", "0.75", "--duration", "1h30"], "--duration: expected a time such as"),
         (
             ["reduce", "--power-fraction", "75", "--duration", "3h"],
             "--power-fraction: expected a fraction, at most 1",
-        ),
-        (
-            ["reduce", "--power-fraction", "0", "--duration", "3h"],
-            "--power-fraction: expected a number greater than",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A schedule's name in a file is a label: no command imports it; a file's instruction streams are used instead."""
+"""Names of schedules in files are never imported."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ GPIPE = read_schedule(GPipe, ranks=2, micro_batches=3)
 
 @pytest.fixture
 def run(run, tmp_path, monkeypatch):
-    """Run a command in a folder with a module that must not be imported; return its exit code and all it printed."""
+    """Run a command, and return its exit code and output."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "of_a_file.py").write_text("raise SystemExit('imported by the name in a file')")
 
@@ -81,7 +81,7 @@ def test_what_the_user_names_is_imported(run, tmp_path):
     assert run("plot", "p/f")[0] == 0
 
 
-@pytest.mark.parametrize("name", [":x", "..:x", "x:", "a b:c", "1f1b:", "os:path.join", "\N{SNOWMAN}:x"])
+@pytest.mark.parametrize("name", [":x", "1f1b:", "os:path.join"])
 def test_a_name_that_is_no_class_is_an_error(run, tmp_path, name):
     save(tmp_path)
     code, text = run("optimize", "p", "--out", "p/f", "--schedule", name)

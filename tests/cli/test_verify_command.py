@@ -12,7 +12,7 @@ def profile(run):
 
 @pytest.fixture
 def optimized(run):
-    """A frontier with certificates in the folder "f"; returns what the command printed."""
+    """Output of "optimize", which wrote a frontier with certificates to the folder "f"."""
     code, out, _ = run("optimize", "--profile", "profile.csv", "--out", "f", "--plans", "8", "--certificates")
     assert code == 0
     return out

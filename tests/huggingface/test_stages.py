@@ -171,7 +171,7 @@ def test_a_stage_has_storage_for_its_own_layers_only():
 def test_gradient_checkpointing_changes_no_gradient():
     def gradients(checkpointing):
         stages = [build_stage(tiny("llama"), (2, 2), i, gradient_checkpointing=checkpointing) for i in range(2)]
-        # Two micro-batches are under way at once, as in a pipeline.
+        # Two micro-batches are processed concurrently, as in a pipeline.
         loss = CausalLoss(tiny("llama"))
         parts = [token_ids(seed=seed) for seed in range(2)]
         with loss.counting_tokens(parts):
@@ -308,7 +308,7 @@ def test_data_that_do_not_fit_the_model_are_an_error():
 
 @pytest.fixture
 def silent_hub(tmp_path, monkeypatch):
-    """A hub that takes connections and never answers, and a cache of this machine; returns the cache."""
+    """Cache folder of this machine, with a hub that accepts connections but never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

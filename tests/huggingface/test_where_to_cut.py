@@ -1,4 +1,4 @@
-"""What the layers of Hugging Face models cost, and the cuts that follow."""
+"""Costs of the layers of Hugging Face models, and the resulting cuts."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_layers_of_other_families_have_costs(family):
     assert all((found.time_s[kind] > 0).all() and (found.energy_j[kind] > 0).all() for kind in found.time_s)
 
 
-def test_layers_that_differ_are_told_apart():
+def test_layers_that_differ_are_distinguished():
     found = costs(tiny("qwen2_moe", mlp_only_layers=[1], intermediate_size=512))
     assert found.parameters[1] < found.parameters[0] / 5 < found.parameters[2]
     assert found.time_s[Kind.FORWARD][1, -1] != pytest.approx(found.time_s[Kind.FORWARD][2, -1])

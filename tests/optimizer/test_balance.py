@@ -1,4 +1,4 @@
-"""What kinds of layers cost, from stages of known mixtures; layouts that follow."""
+"""Costs of kinds of layers, estimated from stages, and the resulting layouts."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_errors_are_those_of_repeated_measurements():
         assert 0.8 < claimed / values.std() < 1.6
 
 
-def test_two_stages_do_not_tell_three_kinds_apart_and_a_layout_that_does_is_named():
+def test_kinds_that_cannot_be_distinguished_lead_to_a_proposed_layout():
     first = layout_of("Edddd", "ddddh")
     with pytest.raises(ConfigError, match="distinguished: embedding, dense and head") as error:
         kind_costs([(first, profile_of(first))])

@@ -1,4 +1,4 @@
-"""Where to cut a model, against all cuts of small models."""
+"""Partitions compared with all cuts of small models."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise

@@ -20,7 +20,7 @@ POWER_W = 80.0
 
 @st.composite
 def random_dags(draw):
-    """A DAG of up to 14 nodes, each after any of those before it; some of them loads of fixed duration."""
+    """A random DAG of up to 14 instructions and loads of fixed duration."""
     nodes, predecessors, instructions = [], [], []
     for number in range(draw(st.integers(1, 14))):
         stage = draw(st.integers(0, 2))

@@ -1,4 +1,4 @@
-"""Where plans are searched from: rhythms, and relaxed optima that alternate."""
+"""Starting points of the search: rhythms and alternating relaxed optima."""
 
 import itertools
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
+from pipelines import one_f_one_b, synthetic_profile
 from profiles import stage_profile
 
 from perseus_ds.artifacts.profile import StageProfile
@@ -15,8 +15,7 @@ from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.optimizer.rhythms import joint_options, mixed_into
-from perseus_ds.optimizer.search import Descent, durations_at, options_at, round_late
-from perseus_ds.pipeline.commands import read_schedule
+from perseus_ds.optimizer.search import Descent, round_late
 
 
 @settings(deadline=None, max_examples=40)
@@ -48,18 +47,6 @@ def rounded(problem, deadline_s):
     return network, round_late(network, problem.table, target_s, deadline_s)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.sampled_from([one_f_one_b, dual_pipe_v]), st.integers(1, 3), st.integers(6, 9), st.floats(0.0, 0.3))
-def test_plans_in_rhythms_meet_their_deadlines(pipeline, ranks, micro_batches, slowdown):
-    schedule = pipeline(ranks, micro_batches)
-    problem = problem_for(schedule, synthetic_profile(schedule.num_stages), blocking_power_w=80.0)
-    deadline_s = problem.t_min_s * (1 + np.array([1e-6, slowdown + 1e-6]))
-    network, event_s = rounded(problem, deadline_s)
-    mixed_s = mixed_into(network, event_s, deadline_s)
-    durations_s = durations_at(network, options_at(network, mixed_s))
-    assert np.all(network.earliest_s(durations_s)[-1] <= deadline_s * (1 + 1e-9))
-
-
 def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
     problem = problem_for(one_f_one_b(8, 48), StageProfile.load(stage_profile("a40")), blocking_power_w=70.38)
     deadline_s = problem.t_min_s * np.array([1.008, 1.02, 1.03])
@@ -81,15 +68,3 @@ def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock
     starts_s = [round_late(network, problem.table, target_s, deadline_s) for target_s in targets_s]
     usual_j, alternating_j = (descent.cost_j(descent.run(start_s, 4))[0] for start_s in starts_s)
     assert usual_j - alternating_j > 0.002 * problem.plan(problem.fastest).energy_j
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [read_schedule(GPipe, ranks=4, micro_batches=12), one_f_one_b(2, 1)],
-    ids=["gpipe", "one micro-batch"],
-)
-def test_where_ranks_repeat_nothing_in_turns_plans_stay_as_they_are(schedule):
-    problem = problem_for(schedule, synthetic_profile(schedule.num_stages), blocking_power_w=80.0)
-    deadline_s = np.array([problem.t_min_s * 1.1])
-    network, event_s = rounded(problem, deadline_s)
-    np.testing.assert_array_equal(mixed_into(network, event_s, deadline_s), event_s)

@@ -1,4 +1,4 @@
-"""A profile for another schedule keeps the model's time and energy, whatever it is cut into."""
+"""A profile that is converted for another schedule keeps the model's time and energy."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def split_schedule(stages: int, micro_batches: int = 1) -> Schedule:
-    """Each stage on a rank of its own, backwards split, no transfers."""
+    """Return a schedule with one stage per rank, split backwards and no transfers."""
     streams = [
         [Compute(Instruction(stage, kind, m)) for m in range(micro_batches) for kind in SPLIT]
         for stage in range(stages)
@@ -37,14 +37,14 @@ def test_time_and_energy_of_the_model_are_the_same_for_any_number_of_stages(stag
         assert totals(result, clock_mhz) == pytest.approx(totals(profile, clock_mhz))
 
 
-def test_what_was_measured_as_it_is_needed_stays_and_nothing_is_assumed():
+def test_a_fitting_profile_is_unchanged_without_assumptions():
     profile = synthetic_profile(3)
     result, assumptions = recut(profile, one_f_one_b(3, 4), weight_share=0.5)
     assert result.measurements == profile.measurements
     assert assumptions == []
 
 
-def test_a_backward_is_split_in_the_stated_proportion_and_the_assumption_is_told():
+def test_a_backward_is_split_in_the_given_proportion_which_is_an_assumption():
     profile = synthetic_profile(2)
     result, assumptions = recut(profile, split_schedule(2), weight_share=0.3)
     whole, weight = profile.at(1, Kind.BACKWARD, 1410), result.at(1, Kind.BACKWARD_WEIGHT, 1410)
@@ -88,12 +88,12 @@ def test_transfers_within_a_measured_stage_take_the_mean_of_those_between_stages
     assert any("mean" in sentence for sentence in assumptions)
 
 
-def test_stages_that_are_no_multiple_are_an_error_that_says_what_to_change():
+def test_a_number_of_stages_that_is_not_a_multiple_is_an_error():
     with pytest.raises(ProfileError, match=r"has 3 stages, the profile 2: expected a multiple or a divisor.*ranks"):
         recut(synthetic_profile(2), one_f_one_b(3, 4), weight_share=0.5)
 
 
-def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_behind():
+def test_1f1b_holds_one_micro_batch_per_following_stage():
     assert held_by_stage(one_f_one_b(4, 8)) == [4, 3, 2, 1]
     assert held_by_rank(one_f_one_b(4, 8)) == [4, 3, 2, 1]
     assert held_by_rank(one_f_one_b(4, 2)) == [2, 2, 2, 1]

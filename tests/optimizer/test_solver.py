@@ -1,4 +1,4 @@
-"""The exact solver: what every frontier must satisfy, and what the optimum is on cases small enough to enumerate."""
+"""Properties of the exact solver, and comparison with enumeration of small cases."""
 
 import itertools
 from dataclasses import replace
@@ -100,7 +100,7 @@ def test_on_tiny_pipelines_the_optimum_lies_between_bound_and_plan(seed, shape):
 
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_no_flow_whatever_proves_more_than_the_optimum(seed):
+def test_no_flow_proves_more_than_the_optimum(seed):
     problem = problem_for(one_f_one_b(2, 2), noisy_profile(2, 2, seed), blocking_power_w=POWER_W)
     time_s, energy_j = every_plan(problem)
     verifier, rng = Verifier(problem), np.random.default_rng(seed)
@@ -209,13 +209,8 @@ def test_a_profile_that_cannot_be_planned_for_is_refused(profile, words):
     ("arguments", "words"),
     [
         ({"blocking_power_w": None}, "blocking_power_w is missing"),
-        ({"blocking_power_w": float("nan")}, "blocking_power_w=nan"),
         ({"plans": 1}, "plans=1"),
-        ({"switch_cost_j": -1.0}, "switch_cost_j=-1.0"),
         ({"switch_cost_j": 1e300}, r"switch_cost_j=1e\+300: expected a number of joules >= 0, at most 1e\+15"),
-        ({"switch_cost_s": 1e10}, "switch_cost_s=10000000000.0"),
-        ({"least_dwell_s": 1e10}, "least_dwell_s=10000000000.0"),
-        ({"blocking_power_w": 1e10}, "blocking_power_w=10000000000.0"),
         ({"blocking_power_w": 83640.0}, "blocking_power_w=83640: .* probably in milliwatts: write 83.64"),
         ({"blocking_power_w": 0.08364}, "blocking_power_w=0.08364: .* probably in kilowatts: write 83.64"),
         ({"plans": 999_999_999}, r"plans=999999999: expected 2, one for T_min and one for T\*, to 10000"),
@@ -281,20 +276,6 @@ def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(seed):
         assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
 
 
-def test_neighbouring_ranks_meet_between_parallel_paths():
-    problem = problem_for(one_f_one_b(4, 10), synthetic_profile(4, **FIXED), blocking_power_w=POWER_W)
-    found, nodes = find_path_pairs(problem), problem.dag.nodes
-    assert {pairs.rank for pairs in found} == {0, 1, 2}
-    for pairs in found:
-        for row in problem.node[pairs.decisions].tolist():
-            found_ranks, kinds = zip(*((nodes[node].ranks[0], nodes[node].work.kind) for node in row), strict=True)
-            assert found_ranks == (pairs.rank,) * 2 + (pairs.rank + 1,) * 2
-            assert set(kinds[:2]) == set(kinds[2:]) == {Kind.FORWARD, Kind.BACKWARD}
-    for rank in range(3):
-        decisions = np.concatenate([pairs.decisions.ravel() for pairs in found if pairs.rank == rank])
-        assert len(set(decisions.tolist())) == len(decisions)
-
-
 def test_neighbours_bounded_together_prove_more(monkeypatch):
     problem = problem_for(one_f_one_b(2, 12), two_clocks_profile(2, 3), blocking_power_w=POWER_W / 10)
     proven = solve(problem)
@@ -308,7 +289,7 @@ def test_neighbours_bounded_together_prove_more(monkeypatch):
     assert max(more) > 0.01 * proven.plans[0].energy_j
 
 
-def test_a_step_in_the_curve_is_not_searched_for_beyond_what_tells_two_times_apart():
+def test_the_search_for_a_step_in_the_curve_ends_at_equal_times():
     asked = []
 
     def at(time_s):

@@ -1,4 +1,4 @@
-"""Commands that clients bring: a backward in two parts, commands nobody knows, registered and repeated ones."""
+"""Commands of clients: split backwards, unknown, registered and repeated commands."""
 
 from dataclasses import dataclass
 
@@ -125,7 +125,7 @@ def test_a_registered_command_is_what_it_was_registered_as(registered):
     assert read_schedule(WithUnknown, ranks=2, micro_batches=2).ranks == plain.ranks
 
 
-def test_a_kind_that_there_is_not_is_an_error(registered):
+def test_an_unknown_kind_is_an_error(registered):
     with pytest.raises(ConfigError, match=r"register_command: Compress as 'squeeze': expected one of forward"):
         register_command("Compress", "squeeze")
 

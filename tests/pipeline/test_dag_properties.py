@@ -14,7 +14,7 @@ from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Schedule, Transfer, Wait
 
 fast = settings(deadline=None, max_examples=40)
 SCHEDULES = [
@@ -29,7 +29,7 @@ SCHEDULES = [
 
 
 def durations_of(dag, time_of):
-    """Durations from a function of the instruction; everything else takes no time."""
+    """Return node durations, given by a function for instructions and zero for others."""
     return np.array([time_of(n.work) if isinstance(n.work, Instruction) else 0.0 for n in dag.nodes])
 
 
@@ -177,11 +177,6 @@ def test_loads_transfers_and_tails_take_their_own_time():
     assert dag.finish_s(durations)[tail] == until_gradient + 64
 
 
-def test_without_fixed_durations_everything_but_instructions_takes_no_time():
-    dag = Dag.build(one_f_one_b(3, 4))
-    assert not dag.fixed_durations_s(FixedDurations()).any()
-
-
 def stream(*operations):
     return tuple(operations)
 
@@ -249,12 +244,7 @@ def test_a_transfer_without_a_partner_names_the_rank(ranks, message):
         Dag.build(Schedule("test:Unmatched", 1, ranks))
 
 
-def test_loads_come_before_what_follows_them():
-    dag = Dag.build(Schedule("test:Load", 1, (stream(Load(0, 0), forward(0)),)))
-    assert dag.predecessors == ((), (0,))
-
-
-def test_a_rank_that_launches_a_send_goes_on_before_the_receiver_is_there_and_waits_where_its_schedule_does():
+def test_a_launched_send_does_not_block_its_rank_until_the_wait_operation():
     second = Compute(Instruction(0, Kind.FORWARD, 1))
     busy = Compute(Instruction(1, Kind.FORWARD, 1))
     after = Compute(Instruction(0, Kind.BACKWARD, 0))

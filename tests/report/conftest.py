@@ -1,4 +1,4 @@
-"""The job whose output folder the pages and pictures of these tests show."""
+"""A job with an output folder, for the pages and pictures of these tests."""
 
 import pytest
 from run_folders import make_job

@@ -81,7 +81,7 @@ def test_another_job_is_compared_with_a_warning(runs):
     assert compared(runs, "default", "planned").notes == ()
 
 
-def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_of_the_same_name_are_distinguished_by_their_folders(tmp_path):
     for day in ("monday", "tuesday"):
         write_run(tmp_path / day / "perseus", "run", 1.0, 100.0, plan=0)
     found = compared(tmp_path, "monday/perseus", "tuesday/perseus")

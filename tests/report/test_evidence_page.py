@@ -1,4 +1,4 @@
-"""What checks on a GPU have measured, as a page and in a terminal."""
+"""Results of checks on a GPU, as a page and in a terminal."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files and folders that arguments and other files name: whatever the names are, an error or a note in words."""
+"""Unusual names of files and folders lead to errors or notes in words."""
 
 import dataclasses
 import json
@@ -38,14 +38,8 @@ def test_a_frontier_whose_name_is_too_long_is_missing(folder, capsys, command):
     [
         ["report", LONG],
         ["report", "run", "--out", f"{LONG}"],
-        ["report", "run", "--profile", f"{LONG}"],
-        ["plot", "run", "--profile", f"{LONG}"],
-        ["optimize", LONG, "--out", "out"],
-        ["optimize", "run", "--out", f"{LONG}"],
         ["verify", "run", "--certificates", f"{LONG}"],
-        ["compare", LONG],
         ["watch", LONG],
-        ["control", "status", LONG],
     ],
 )
 def test_an_argument_whose_name_is_too_long_is_an_error(folder, capsys, words):

@@ -1,4 +1,4 @@
-"""Whatever shows a saving shows the same figure, against the same baseline, by its name."""
+"""All outputs show the same saving, with the same named baseline."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ STALLED = planned_iteration(40, time_s=60.0, energy_j=80.0 * 60 / 1.02)
 
 
 def judged():
-    """A job whose plan was compared with default clocks in turns, and whose host stalled later."""
+    """A job that compared its plan with default clocks, on a host that stalled later."""
     blocks = [default_iteration(n, time_s=1.01 if n % 2 else 0.99) for n in range(30, 39)]
     verdict = PlanJudged(plan=3, kept=True, slowdown=0.021, saved=0.199, time=BEGIN)
     return [

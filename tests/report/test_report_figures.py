@@ -1,4 +1,4 @@
-"""The figures a team lead asks for: what was saved, per plan, per sample, per rank, on the bill, over time."""
+"""Figures of the report: savings by plan, sample, rank, cost and time."""
 
 import re
 import tracemalloc
@@ -25,7 +25,7 @@ def tile_of(found, title):
 
 
 def three_plans(folder, job):
-    """A job at default clocks and then under three plans, each with a saving of its own."""
+    """Write a job at default clocks and then under three plans with different savings."""
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
     default = [record(n, "optimizing", 1.0, 100.0) for n in range(1, 6)]
@@ -91,7 +91,7 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
     assert gpu_time.value == units.gpu_time(abs(6 * gained_s))
 
 
-def test_energy_is_told_by_rank_where_it_is_recorded(tmp_path):
+def test_energy_is_shown_by_rank_if_it_is_recorded(tmp_path):
     lines = [record(n, "observe", 2.0, 100.0) for n in (1, 2)]
     write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [40.0, 60.0]} for line in lines)])
     assert read_history(tmp_path).by_rank == [(80.0, 20.0), (120.0, 30.0)]
@@ -101,7 +101,7 @@ def test_energy_is_told_by_rank_where_it_is_recorded(tmp_path):
         assert read_history(tmp_path).by_rank == []
 
 
-def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):
+def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
     by_rank = {"energy_by_rank_j": [25.0 + n for n in range(64)], "clocks_reached_mhz": [1410 + n for n in range(64)]}
     event = {"event": "eclipse", "by": ["the moon"] * 1000}
     write_log(tmp_path, [START, *[event] * 50, *(record(n, "observe", 2.0, 100.0) | by_rank for n in range(1, 2001))])
@@ -168,7 +168,7 @@ def test_the_page_says_what_its_files_are(tmp_path, job):
     write_auto_run(tmp_path, job)
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    files = page[page.index("Made from") :]
+    files = page[page.index("Sources") :]
     for name in ("run.jsonl", "timeline.json", "frontier.json", "profile.csv"):
         assert f"{tmp_path / name}</code>" in files
     assert "solver exact" in files

@@ -120,7 +120,7 @@ def test_a_click_on_a_plan_shows_its_timeline(opened, job):
     assert opened.complaints() == []
 
 
-def test_what_the_page_works_out_is_what_the_profile_says_of_every_plan(opened, job):
+def test_the_page_computes_the_same_timelines_as_the_profile(opened, job):
     ends, energies = {}, {}
     for number in range(len(job.frontier.plans)):
         choose(opened, number)
@@ -134,7 +134,7 @@ def test_what_the_page_works_out_is_what_the_profile_says_of_every_plan(opened, 
     assert all(re.search(r"\d+ %.* J.*MHz", row, re.S) for row in rows)
 
 
-def test_colour_tells_clock_or_power(opened, job):
+def test_colour_shows_clock_or_power(opened, job):
     plan = job.frontier.plans[2]
     clocks = {clock for stream in plan.clocks_mhz for clock in stream}
     assert {clock for _, _, clock in bars(opened, 1)} == clocks
@@ -150,7 +150,7 @@ def test_colour_tells_clock_or_power(opened, job):
     assert opened.js(fills) == len({round(row.energy_j / row.time_s, 3) for row in rows})
 
 
-def test_the_pointer_is_told_what_is_below_it_and_zooming_shows_less_time(opened):
+def test_the_pointer_shows_a_tip_and_zooming_shows_less_time(opened):
     opened.js("document.getElementById('timeline').scrollIntoView({ block: 'center' })")
     x, y = opened.js(
         """

@@ -1,4 +1,4 @@
-"""What the report says, and what it says when something is missing."""
+"""The contents of the report, complete and with missing inputs."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def folder(tmp_path, job):
 
 
 class Fetches(HTMLParser):
-    """Collects whatever a browser would fetch."""
+    """Collects the addresses that a browser would fetch."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, capsy
     assert capsys.readouterr().out.splitlines()[-1] == f"Written: {folder / 'report.html'}"
 
 
-def test_all_plans_are_there_beside_what_was_measured_and_what_one_would_set_instead(folder, job):
+def test_the_page_has_all_plans_measured_points_and_alternatives(folder, job):
     assert not job.frontier.alternatives
     data = embedded(report(folder))
     assert len(data["plans"]) == len(data["pipeline"]["plans"]) == len(job.frontier.plans)
@@ -188,7 +188,7 @@ def test_of_runs_that_have_plans_of_their_own_the_last_ones_are_shown_with_their
         (["run.jsonl", "timeline.json"], "The run itself: there is no run.jsonl.", "frontier"),
     ],
 )
-def test_what_is_missing_is_said_and_the_rest_shown(folder, capsys, gone, said, kept):
+def test_missing_inputs_are_named_and_the_rest_is_shown(folder, capsys, gone, said, kept):
     for name in gone:
         (folder / name).unlink()
     page = report(folder)
@@ -234,7 +234,7 @@ def test_names_from_files_cannot_become_html(tmp_path, job):
     assert "<img" not in page[page.index('id="data"') :]
 
 
-def test_every_event_is_told_in_words(tmp_path):
+def test_every_event_is_described_in_words(tmp_path):
     events = [
         *(to_line(kind()) for kind in Event.__subclasses__()),
         to_line(PlanChosen(plan=3, plans=(3, 7), straggler=1, slowdown=1.2)),

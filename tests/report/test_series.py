@@ -1,4 +1,4 @@
-"""Charts of pages and pictures show the same, computed once, in colours that can be told from their background."""
+"""Charts of pages and pictures: equal contents, and colours with enough contrast."""
 
 import pytest
 from matplotlib.figure import Figure

@@ -38,7 +38,7 @@ def test_waits_are_named_after_what_comes_next(job):
     assert names[-1] == "waiting for the end of the iteration"
 
 
-def test_a_measured_iteration_is_told_apart_into_transfers_and_waiting(job):
+def test_a_measured_iteration_is_divided_into_transfers_and_waiting(job):
     plan = job.frontier.plans[2]
     predicted = timeline(job.dag, job.profile, plan)
     shown = measured_timeline(measured(job, plan, 8, 2), energy_j=1.0)
@@ -119,7 +119,7 @@ def test_out_may_be_a_folder_and_what_cannot_be_written_is_named(tmp_path, job, 
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_any_plan_can_be_asked_for(tmp_path, job, capsys):
+def test_any_plan_can_be_chosen(tmp_path, job, capsys):
     write_auto_run(tmp_path, job)
     assert main(["trace", str(tmp_path), "--plan", "5", "--out", f"{tmp_path / 'five.json'}"]) == 0
     assert "predicted: plan 5" in (tmp_path / "five.json").read_text()
