@@ -1,6 +1,7 @@
 """Compares plans for micro-batches of different lengths, as with packed or mixed sequences.
 
     python benchmarks/varying.py                # the published A100 and A40 profiles, 10 minutes
+    python benchmarks/varying.py --jobs         # what auto mode does on SIMULATED GPUs, 5 minutes
 
 GPT-3 175B, 8 stages, 24 micro-batches, 1F1B; the micro-batches of each iteration have random lengths, uniformly
 distributed within so many percent of the mean. A pass takes a time and an energy in proportion to its tokens, but for
@@ -15,12 +16,20 @@ with the highest clock throughout *for the same lengths*. Clocks follow at once,
   in the time of the highest clock, and in the time that the plan for the mean took. Also planned from rows whose time
   and energy are wrong by 2 % (standard deviation, another error for each length), as those of a fit over lengths are.
 - *Planning*: processor time of one own plan, from the rows of its passes to its clocks, on one thread.
+
+``--jobs`` trains a job with such lengths in auto mode, which does not know them: four unequal stages on SIMULATED
+A100s in virtual time, eight micro-batches, the real runtime. The last 100 of 500 iterations are compared with those of
+the same job in observe mode, which have the same lengths; energies are the true ones of the simulated GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,9 +48,15 @@ from perseus_ds.measures import Saving
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import Clocks, Problem, problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
+from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 
-PROFILES = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "support")]
+
+from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
+
+PROFILES = ROOT / "tests" / "data" / "sosp24" / "stage_profile"
 GPUS = {"A100": ("gpt3-175b_a100-sxm.csv", 83.64), "A40": ("gpt3-175b_a40.csv", 70.38)}
 STAGES = 8
 VARIATIONS = (0.0, 0.1, 0.3, 1.0)
@@ -50,6 +65,8 @@ ATTENTION = 0.03
 WRONG = 0.02
 # The published profiles are of a tenth of each stage's layers.
 SCALE = 10
+ITERATIONS, COMPARED = 500, 100
+STAGES_S = (0.036, 0.034, 0.034, 0.05)
 _NEVER_S = 1e3
 _SAME = 1 + 1e-9
 
@@ -91,6 +108,11 @@ class Model:
         return StageProfile(rows, self.profile.info)
 
 
+def time_factor(length: float) -> float:
+    """Return how many times as long as at the mean length a pass takes."""
+    return (1 - ATTENTION) * length + ATTENTION * length**2
+
+
 def _own_stage(stage: int, micro_batch: int) -> int:
     return STAGES * micro_batch + stage
 
@@ -110,7 +132,7 @@ class Iteration:
 
     def __init__(self, model: Model, lengths: Sequence[float]) -> None:
         self._model = model
-        self._factors = [(1 - ATTENTION) * length + ATTENTION * length**2 for length in lengths]
+        self._factors = [time_factor(length) for length in lengths]
         self._rows = model.rows_for(self._factors)
         self.problem: Problem = problem_for(model.apart, self._rows, blocking_power_w=model.blocking_power_w)
         self.default = self.problem.baseline()
@@ -197,13 +219,60 @@ def _figures(saving: Saving | None) -> str:
     return "none" if saving is None else f"energy {-saving.saved:+7.1%}   time {saving.slowdown:+6.1%}"
 
 
+class MixedJob(VirtualJob):  # type: ignore[misc]
+    """A job whose micro-batches have random lengths, of which Perseus is not told."""
+
+    def __init__(self, folder: Path, variation: float, **block: object) -> None:
+        lengths = 1 + variation * np.random.default_rng(3).uniform(-1, 1, (ITERATIONS + 1, 8))
+        self._factors = np.vectorize(time_factor)(np.maximum(lengths, 0.01))
+        super().__init__(folder, stages_s=STAGES_S, micro_batches=8, **block)
+
+    def work(self, rank: int, instruction: Instruction) -> None:
+        """Compute an instruction, for as long as its micro-batch takes."""
+        factor = 1.0
+        if instruction.kind.value != "tail":
+            factor = self._factors[self._iterations[rank], instruction.micro_batch]
+        self.slowdowns[rank] = factor
+        super().work(rank, instruction)
+
+
+def train(variation: float, **block: object) -> tuple[MixedJob, list[str]]:
+    """Return a job that has trained, and what it said of plans."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        job = MixedJob(Path(folder), variation, **block)
+        job.train(ITERATIONS)
+        job.close()
+    return job, [line for line in printed.getvalue().splitlines() if "is kept" in line or "is dropped" in line]
+
+
+def compare_jobs() -> None:
+    """Print what auto mode does with lengths of which it is not told."""
+    for variation in VARIATIONS:
+        default, _ = train(variation, mode="observe")
+        for slowdown in SLOWDOWNS:
+            auto, said = train(variation, mode="auto", policy={"name": "slowdown", "max_slowdown": slowdown})
+            (time_s, energy_j), (default_s, default_j) = (
+                np.sum([taken[1:] for taken in job.taken[-COMPARED:]], axis=0) for job in (auto, default)
+            )
+            phases = sorted({taken[0] for taken in auto.taken[-COMPARED:]})
+            saving = Saving(COMPARED, time_s, energy_j, default_s, default_j)
+            print(f"lengths within {variation:.0%}, {slowdown:+.0%} of time: {_figures(saving)}   {', '.join(phases)}")
+            for line in said[-1:]:
+                print(f"    {line}", flush=True)
+
+
 def main() -> None:
     """Print the table of each GPU and variation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="*", choices=[*GPUS], default=[*GPUS])
     parser.add_argument("--micro-batches", type=int, default=24)
     parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--jobs", action="store_true", help="auto mode on SIMULATED GPUs")
     arguments = parser.parse_args()
+    if arguments.jobs:
+        compare_jobs()
+        return
     for gpu in arguments.gpus:
         model = Model.of(gpu, arguments.micro_batches)
         for variation in VARIATIONS:
