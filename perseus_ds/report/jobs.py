@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from perseus_ds.artifacts.run_records import of_kind
 from perseus_ds.measures import Baseline, Measured, Saving, Typical
 from perseus_ds.report.sources import History, Sources, Step
 from perseus_ds.units import J_PER_KWH
@@ -182,9 +183,10 @@ class ReportedJob:
         rows: list[tuple[str, Saving]] = []
         if len(self.plans) > 1:
             longest = sorted(self.plans, key=lambda one: -one.ran)[:_MOST_PLANS]
-            for one in sorted(longest, key=lambda one: one.plan or 0):
+            for one in sorted(longest, key=lambda one: (*one.kind, one.plan or 0)):
                 saving = Saving.of([one])
-                rows += [(f"under plan {one.plan}", saving)] if saving else []
+                which = "plans" if one.plan is None else f"plan {one.plan}"
+                rows += [(f"under {which}{of_kind(*one.kind)}", saving)] if saving else []
         rows.append((self.under_plans, self.saving))
         if everything.iterations > self.saving.iterations:
             rows.append(("in all, profiling counted", everything))

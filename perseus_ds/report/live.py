@@ -110,6 +110,7 @@ class Jobs:
 
 _MANY = 6
 _MOST_PIPELINES = 16
+_MOST_KINDS = 6
 _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 _BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"
 _ASCII_BLOCKS = "_.-~=+*#"
@@ -205,6 +206,8 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
     energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
     yield from row("energy", f"{energy}, {duration(facts.time_s)}{unread}")
     yield from row("saved", _saved(facts), _good_or_bad(facts.saved))
+    for kind in facts.kinds[:_MOST_KINDS]:
+        yield from row("  of these", kind.in_words(), _good_or_bad(kind.saved))
     if facts.profiling_s or facts.profiling_j:
         yield from row("profiling", against_default_clocks(facts.profiling_s, facts.profiling_j))
     yield from row("pipelines", _pipelines(facts))

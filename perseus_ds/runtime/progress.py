@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import threading
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -16,9 +16,11 @@ from perseus_ds.artifacts.run_records import (
     Ended,
     Event,
     IterationRecord,
+    KindSummary,
     Limits,
     LimitsChanged,
     OrderGiven,
+    OrderPlanned,
     PlanChosen,
     PlanSummary,
     PolicyChanged,
@@ -29,7 +31,16 @@ from perseus_ds.artifacts.run_records import (
     policy_in_words,
     trains,
 )
-from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, PowerBySecond, Typical, sums_by_part
+from perseus_ds.measures import (
+    AT_DEFAULT_CLOCKS,
+    IterationKind,
+    JobMeasures,
+    Measured,
+    PowerBySecond,
+    Saving,
+    Typical,
+    sums_by_part,
+)
 
 PHASES: Mapping[str, str] = {
     "calibrate": "calibrating the simulated GPU",
@@ -131,6 +142,9 @@ class JobFacts(_Facts):
     unfinished: str | None = Field(description="What it was at when it ended before it had a plan, or its profile.")
     plan: PlanFacts | None
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
+    kinds: tuple[KindSummary, ...] = Field(
+        (), description="By order of passes and shape of inputs; none if all iterations are alike."
+    )
     pipelines: tuple[PipelineFacts, ...]
     waits: tuple[float, ...] = Field(
         (), description="By rank of a pipeline, the part of an iteration in which it waits."
@@ -205,6 +219,9 @@ class JobProgress:
         self._all_j: list[float] = []
         self._default_j: list[float] = []
         self._planned_j: list[float] = []
+        # Iterations of each kind, and the micro-batches of those orders that have plans.
+        self._of_kind: Counter[IterationKind] = Counter()
+        self._micro_batches: dict[int, int | None] = {}
         self._recent: deque[IterationRecord] = deque(maxlen=_RECENT)
         self._power = PowerBySecond(_RECENT)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
@@ -246,7 +263,10 @@ class JobProgress:
             self.since_start = Tally()
             self._latest.clear()
             self._policy = event.policy
+            self._micro_batches[0] = event.micro_batches
             self._last = self._ordered_policy = self._ordered_pause = self._on_the_way = None
+        elif isinstance(event, OrderPlanned) and not event.given_up:
+            self._micro_batches[event.order] = event.micro_batches
         elif isinstance(event, ProfileWritten):
             self.profiling_s += event.lost_s or 0.0
             self.profiling_j += event.lost_j or 0.0
@@ -272,6 +292,7 @@ class JobProgress:
         if record.energy_by_rank_j is not None and self._unrecorded_s:
             self._powers_w = tuple(energy_j / self._unrecorded_s for energy_j in record.energy_by_rank_j)
             self._unrecorded_s = 0.0
+        self._of_kind[IterationKind.of(record)] += 1
         self.total.add(record)
         self.since_start.add(record)
         self._recent.append(record)
@@ -402,7 +423,23 @@ class JobProgress:
                 for one in plans
                 if one.plan is not None
             ),
+            "kinds": tuple(self._kinds(plans)) if len(self._of_kind) > 1 else (),
         }
+
+    def _kinds(self, plans: Sequence[Measured]) -> Iterator[KindSummary]:
+        """Yield what each kind of iterations saved under plans, the most frequent first."""
+        for kind, iterations in self._of_kind.most_common():
+            own = [one for one in plans if one.kind == kind]
+            saving = Saving.of(own)
+            yield KindSummary(
+                order=kind.order,
+                shape=kind.shape,
+                micro_batches=self._micro_batches.get(kind.order),
+                iterations=iterations,
+                planned=sum(one.ran for one in own),
+                slowdown=saving and saving.slowdown,
+                saved=saving and saving.saved,
+            )
 
     def _plan(self, chosen: PlanChosen) -> PlanFacts | None:
         last = self._last

@@ -10,6 +10,7 @@ from rich.console import Console
 from perseus_ds.artifacts.run_records import (
     Ended,
     OrderGiven,
+    OrderPlanned,
     PlanChosen,
     PolicyChanged,
     PowerCapChanged,
@@ -48,6 +49,34 @@ def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
     first, second = facts_of(auto_job()).pipelines
     assert first.saved_j == pytest.approx(20 * (60 - 50))
     assert second.saved_j == pytest.approx(20 * (40 - 30))
+
+
+def alternating_job():
+    """A job of 8 micro-batches, and of 4 that have plans of their own, and a rare number."""
+    other = {"order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
+    records = [*auto_job(micro_batches=8), OrderPlanned(time=BEGIN + 27, order=1, micro_batches=4)]
+    records += [planned_iteration(number, plan=0, **other) for number in range(27, 37)]
+    return [*records, default_iteration(37, "observe", order=255, energy_j=70.0)]
+
+
+def test_each_kind_of_iterations_says_how_many_ran_under_plans_and_what_they_saved():
+    facts = facts_of(alternating_job())
+    assert [(kind.name, kind.planned, kind.iterations) for kind in facts.kinds] == [
+        ("8 micro-batches", 20, 26),
+        ("4 micro-batches", 10, 10),
+        ("other orders", 0, 1),
+    ]
+    assert [kind.saved for kind in facts.kinds] == [pytest.approx(0.2), pytest.approx(0.4), None]
+    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20), "one number, weighted by what was run"
+    assert facts.saved == pytest.approx((20 * 20 + 10 * 20) / (20 * 100 + 10 * 50))
+    assert "of these 4 micro-batches: 10 of 10 iterations under plans, 40.0 % less energy" in told(facts)
+    log = JobLog("gpt3")
+    log.add(alternating_job())
+    assert "8 micro-batches: 20 of 26 iterations under plans" in log.at_end().in_words()
+
+
+def test_iterations_that_are_all_alike_are_of_no_kind():
+    assert facts_of(auto_job()).kinds == ()
 
 
 def test_a_resumed_job_goes_on_counting_and_another_job_does_not():
