@@ -37,6 +37,8 @@ FILE_NAME = "run.jsonl"
 MOST_FAILED_RANKS = 16
 """Maximum number of failed ranks that a record lists; the number of further ones is ``more_failed_ranks``."""
 _MOST_IN_WORDS = 5
+NO_ORDER = 255
+"""The number of all orders without plans, which run at default clocks."""
 
 Limits = tuple[tuple[int, float | None, float | None], ...]
 """Limited GPUs: rank, power limit [W], and clock limit due to heat or the machine [MHz]."""
@@ -141,6 +143,7 @@ class Started(Event):
     job: str | None = None
     policy: dict[str, Any] | None = None
     engines: list[str] | None = None
+    micro_batches: int | None = None
     settings: GpuSettings | None = None
 
     def in_words(self) -> str:
@@ -241,7 +244,7 @@ class OrderPlanned(Event):
 
     event: Literal["schedule"] = "schedule"
     order: int = 0
-    micro_batches: int = 0
+    micro_batches: int | None = None
     shares_profile: bool = False
     given_up: str | None = None
 
@@ -260,12 +263,16 @@ class ShapePlanned(Event):
 
     event: Literal["shape"] = "shape"
     shape: int = 0
+    profile_error: float | None = None
     given_up: str | None = None
 
     def in_words(self) -> str:
         if self.given_up:
             return f"shape {self.shape} is no longer planned ({self.given_up}): it runs at default clocks"
-        return f"many iterations have inputs of one shape: it has plans of its own, as shape {self.shape}"
+        text = f"many iterations have inputs of one shape: it has plans of its own, as shape {self.shape}"
+        if self.profile_error is None:
+            return text
+        return f"{text}; its profile follows from those of other lengths, with errors of about {self.profile_error:.1%}"
 
 
 class PolicyChanged(Event):
@@ -387,6 +394,42 @@ class PlanSummary(BaseModel):
         return f"plan {self.plan}: {self.iterations} iterations, {_less_or_more(self.slowdown, self.saved)}"
 
 
+class KindSummary(BaseModel):
+    """Iterations of one kind: of one order of passes, with inputs of one shape.
+
+    Attributes:
+        micro_batches: Of an order that has plans of its own.
+        planned: How many of the iterations ran under plans of the frontier in use.
+        slowdown: Of these, against the same iterations at default clocks.
+        saved: Likewise.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    order: int = 0
+    shape: int = 0
+    micro_batches: int | None = None
+    iterations: int = 0
+    planned: int = 0
+    slowdown: float | None = None
+    saved: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        if self.order == NO_ORDER:
+            return "other orders"
+        count = f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
+        return f"{count}, shape {self.shape}" if self.shape else count
+
+    def in_words(self) -> str:
+        """Return how many iterations ran under plans, and what these change."""
+        text = f"{self.name}: {self.planned} of {self.iterations} iterations under plans"
+        if self.slowdown is None:
+            return text
+        return f"{text}, {_less_or_more(self.slowdown, self.saved)}"
+
+
 class Ended(Event):
     """The job ended: totals since it started, and savings over all its starts."""
 
@@ -404,6 +447,7 @@ class Ended(Event):
     slowdown: float | None = None
     baseline: str | None = None
     plans: tuple[PlanSummary, ...] = ()
+    kinds: tuple[KindSummary, ...] = ()
 
     def in_words(self) -> str:
         text = f"{self.iterations} iterations, {duration(self.time_s)}, {joules(self.energy_j)}"
@@ -417,6 +461,8 @@ class Ended(Event):
         if len(self.plans) > 1:
             longest = sorted(self.plans, key=lambda plan: -plan.iterations)[:_MOST_IN_WORDS]
             text += f" ({'; '.join(plan.in_words() for plan in longest if plan.saved is not None)})"
+        if self.kinds:
+            text += f"; {'; '.join(kind.in_words() for kind in self.kinds[:_MOST_IN_WORDS])}"
         return plain(text)
 
 

@@ -24,8 +24,6 @@ from perseus_ds.policy.reports import JobReport, RankReports
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
-UNKNOWN_ORDER = 255
-"""The number of all orders that have none; they run at default clocks."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,7 @@ class IterationMeasurement:
         failed: Whether this rank has fallen back to default clocks.
         order: What the engine runs, equal for equal schedules.
         shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
+        length: The mean length of the inputs of a forward, in proportion to their tokens; NaN if not known.
         number: Of the iteration in the job.
         stopped_s: How long before it began the one before had ended [s].
         reports: What all ranks have reported of the iteration before; None where there was none, or it was cut off by a
@@ -127,6 +126,7 @@ class IterationMeasurement:
     ranks: RankReports | None = None
     order: Hashable = None
     shapes: tuple[float, float] = (0.0, 0.0)
+    length: float = math.nan
     number: int = 0
     stopped_s: float = 0.0
 

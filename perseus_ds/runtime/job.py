@@ -72,6 +72,7 @@ class Job:
             job=self._key(communicator, {}),
             policy=self.config.policy.model_dump(mode="json"),
             engines=list(self.engines) or None,
+            micro_batches=self.schedule.micro_batches,
             settings=self.info.settings,
         )
 

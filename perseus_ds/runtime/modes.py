@@ -28,7 +28,7 @@ from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import ModeContext
 from perseus_ds.runtime.orders import OrderPhases
 from perseus_ds.runtime.prediction import correct_profile, is_predicted
-from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, warm_up
+from perseus_ds.runtime.profiling import Baseline, counter_period_s, predict_profile, profile_online, warm_up
 from perseus_ds.runtime.shapes import Shape, ShapePhases
 from perseus_ds.runtime.under_plans import Outcome, PlanRunner
 
@@ -120,11 +120,19 @@ def _by_shape(context: ModeContext, frontier: Frontier | None, *, has_profile: b
 
     frontier, profile = context.rank.communicator.computed_on_rank_0(load)
 
-    def start(number: int, shape: Shape) -> Phase[float | None]:
+    # The profiles that are or will be measured, by the lengths of inputs.
+    measured: dict[float, Path] = {}
+
+    def start(number: int, shape: Shape, length: float) -> tuple[Phase[float | None], float | None]:
         if number == 0:
-            return _profile_and_run(context, frontier, tails_of=profile)
+            measured[length] = job.profile_path
+            return _profile_and_run(context, frontier, tails_of=profile), None
         own = replace(context, job=job.of_shape(number, repr(shape)), shape=number)
-        return _profile_and_run(own, frontier_of_an_earlier_run(own), tails_of=profile)
+        known = frontier_of_an_earlier_run(own)
+        error = predict_profile(own, length, measured) if known is None else None
+        if error is None:
+            measured[length] = own.job.profile_path
+        return _profile_and_run(own, known, has_profile=error is not None, tails_of=profile), error
 
     yield from ShapePhases(context, start, first).run()
 

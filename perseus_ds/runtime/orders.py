@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.artifacts.run_records import OrderPlanned
+from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.runtime.iterations import UNKNOWN_ORDER, UNPLANNED, IterationMeasurement, NextIteration, Phase
+from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase
 from perseus_ds.runtime.job import ModeContext
 from perseus_ds.runtime.kinds import MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
 from perseus_ds.runtime.profiling import share_profile
 
-_OF_UNKNOWN_ORDER = replace(UNPLANNED, order=UNKNOWN_ORDER)
+_OF_UNKNOWN_ORDER = replace(UNPLANNED, order=NO_ORDER)
 _MEASURING = ("warm-up", "profile")
 # An order that has not come for so many iterations is not waited for.
 _GONE = 10
@@ -145,7 +145,7 @@ class OrderPhases:
         """Return whether an order is frequent and may get plans now."""
         if self._start is None or order in self._awaited or not self._frequent.is_frequent(order):
             return False
-        if self._numbers >= MOST_NUMBERS:
+        if self._numbers + len(self._awaited) >= MOST_NUMBERS:
             return False
         # An order that is measured keeps others waiting, unless it is gone.
         now = self._frequent.iterations
@@ -168,7 +168,7 @@ class OrderPhases:
         assert self._start is not None, "orders are awaited to be begun"
         communicator = self._context.rank.communicator
         self._numbers += 1
-        micro_batches = 0
+        micro_batches: int | None = None
         profile = self._profile()
         try:
             own = communicator.raise_on_all_ranks(read)
@@ -202,7 +202,7 @@ class OrderPhases:
             if order is self._first:
                 raise
             order.close()
-            self._announce(order.number, 0, given_up=str(error).rstrip("."))
+            self._announce(order.number, None, given_up=str(error).rstrip("."))
             return True
         self._settle(order)
         return True
@@ -213,7 +213,7 @@ class OrderPhases:
             order.wanted = replace(order.wanted, order=order.number)
 
     def _announce(
-        self, number: int, micro_batches: int, *, shares_profile: bool = False, given_up: str | None = None
+        self, number: int, micro_batches: int | None, *, shares_profile: bool = False, given_up: str | None = None
     ) -> None:
         self._context.recorder.announce(
             OrderPlanned(order=number, micro_batches=micro_batches, shares_profile=shares_profile, given_up=given_up)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -40,6 +41,7 @@ from perseus_ds.profiler.fixed_durations import (
     transfer_durations_s,
     without_gaps,
 )
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
 from perseus_ds.runtime.config import ProfileConfig
 from perseus_ds.runtime.default_clocks import SETTLED
@@ -206,6 +208,9 @@ _KNOWN = 0.05
 _MOST_VISITS = 8
 # A tail that takes less of an iteration than this needs no clock of its own.
 _TAIL_MATTERS = 0.02
+# Predicted rows may have such errors, or those of the measured ones: plans from rows that are wrong by 2 % take 0.6 to
+# 2.5 % longer (benchmarks/varying.py).
+_MOST_PREDICTED_ERROR = 0.02
 
 
 def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
@@ -421,6 +426,42 @@ def share_profile(context: ModeContext, path: Path) -> bool:
         return has_all
 
     return communicator.computed_on_rank_0(share)
+
+
+def predict_profile(context: ModeContext, length: float, measured: Mapping[float, Path]) -> float | None:
+    """Write the profile for a length of inputs if it follows from measured ones; every rank must do so at once.
+
+    Args:
+        context: Of the iterations with such inputs.
+        length: Of their inputs; rank 0's counts, as of what was measured.
+        measured: Profiles by length, of which some may not be complete, or predicted themselves.
+
+    Returns:
+        The typical relative error of its rows; None if no profile was written.
+
+    Raises:
+        OSError: On all ranks: it cannot be written.
+    """
+    job, communicator = context.job, context.rank.communicator
+    key = job.profile_key(communicator)
+
+    def predict() -> float | None:
+        profiles = {}
+        for other, path in measured.items():
+            with contextlib.suppress(ProfileError):
+                profile = StageProfile.load(path)
+                if math.isfinite(other) and any(row.samples for row in profile.info.rows):
+                    profiles[other] = profile
+        if not math.isfinite(length) or len(profiles) < FEWEST_LENGTHS:
+            return None
+        profile = LengthModel(profiles).at(length)
+        error = typical_error(profile)
+        if error > max(_MOST_PREDICTED_ERROR, *map(typical_error, profiles.values())):
+            return None
+        StageProfile(profile.measurements, profile.info.model_copy(update={"job": key})).save(job.profile_path)
+        return error
+
+    return communicator.computed_on_rank_0(predict)
 
 
 def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:

@@ -38,7 +38,7 @@ from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextI
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Monitor, Recorder
-from perseus_ds.runtime.shapes import InputShapes, number_of_inputs
+from perseus_ds.runtime.shapes import InputShapes, length_of_inputs, number_of_inputs
 from perseus_ds.runtime.supervision import Fallback, Supervision
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -300,6 +300,7 @@ class PerseusRuntime:
             self._hooks.requested.clock,
             not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
+            length=self._shapes.length,
         )
         asked_mhz, reached_mhz = clocks.readback.reading
         own = {
@@ -339,7 +340,7 @@ class PerseusRuntime:
         if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
             shapes = number_of_inputs(inputs)
             # The first ones tell what iterations that begin so run.
-            if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
+            if self._shapes.add(shapes, length_of_inputs(inputs)) and self._driver.choose(shapes) and self._has_clocks:
                 self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
         return self._hooks.around(operation)
 

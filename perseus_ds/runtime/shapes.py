@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,26 +40,46 @@ def number_of_inputs(inputs: Hashable) -> float:
     return float(int.from_bytes(hashlib.blake2b(repr(inputs).encode(), digest_size=4).digest(), "little") + 1)
 
 
+@functools.lru_cache(maxsize=4096)
+def length_of_inputs(inputs: Hashable) -> float:
+    """Return a number in proportion to the tokens of a forward's inputs: the elements of the first one; NaN if unknown.
+
+    Given are the shapes of all inputs, or of one of them.
+    """
+    if isinstance(inputs, int | float):
+        return float(inputs)
+    if not isinstance(inputs, tuple) or not inputs:
+        return math.nan
+    if all(isinstance(size, int) for size in inputs):
+        return float(math.prod(inputs))
+    return length_of_inputs(inputs[0])
+
+
 class InputShapes:
     """Numbers for the shapes of the inputs of one iteration, told once they are known.
 
     Attributes:
         first: Of the first forward; 0 before it, and where shapes are not told.
         total: Of all forwards so far, whatever their order.
+        length: The mean length of the inputs of a forward so far.
     """
 
     def __init__(self, forwards: int = 0, tell: Callable[[float, float], None] | None = None) -> None:
         self.first = 0.0
         self.total = 0.0
+        self.length = math.nan
+        self._forwards = 0
         self._left = forwards
         self._tell = tell
 
-    def add(self, shape: float) -> bool:
+    def add(self, shape: float, length: float = math.nan) -> bool:
         """Take in the inputs of a forward; return whether it is the first one."""
         is_first = self.total == 0.0
         if is_first:
-            self.first = shape
+            self.first, self.length = shape, length
         self.total += shape
+        self._forwards += 1
+        self.length += (length - self.length) / self._forwards
         self._left -= 1
         if self._left == 0 and self._tell is not None:
             self._tell(self.first, self.total)
@@ -107,8 +128,20 @@ class ShapePhases:
     The same on all ranks, which call all methods together.
     """
 
-    def __init__(self, context: ModeContext, start: Callable[[int, Shape], Phase[Any]], first: float | None) -> None:
-        """Begin without shapes; ``start`` begins the phases of one, ``first`` is the total of that with number 0."""
+    def __init__(
+        self,
+        context: ModeContext,
+        start: Callable[[int, Shape, float], tuple[Phase[Any], float | None]],
+        first: float | None,
+    ) -> None:
+        """Begin without shapes.
+
+        Args:
+            context: Of the mode.
+            start: Begins the phases of a shape, given its number and the length of its inputs; returns them, and the
+                relative error of its profile if that was predicted.
+            first: The total of the shape with number 0, if there is one.
+        """
         self._recorder = context.recorder
         self._topology = context.rank.communicator.topology
         self._channel = context.rank.communicator.open_channel()
@@ -120,6 +153,7 @@ class ShapePhases:
         self._progress: dict[str, Any] = {}
         stream = context.job.schedule.instructions[self._topology.pipeline_rank]
         self._forwards = sum(instruction.kind is Kind.FORWARD for instruction in stream)
+        self._has_said = False
         self._told: Pending[list[int] | None] | None = None
 
     def run(self) -> Phase[None]:
@@ -165,9 +199,15 @@ class ShapePhases:
                 if planned.phases and planned.confused > max(_CONFUSED, _CONFUSED_SHARE * planned.iterations):
                     self._give_up(planned, "iterations that begin with the same inputs go on with others")
         if shape not in self._planned and self._deserves_plans(shape, alike):
-            self._begin(shape)
+            self._begin(shape, seen.length)
             return None  # it did not run what these phases ask for
         found = self._planned.get(shape)
+        if found is None and not self._has_said:
+            self._has_said = True
+            self._recorder.say(
+                "iterations differ in the shapes of their inputs: shapes that come often get plans, all others run at "
+                "default clocks"
+            )
         if found is not None:
             found.came, found.iterations = self._frequent.iterations, found.iterations + 1
         return found if found is not None and found.phases else None
@@ -241,13 +281,14 @@ class ShapePhases:
         self._planned.pop(unused).close()
         return True
 
-    def _begin(self, shape: Shape) -> None:
+    def _begin(self, shape: Shape, length: float) -> None:
         if shape.total == self._first:
             number, self._first = 0, None
         else:
             number = self._numbers = self._numbers + 1
-        self._recorder.announce(ShapePlanned(shape=number))
-        planned = self._planned[shape] = _Planned(number, self._start(number, shape), self._frequent.iterations)
+        phases, error = self._start(number, shape, length)
+        self._recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
+        planned = self._planned[shape] = _Planned(number, phases, self._frequent.iterations)
         self._advance(planned, None)
 
     def _give_up(self, planned: _Planned, why: str) -> None:

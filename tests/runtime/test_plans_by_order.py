@@ -10,6 +10,7 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
 from perseus_ds.errors import ScheduleError
+from perseus_ds.runtime import orders
 
 STAGES_S = (0.036, 0.05)
 
@@ -74,6 +75,17 @@ def test_a_new_count_in_every_iteration_is_said_once_and_costs_no_memory(job, ca
     assert capsys.readouterr().out.count("differ in their number of micro-batches") == 1
     assert job.events(OrderPlanned) == []
     assert job.events(Failed) == []
+
+
+def test_more_orders_than_have_numbers_run_at_default_clocks(job, monkeypatch):
+    monkeypatch.setattr(orders, "MOST_NUMBERS", 1)
+    train(job, [8] * 60)
+    counts = [8, 4, 5] * 60
+    phases = train(job, counts)
+    job.close()
+    assert phases[-3:] == ["run", "run", "observe"]
+    assert [event.micro_batches for event in job.events(OrderPlanned)] == [4]
+    assert [path.name for path in (job.folder / "orders").iterdir()] == ["1"]
 
 
 def test_a_count_that_grows_gets_a_plan_for_each_step_that_lasts(start):

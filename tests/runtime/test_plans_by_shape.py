@@ -109,6 +109,28 @@ def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tm
     assert {record.shape for record in job.close()[-20:]} == {1, 2}
 
 
+def test_a_new_shape_in_every_iteration_is_said_once_and_leaves_no_files(job, capsys):
+    """As where sequences are not padded."""
+
+    def train_lengths(numbers):
+        phases = []
+        for number in numbers:
+            length = job.shapes = 1.0 + 0.618034 * number % 1.0
+            job.work_s = [{Kind.FORWARD: 0.1 * length, Kind.BACKWARD: 0.1 * length**3, Kind.TAIL: 0.01}]
+            phases += job.train()
+        return phases
+
+    assert train_lengths(range(260))[-1] == "observe"
+    before = sorted(path.name for path in job.folder.iterdir())
+    phases = train_lengths(range(260, 400))
+    assert set(phases) == {"observe"}
+    assert sorted(path.name for path in job.folder.iterdir()) == before
+    job.close()
+    assert not (job.folder / "shapes").exists()
+    assert capsys.readouterr().out.count("iterations differ in the shapes of their inputs") == 1
+    assert job.events(Failed) == []
+
+
 def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_shape(job):
     phases = []
 

@@ -125,9 +125,9 @@ def sum_of_losses(tokens: torch.Tensor, output: torch.Tensor) -> tuple[torch.Ten
 def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
     # Each context parallel rank has its part of a sequence; attention between the parts needs Transformer Engine.
     parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    tokens, positions = (
-        whole.chunk(parts, dim=1)[part] for whole in (next(data), torch.arange(LENGTH).expand(ROWS, LENGTH))
-    )
+    whole = next(data)
+    positions = torch.arange(whole.shape[1]).expand_as(whole)
+    tokens, positions = (each.chunk(parts, dim=1)[part] for each in (whole, positions))
     run = model.build_schedule_plan if return_schedule_plan else model  # a plan of combined 1F1B, which runs it
     loss = partial(sum_of_losses, tokens) if model.config.calculate_per_token_loss else loss_of
     return run(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss
@@ -183,7 +183,7 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        losses = iterate(model, data, micro_batches)
+        losses = iterate(model, data, micro_batches, length=length_of(job, step))
         norm = gradient_norm(model)
         _, total, _ = optimizer.step()
         report["losses"].append(losses)
@@ -221,14 +221,23 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
             yield count
 
 
-def iterate(model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False) -> list[str]:
+def length_of(job: dict[str, Any], step: int) -> int:
+    """Return the sequence length of an iteration."""
+    lengths = job.get("lengths", [LENGTH])
+    return int(lengths[step % len(lengths)])
+
+
+def iterate(
+    model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False, length: int = LENGTH
+) -> list[str]:
     """Train or evaluate one iteration; return the losses of its micro-batches, on the last stage."""
+    data = [(tokens[:, :length] for tokens in of_chunk) for of_chunk in data]
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(model) > 1 else data[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=micro_batches,
-        seq_length=LENGTH,
+        seq_length=length,
         micro_batch_size=ROWS,
         forward_only=forward_only,
     )

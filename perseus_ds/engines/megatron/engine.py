@@ -227,7 +227,7 @@ class MegatronEngine(Engine):
         self._model = model if isinstance(model, list) else [model]
         self._config = self._schedules.get_model_config(self._model[0])
         self._micro_batch_size = kwargs["micro_batch_size"]
-        self._inputs = kwargs["seq_length"], kwargs["micro_batch_size"], kwargs.get("decoder_seq_length")
+        self._inputs = (kwargs["seq_length"], kwargs["micro_batch_size"]), kwargs.get("decoder_seq_length")
         if problem := self._problem(communicator):
             if self._session.config.mode != "auto":
                 raise ScheduleError(f"perseus: {problem}.")

@@ -1,0 +1,139 @@
+"""Profiles of passes as a function of the length of their inputs, fitted over the lengths that were measured.
+
+The *length* of an input is its number of tokens, or any number in proportion to it. A pass computes most operations
+once per token, attention once per pair of tokens, and some, such as launching kernels, once. So at each clock its time
+and its energy are ``a + b n + c n²`` for a length n, with no negative coefficient. Error bars are those of the
+unconstrained fit: they grow with the errors of the profiles, with their deviations from the formula, and outside of the
+lengths that were measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from perseus_ds.artifacts.profile import Measurement, RowQuality, StageProfile
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.dag import FixedDurations
+from perseus_ds.pipeline.instruction import Kind
+
+K = TypeVar("K", bound=Hashable)
+Floats = npt.NDArray[np.float64]
+
+FEWEST_LENGTHS = 3
+"""Number of measured lengths, below which a formula of three terms has no error bars."""
+# The relative error of a row at least, and where it is not known: no formula is exact.
+_LEAST_ERROR, _UNKNOWN_ERROR = 0.003, 0.01
+
+
+class LengthModel:
+    """Time and energy of passes for any length of their inputs.
+
+    Args:
+        profiles: Profiles of the same passes by length, of :data:`FEWEST_LENGTHS` lengths at least.
+
+    Raises:
+        ProfileError: There are fewer.
+    """
+
+    def __init__(self, profiles: Mapping[float, StageProfile]) -> None:
+        if len(profiles) < FEWEST_LENGTHS:
+            raise ProfileError(
+                f"Profiles of {len(profiles)} lengths do not tell how passes depend on it: expected {FEWEST_LENGTHS}. "
+                "Measure more lengths."
+            )
+        self._profiles = dict(sorted(profiles.items()))
+        self._longest = max(profiles)
+
+    def at(self, length: float) -> StageProfile:
+        """Return the profile for a length, each row with its error bars and 0 samples.
+
+        Rows of tails, which do not depend on the length, are those of the profile of the nearest length.
+        """
+        nearest = self._profiles[min(self._profiles, key=lambda other: abs(other - length))]
+        measurements, qualities = [], []
+        for (stage, kind, clock_mhz), series in self._series().items():
+            (time_s, time_error), (energy_j, energy_error) = (self._estimate(each, length) for each in series)
+            measurements.append(Measurement(stage, kind, clock_mhz, time_s, energy_j))
+            qualities.append(
+                RowQuality(
+                    stage=stage,
+                    kind=kind,
+                    clock_mhz=clock_mhz,
+                    samples=0,
+                    time_relative_error=time_error,
+                    energy_relative_error=energy_error,
+                )
+            )
+        tails = [row for row in nearest.measurements if row.kind is Kind.TAIL]
+        of_tails = [row for row in nearest.info.rows if row.kind is Kind.TAIL]
+        info = nearest.info.model_copy(update={"rows": [*qualities, *of_tails], "memory_bytes": []})
+        return StageProfile([*measurements, *tails], info.with_fixed_durations(self._fixed(length)))
+
+    def _series(self) -> dict[tuple[int, Kind, int], tuple[Floats, Floats]]:
+        """Return time and energy of all passes by length, each of shape (lengths, 2): values and relative errors."""
+        found: dict[tuple[int, Kind, int], list[tuple[Measurement, RowQuality | None]]] = defaultdict(list)
+        for profile in self._profiles.values():
+            known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+            for row in profile.measurements:
+                key = row.stage, row.kind, row.clock_mhz
+                found[key].append((row, known.get(key)))
+        return {
+            key: (
+                np.array([(row.time_s, quality and quality.time_relative_error) for row, quality in rows], float),
+                np.array([(row.energy_j, quality and quality.energy_relative_error) for row, quality in rows], float),
+            )
+            for key, rows in found.items()
+            if key[1] is not Kind.TAIL and len(rows) == len(self._profiles)
+        }
+
+    def _estimate(self, series: Floats, length: float) -> tuple[float, float]:
+        """Return a value at a length, and its relative standard error."""
+        value, error = series.T
+        error = np.maximum(np.where(np.isnan(error), _UNKNOWN_ERROR, error), _LEAST_ERROR)
+        terms = self._terms(self._profiles) / (value * error)[:, None]
+        coefficients, misfit = nnls(terms, 1 / error)
+        free = len(value) - terms.shape[1]
+        scatter = max(1.0, misfit**2 / free) if free else 1.0
+        wanted = self._terms([length])[0]
+        found = float(wanted @ coefficients)
+        variance = scatter * float(wanted @ np.linalg.solve(terms.T @ terms, wanted))
+        return found, float(np.sqrt(variance)) / found
+
+    def _terms(self, lengths: Iterable[float]) -> Floats:
+        """Return what the three parts are proportional to, shape (lengths, 3)."""
+        relative = np.fromiter(lengths, np.float64) / self._longest
+        return np.column_stack([np.ones_like(relative), relative, relative**2])
+
+    def _fixed(self, length: float) -> FixedDurations:
+        """Return the durations of what has no clock to choose, which have a constant part and one per token."""
+        known = [profile.info.fixed_durations for profile in self._profiles.values()]
+        return FixedDurations(
+            load_s=self._fitted([fixed.load_s for fixed in known], length),
+            transfer_s=self._fitted([fixed.transfer_s for fixed in known], length),
+            other_s=self._fitted([fixed.other_s for fixed in known], length),
+        )
+
+    def _fitted(self, durations: Sequence[Mapping[K, float]], length: float) -> dict[K, float]:
+        """Return the durations that all profiles have, at a length [s]."""
+        terms, wanted = self._terms(self._profiles)[:, :2], self._terms([length])[0, :2]
+        shared = [key for key in durations[0] if all(key in of_length for of_length in durations)]
+        return {
+            key: float(wanted @ nnls(terms, np.array([of_length[key] for of_length in durations]))[0]) for key in shared
+        }
+
+
+def typical_error(profile: StageProfile) -> float:
+    """Return the mean over all rows of passes of the larger relative error, that of time or that of energy."""
+    errors = [
+        max(row.time_relative_error or 0.0, row.energy_relative_error or 0.0)
+        for row in profile.info.rows
+        if row.kind is not Kind.TAIL
+    ]
+    return fmean(errors) if errors else float("inf")

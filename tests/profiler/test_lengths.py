@@ -1,0 +1,96 @@
+"""Profiles of lengths that were not measured, from those of lengths that were."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import synthetic_profile
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.lengths import LengthModel, typical_error
+
+AT_1 = synthetic_profile(2, load_s={0: 0.01}, blocking_power_w=80.0)
+
+
+def factor(length, fixed=0.1, attention=0.15):
+    """How many times as long as at length 1 a pass takes."""
+    return fixed + (1 - fixed - attention) * length + attention * length**2
+
+
+def profile_at(length, noise=0.0, draw=None, **parts):
+    """The profile of a length, with random errors that its quality tells."""
+    rows, quality = [], []
+    for row in AT_1.measurements:
+        of_time, of_energy = 1 + noise * (draw.standard_normal(2) if draw else np.zeros(2))
+        times = factor(length, **parts)
+        rows.append(replace(row, time_s=row.time_s * times * of_time, energy_j=row.energy_j * times * of_energy))
+        place = {"stage": row.stage, "kind": row.kind, "clock_mhz": row.clock_mhz}
+        quality.append(RowQuality(**place, samples=9, time_relative_error=noise, energy_relative_error=noise))
+    info = AT_1.info.model_copy(update={"rows": quality, "load_s": {0: 0.01 * length}})
+    return StageProfile(rows, info)
+
+
+def errors(found, length, **parts):
+    """Relative errors of the times of a profile."""
+    truth = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in profile_at(length, **parts).measurements}
+    return np.array([m.time_s / truth[m.stage, m.kind, m.clock_mhz] - 1 for m in found.measurements])
+
+
+@given(
+    fixed=st.floats(0, 0.4),
+    attention=st.floats(0, 0.5),
+    lengths=st.lists(st.integers(1, 20), min_size=3, max_size=5, unique=True),
+    wanted=st.floats(1, 20),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_follows_the_formula_is_predicted_exactly(fixed, attention, lengths, wanted):
+    parts = {"fixed": fixed, "attention": attention}
+    model = LengthModel({length / 10: profile_at(length / 10, **parts) for length in lengths})
+    found = model.at(wanted / 10)
+    assert np.abs(errors(found, wanted / 10, **parts)).max() < 1e-6
+    assert found.info.load_s[0] == pytest.approx(0.001 * wanted, rel=1e-6)
+    assert found.keys == AT_1.keys
+
+
+def test_errors_of_the_profiles_become_error_bars_which_are_as_large_as_the_errors():
+    draw = np.random.default_rng(3)
+    model = LengthModel({length: profile_at(length, 0.01, draw) for length in (0.5, 0.75, 1.0, 1.5)})
+    for length in (0.6, 1.2, 2.0):
+        found = model.at(length)
+        bars = np.array([row.time_relative_error for row in found.info.rows])
+        ratio = np.sqrt(np.mean((errors(found, length) / bars) ** 2))
+        assert 0.5 < ratio < 1.3
+    inside, outside = (typical_error(model.at(length)) for length in (0.9, 3.0))
+    assert inside < 0.01
+    assert outside > 3 * inside
+    assert {row.samples for row in model.at(0.9).info.rows} == {0}
+
+
+def test_times_that_do_not_follow_the_formula_have_larger_error_bars():
+    """As where a longer input needs another kernel."""
+    follows = {length: profile_at(length) for length in (0.5, 0.7, 0.9, 1.1, 1.3)}
+    jumps = {**follows, 0.9: profile_at(0.9 * 1.15)}
+    assert typical_error(LengthModel(jumps).at(1.0)) > 4 * typical_error(LengthModel(follows).at(1.0))
+
+
+def test_a_clock_that_one_length_lacks_has_no_row_and_tails_are_those_of_the_nearest_length():
+    tail = Measurement(0, Kind.TAIL, 1410, 0.01, 2.0)
+    profiles = {}
+    for length in (0.5, 1.0, 1.5):
+        full = profile_at(length)
+        kept = [row for row in full.measurements if length != 1.0 or row.clock_mhz != 900]
+        of_length = replace(tail, time_s=0.01 * length)
+        rows = [row for row in full.info.rows if length != 1.0 or row.clock_mhz != 900]
+        profiles[length] = StageProfile([*kept, of_length], ProfileInfo(rows=rows))
+    found = LengthModel(profiles).at(1.1)
+    assert 900 not in {row.clock_mhz for row in found.measurements}
+    assert found.at(0, Kind.TAIL, 1410).time_s == 0.01
+
+
+def test_two_lengths_are_too_few():
+    with pytest.raises(ProfileError, match=r"Profiles of 2 lengths .* expected 3"):
+        LengthModel({1.0: profile_at(1.0), 2.0: profile_at(2.0)})
