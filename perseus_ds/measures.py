@@ -23,12 +23,20 @@ import itertools
 import math
 import operator
 import statistics
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten, Record, Started, trains
+from perseus_ds.artifacts.run_records import (
+    IterationRecord,
+    OrderPlanned,
+    PlanJudged,
+    ProfileWritten,
+    Record,
+    Started,
+    trains,
+)
 
 AT_DEFAULT_CLOCKS: Mapping[str, str] = {
     "observe": "in observe mode",
@@ -243,6 +251,14 @@ class IterationKind(NamedTuple):
         return cls(record.order or 0, record.shape or 0)
 
 
+class LastingKind(NamedTuple):
+    """A kind of iterations over all starts of a job: the number of an order only if its micro-batches are not known."""
+
+    micro_batches: int | None
+    order: int
+    shape: int
+
+
 @dataclass(frozen=True)
 class Measured:
     """Iterations under a plan, compared with their baseline.
@@ -379,8 +395,9 @@ class JobMeasures:
         # The mean of the predictions at default clocks, of each kind but the first.
         self._kinds: dict[IterationKind, Baseline] = {}
         # The totals under plans of earlier frontiers.
-        self._planned_before = 0
-        self._saved_before: Saving | None = None
+        self._planned_before: Counter[LastingKind] = Counter()
+        self._saved_before: dict[LastingKind, Saving] = {}
+        self._micro_batches: dict[int, int | None] = {}
         # Phase, plan and limits of the last iteration of each kind.
         self._last: dict[IterationKind, tuple[str, int | None, bool]] = {}
         self.frontier: tuple[str | None, int] = None, 0
@@ -395,11 +412,29 @@ class JobMeasures:
         if isinstance(record, Started):
             self._last.clear()
             self.frontier = record.frontier, self.frontier[1]
+            self._number_order(0, record.micro_batches)
+        elif isinstance(record, OrderPlanned) and not record.given_up:
+            self._number_order(record.order, record.micro_batches)
         elif isinstance(record, ProfileWritten) and not (record.order or record.shape):
             self.frontier = self.frontier[0], self.frontier[1] + 1
         elif isinstance(record, PlanJudged) and not (self._is_limited or record.order or record.shape):
             self._add_verdict(record.plan)
         return False
+
+    def _number_order(self, order: int, micro_batches: int | None) -> None:
+        """Record an order's number of micro-batches: after a resumed start, it may be that of another order."""
+        if self._micro_batches.setdefault(order, micro_batches) != micro_batches:
+            self._keep_savings()
+            self._micro_batches[order] = micro_batches
+            self.frontier = self.frontier[0], self.frontier[1] + 1
+
+    def _keep_savings(self) -> None:
+        """Keep what was saved under plans whose numbers are no longer valid."""
+        self._planned_before, self._saved_before = Counter(self.planned_by_kind()), self.saving_by_kind()
+        self._plans.clear()
+        self._verdicts.clear()
+        self._kinds.clear()
+        self._predicted = None
 
     def _add_iteration(self, record: IterationRecord) -> bool:
         # Each order and input shape has its own plans, which alternate, and its own default clocks to compare with. The
@@ -422,11 +457,7 @@ class JobMeasures:
     def _add_planned(self, record: IterationRecord, plan: int | IterationKind, *, counts: bool) -> None:
         if self._frontier_of_plans != self.frontier:  # plan numbers are valid for one frontier only
             self._frontier_of_plans = self.frontier
-            self._planned_before, self._saved_before = self.planned, self.saving()
-            self._plans.clear()
-            self._verdicts.clear()
-            self._kinds.clear()
-            self._predicted = None
+            self._keep_savings()
         default_s, default_j = record.default_time_s, record.default_energy_j
         series = self._plans[plan]
         if isinstance(plan, IterationKind):
@@ -534,12 +565,33 @@ class JobMeasures:
     @property
     def planned(self) -> int:
         """Number of iterations that ran under plans."""
-        return self._planned_before + sum(series.ran for series in self._plans.values())
+        return sum(self.planned_by_kind().values())
 
     def saving(self, others: Mapping[str, JobMeasures] | None = None) -> Saving | None:
         """Return the saving of all iterations under plans, or None if it is unknown.
 
         It includes the iterations under plans of earlier frontiers.
         """
-        now = Saving.of(self.plans(others))
-        return now + self._saved_before if now and self._saved_before else now or self._saved_before
+        found = [*self.saving_by_kind(others).values()]
+        return sum(found[1:], found[0]) if found else None
+
+    def planned_by_kind(self) -> dict[LastingKind, int]:
+        """Return how many iterations of each kind ran under plans."""
+        found = self._planned_before.copy()
+        for plan, series in self._plans.items():
+            found[self.lasting(plan if isinstance(plan, IterationKind) else IterationKind())] += series.ran
+        return dict(found)
+
+    def saving_by_kind(self, others: Mapping[str, JobMeasures] | None = None) -> dict[LastingKind, Saving]:
+        """Return the saving of the iterations of each kind, if it is known."""
+        found = dict(self._saved_before)
+        for measured in self.plans(others):
+            kind, saving = self.lasting(measured.kind), Saving.of([measured])
+            if saving is not None:
+                found[kind] = found[kind] + saving if kind in found else saving
+        return found
+
+    def lasting(self, kind: IterationKind) -> LastingKind:
+        """Return what identifies a kind over all starts of a job, at each of which orders are numbered anew."""
+        micro_batches = self._micro_batches.get(kind.order)
+        return LastingKind(micro_batches, kind.order if micro_batches is None else 0, kind.shape)

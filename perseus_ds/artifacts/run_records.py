@@ -398,17 +398,18 @@ class KindSummary(BaseModel):
     """Iterations of one kind: of one order of passes, with inputs of one shape.
 
     Attributes:
-        micro_batches: Of an order that has plans of its own.
-        planned: How many of the iterations ran under plans of the frontier in use.
+        micro_batches: Of its order; None if that is not known.
+        order: Number of its order if that is not known.
+        planned: How many of the iterations ran under plans.
         slowdown: Of these, against the same iterations at default clocks.
         saved: Likewise.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
+    micro_batches: int | None = None
     order: int = 0
     shape: int = 0
-    micro_batches: int | None = None
     iterations: int = 0
     planned: int = 0
     slowdown: float | None = None

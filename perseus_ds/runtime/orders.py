@@ -127,6 +127,7 @@ class OrderPhases:
     def _of(self, order: Hashable) -> _Order | None:
         """Return the order of an iteration that has ended, or None if it has no phases yet."""
         self._frequent.add(order)
+        self._awaited = {awaited for awaited in self._awaited if self._frequent.is_frequent(awaited)}
         found = self._planned.get(order)
         if found is not None:
             found.came = self._frequent.iterations

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from perseus_ds.artifacts.run_records import (
     Limits,
     LimitsChanged,
     OrderGiven,
-    OrderPlanned,
     PlanChosen,
     PlanSummary,
     PolicyChanged,
@@ -35,9 +34,8 @@ from perseus_ds.measures import (
     AT_DEFAULT_CLOCKS,
     IterationKind,
     JobMeasures,
-    Measured,
+    LastingKind,
     PowerBySecond,
-    Saving,
     Typical,
     sums_by_part,
 )
@@ -219,9 +217,7 @@ class JobProgress:
         self._all_j: list[float] = []
         self._default_j: list[float] = []
         self._planned_j: list[float] = []
-        # Iterations of each kind, and the micro-batches of those orders that have plans.
-        self._of_kind: Counter[IterationKind] = Counter()
-        self._micro_batches: dict[int, int | None] = {}
+        self._of_kind: Counter[LastingKind] = Counter()
         self._recent: deque[IterationRecord] = deque(maxlen=_RECENT)
         self._power = PowerBySecond(_RECENT)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
@@ -263,10 +259,7 @@ class JobProgress:
             self.since_start = Tally()
             self._latest.clear()
             self._policy = event.policy
-            self._micro_batches[0] = event.micro_batches
             self._last = self._ordered_policy = self._ordered_pause = self._on_the_way = None
-        elif isinstance(event, OrderPlanned) and not event.given_up:
-            self._micro_batches[event.order] = event.micro_batches
         elif isinstance(event, ProfileWritten):
             self.profiling_s += event.lost_s or 0.0
             self.profiling_j += event.lost_j or 0.0
@@ -292,7 +285,7 @@ class JobProgress:
         if record.energy_by_rank_j is not None and self._unrecorded_s:
             self._powers_w = tuple(energy_j / self._unrecorded_s for energy_j in record.energy_by_rank_j)
             self._unrecorded_s = 0.0
-        self._of_kind[IterationKind.of(record)] += 1
+        self._of_kind[self.measures.lasting(IterationKind.of(record))] += 1
         self.total.add(record)
         self.since_start.add(record)
         self._recent.append(record)
@@ -423,20 +416,20 @@ class JobProgress:
                 for one in plans
                 if one.plan is not None
             ),
-            "kinds": tuple(self._kinds(plans)) if len(self._of_kind) > 1 else (),
+            "kinds": tuple(self._kinds()) if len(self._of_kind) > 1 else (),
         }
 
-    def _kinds(self, plans: Sequence[Measured]) -> Iterator[KindSummary]:
+    def _kinds(self) -> Iterator[KindSummary]:
         """Yield what each kind of iterations saved under plans, the most frequent first."""
+        planned, savings = self.measures.planned_by_kind(), self.measures.saving_by_kind()
         for kind, iterations in self._of_kind.most_common():
-            own = [one for one in plans if one.kind == kind]
-            saving = Saving.of(own)
+            saving = savings.get(kind)
             yield KindSummary(
+                micro_batches=kind.micro_batches,
                 order=kind.order,
                 shape=kind.shape,
-                micro_batches=self._micro_batches.get(kind.order),
                 iterations=iterations,
-                planned=sum(one.ran for one in own),
+                planned=planned.get(kind, 0),
                 slowdown=saving and saving.slowdown,
                 saved=saving and saving.saved,
             )

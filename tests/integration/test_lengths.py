@@ -1,12 +1,14 @@
 """A length that was not profiled runs under a plan, and training is, bit for bit, that without Perseus."""
 
 import pytest
-from job import QUICK_PROFILE, SIMULATED, assert_same_training, assert_untouched, block_in, run, run_jobs
+from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs
 from megatron_job import __file__ as megatron_script
 from run_log import events, iterations, records
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 POLICY = {"name": "energy_optimal"}
+# Iterations of each length follow others, and are long enough for several refreshes of the counter.
+SIMULATED = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_latency_s": 0.001}
 
 
 def lengths(known, new):
@@ -26,7 +28,7 @@ def assert_new_length_is_planned(folder):
 
 def test_deepspeed(tmp_path):
     perseus = {"mode": "auto", "profile": QUICK_PROFILE, "cache": False, "policy": POLICY, "simulated": SIMULATED}
-    job = {"work": [3, 2], "micro_batches": 2, "buckets": lengths([8, 24, 40], 32)}
+    job = {"work": [3, 2], "micro_batches": 2, "buckets": lengths([16, 24, 40], 32)}
     job["steps"] = len(job["buckets"])
     planned = run(tmp_path / "auto", 2, perseus=perseus, **job)
     assert_new_length_is_planned(tmp_path / "auto" / "perseus")

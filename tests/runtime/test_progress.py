@@ -75,6 +75,20 @@ def test_each_kind_of_iterations_says_how_many_ran_under_plans_and_what_they_sav
     assert "8 micro-batches: 20 of 26 iterations under plans" in log.at_end().in_words()
 
 
+def test_orders_that_are_numbered_anew_after_a_restart_stay_what_they_are():
+    other = {"order": 1, "plan": 0, "time_s": 2.0, "energy_j": 180.0, "default_time_s": 2.0, "default_energy_j": 200.0}
+    records = [*alternating_job(), started(micro_batches=4), *(planned_iteration(n) for n in range(38, 48))]
+    records += [OrderPlanned(time=BEGIN + 48, order=1, micro_batches=8)]
+    records += [planned_iteration(number, **other) for number in range(48, 53)]
+    facts = facts_of(records)
+    assert {kind.micro_batches: kind.iterations for kind in facts.kinds} == {8: 26 + 5, 4: 10 + 10, None: 1}
+    assert {kind.micro_batches: kind.saved for kind in facts.kinds if kind.planned} == {
+        8: pytest.approx((20 * 20 + 5 * 20) / (20 * 100 + 5 * 200)),
+        4: pytest.approx((10 * 20 + 10 * 20) / (10 * 50 + 10 * 100)),
+    }
+    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20 + 10 * 20 + 5 * 20)
+
+
 def test_iterations_that_are_all_alike_are_of_no_kind():
     assert facts_of(auto_job()).kinds == ()
 
