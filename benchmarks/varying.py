@@ -2,6 +2,7 @@
 
     python benchmarks/varying.py                # the published A100 and A40 profiles, 10 minutes
     python benchmarks/varying.py --jobs         # what auto mode does on SIMULATED GPUs, 5 minutes
+    python benchmarks/varying.py --counts       # the same for numbers of micro-batches that vary, 1 minute
 
 GPT-3 175B, 8 stages, 24 micro-batches, 1F1B; the micro-batches of each iteration have random lengths, uniformly
 distributed within so many percent of the mean. A pass takes a time and an energy in proportion to its tokens, but for
@@ -20,6 +21,9 @@ with the highest clock throughout *for the same lengths*. Clocks follow at once,
 ``--jobs`` trains a job with such lengths in auto mode, which does not know them: four unequal stages on SIMULATED
 A100s in virtual time, eight micro-batches, the real runtime. The last 100 of 500 iterations are compared with those of
 the same job in observe mode, which have the same lengths; energies are the true ones of the simulated GPUs.
+
+``--counts`` trains the same four stages with 8 and 4 micro-batches in turns, and with 2, 4, 6 and 8, each for a quarter
+of the job, as in a warm-up of the batch size. Of these, all iterations of the job are compared.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -262,6 +267,28 @@ def compare_jobs() -> None:
                 print(f"    {line}", flush=True)
 
 
+def compare_counts() -> None:
+    """Print what auto mode saves with numbers of micro-batches that vary."""
+    for name, counts, compared in (
+        ("8 and 4 in turns, the last 100", [8, 4] * (ITERATIONS // 2), COMPARED),
+        ("2, 4, 6 and 8, all 500", np.repeat([2, 4, 6, 8], ITERATIONS // 4).tolist(), ITERATIONS),
+    ):
+        jobs = {}
+        for mode in ("observe", "auto"):
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+                jobs[mode] = job = VirtualJob(Path(folder), stages_s=STAGES_S, micro_batches=counts[0], mode=mode)
+                for count in counts:
+                    job.schedule = read_schedule(schedule_class("1f1b"), ranks=len(STAGES_S), micro_batches=count)
+                    job.train()
+                job.close()
+        (time_s, energy_j), (default_s, default_j) = (
+            np.sum([taken[1:] for taken in jobs[mode].taken[-compared:]], axis=0) for mode in ("auto", "observe")
+        )
+        phases = Counter(phase for phase, _, _ in jobs["auto"].taken)
+        saving = Saving(compared, time_s, energy_j, default_s, default_j)
+        print(f"{name}: {_figures(saving)}   of all, {', '.join(f'{n} {phase}' for phase, n in phases.items())}")
+
+
 def main() -> None:
     """Print the table of each GPU and variation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,7 +296,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=24)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--jobs", action="store_true", help="auto mode on SIMULATED GPUs")
+    parser.add_argument("--counts", action="store_true", help="numbers of micro-batches, on SIMULATED GPUs")
     arguments = parser.parse_args()
+    if arguments.counts:
+        compare_counts()
+        return
     if arguments.jobs:
         compare_jobs()
         return
