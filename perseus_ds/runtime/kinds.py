@@ -16,6 +16,8 @@ MOST_KINDS = 6
 """Number of kinds that have plans at a time."""
 MOST_NUMBERS = 254
 """Number of kinds that get plans during a job, each with a folder of its own."""
+MEASURING = ("warm-up", "profile")
+"""The phases in which the profile of a kind is not complete."""
 # A kind that was not seen in this number of iterations may be replaced by another one.
 _UNUSED = 500
 

@@ -18,11 +18,10 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase
 from perseus_ds.runtime.job import ModeContext
-from perseus_ds.runtime.kinds import MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
+from perseus_ds.runtime.kinds import MEASURING, MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
 from perseus_ds.runtime.profiling import share_profile
 
 _OF_UNKNOWN_ORDER = replace(UNPLANNED, order=NO_ORDER)
-_MEASURING = ("warm-up", "profile")
 # An order that has not come for so many iterations is not waited for.
 _GONE = 10
 _WITHOUT_PROFILE = ("calibrate", "observe")
@@ -42,7 +41,7 @@ class _Order(KindOfIteration):
 
     def note_profile(self) -> None:
         """Update whether there is a profile, by the present phase."""
-        if self.wanted.phase in _MEASURING and not self.wanted.shape:
+        if self.wanted.phase in MEASURING and not self.wanted.shape:
             self.profile = None
         elif self.wanted.phase not in _WITHOUT_PROFILE:
             self.profile = self._profile_path

@@ -23,10 +23,11 @@ from perseus_ds.artifacts.run_records import ShapePlanned
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.reports import SHAPES, shapes_number
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS
 from perseus_ds.ranks import Pending
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase
 from perseus_ds.runtime.job import ModeContext
-from perseus_ds.runtime.kinds import MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
+from perseus_ds.runtime.kinds import LAST, MEASURING, MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
 
 # Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
@@ -271,7 +272,7 @@ class ShapePhases:
             is_first or self._frequent.is_frequent(shape)
         ):
             return False
-        if self._numbers >= MOST_NUMBERS:
+        if self._numbers >= MOST_NUMBERS or self._waits_for_profiles():
             return False
         if len(self._planned) < MOST_KINDS:
             return True
@@ -280,6 +281,16 @@ class ShapePhases:
             return False
         self._planned.pop(unused).close()
         return True
+
+    def _waits_for_profiles(self) -> bool:
+        """Return whether enough lengths are being profiled for the profiles of others to follow from them."""
+        now = self._frequent.iterations
+        measured = (
+            planned
+            for planned in self._planned.values()
+            if planned.wanted.phase in MEASURING and now - planned.came < LAST
+        )
+        return len(self._planned) >= FEWEST_LENGTHS and any(measured)
 
     def _begin(self, shape: Shape, length: float) -> None:
         if shape.total == self._first:

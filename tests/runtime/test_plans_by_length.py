@@ -58,6 +58,15 @@ def test_a_new_length_is_planned_without_a_profile_of_its_own_and_its_promise_is
     assert sum(record.energy_j for record in mine) < 0.95 * sum(record.default_energy_j for record in mine)
 
 
+def test_of_many_lengths_three_are_profiled_and_the_others_wait_for_them(start):
+    job = start(mode="auto", **SLOWER)
+    phases = train(job, (1.0, 3.0, 2.0, 1.5, 2.5) * 150)
+    job.close()
+    assert set(phases[-5:]) == {"run"}
+    assert [event.profile_error is None for event in job.events(ShapePlanned)] == [True] * 3 + [False] * 2
+    assert len(job.events(ProfileWritten)) == 1 + 3, "the first one is of all lengths"
+
+
 def test_a_length_far_from_those_profiled_is_profiled_itself(job):
     profiled = len(job.events(ProfileWritten))
     train(job, [*LENGTHS, 30.0] * 30)

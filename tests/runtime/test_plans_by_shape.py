@@ -182,7 +182,7 @@ def test_a_checkpoint_is_saved_and_taken_up_in_the_middle(job, start):
 @pytest.mark.extended
 def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job):
     alternate(job, 100)
-    train(job, [float(number) for number in range(1, 10)] * 8)
+    train(job, [float(number) for number in range(1, 10)] * 60)
     job.close()
     assert len({event.shape for event in job.events(ShapePlanned)}) == 6
 
