@@ -61,15 +61,15 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
         for path, content in files:
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
             temporaries.append((temporary, path))
-            with _naming(path):
+            with _name_in_errors(path):
                 if path.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 _write_new(
                     temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content
                 )
-        with _out_of_sight(temporaries[-1][1] if len(temporaries) > 1 else None):
+        with _hidden(temporaries[-1][1] if len(temporaries) > 1 else None):
             for temporary, path in temporaries:
-                with _naming(path):
+                with _name_in_errors(path):
                     os.replace(temporary, path)
     except BaseException:
         for temporary, _ in temporaries:
@@ -80,7 +80,7 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
 
 
 @contextlib.contextmanager
-def _out_of_sight(path: Path | None) -> Iterator[None]:
+def _hidden(path: Path | None) -> Iterator[None]:
     """Hide a file, and restore it if the body raises an error."""
     if path is None or not os.path.lexists(path):
         yield
@@ -104,7 +104,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_in_errors(path: Path) -> Iterator[None]:
     """Name the file in errors, which otherwise name a temporary file or none."""
     try:
         yield

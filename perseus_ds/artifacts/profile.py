@@ -534,7 +534,6 @@ def _read_rows(path: Path) -> list[Measurement]:
 
 
 def _rank(record: Mapping[str, str]) -> str:
-    """Return the name of the rank that measured a row."""
     of_rank = {column: record.get(column) for column in ("rank", "dp_rank", "tp_rank")}
     return ", ".join(f"{column} {value}" for column, value in of_rank.items() if value) or "a rank without a number"
 

@@ -98,7 +98,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _explain(problem: Any, owner: Any, prefix: str) -> str:
-    keys, known = _walk(owner, [str(part)[:_LONGEST_KEY] for part in problem["loc"]])
+    keys, known = _locate(owner, [str(part)[:_LONGEST_KEY] for part in problem["loc"]])
     found, context, message = problem["input"], problem.get("ctx", {}), problem["msg"]
     if "discriminator" in context:  # the key that selects the member of a union
         keys.append(context["discriminator"].strip("'"))
@@ -130,7 +130,7 @@ def _expected_one_of(key: str, choices: str, found: object) -> str:
     return expectation(key, choices, found, did_you_mean(found, re.findall(r"'([^']*)'", choices)))
 
 
-def _walk(owner: Any, location: list[str]) -> tuple[list[str], list[str]]:
+def _locate(owner: Any, location: list[str]) -> tuple[list[str], list[str]]:
     """Return a location without names of union members, and the known keys at its end."""
     keys, known = [], []
     for part in location:

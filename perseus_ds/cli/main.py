@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str]) -> Command:
 
     name, rest = "", list(arguments)
     while name in GROUPS and rest and not rest[0].startswith("-"):
-        name = f"{name} {_known(rest.pop(0), name)}".strip()
+        name = f"{name} {_checked_name(rest.pop(0), name)}".strip()
     if rest and rest[0] in _COMPLETION and rest[1:2] not in ([], *([shell] for shell in _SHELLS)):
         raise ConfigError(f"expected {', '.join(_SHELLS)}, got {rest[1]!r}.")
     program = f"perseus-ds {name}".strip()
@@ -175,7 +175,7 @@ def description_of(name: str) -> str:
     return GROUPS[name] if name in GROUPS else inspect.getdoc(command_of(name)) or ""
 
 
-def _known(name: str, group: str) -> str:
+def _checked_name(name: str, group: str) -> str:
     if not group and name in REMOVED:
         raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[name]}")
     known = _members(group)

@@ -59,7 +59,6 @@ class Report(RunArguments):
 
 
 def _report_evidence(folder: Path, out: Path | None) -> int:
-    """Write the page on checks on a GPU."""
     from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
     from perseus_ds.report.page import evidence_page, evidence_text, write_output
 

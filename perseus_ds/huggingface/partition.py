@@ -240,14 +240,14 @@ def measured_costs(
         passes = measured_passes(part.forward, part.backward, gpu, clocks_mhz, timebase=timebase)
         return passes, part.parameters, part.held_bytes
 
-    with _lockable(gpu) as clocks_mhz:
+    with _clocks_to_measure(gpu) as clocks_mhz:
         waiting_s, waiting_j = _window(lambda: timebase.sleep(_SETTLE_S), gpu, _WINDOW_S, timebase)
         supported, power_w = gpu.supported_clocks_mhz(), waiting_j / waiting_s
         return _costs(config, run, clocks_mhz, power_w, gpu.name, simulated=gpu.simulated, between_mhz=supported)
 
 
 @contextmanager
-def _lockable(gpu: Gpu) -> Iterator[tuple[int, ...]]:
+def _clocks_to_measure(gpu: Gpu) -> Iterator[tuple[int, ...]]:
     """Yield the clocks to measure, and restore the default clock however this process ends."""
     clocks = gpu.supported_clocks_mhz()
     upper = [clock for clock in clocks if clock >= clocks[-1] / 2]

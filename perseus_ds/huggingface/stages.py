@@ -399,7 +399,7 @@ def build_stage(
     if gradient_checkpointing:
         checkpoint_activations(model)
     stage = Stage(model.train(), layers, inputs)
-    _try(stage)
+    _check_runs_alone(stage)
     return stage
 
 
@@ -417,7 +417,7 @@ def new_stage(config: PretrainedConfig, layers: range, *, device: torch.device |
     """
     with nullcontext() if device is None else torch.device("meta"):
         model = model_class(config)._from_config(config, dtype=dtype)
-    _keep(model, layers)
+    _keep_stage(model, layers)
     if device is not None:
         _initialize(model.to_empty(device=device), seed=0)
     return Stage(model.train(), layers)
@@ -438,7 +438,7 @@ def _check_data(config: PretrainedConfig, sequence_length: int | None, vocabular
         )
 
 
-def _try(stage: Stage) -> None:
+def _check_runs_alone(stage: Stage) -> None:
     """Run a stage on four tokens, so that errors occur before ranks wait for each other."""
     config = stage.model.config.get_text_config()
     hidden = torch.zeros(1, 4, config.hidden_size, dtype=stage.model.dtype)
@@ -462,7 +462,7 @@ def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int
     def construct(model: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(model, config, *args, **kwargs)
         _check_plan(model)
-        _keep(model, stages_of(cut, len(model.base_model.layers))[index])
+        _keep_stage(model, stages_of(cut, len(model.base_model.layers))[index])
 
     attributes = {
         "__init__": construct,
@@ -475,7 +475,7 @@ def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int
     return type(whole.__name__, (whole,), attributes)
 
 
-def _keep(model: PreTrainedModel, layers: range) -> None:
+def _keep_stage(model: PreTrainedModel, layers: range) -> None:
     """Remove all parts of a model that belong to other stages."""
     base, config = model.base_model, model.config
     parts = list(config.base_model_pp_plan)

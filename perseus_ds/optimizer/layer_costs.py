@@ -109,7 +109,7 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
     kinds = tuple(dict.fromkeys(part.kind for layout, _ in jobs for part in layout.parts))
     held = np.concatenate([_held(layout, kinds) for layout, _ in jobs])
     if together := _inseparable(held, kinds):
-        raise ConfigError(_what_separates(jobs[0][0], held, kinds, together))
+        raise ConfigError(_separation_error(jobs[0][0], held, kinds, together))
     measured = [
         (kind, set(profile.options(stage, kind).clock_mhz.tolist()))
         for _, profile in jobs
@@ -124,7 +124,7 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
     time_covariance: dict[Kind, Floats] = {}
     energy_covariance: dict[Kind, Floats] = {}
     for kind in (kind for kind in Kind if kind in dict(measured)):
-        at_clocks = [_solved(jobs, kinds, kind, clock_mhz) for clock_mhz in clocks_mhz]
+        at_clocks = [_estimate(jobs, kinds, kind, clock_mhz) for clock_mhz in clocks_mhz]
         time_s[kind], energy_j[kind] = (np.stack([found[n] for found in at_clocks], axis=1) for n in (0, 1))
         time_covariance[kind], energy_covariance[kind] = at_clocks[-1][2:]
     return KindCosts(kinds, clocks_mhz, time_s, energy_j, time_covariance, energy_covariance)
@@ -135,7 +135,7 @@ def _held(layout: Layout, kinds: Sequence[str]) -> Floats:
     return np.array([[sum(part.kind == kind for part in parts) for kind in kinds] for parts in layout.stages], float)
 
 
-def _solved(
+def _estimate(
     jobs: Sequence[tuple[Layout, StageProfile]], kinds: Sequence[str], kind: Kind, clock_mhz: int
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Return time [s] and energy [J] of each kind of part at a clock, and their covariances."""
@@ -182,7 +182,7 @@ def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def _what_separates(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:
+def _separation_error(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:
     """Return an error message that names a layout with which the kinds can be distinguished."""
     groups = "; ".join(f"{', '.join(group[:-1])} and {group[-1]}" if len(group) > 1 else group[0] for group in together)
     problem = f"The costs of these kinds of parts cannot be distinguished: {groups}. "

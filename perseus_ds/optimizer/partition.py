@@ -465,7 +465,6 @@ class _Search:
         return best, min(bound_j, best.planned_j)
 
     def _lengths_s(self, cut: Cut) -> Floats:
-        """Return the length of each known path [s]."""
         result: Floats = (self.paths * self._times_s(cut)).sum(axis=(1, 2)) + self.rest_s
         return result
 

@@ -424,13 +424,13 @@ class RunSearch:
                     return None
                 fresh = np.array([len(self._fixed_s) - 1])
             search.take(fresh, self._fixed_s[fresh])
-            if not search.raised(limit_s):
+            if not search.raise_clocks(limit_s):
                 return None
             # Paths are many. While most are unknown, repeated lowering would lead from one late path to the next.
             if attempt < _LOWERINGS:
-                search.lower(limit_s)
+                search.lower_clocks(limit_s)
                 if exchange:
-                    search.exchange(limit_s)
+                    search.exchange_clocks(limit_s)
             clocks = search.sequences()
         raise AssertionError  # the loop is endless
 
@@ -485,7 +485,7 @@ class _ClockSearch:
         self._length_s = self._length_s + self._path_s[:, run, clock] - self._path_s[:, run, self._now[run]]
         self._now[run] = clock
 
-    def raised(self, limit_s: float) -> bool:
+    def raise_clocks(self, limit_s: float) -> bool:
         """Raise clocks until every path meets the limit, and return whether this succeeded.
 
         Each change makes a run shorter, so that the loop ends even if a higher clock is slower for some instructions.
@@ -505,7 +505,7 @@ class _ClockSearch:
             self._set(*divmod(int(value.argmax()), value.shape[1]))
         return True
 
-    def lower(self, limit_s: float) -> None:
+    def lower_clocks(self, limit_s: float) -> None:
         """Lower clocks one by one, in the order of energy saved per time added to paths."""
         while True:
             now_j = self._cost_j[self._runs, self._now]
@@ -523,7 +523,7 @@ class _ClockSearch:
             run = int(value.argmax())
             self._set(run, int(below[run]))
 
-    def exchange(self, limit_s: float) -> None:
+    def exchange_clocks(self, limit_s: float) -> None:
         """Change the clocks of pairs of runs by up to two steps each while this saves energy."""
         width = self._cost_j.shape[1]
         steps = np.array([-2, -1, 1, 2])
@@ -550,7 +550,7 @@ class _ClockSearch:
             for move in (first[fits[0]], second[fits[0]]):
                 self._set(int(run[move]), int(tried.ravel()[move]))
             if self._length_s.max(initial=0.0) > limit_s:  # a path that was not near the limit
-                self.raised(limit_s)
+                self.raise_clocks(limit_s)
 
 
 def _parts(rank: _Rank, label: Indices) -> list[tuple[Indices, Indices, Indices]]:

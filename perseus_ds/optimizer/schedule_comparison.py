@@ -217,14 +217,13 @@ class _Recut:
     def _tail_shares(self, stage: int) -> list[tuple[int, float]]:
         """Return the shares of the profile's tails that make up the tail of a stage's rank."""
         shares: defaultdict[int, float] = defaultdict(float)
-        for held in self._held_with[stage]:
+        for held in self._stages_of_rank[stage]:
             for source in self._sources(held):
                 shares[source] += 1 / self.chunks
         return list(shares.items())
 
     @property
-    def _held_with(self) -> dict[int, list[int]]:
-        """By stage, all stages of its rank."""
+    def _stages_of_rank(self) -> dict[int, list[int]]:
         held = [sorted({i.stage for i in stream}) for stream in self.schedule.instructions]
         return {stage: stages for stages in held for stage in stages}
 

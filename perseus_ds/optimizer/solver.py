@@ -17,7 +17,6 @@ from perseus_ds.optimizer.bounds import Bounds, Tangent
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Floats, Indices, OptionTable, Problem, Progress
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
-from perseus_ds.optimizer.rhythms import mixed_into
 from perseus_ds.optimizer.runs import HeldPlan, RunSearch, change_energy_j, choose_clocks, dwell_ladder, searched_of
 from perseus_ds.optimizer.search import (
     Descent,
@@ -26,6 +25,7 @@ from perseus_ds.optimizer.search import (
     options_at,
     round_late,
     splice,
+    with_rhythms,
 )
 
 _deadline_s = attrgetter("deadline_s")
@@ -231,7 +231,7 @@ def _round(network: Network, targets_s: Sequence[Floats], deadline_s: Floats, pr
         progress("clocks", number / (2 * len(starts)))
         rounded_s.append(descent.run(round_late(network, table, target_s, deadline_s), _FIRST_SWEEPS))
     best_s = reduce(partial(_better, descent), reversed(rounded_s))
-    mixed_s = mixed_into(network, best_s, deadline_s)
+    mixed_s = with_rhythms(network, best_s, deadline_s)
     best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)

@@ -91,7 +91,7 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
     """
     found = [(history, each.samples) for each in runs for history in each.histories]
     histories = [history for history, _ in found]
-    _name(histories)
+    _name_runs(histories)
     rows, notes = [], []
     for history, samples in found:
         points = measured_points([history])
@@ -135,7 +135,7 @@ def _is_capped(history: History) -> bool:
     return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
-def _name(histories: Sequence[History]) -> None:
+def _name_runs(histories: Sequence[History]) -> None:
     """Name each run by its folder, with as many parents as necessary to distinguish it."""
     parts = [history.folder.resolve().parts for history in histories]
     depth = 1

@@ -201,13 +201,13 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
         yield from row("  promised", changes(plan.promised_slowdown, plan.promised_saving))
         real = f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
         unknown = "no typical iteration yet"
-        yield from row("  real", unknown if plan.slowdown is None else real, _good_or_bad(plan.saving))
+        yield from row("  real", unknown if plan.slowdown is None else real, _colour_of_saving(plan.saving))
     unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
     energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
     yield from row("energy", f"{energy}, {duration(facts.time_s)}{unread}")
-    yield from row("saved", _saved(facts), _good_or_bad(facts.saved))
+    yield from row("saved", _saved(facts), _colour_of_saving(facts.saved))
     for kind in facts.kinds[:_MOST_KINDS]:
-        yield from row("  of these", kind.in_words(), _good_or_bad(kind.saved))
+        yield from row("  of these", kind.in_words(), _colour_of_saving(kind.saved))
     if facts.profiling_s or facts.profiling_j:
         yield from row("profiling", against_default_clocks(facts.profiling_s, facts.profiling_j))
     yield from row("pipelines", _pipelines(facts))
@@ -329,7 +329,7 @@ def _clocks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Tex
     yield "reached", Text.assemble(drawn, "  ", (text, "red" if below else ""))
 
 
-def _good_or_bad(saving: float | None) -> str:
+def _colour_of_saving(saving: float | None) -> str:
     return "" if saving is None else "green" if saving >= 0 else "red"
 
 
@@ -383,7 +383,7 @@ def print_once(jobs: Jobs, console: Console) -> None:
     followers = jobs.followers()
     facts = [follower.facts(time.time()) for follower in followers]
     console.print(JobScreen(facts[0]) if len(facts) == 1 else jobs_table(facts))
-    for text in _troubles(followers):
+    for text in _problems(followers):
         console.print(text, markup=False)
 
 
@@ -397,7 +397,7 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
         console: The console on which to show them.
         control: Executes an order, given as arguments of ``perseus-ds control``, and returns the answer.
     """
-    with _single_characters() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _single_key_input() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
 
         def order() -> str:
             live.stop()
@@ -411,14 +411,14 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
                 followers = jobs.followers()
             except ConfigError as error:
                 live.update(Text(f"{error}\nWaiting for a job to start there.  [q] leave"), refresh=True)
-                if _goes_on(keys):
+                if _handle_keys(keys):
                     continue
                 return
             facts = [follower.facts(time.time()) for follower in followers]
             first, width = followers[0].folder, live.console.size.width
             takes_orders = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
             keys.folder = first if takes_orders else None
-            footer = "; ".join([*_troubles(followers), keys.footer])
+            footer = "; ".join([*_problems(followers), keys.footer])
             live.start()
             view = (
                 jobs_table(facts[-max(1, live.console.size.height - 2) :])
@@ -426,15 +426,15 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
                 else JobScreen(facts[0], is_cut=True)
             )
             live.update(with_footer(view, footer, width), refresh=True)
-            if all(each.ended for each in facts) or not _goes_on(keys):
+            if all(each.ended for each in facts) or not _handle_keys(keys):
                 break
     print_once(jobs, console)
 
 
-def _goes_on(keys: Keys) -> bool:
+def _handle_keys(keys: Keys) -> bool:
     """Wait for keys, execute them, and return False if the user quits."""
     with contextlib.suppress(KeyboardInterrupt):
-        return all(keys.press(key) for key in _pressed(_PERIOD_S))
+        return all(keys.press(key) for key in _wait_for_keys(_PERIOD_S))
     return False
 
 
@@ -476,7 +476,7 @@ class Keys:
         return True
 
 
-def _troubles(followers: list[JobFollower]) -> Iterator[str]:
+def _problems(followers: list[JobFollower]) -> Iterator[str]:
     for follower in followers:
         if follower.problem:
             yield f"{follower.folder}: cannot read its records at present ({follower.problem})"
@@ -485,7 +485,7 @@ def _troubles(followers: list[JobFollower]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _single_characters() -> Iterator[Callable[[str], str]]:
+def _single_key_input() -> Iterator[Callable[[str], str]]:
     """Read single keys without echo, and yield a function that prompts for a line."""
     if not sys.stdin.isatty():
         yield lambda prompt: ""
@@ -506,7 +506,7 @@ def _single_characters() -> Iterator[Callable[[str], str]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _pressed(timeout_s: float) -> str:
+def _wait_for_keys(timeout_s: float) -> str:
     """Wait for keys and return them, or only wait if there is no terminal."""
     if not sys.stdin.isatty():
         time.sleep(timeout_s)

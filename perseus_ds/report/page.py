@@ -85,7 +85,6 @@ def _facts(found: Sources) -> list[str]:
 
 
 def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any]:
-    """Return the data for the page's script."""
     figures: dict[str, Figure] = {}
     data: dict[str, Any] = {"figures": figures, "kinds": KINDS, "in_use": in_use}
     frontier = found.frontier

@@ -14,8 +14,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
-from perseus_ds.optimizer.rhythms import joint_options, mixed_into
-from perseus_ds.optimizer.search import Descent, round_late
+from perseus_ds.optimizer.search import Descent, joint_options, round_late, with_rhythms
 
 
 @settings(deadline=None, max_examples=40)
@@ -53,7 +52,7 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
     network, event_s = rounded(problem, deadline_s)
     descent = Descent(network)
     without_s = descent.run(event_s, 4)
-    with_s = descent.run(mixed_into(network, without_s, deadline_s), 2)
+    with_s = descent.run(with_rhythms(network, without_s, deadline_s), 2)
     energy_j = problem.plan(problem.fastest).energy_j
     assert ((descent.cost_j(without_s) - descent.cost_j(with_s)) / energy_j).max() > 0.001
 
