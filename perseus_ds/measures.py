@@ -63,7 +63,6 @@ class Typical:
 
     Attributes:
         iterations: Number of iterations in the series.
-        time_s: Time [s].
         power_w: Power of all GPUs [W], or None if no energy could be read.
         time_error: Relative standard error of the time.
         power_error: Relative standard error of the power.
@@ -148,7 +147,6 @@ class PowerFigures(NamedTuple):
     """Power of all GPUs over a second, as defined at the top of this module.
 
     Attributes:
-        mean_w: Mean power [W].
         highest_w: Highest power over a second [W].
         lowest_w: Lowest power over a second [W].
         change_w: Largest change from one second to the next [W].

@@ -23,10 +23,7 @@ class Figure(FileModel):
 
     Attributes:
         name: Description of the figure.
-        value: The measured value.
         unit: Unit, such as ``ms``, or empty for a number or a ratio.
-        at_least: Lower limit, if any.
-        at_most: Upper limit, if any.
     """
 
     name: Text
@@ -53,7 +50,6 @@ class Machine(FileModel):
 
     Attributes:
         simulated: Whether it is a stand-in without a GPU, whose figures do not apply to GPUs.
-        gpu: Name of the GPU.
         driver: Version of the driver, or None for a stand-in.
         versions: Versions of packages and of CUDA.
     """
@@ -68,13 +64,9 @@ class CheckResult(FileModel):
     """The result of one check.
 
     Attributes:
-        name: Short name of the check.
         title: One sentence that states what the check shows.
         outcome: ``passed``, or ``failed`` if a figure is beyond its limits or the check could not run.
         reason: Reason of a failure, otherwise None.
-        took_s: Duration of the check [s].
-        figures: Measured figures.
-        notes: Further observations.
     """
 
     name: Text
@@ -91,7 +83,6 @@ class Evidence(FileModel):
 
     Attributes:
         made: Time at which the last check ended, UTC.
-        machine: The machine.
         checks: Results in the order of their numbers.
         not_made: Titles of the checks that were not run.
     """

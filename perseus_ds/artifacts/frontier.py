@@ -87,7 +87,6 @@ class AlternativePoint:
     """An iteration under a setting other than a plan.
 
     Attributes:
-        time_s: Iteration time [s].
         energy_j: Energy of one pipeline with one GPU per rank [J].
         setting: Description of the setting.
     """

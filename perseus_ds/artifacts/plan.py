@@ -19,8 +19,6 @@ class PowerSwing:
     """Extremes of a pipeline's mean power over one second, with one GPU per rank.
 
     Attributes:
-        highest_w: Highest power [W].
-        lowest_w: Lowest power [W].
         change_w: Largest change from one second to the next [W].
     """
 
@@ -36,7 +34,6 @@ class FrequencyPlan:
     Attributes:
         instructions: The instructions of each rank in program order.
         clocks_mhz: One clock per instruction, shaped like ``instructions``.
-        time_s: Iteration time [s].
         energy_j: Energy of one iteration of one pipeline, with one GPU per rank [J].
         lower_bound_j: Lower bound on the energy of any plan that is as fast [J], or None if it was not computed.
         power: Extremes of power over one second, or None if they were not computed.

@@ -107,9 +107,6 @@ class RowQuality(FileModel):
     """Quality of the measurement of one row.
 
     Attributes:
-        stage: Stage index.
-        kind: Kind of instruction.
-        clock_mhz: Clock [MHz].
         samples: Number of measurements, 0 for a clock that was estimated from others.
         time_relative_error: Relative standard error of the time, or None if unknown.
         energy_relative_error: Relative standard error of the energy, or None if unknown.

@@ -90,7 +90,7 @@ class IterationRecord(RunRecord):
 
     @property
     def has_own_plans(self) -> bool:
-        """Whether it is of an order or shape that has plans and default clocks of its own, or may have."""
+        """True if plans and default clocks of its order and shape are separate from those of the first ones."""
         return bool(self.order or self.shape)
 
     @property
@@ -240,7 +240,7 @@ class Predicted(Event):
 
 
 class OrderPlanned(Event):
-    """Iterations of another number of micro-batches that come often get plans of their own, or lose them."""
+    """Separate plans for a frequent number of micro-batches are introduced or given up."""
 
     event: Literal["schedule"] = "schedule"
     order: int = 0
@@ -259,7 +259,7 @@ class OrderPlanned(Event):
 
 
 class ShapePlanned(Event):
-    """Inputs of a frequent shape receive a profile and plans of their own, or lose them."""
+    """A separate profile and plans for a frequent shape of inputs are introduced or given up."""
 
     event: Literal["shape"] = "shape"
     shape: int = 0
@@ -480,7 +480,7 @@ def trains(record: Record) -> bool:
 
 
 def of_kind(order: int | None, shape: int | None) -> str:
-    """Return of which order and shape something is, in words; empty for the first ones."""
+    """Return a description of an order and a shape, empty for the first ones."""
     parts = [f"{name} {number}" for name, number in (("order", order), ("shape", shape)) if number]
     return f" of {', '.join(parts)}" if parts else ""
 

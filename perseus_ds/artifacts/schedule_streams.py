@@ -63,7 +63,6 @@ class ScheduleStreams(FileModel):
 
     Attributes:
         name: Class of the schedule. It is only a label and is never imported.
-        micro_batches: Number of micro-batches per iteration.
         ranks: Operations of every pipeline rank in program order.
     """
 

@@ -17,8 +17,6 @@ class ComparedSchedule(FileModel):
     """One schedule with one number of micro-batches.
 
     Attributes:
-        name: Name of the schedule.
-        micro_batches: Number of micro-batches.
         ranks: Number of pipeline ranks.
         stages: Number of stages on all ranks.
         held_by_stage: Maximum number of micro-batches for which each stage holds activations.

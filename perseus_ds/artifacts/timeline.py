@@ -108,7 +108,6 @@ class MeasuredIteration(FileModel):
 
     Attributes:
         iteration: Number of the iteration in ``run.jsonl``.
-        phase: Phase of the job.
         ranks: Operations by pipeline rank in program order.
         plan: Index of the plan on the frontier, or None at default clocks.
     """
@@ -146,7 +145,6 @@ class TimelineFile(FileModel):
 
     Attributes:
         simulated: Whether the GPU is simulated.
-        gpu: Name of the GPU.
         job: Description of the job with its schedule and layout, or None in files of earlier versions.
         iterations: The measured iterations.
     """

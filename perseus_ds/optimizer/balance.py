@@ -33,7 +33,6 @@ class MeasuredJob:
 
     Attributes:
         layout: The parts of the model on each stage.
-        profile: Its profile.
         schedule: The schedule of its ranks.
         time_s: Measured time of its iterations at default clocks [s], or None if unknown.
         memory_bytes: Maximum memory of each rank, empty if unknown.

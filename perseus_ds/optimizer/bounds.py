@@ -59,7 +59,6 @@ class Tangent:
     """A point on the bound's curve.
 
     Attributes:
-        time_s: Iteration time [s].
         energy_j: Bound at this time [J].
         slope_w: Decrease of the bound per additional second [W], >= 0.
     """

@@ -80,7 +80,6 @@ class LayerCosts:
         fixed_bytes: Shape (layers,): memory of weights, gradients and optimizer state.
         held_bytes: Shape (layers,): memory that the backward of one micro-batch needs from its forward.
         blocking_power_w: Power of a waiting GPU [W].
-        gpu: Name of the GPU.
         simulated: Whether the GPU is simulated.
         fixed: Durations that do not depend on layers.
         tails: Rows of the ranks' tails, if they were measured over clocks.

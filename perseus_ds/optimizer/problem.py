@@ -63,7 +63,6 @@ class Problem:
     A *decision* is an instruction that has a clock to choose.
 
     Attributes:
-        dag: The iteration.
         settings: The settings, with the profile's blocking power if none was given.
         blocking_power_w: Power of a waiting GPU [W].
         groups: One group for each (stage, kind) in the profile.

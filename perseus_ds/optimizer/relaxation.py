@@ -54,7 +54,6 @@ class Relaxed:
     """An optimum of the relaxed problem.
 
     Attributes:
-        deadline_s: Iteration time [s].
         event_s: Shape (events,): time of each event [s].
         flow_w: Shape (arcs,): energy that an additional second on each arc would save [W]; conserved at every event.
     """

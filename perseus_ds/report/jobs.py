@@ -55,7 +55,6 @@ class MeasuredPoint:
     Attributes:
         label: Description of the series.
         plan: Index of the plan on the frontier, or None at default clocks.
-        time_s: Iteration time [s].
         energy_j: Energy of one pipeline with one GPU per rank [J].
         iterations: Number of iterations in the series.
     """
@@ -97,7 +96,6 @@ class Trend:
 
     Attributes:
         x: Middle of each part: hours since the job started, or iterations if no times are recorded.
-        x_title: Title of the axis.
         energy: Relative difference from default clocks, so that -0.1 is 10 % less.
         time: Relative difference from default clocks.
         texts: Description of each part.
@@ -143,7 +141,6 @@ class ReportedJob:
     """A job of the report.
 
     Attributes:
-        history: Its history.
         baseline: The baseline of its plans, or None if times and energies at default clocks are unknown.
         plans: The iterations under each plan.
         saving: The saving of all iterations under plans, or None if there are none or there is no baseline.

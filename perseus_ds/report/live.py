@@ -124,7 +124,6 @@ class JobScreen:
     """All facts of a job, one per row, and its last events, the newest first.
 
     Attributes:
-        facts: The facts.
         is_cut: Whether long rows are truncated instead of wrapped.
     """
 

@@ -31,12 +31,9 @@ class Step:
     It takes a tenth of the record's memory.
 
     Attributes:
-        iteration: Number of the iteration.
         ended: End of the iteration [Unix seconds], or None if unknown.
-        phase: Phase of the job.
         plan: Index of the plan on the job's frontier; None also for plans for an input shape or for limited GPUs.
         counts: Whether the iteration counts, as defined in :mod:`perseus_ds.measures`.
-        time_s: Iteration time [s].
         energy_j: Energy of all GPUs [J], or None if unknown.
     """
 
@@ -70,7 +67,6 @@ class History(JobProgress):
         name: Name of the run.
         starts: Its starts in order.
         steps: All iterations except those that calibrate a simulated GPU.
-        occurrences: Its events.
         left_out: Number of iterations of other jobs in the same file.
     """
 
@@ -168,13 +164,10 @@ class Sources:
     """The inputs of a report.
 
     Attributes:
-        folder: The folder of the report.
         histories: Jobs in the order of their starts.
-        frontier: The frontier of plans.
         profile: The profile from which the plans were computed.
         dag: The DAG of the plans' schedule, or None if it is unknown or does not fit the profile.
         measured: Measured iterations, each with the history of its job.
-        files: The files that were read.
         missing: Sentences that describe missing inputs and how to provide them.
     """
 

@@ -41,8 +41,6 @@ class Bar:
     Attributes:
         rank: Pipeline rank. A transfer has a bar for each of its two ranks.
         work: The instruction, load, transfer or unknown command.
-        start_s: Start [s].
-        end_s: End [s].
         clock_mhz: The plan's clock, or None if there is no clock to choose.
         critical: Whether it is on the critical path.
     """
@@ -60,10 +58,7 @@ class Waiting:
     """A period in which a rank waits, relative to the iteration's start.
 
     Attributes:
-        rank: Pipeline rank.
         awaited: The work that it waits for, or None for the end of the iteration.
-        start_s: Start [s].
-        end_s: End [s].
     """
 
     rank: int
@@ -83,7 +78,6 @@ class Timeline:
         bars: Busy periods by rank and start.
         waits: Waiting periods by rank and start.
         ranks: Number of pipeline ranks.
-        time_s: Iteration time [s].
         energy_j: Energy of the iteration with one GPU per rank [J].
     """
 
