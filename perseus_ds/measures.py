@@ -250,7 +250,13 @@ class IterationKind(NamedTuple):
 
 
 class LastingKind(NamedTuple):
-    """A kind of iterations over all starts of a job: the number of an order only if its micro-batches are not known."""
+    """Identifies a kind of iterations over all starts of a job.
+
+    Attributes:
+        micro_batches: Number of micro-batches, or None if it is unknown.
+        order: Number of the order if ``micro_batches`` is unknown, otherwise 0.
+        shape: Number of the input shape.
+    """
 
     micro_batches: int | None
     order: int
@@ -262,7 +268,7 @@ class Measured:
     """Iterations under a plan, compared with their baseline.
 
     Attributes:
-        plan: The plan's index on the frontier, or None for all plans of another kind of iterations than the first.
+        plan: The plan's index on the frontier, or None for all plans of a kind other than the first.
         kind: The order and input shape of the iterations.
         ran: Number of iterations under the plan, including those that do not count.
         typical: The typical iteration under the plan.
@@ -420,14 +426,17 @@ class JobMeasures:
         return False
 
     def _number_order(self, order: int, micro_batches: int | None) -> None:
-        """Record an order's number of micro-batches: after a resumed start, it may be that of another order."""
+        """Set the number of micro-batches of an order.
+
+        A resumed job numbers orders anew, so a number may then identify another order.
+        """
         if self._micro_batches.setdefault(order, micro_batches) != micro_batches:
             self._keep_savings()
             self._micro_batches[order] = micro_batches
             self.frontier = self.frontier[0], self.frontier[1] + 1
 
     def _keep_savings(self) -> None:
-        """Keep what was saved under plans whose numbers are no longer valid."""
+        """Keep the savings of plans whose numbers are no longer valid."""
         self._planned_before, self._saved_before = Counter(self.planned_by_kind()), self.saving_by_kind()
         self._plans.clear()
         self._verdicts.clear()
@@ -574,14 +583,14 @@ class JobMeasures:
         return sum(found[1:], found[0]) if found else None
 
     def planned_by_kind(self) -> dict[LastingKind, int]:
-        """Return how many iterations of each kind ran under plans."""
+        """Return the number of iterations of each kind that ran under plans."""
         found = self._planned_before.copy()
         for plan, series in self._plans.items():
             found[self.lasting(plan if isinstance(plan, IterationKind) else IterationKind())] += series.ran
         return dict(found)
 
     def saving_by_kind(self, others: Mapping[str, JobMeasures] | None = None) -> dict[LastingKind, Saving]:
-        """Return the saving of the iterations of each kind, if it is known."""
+        """Return the saving of the planned iterations of each kind for which it is known."""
         found = dict(self._saved_before)
         for measured in self.plans(others):
             kind, saving = self.lasting(measured.kind), Saving.of([measured])
@@ -590,6 +599,6 @@ class JobMeasures:
         return found
 
     def lasting(self, kind: IterationKind) -> LastingKind:
-        """Return what identifies a kind over all starts of a job, at each of which orders are numbered anew."""
+        """Return the identifier of a kind over all starts of a job, each of which numbers orders anew."""
         micro_batches = self._micro_batches.get(kind.order)
         return LastingKind(micro_batches, kind.order if micro_batches is None else 0, kind.shape)

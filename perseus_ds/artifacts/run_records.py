@@ -251,10 +251,10 @@ class OrderPlanned(Event):
     def in_words(self) -> str:
         if self.given_up:
             return f"order {self.order} is no longer planned ({self.given_up}): it runs at default clocks"
-        profile = "the profile of the job's passes holds" if self.shares_profile else "it measures a profile first"
+        profile = "based on the job's profile" if self.shares_profile else "after their own profile is measured"
         return (
-            f"many iterations have {self.micro_batches} micro-batches: they have plans of their own, as order "
-            f"{self.order}; {profile}"
+            f"iterations with {self.micro_batches} micro-batches are frequent: they get separate plans as order "
+            f"{self.order}, {profile}"
         )
 
 
@@ -269,10 +269,10 @@ class ShapePlanned(Event):
     def in_words(self) -> str:
         if self.given_up:
             return f"shape {self.shape} is no longer planned ({self.given_up}): it runs at default clocks"
-        text = f"many iterations have inputs of one shape: it has plans of its own, as shape {self.shape}"
+        text = f"inputs of another shape are frequent: they get separate plans as shape {self.shape}"
         if self.profile_error is None:
             return text
-        return f"{text}; its profile follows from those of other lengths, with errors of about {self.profile_error:.1%}"
+        return f"{text}, based on the profiles of other lengths, with errors of about {self.profile_error:.1%}"
 
 
 class PolicyChanged(Event):
@@ -395,14 +395,16 @@ class PlanSummary(BaseModel):
 
 
 class KindSummary(BaseModel):
-    """Iterations of one kind: of one order of passes, with inputs of one shape.
+    """Iterations with the same order of passes and the same input shape.
 
     Attributes:
-        micro_batches: Of its order; None if that is not known.
-        order: Number of its order if that is not known.
-        planned: How many of the iterations ran under plans.
-        slowdown: Of these, against the same iterations at default clocks.
-        saved: Likewise.
+        micro_batches: Number of micro-batches, or None if it is unknown.
+        order: Number of the order if ``micro_batches`` is unknown, otherwise 0.
+        shape: Number of the input shape.
+        iterations: Number of iterations of this kind.
+        planned: Number of these iterations that ran under plans.
+        slowdown: Increase of the time of the planned iterations, as a fraction of their time at default clocks.
+        saved: Decrease of their energy, as a fraction of their energy at default clocks.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -417,14 +419,14 @@ class KindSummary(BaseModel):
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Name of the kind in messages."""
         if self.order == NO_ORDER:
             return "other orders"
         count = f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
         return f"{count}, shape {self.shape}" if self.shape else count
 
     def in_words(self) -> str:
-        """Return how many iterations ran under plans, and what these change."""
+        """Return a description of the share of planned iterations and their changes."""
         text = f"{self.name}: {self.planned} of {self.iterations} iterations under plans"
         if self.slowdown is None:
             return text
@@ -480,7 +482,7 @@ def trains(record: Record) -> bool:
 
 
 def of_kind(order: int | None, shape: int | None) -> str:
-    """Return a description of an order and a shape, empty for the first ones."""
+    """Return a description of an order and a shape, empty if both are None or 0."""
     parts = [f"{name} {number}" for name, number in (("order", order), ("shape", shape)) if number]
     return f" of {', '.join(parts)}" if parts else ""
 
