@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -115,12 +115,26 @@ class RankContext:
     beside_training: ExitStack = field(default_factory=ExitStack)
 
 
+class FirstOrder:
+    """The order of the first iteration of a job, which is that of its schedule."""
+
+    def __init__(self) -> None:
+        self._seen: list[Hashable] = []
+
+    def is_first(self, order: Hashable) -> bool:
+        """Return whether an order is the first one, to which this is called first."""
+        if not self._seen:
+            self._seen.append(order)
+        return order == self._seen[0]
+
+
 @dataclass(frozen=True)
 class ModeContext:
     """The job as its mode sees it on one rank.
 
     Attributes:
         job: The training job, or its iterations of one order or with inputs of one shape.
+        orders: Knows the order of the job's schedule, also when its mode begins again.
         order: Number of that order.
         shape: Number of that shape.
         comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
@@ -130,6 +144,7 @@ class ModeContext:
     rank: RankContext
     recorder: Recorder
     control: JobControl
+    orders: FirstOrder = field(default_factory=FirstOrder)
     order: int = 0
     shape: int = 0
     comparisons: Iterator[int] = field(default_factory=itertools.count)

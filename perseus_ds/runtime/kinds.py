@@ -18,8 +18,8 @@ MOST_NUMBERS = 254
 """Number of kinds that get plans during a job, each with a folder of its own."""
 MEASURING = ("warm-up", "profile")
 """The phases in which the profile of a kind is not complete."""
-# A kind that was not seen in this number of iterations may be replaced by another one.
-_UNUSED = 500
+UNUSED = 500
+"""A kind that was not seen in this number of iterations may be replaced by another one."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -94,4 +94,4 @@ class FrequentKinds(Generic[K]):
     def unused(self, planned: Mapping[K, KindOfIteration]) -> K | None:
         """Return the kind to be replaced by another one, or None if all are in use."""
         oldest = min(planned, key=lambda kind: planned[kind].came)
-        return oldest if self.iterations - planned[oldest].came >= _UNUSED else None
+        return oldest if self.iterations - planned[oldest].came >= UNUSED else None

@@ -77,7 +77,7 @@ class OrderPhases:
 
     def run(self) -> Phase[None]:
         """Train for the rest of the job, or until the phases of the first order end."""
-        ran: _Order | None = self._first
+        ran: _Order | None = None
         try:
             self._first.begin()
             while True:
@@ -88,8 +88,8 @@ class OrderPhases:
                     ran = self._of(received.order)
                     affected = [ran] if ran is not None else []
                 else:  # a checkpoint
-                    ran, affected = None, [order for order in self._planned.values() if order.phases]
-                for order in affected or ([self._first] if not self._planned else []):
+                    ran, affected = None, [order for order in self._planned.values() if order.phases] or [self._first]
+                for order in affected:
                     if not self._advance(order, received):
                         return
         finally:
@@ -98,7 +98,7 @@ class OrderPhases:
 
     def _next_iteration(self, ran: _Order | None) -> NextIteration:
         """Return the request for an iteration whose order is not known yet."""
-        begin = ran.wanted if ran is not None else _OF_UNKNOWN_ORDER
+        begin = ran.wanted if ran is not None else _OF_UNKNOWN_ORDER if self._planned else self._first.wanted
         # Reports must have been sent before an iteration in which ranks exchange something else.
         aligns_tail = begin.aligns_tail or any(order.wanted.aligns_tail for order in self._planned.values())
         return replace(
@@ -115,7 +115,7 @@ class OrderPhases:
 
     def _of_order(self, order: Hashable, read: Callable[[], Schedule] | None) -> NextIteration:
         """Return the request for an iteration of an order that is about to begin."""
-        if not self._planned:
+        if order not in self._planned and self._context.orders.is_first(order):
             self._planned[order] = self._first
         if order in self._awaited and read is not None:
             self._awaited.remove(order)
@@ -153,8 +153,9 @@ class OrderPhases:
             return False
         if len(self._planned) + len(self._awaited) < MOST_KINDS:
             return True
-        unused = self._frequent.unused(self._planned)
-        if unused is None or self._planned[unused] is self._first:
+        others = {known: planned for known, planned in self._planned.items() if planned is not self._first}
+        unused = self._frequent.unused(others) if others else None
+        if unused is None:
             return False
         self._planned.pop(unused).close()
         return True

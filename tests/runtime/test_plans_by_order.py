@@ -9,8 +9,9 @@ from virtual.job import SLOWER, VirtualJob, in_order
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
-from perseus_ds.errors import ScheduleError
-from perseus_ds.runtime import orders
+from perseus_ds.errors import GpuError, ScheduleError
+from perseus_ds.runtime import kinds, orders
+from perseus_ds.runtime.under_plans import PlanRunner
 
 STAGES_S = (0.036, 0.05)
 
@@ -86,6 +87,37 @@ def test_more_orders_than_have_numbers_run_at_default_clocks(job, monkeypatch):
     assert phases[-3:] == ["run", "run", "observe"]
     assert [event.micro_batches for event in job.events(OrderPlanned)] == [4]
     assert [path.name for path in (job.folder / "orders").iterdir()] == ["1"]
+
+
+def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch):
+    """As in a long ramp of the batch size, whose first order stays."""
+    monkeypatch.setattr(orders, "MOST_KINDS", 2)
+    monkeypatch.setattr(kinds, "UNUSED", 20)
+    job = start(mode="auto", micro_batches=2, **SLOWER)
+    counts = [2] * 70 + [3] * 60 + [4] * 110
+    train(job, counts)
+    records = job.close()
+    assert [event.micro_batches for event in job.events(OrderPlanned)] == [3, 4]
+    assert records[-1].phase == "run"
+
+
+def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, monkeypatch):
+    train(job, [8] * 60)
+
+    def fail(*_, **__):
+        raise GpuError("the driver is gone for a moment")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PlanRunner, "_advance", fail)
+        train(job, [8])
+    counts = [4] * 40 + [8] * 120
+    train(job, counts)
+    records = job.close()[-160:]
+    assert {record.order for record in of_count(records, counts, 4)} <= {None, 1, 255}
+    assert all(record.phase == "observe" for record in of_count(records, counts, 4) if record.order is None)
+    assert records[-1].phase == "run"
+    assert records[-1].order is None
+    assert Frontier.load(job.folder).provenance.micro_batches == 8
 
 
 def test_a_count_that_grows_gets_a_plan_for_each_step_that_lasts(start):
