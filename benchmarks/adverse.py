@@ -27,17 +27,19 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from perseus_ds.clocks.readback import LatencyTable
-from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.agent import follower
+from perseus_ds.agent.transitions import ClockTransition, Spans, plan_transitions
 from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.profiler import online
+from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.runtime import modes, profiling
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
@@ -135,9 +137,14 @@ def train(condition: str, iterations: int, worker: type[Any] = WorkerAtOnce, max
 @contextlib.contextmanager
 def without_countermeasures() -> Any:
     """Turn off what is done about late clocks, noisy counters and delays by clock changes."""
-    transitions = ClockPlan.transitions
+
+    def plan_without_latencies(
+        clocks_mhz: Sequence[int], spans_s: Spans, length_s: float, latencies: LatencyTable
+    ) -> list[ClockTransition]:
+        return plan_transitions(clocks_mhz, spans_s, length_s, LatencyTable())
+
     with (
-        patch.object(ClockPlan, "transitions", lambda plan, latencies: transitions(plan, LatencyTable())),
+        patch.object(follower, "plan_transitions", plan_without_latencies),
         patch.object(online._Refreshes, "variation_s", 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
         patch.object(modes, "_has_other_switch_cost", lambda *_, **__: False),

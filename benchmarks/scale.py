@@ -20,6 +20,7 @@ import math
 import pickle
 import queue
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -36,7 +37,6 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, read_records
-from perseus_ds.clocks.controller import ClockController
 from perseus_ds.clocks.events import PassedEvent
 from perseus_ds.clocks.timers import FinishedIteration, HostExecution
 from perseus_ds.gpu.simulated import SimulatedGpu
@@ -46,12 +46,18 @@ from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.reports import JobReport, RankReport, RankReports
+from perseus_ds.protocol.layout import IterationEnergy
 from perseus_ds.ranks import Communicator, Connection, Pending, PipelineTopology, StoreChannel
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.iterations import IterationMeasurement
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.timebase import REAL_TIME
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
+
+from virtual.agent import clocks_of  # type: ignore[import-not-found]  # noqa: E402
 
 SIZES = (64, 1024, 10240)
 STAGES, TENSOR, MICRO_BATCHES, PLANS = 8, 8, 32, 50
@@ -76,9 +82,8 @@ class RealRank:
         block = {"mode": "run", "device": "simulated", "output_dir": str(folder), "frontier": str(folder / "frontier")}
         config = parse_block({**block, "cache": False})
         gpu = SimulatedGpu.named("a100-sxm")
-        timers = HostExecution()
-        clocks = ClockController(gpu, _raise, lambda refusal: None, timers.use_device)
-        self._rank = RankContext(communicator, gpu, clocks, timers, torch.device("cpu"))
+        clocks = clocks_of(gpu, REAL_TIME)
+        self._rank = RankContext(communicator, gpu, clocks, HostExecution(), torch.device("cpu"))
         info = ProfileInfo(
             simulated=True,
             gpu=gpu.name,
@@ -100,11 +105,12 @@ class RealRank:
         ]
 
     def iterate(self, slow: float) -> None:
-        """End an iteration, and report it."""
+        """Begin an iteration, end it, and report it."""
         end_s = ITERATION_S * slow
+        self.driver.begin(None, None)
         finished = FinishedIteration(PassedEvent(0.0), PassedEvent(end_s), self._marks)
-        energy_j = energy_of(self.driver.next.phase)
-        seen = IterationMeasurement(finished, lambda: energy_j, lambda: True, (0.0, end_s), {}, False)
+        recorded = IterationEnergy(0.0, energy_of(self.driver.next.phase))
+        seen = IterationMeasurement(finished, lambda waits=False: recorded, (0.0, end_s), {}, failed=False)
         own = {"clock_changes": 12, "asked_mhz": 1200.0, "reached_mhz": 1200.0}
         began_s = time.thread_time()
         self.driver.end_iteration(seen, own, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from perseus_ds.agent.gpu_records import GpuRecord
+from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -19,13 +19,13 @@ class GpuDriver:
 
     Attributes:
         record: The GPU's record of locked clocks.
-        error: Why the GPU could not be opened; None before.
-        is_open: Whether the GPU was opened.
+        gpu: The GPU; None before it was opened.
+        error: Why it could not be opened; None before.
     """
 
     def __init__(
         self,
-        record: GpuRecord,
+        record: GpuRecord | UnrecordedGpu,
         open_gpu: Callable[[], Gpu],
         on_change: Callable[[], None],
         timebase: Timebase = REAL_TIME,
@@ -46,7 +46,7 @@ class GpuDriver:
         self._on_change = on_change
         self._time = timebase
         self._bell = timebase.bell()
-        self._gpu: Gpu | None = None
+        self.gpu: Gpu | None = None
         self.error: Exception | None = None
         self._requested = int(record.left_by is not None and not record.is_of_same_job)
         self._done = 0
@@ -54,10 +54,6 @@ class GpuDriver:
         self._answered_s = self._requested_s
         self._is_closed = False
         timebase.thread(self._work, "perseus-gpu").start()
-
-    @property
-    def is_open(self) -> bool:
-        return self._gpu is not None
 
     @property
     def is_reset(self) -> bool:
@@ -88,12 +84,12 @@ class GpuDriver:
             requested = self._requested
             pause_s: float | None = None
             try:
-                if self._gpu is None:
-                    self._gpu = self._open_gpu()
+                if self.gpu is None:
+                    self.gpu = self._open_gpu()
                     self._on_change()
                 if requested != self._done:
                     if self.record.is_current:
-                        self._gpu.reset_clock()
+                        self.gpu.reset_clock()
                     self._done = requested
                     self._on_change()
             except Exception as error:  # of any kind: no other process would try again
@@ -106,4 +102,4 @@ class GpuDriver:
 
     def problem(self) -> GpuError | None:
         """Return why the GPU cannot be used, or None while that is not known."""
-        return None if self.error is None or self.is_open else GpuError(str(self.error))
+        return None if self.error is None or self.gpu is not None else GpuError(str(self.error))

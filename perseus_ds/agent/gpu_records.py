@@ -90,6 +90,26 @@ class GpuRecord:
         _write(self._file, self._generation, os.getpid(), self._may_be_locked, self._agent)
 
 
+class UnrecordedGpu:
+    """What stands for the record of a simulated GPU, whose clock ends with the processes that use it."""
+
+    left_by: int | None = None
+    is_of_same_job = False
+    is_current = True
+
+    def __init__(self, gpu: str) -> None:
+        self.gpu = gpu
+
+    def set_locked(self, may_be_locked: bool) -> None:
+        """Nothing to record."""
+
+    def restore(self) -> None:
+        """Nothing to write."""
+
+    def close(self) -> None:
+        """Nothing to unlock."""
+
+
 def left_locked(agent: str) -> Iterator[GpuRecord]:
     """Yield the locked records of GPUs of this user that no agent serves and whose clock may be locked."""
     for path in _paths():

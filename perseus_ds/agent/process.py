@@ -25,21 +25,33 @@ import struct
 import sys
 import syslog
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from perseus_ds.agent.gpu_driver import GpuDriver
-from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, left_locked
+from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
+from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.gpu.opening import open_gpu
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.protocol.messages import Granted, LeftLocked, Refused, Release, Released, RequestStatus, Status
+from perseus_ds.protocol.messages import (
+    Granted,
+    LeftLocked,
+    Refused,
+    Release,
+    Released,
+    RequestLease,
+    RequestStatus,
+    Status,
+)
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
+_MOST_FILES = 3
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
@@ -89,6 +101,9 @@ class _Rank:
         self.gpu: str | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
+        self.clocks: RankClocks | None = None
+        self.look_at_s = 0.0
+        self.is_renewal = False
         self.progress = Progress()
         self.is_connected, self.disconnected_s = True, 0.0
         self.awaits_reset = False
@@ -101,6 +116,10 @@ class _Rank:
             return not self.is_connected
         return self.is_released or places.holder(self.memory_file) is None
 
+    def is_ending(self, now_s: float) -> bool:
+        """Return whether the end of the lease is about to be seen, or waits for the driver."""
+        return self.is_released or (not self.is_connected and self.disconnected_s > now_s - _ENDS_WITHIN_S)
+
     def send(self, message: messages.ToClient) -> None:
         """Send a message; a client that does not read its messages gets no more."""
         with contextlib.suppress(OSError):
@@ -110,23 +129,34 @@ class _Rank:
         """Map the memory that the client passed along.
 
         Raises:
-            GpuError: It could be truncated, which would end this process, or has another layout.
+            GpuError: It could be truncated, or has another layout.
         """
         self.memory_file = file
-        try:
-            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
-            length = os.fstat(file).st_size
-            if not seals & fcntl.F_SEAL_SHRINK or length < layout.LENGTH:
-                raise GpuError(f"The memory of a rank can be truncated, or has {length} bytes only.")
-            self.memory = RankMemory(memoryview(mmap.mmap(file, layout.LENGTH)))
-        except (OSError, ValueError) as error:
-            raise GpuError(f"The memory of a rank cannot be used: {error}.") from error
+        self.memory = RankMemory(_mapped(file, layout.LENGTH))
 
     def close(self) -> None:
+        if self.clocks is not None:
+            self.clocks.leave()
         self.connection.close()
         if self.memory_file is not None:
             os.close(self.memory_file)
             self.memory_file = None
+
+
+def _mapped(file: int, least: int) -> memoryview:
+    """Map memory that a client passed along.
+
+    Raises:
+        GpuError: It could be truncated, which would end this process, or is too short.
+    """
+    try:
+        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+        length = os.fstat(file).st_size
+        if not seals & fcntl.F_SEAL_SHRINK or length < least:
+            raise GpuError(f"The memory of a rank can be truncated, or has {length} bytes only.")
+        return memoryview(mmap.mmap(file, length))
+    except (OSError, ValueError) as error:
+        raise GpuError(f"The memory of a rank cannot be used: {error}.") from error
 
 
 class Agent:
@@ -135,14 +165,14 @@ class Agent:
     def __init__(
         self,
         name: str,
-        open_gpu: Callable[[str], Gpu] = open_gpu,
+        open_gpu: Callable[..., Gpu] = open_gpu,
         timebase: Timebase = REAL_TIME,
     ) -> None:
         """Reset what earlier processes of this user left locked, and wait for ranks.
 
         Args:
             name: By which clients find it; see :func:`perseus_ds.protocol.places.agent_name`.
-            open_gpu: Opens a GPU by its address.
+            open_gpu: Opens a GPU by its address, and by its logs if it is simulated.
             timebase: The time in which to wait.
 
         Raises:
@@ -162,7 +192,7 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._drivers: dict[str, GpuDriver] = {}
         self._left: dict[str, tuple[int, GpuDriver]] = {}
-        self._began_s = timebase.now_s()
+        self._began_s = self._look_at_s = self._next_s = timebase.now_s()
         self._has_served = self.terminates = False
         # GPUs of the agent before this one, whose ranks will request their leases again; and those that were reset
         # because none did, although a rank that has not noticed the loss of its agent may still lock their clocks.
@@ -186,17 +216,25 @@ class Agent:
 
     def step(self) -> None:
         """Do what is due, after waiting for it for at most 0.1 s."""
-        recently_s = self._time.now_s() - _ENDS_WITHIN_S
-        is_ending = any(not rank.is_connected and rank.disconnected_s > recently_s for rank in self._ranks.values())
         try:
-            for key, _ in self._selector.select(_ENDING_POLL_S if is_ending else _POLL_S):
+            for key, _ in self._selector.select(max(0.0, self._next_s - self._time.now_s())):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
+                    self._look_at_s = 0.0
                 else:
                     self._receive(key.fd)
-            self._look()
+            now_s = self._time.now_s()
+            if self._look_at_s <= now_s or self.terminates:
+                self._look()
+            next_s = self._look_at_s
+            for rank in self._ranks.values():
+                if rank.clocks is not None:
+                    if rank.look_at_s <= now_s:
+                        rank.look_at_s = now_s + rank.clocks.look()
+                    next_s = min(next_s, rank.look_at_s)
+            self._next_s = next_s
         except (OSError, RuntimeError):  # too many files or threads: tried again
             self._time.sleep(_POLL_S)
 
@@ -225,12 +263,18 @@ class Agent:
             return
         files: list[int] = []
         try:
-            packet, files, _, _ = socket.recv_fds(rank.connection, messages.LONGEST, 1)
+            packet, files, _, _ = socket.recv_fds(rank.connection, messages.LONGEST, _MOST_FILES)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
         try:
+            if packet == messages.WAKE:
+                if rank.clocks is not None:
+                    rank.clocks.wake()
+                    rank.look_at_s = self._time.now_s()
+                return
+            self._look_at_s = 0.0  # whatever it is, the rest may depend on it
             if len(packet) > 1:
                 self._handle(rank, messages.decode_to_agent(packet), files)
             elif packet:
@@ -251,14 +295,20 @@ class Agent:
         elif isinstance(message, RequestStatus):
             granted = [each for each in self._ranks.values() if each.is_granted and each.gpu is not None]
             rank.send(Status(tuple((str(each.gpu), each.pid) for each in granted)))
+        elif not isinstance(message, RequestLease):
+            if rank.clocks is not None:
+                rank.clocks.receive(message)
         elif rank.gpu is None and files:
             try:
                 if not message.gpu.isprintable() or "/" in message.gpu:
                     raise GpuError(f"{message.gpu!r} is no address of a GPU.")
-                rank.map(files.pop())
+                rank.map(files.pop(0))
+                rank.is_renewal = message.is_renewal
                 self._forget_former(rank)
                 if message.gpu not in self._drivers:
-                    self._drive(GpuRecord(message.gpu, self._name))
+                    is_simulated = message.gpu.startswith("simulated:")
+                    record = UnrecordedGpu(message.gpu) if is_simulated else GpuRecord(message.gpu, self._name)
+                    self._drive(record, [_mapped(file, 0) for file in files])
             except GpuHeldError as error:
                 self._refuse(rank, "held", str(error))
             except GpuError as error:
@@ -279,8 +329,11 @@ class Agent:
             if other is not rank and ours is not None and theirs is not None and os.path.sameopenfile(ours, theirs):
                 self._forget(other)
 
-    def _drive(self, record: GpuRecord) -> GpuDriver:
-        driver = GpuDriver(record, lambda: self._open_gpu(record.gpu), self._wake, self._time)
+    def _drive(self, record: GpuRecord | UnrecordedGpu, logs: Sequence[memoryview] = ()) -> GpuDriver:
+        def open_gpu() -> Gpu:
+            return with_energy(self._open_gpu(record.gpu, logs) if logs else self._open_gpu(record.gpu), self._time)
+
+        driver = GpuDriver(record, open_gpu, self._wake, self._time)
         self._drivers[record.gpu] = driver
         return driver
 
@@ -316,6 +369,8 @@ class Agent:
             for gpu in self._inherited:
                 self._drivers[gpu].reset()
         now_s = self._time.now_s()
+        is_ending = any(rank.is_ending(now_s) for rank in self._ranks.values())
+        self._look_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
         for rank in [*self._ranks.values()]:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
@@ -347,9 +402,13 @@ class Agent:
             self._refuse(rank, "unusable", str(problem))
             return
         is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
-        if driver.is_open and driver.is_reset and is_clear:
-            driver.record.set_locked(True)
+        if driver.gpu is not None and rank.memory is not None and driver.is_reset and is_clear:
+            record = driver.record
+            record.set_locked(True)
             rank.is_granted = True
+            rank.clocks = RankClocks(driver.gpu, rank.memory, rank.send, self._time, may_lock=lambda: record.is_current)
+            if rank.is_renewal:
+                rank.clocks.take_over()
             left = [
                 LeftLocked(gpu, pid, "" if each.is_reset else str(each.error or "its driver does not answer"))
                 for gpu, (pid, each) in self._left.items()
@@ -373,19 +432,22 @@ class Agent:
             rank.send(Released())
             self._forget(rank)
             return
+        if rank.clocks is not None:
+            rank.clocks.leave()  # first, so that it does not lock the clock again
         if rank.is_granted or driver.record.left_by is not None:
             rank.is_granted = False
             self._inherited.discard(rank.gpu or "")
             driver.record.left_by = None
             driver.reset()
-        if driver.is_reset or not (rank.is_released and rank.is_connected):
+        is_reset = driver.is_reset and not (rank.clocks is not None and rank.clocks.is_calling)
+        if is_reset or not (rank.is_released and rank.is_connected):
             rank.send(Released())
             self._forget(rank)
 
     def _let_go(self, gpu: str, driver: GpuDriver) -> None:
         """Forget a GPU that no rank uses, once it is reset."""
         is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
-        if not is_used and driver.is_reset and (driver.is_open or driver.error is not None):
+        if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
             if gpu not in self._abandoned:
                 driver.record.set_locked(False)
             driver.close()

@@ -18,11 +18,13 @@ from typing import Literal
 
 from perseus_ds.agent.gpu_records import note_reset
 from perseus_ds.client.lease import Lease, leases
-from perseus_ds.clocks.readback import LatencyTable
+from perseus_ds.client.memory import SharedMemory
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 from perseus_ds.errors import ConfigError, GpuBusyError, GpuError
 from perseus_ds.gpu.energy_counter import counter_period_s
 from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_uuid
+from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.layout import LENGTH, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 
@@ -81,6 +83,7 @@ _ONLY_FOR: dict[str, set[str]] = {
     "nvidia-ml-py": {"nvml", "zeus"},
     "zeusd": {"zeus"},
     "lock": {"nvml"},
+    "marks": {"nvml", "zeus"},
 }
 
 
@@ -132,7 +135,7 @@ class Finding:
 def examine_software() -> list[Finding]:
     """Examine Python packages, torch's access to CUDA, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
-    return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), _zeusd()]
+    return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), *_marks(), _zeusd()]
 
 
 def _package(name: str) -> Finding:
@@ -160,6 +163,27 @@ def _torch_devices() -> Finding:
     return Finding(
         "warn", "CUDA", f"torch sees no GPU; {build}", "Until it does, training runs on the CPU with simulated GPUs."
     )
+
+
+def _marks() -> Iterator[Finding]:
+    """Have each GPU that torch sees write a mark into shared memory, as training does."""
+    try:
+        import torch
+
+        from perseus_ds.client.marks import marks_of
+    except Exception:  # the line on torch says why
+        return
+    if not torch.cuda.is_available():
+        return
+    for index in range(torch.cuda.device_count()):
+        shared = SharedMemory(LENGTH)
+        try:
+            marks_of(torch.device("cuda", index), shared, RankMemory.create(shared.view))
+        except GpuError as error:
+            remedy = "Without marks no clock can be set in time; jobs in auto mode train without Perseus."
+            yield Finding("fail", "marks", f"GPU {index}: {error}", remedy)
+        else:
+            yield Finding("ok", "marks", f"GPU {index} writes them into shared memory")
 
 
 def _zeusd() -> Finding:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 logger = logging.getLogger("perseus_ds")
 _ANSWER_TIMEOUT_S = 30.0
 _AGAIN_S = 0.02
+_POLL_S = 0.0005
 _STARTED_AGAIN_S = 0.5
 _HELD_S = 5.0
 """How long to wait for a GPU that another job's agent may be about to reset and let go."""
@@ -58,11 +60,15 @@ class Lease:
     While it lasts, the interpreter reports signals to the agent, which resets the clock upon SIGTERM or SIGINT.
 
     Attributes:
-        memory: What the rank shares with the agent.
+        shared: The memory that the rank shares with the agent.
+        memory: What is in it.
+        grants: Number of times that an agent has granted it.
         is_granted: Whether an agent has granted it and is connected.
     """
 
-    def __init__(self, gpu: str, job: str | None = None, timebase: Timebase = REAL_TIME) -> None:
+    def __init__(
+        self, gpu: str, job: str | None = None, timebase: Timebase = REAL_TIME, *, files: Sequence[int] = ()
+    ) -> None:
         """Request the lease from the node's agent and wait for it.
 
         An agent is started if there is none.
@@ -72,6 +78,7 @@ class Lease:
             job: Ranks with the same text share an agent. By default the job's ``MASTER_ADDR`` and ``MASTER_PORT``, or
                 this process alone.
             timebase: The time in which to wait.
+            files: The files of a simulated GPU's logs.
 
         Raises:
             GpuBusyError: Another job uses the GPU.
@@ -80,10 +87,10 @@ class Lease:
         self._gpu = gpu
         self._time = timebase
         self._process = os.getpid()
-        self._shared = SharedMemory(layout.LENGTH)
-        self.memory = RankMemory.create(self._shared.view)
+        self.shared = SharedMemory(layout.LENGTH)
+        self.memory = RankMemory.create(self.shared.view)
         # The lease itself: the kernel ends this lock with the process.
-        fcntl.lockf(self._shared.file, fcntl.LOCK_EX)
+        fcntl.lockf(self.shared.file, fcntl.LOCK_EX)
         self._connection: socket.socket | None = None
         self._signals = SignalForwarder()
         self._name = places.agent_name(job)
@@ -91,12 +98,16 @@ class Lease:
         self._next_start_s = -_STARTED_AGAIN_S
         self._lost_s: float | None = None
         self._kept: list[socket.socket] = []
-        self.is_granted = self._was_granted = self._is_released = False
+        self._files = [self.shared.file, *files]
+        self._inbox: list[messages.ToClient] = []
+        self._outbox: list[bytes] = []
+        self.grants = 0
+        self.is_granted = self._is_released = False
         try:
             self._request(job)
         except BaseException as error:
             self._disconnect()
-            os.close(self._shared.file)
+            os.close(self.shared.file)
             if isinstance(error, OSError):
                 raise GpuError(f"No agent can be reached: {error}.") from error
             raise
@@ -127,6 +138,37 @@ class Lease:
             self._progress()
         return self.is_granted or now_s - self._lost_s < _REPLACED_WITHIN_S
 
+    def send(self, message: messages.ToClocks) -> None:
+        """Send a message without waiting; it is lost if there is no agent."""
+        if self.is_granted:
+            self._outbox.append(messages.encode(message))
+            self._flush()
+
+    def received(self) -> list[messages.ToClient]:
+        """Return the messages that have come, without waiting."""
+        if self.is_granted:
+            while (message := self._receive()) is not None:
+                self._inbox.append(message)
+        self._flush()
+        received, self._inbox = self._inbox, []
+        return received
+
+    def wake(self) -> None:
+        """Have the agent look at the memory now."""
+        if self._connection is not None and self.is_granted:
+            with contextlib.suppress(OSError):
+                self._connection.send(messages.WAKE)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the agent may have told something, at most for some time [s]."""
+        self._time.sleep(min(timeout_s, _POLL_S))
+
+    def problem(self) -> GpuError | None:
+        """Return why no agent watches, if it was lost for long; start another one if it was lost."""
+        if self.is_watched():
+            return None
+        return GpuError("the agent, which resets the clocks if the job is killed, is gone")
+
     def close(self, timeout_s: float = 3.0) -> bool:
         """End the lease, and wait until the agent has reset the clock; harmless when called again.
 
@@ -141,9 +183,12 @@ class Lease:
             with contextlib.suppress(OSError):
                 self._connection.send(messages.encode(Release()))
                 while self._is_connected and not self._is_released and self._time.now_s() < end_s:
-                    self._is_released = isinstance(self._receive(), Released)
-                    if not self._is_released:
+                    message = self._receive()
+                    self._is_released = isinstance(message, Released)
+                    if message is None:
                         self._time.sleep(_AGAIN_S / 10)
+                    elif not self._is_released:
+                        self._inbox.append(message)
             self._disconnect()
         return self._is_released
 
@@ -181,16 +226,16 @@ class Lease:
         if self._connection is None:
             try:
                 self._connection = places.connect(self._name)
-                socket.send_fds(
-                    self._connection, [messages.encode(RequestLease(self._gpu, self._was_granted))], [self._shared.file]
-                )
+                request = RequestLease(self._gpu, is_renewal=self.grants > 0)
+                socket.send_fds(self._connection, [messages.encode(request)], self._files)
             except (FileNotFoundError, ConnectionError):
                 self._disconnect()
                 self._start_if_due()
                 return None
         answer = self._receive()
         if isinstance(answer, Granted):
-            self.is_granted = self._was_granted = True
+            self.is_granted = True
+            self.grants += 1
             self._signals.start(self._connection)
             for left in answer.left_locked:
                 said = f"it cannot be reset ({left.error})" if left.error else "it is reset"
@@ -243,8 +288,16 @@ class Lease:
             self._disconnect()
             raise GpuError(f"The agent sent what this version of perseus-ds does not understand: {error}.") from error
 
+    def _flush(self) -> None:
+        """Send what an agent that is busy had no room for."""
+        with contextlib.suppress(OSError):
+            while self._outbox and self._connection is not None:
+                self._connection.send(self._outbox[0])
+                del self._outbox[0]
+
     def _disconnect(self) -> None:
         self.is_granted = False
+        self._outbox.clear()
         if self._connection is not None:
             if self._signals.stop():
                 self._connection.close()

@@ -17,12 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from perseus_ds.clocks.events import (
-    CudaEvent,
-    CudaOrigin,
     DeviceEvent,
     EventPool,
     PassedEvent,
-    relax_stream_capture,
+    RecordedEvent,
     wait_by_polling,
 )
 from perseus_ds.gpu.device_models import MEMORY_BOUND
@@ -69,11 +67,6 @@ class FinishedIteration:
         """Return whether the device has done it."""
         return self.end.query()
 
-    def start_s(self) -> float:
-        """Wait for the device and return when the iteration began, on the host's clock [s]."""
-        self.end.synchronize()
-        return self._start.passed_s()
-
     def time_s(self) -> float:
         """Wait for the device and return how long the iteration took [s]."""
         self.end.synchronize()
@@ -99,9 +92,6 @@ class Execution(ABC):
 
     def __init__(self) -> None:
         self._marks: list[Mark] = []
-
-    def use_device(self) -> None:  # noqa: B027
-        """Let the calling thread, beside the training thread, use the device that operations run on."""
 
     def start_iteration(self) -> DeviceEvent:
         """Begin another iteration; returns the event at which it begins on the device."""
@@ -153,7 +143,6 @@ class CudaExecution(Execution):
 
     Args:
         cuda: The module ``torch.cuda``, which makes events and waits for them.
-        relax_capture: Lets the calling thread use CUDA while another one captures a graph.
         wait: Waits for an event.
     """
 
@@ -161,28 +150,17 @@ class CudaExecution(Execution):
         self,
         device: torch.device,
         cuda: Any = torch.cuda,
-        timebase: Timebase = REAL_TIME,
-        relax_capture: Callable[[], object] = relax_stream_capture,
         wait: Callable[[Any], object] = wait_by_polling,
     ) -> None:
         super().__init__()
         self._cuda = cuda
-        self._relax_capture = relax_capture
-        self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
         self._pool = EventPool(lambda: cuda.Event(enable_timing=True), wait)
         self._find_stream()
-        self._start: CudaOrigin = CudaOrigin(self._pool, None, timebase)
-
-    def use_device(self) -> None:
-        self._cuda.set_device(self._device)
-        self._relax_capture()
 
     def start_iteration(self) -> DeviceEvent:
-        self._marks = []
         self._find_stream()
-        self._start = CudaOrigin(self._pool, self._start, self._time)
-        return self._start
+        return super().start_iteration()
 
     def _find_stream(self) -> None:
         """Have events recorded on the current stream of the rank's device, whichever device is the current one."""
@@ -191,7 +169,7 @@ class CudaExecution(Execution):
         self._pool.stream = None if is_current else lambda: self._cuda.current_stream(self._device)
 
     def event(self) -> DeviceEvent:
-        return CudaEvent(self._pool, self._start)
+        return RecordedEvent(self._pool)
 
     def wait(self) -> None:
         self._cuda.synchronize(self._device)

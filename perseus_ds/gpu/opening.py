@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 
 
-def open_gpu(address: str) -> Gpu:
+def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
     """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`.
+
+    Args:
+        address: The address.
+        logs: The memory of what a simulated GPU runs, and of its clocks.
 
     Raises:
         GpuError: It cannot be opened.
@@ -21,4 +27,8 @@ def open_gpu(address: str) -> Gpu:
         from perseus_ds.gpu.zeus import open_address
 
         return open_address(identity)
-    raise GpuError(f"Unknown GPU address {address!r}: expected nvml:… or zeus:….")
+    if device == "simulated":
+        from perseus_ds.gpu.simulated import open_address as open_simulated
+
+        return open_simulated(identity, logs)
+    raise GpuError(f"Unknown GPU address {address!r}: expected nvml:…, zeus:… or simulated:….")

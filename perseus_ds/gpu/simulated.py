@@ -12,6 +12,7 @@ and does not depend on who reads it or when.
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import random
@@ -19,7 +20,7 @@ import struct
 import tempfile
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
@@ -407,6 +408,31 @@ class SimulatedConfig(StrictModel):
     may_lock: bool = Field(True, description="Whether setting clocks is permitted.")
 
 
+def open_address(identity: str, logs: Sequence[memoryview]) -> SimulatedGpu:
+    """Open a GPU by the part of its address after ``simulated:``, which another process shares.
+
+    Args:
+        identity: The settings of :meth:`SimulatedGpu.shared`, as JSON.
+        logs: The memory of what runs, and of the clocks.
+
+    Raises:
+        GpuError: The settings or the memory are those of no simulated GPU.
+    """
+    try:
+        work, clock = logs
+        settings = json.loads(identity)
+        turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
+        return SimulatedGpu.named(
+            settings.pop("gpu"),
+            **settings,
+            driver_turn=turn,
+            work_log=Log(work, "work"),
+            clock_log=Log(clock, "clock"),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+        raise GpuError(f"The address of a simulated GPU cannot be used: {error!r}.") from error
+
+
 @contextmanager
 def turn_on_node() -> Iterator[None]:
     """Surround a clock-setting call that waits for those of other processes of this node with the same parent.
@@ -437,6 +463,8 @@ class SimulatedGpu:
     settings = None
     has_energy_counter = True
     address: str | None = None
+    files: tuple[int, ...] = ()
+    """The files of its logs' memory, if another process shares them."""
 
     def __init__(
         self,
@@ -485,6 +513,21 @@ class SimulatedGpu:
         if name not in DEVICES:
             raise ConfigError(f"perseus.simulated.gpu is {name!r}; expected one of {', '.join(sorted(DEVICES))}.")
         return cls(DEVICES[name], **settings)
+
+    @classmethod
+    def shared(cls, work: memoryview, clock: memoryview, **settings: Any) -> SimulatedGpu:
+        """Make one whose logs are in shared memory, so that another process can open it by its address.
+
+        Args:
+            work: Empty memory for the log of what runs.
+            clock: Empty memory for the log of clocks.
+            settings: As for :meth:`named`; plain values only.
+        """
+        began_s = REAL_TIME.now_s()
+        logs = {"work_log": Log.create("work", began_s, work), "clock_log": Log.create("clock", began_s, clock)}
+        made = cls.named(settings["gpu"], **{key: value for key, value in settings.items() if key != "gpu"}, **logs)
+        made.address = f"simulated:{json.dumps(settings)}"
+        return made
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         return self.model.clocks_mhz

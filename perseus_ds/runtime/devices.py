@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.lease import Lease
+from perseus_ds.client.marks import marks_of
+from perseus_ds.client.memory import SharedMemory
 from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
-from perseus_ds.gpu.simulated import SimulatedGpu, turn_on_node
+from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.job import Job
 
 logger = logging.getLogger("perseus_ds")
+_LOG_BYTES = 2**15
 
 
 def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> Gpu:
@@ -48,7 +51,23 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
         if gpu.settings.whole_module:
             told = "its energy counter covers the whole module, processor included, and so do all energies and savings."
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, told)
-    return with_energy(gpu)
+    return gpu
+
+
+def clocks_of(gpu: Gpu, device: torch.device) -> AgentClocks:
+    """Return the clocks of this rank's GPU; the node's agent is started if there is none.
+
+    Raises:
+        GpuError: No agent can use the GPU, or the GPU cannot write marks.
+    """
+    assert gpu.address is not None, "an agent can open it"
+    lease = Lease(gpu.address, files=gpu.files if isinstance(gpu, SimulatedGpu) else ())
+    try:
+        marks = marks_of(device, lease.shared, lease.memory)
+    except GpuError:
+        lease.close()
+        raise
+    return AgentClocks(lease, lease.memory, marks, gpu.name)
 
 
 def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execution:
@@ -103,8 +122,10 @@ def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_r
         ordinal, uuid, _ = _device_of(device, local_rank)
         return NvmlGpu(index_of_cuda_device(ordinal, uuid))
     settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
-    turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
-    return SimulatedGpu.named(settings.pop("gpu"), driver_turn=turn, seed=rank, **settings)
+    work, clock = (SharedMemory(_LOG_BYTES, f"perseus-ds-{log}") for log in ("work", "clock"))
+    gpu = SimulatedGpu.shared(work.view, clock.view, seed=rank, **settings)
+    gpu.files = work.file, clock.file
+    return gpu
 
 
 def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:

@@ -13,11 +13,11 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
+from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.iterations import NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
@@ -159,10 +159,10 @@ def optimise(
     """
     job, rank = context.job, context.rank
     worker: OptimizeWorker | None = None
-    latencies = rank.communicator.gather(rank.clocks.readback.latencies)
+    latencies = rank.communicator.gather(rank.clocks.latencies)
 
     # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
-    price_s = max(switch_cost_s, rank.communicator.all_max(rank.clocks.thread_late_s))
+    price_s = max(switch_cost_s, rank.communicator.all_max(rank.clocks.status.late_s))
 
     def start() -> None:
         nonlocal worker

@@ -13,14 +13,13 @@ from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from perseus_ds.clocks.controller import DriverCall
 from perseus_ds.clocks.timers import FinishedIteration, Span
-from perseus_ds.clocks.transitions import ClockPlan
-from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.protocol.layout import IterationEnergy
+from perseus_ds.runtime.clock_plan import ClockPlan
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
@@ -101,8 +100,7 @@ class IterationMeasurement:
 
     Attributes:
         finished: Its times.
-        used_j: Returns the energy of this rank's GPU [J]; NaN where it cannot be read.
-        is_known: Returns whether times and energy are there without waiting.
+        recorded: Returns what the agent has recorded of it; see ``AgentClocks.recorded``.
         host_s: When it began and ended for the host, in the rank's timebase [s].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
@@ -117,8 +115,7 @@ class IterationMeasurement:
     """
 
     finished: FinishedIteration
-    used_j: Callable[[], float]
-    is_known: Callable[[], bool]
+    recorded: Callable[..., IterationEnergy | None]
     host_s: tuple[float, float]
     clock_mhz: Mapping[Instruction, int]
     failed: bool
@@ -129,12 +126,24 @@ class IterationMeasurement:
     length: float = math.nan
     number: int = 0
     stopped_s: float = 0.0
+    _recorded: IterationEnergy | None = None
 
     # No ``cached_property``, whose lock all ranks of a process share until Python 3.12.
+    def is_known(self) -> bool:
+        """Return whether times and energy are there without waiting."""
+        return self.finished.is_over() and self._record() is not None
+
+    def _record(self, *, waits: bool = False) -> IterationEnergy | None:
+        if self._recorded is None:  # the agent's memory holds the last iterations only
+            self._recorded = self.recorded(waits=waits)
+        return self._recorded
+
     @property
     def start_s(self) -> float:
-        """When it began, in the rank's timebase [s]."""
-        return self.finished.start_s()
+        """When it began, in the rank's timebase [s]; waits until the device has done it."""
+        self.finished.end.synchronize()
+        recorded = self._record(waits=True)
+        return self.host_s[0] if recorded is None or math.isnan(recorded.begun_s) else recorded.begun_s
 
     @property
     def time_s(self) -> float:
@@ -143,9 +152,10 @@ class IterationMeasurement:
 
     @property
     def energy_j(self) -> float:
-        """Of this rank's GPU [J]."""
+        """Of this rank's GPU [J]; NaN if it cannot be read."""
         self.finished.end.synchronize()
-        return self.used_j()
+        recorded = self._record(waits=True)
+        return math.nan if recorded is None else recorded.energy_j
 
     def spans(self) -> list[Span]:
         """Return the operations that were timed."""
@@ -161,35 +171,3 @@ def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:
         received = yield wanted
         if isinstance(received, IterationMeasurement):
             return received
-
-
-class EnergyUse:
-    """Energy of this rank's GPU in one iteration: two readings of its counter, made beside the training thread.
-
-    A reading is None where the counter is not read; a driver's refusal is passed on.
-    """
-
-    def __init__(
-        self, begun: DriverCall | None, ended: DriverCall | None, on_error: Callable[[Exception], None]
-    ) -> None:
-        self._begun = begun
-        self._ended = ended
-        self._on_error = on_error
-        self._used_j: float | None = None
-
-    def is_known(self) -> bool:
-        """Return whether both readings are there."""
-        return all(reading is None or reading.is_over for reading in (self._begun, self._ended))
-
-    def used_j(self) -> float:
-        """Wait for the driver and return the energy [J]; NaN where it cannot be read."""
-        if self._used_j is None and self._begun is not None and self._ended is not None:
-            self._used_j = math.nan
-            try:
-                begun_j = self._begun.value()
-                self._used_j = self._ended.value() - begun_j
-            except GpuBusyError:  # for how long that is accepted, the supervision decides
-                pass
-            except GpuError as error:
-                self._on_error(error)
-        return math.nan if self._used_j is None else self._used_j

@@ -14,7 +14,7 @@ import torch
 
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import Started
-from perseus_ds.clocks.controller import ClockController
+from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.clocks.timers import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.schedule import Schedule
@@ -101,14 +101,14 @@ class RankContext:
     """This rank of the job: its GPU, and its connection to the other ranks.
 
     Attributes:
-        clocks: Sets the GPU's clock, and makes all other calls of its driver.
+        clocks: Set and read by the agent of this node.
         device: Where the engine's tensors live.
         beside_training: Ends what a phase has running beside training, such as threads and processes.
     """
 
     communicator: Communicator
     gpu: Gpu
-    clocks: ClockController
+    clocks: AgentClocks
     timers: Execution
     device: torch.device
     timebase: Timebase = REAL_TIME

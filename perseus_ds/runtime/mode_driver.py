@@ -141,8 +141,7 @@ class ModeDriver:
         self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
-        # Where the device is done already, only the driver's answer is missing; a script may end the connections now.
-        if self.next.aligns_tail or seen.finished.is_over():
+        if self.next.aligns_tail or seen.is_known():
             self.send_report()
 
     def send_report_if_known(self) -> None:
@@ -167,13 +166,14 @@ class ModeDriver:
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             reported = {}
-        limits = self._rank.clocks.readback.limits
+        time_s, energy_j = seen.time_s, seen.energy_j
+        status = self._rank.clocks.status  # now, after the device and the agent have done the iteration
         report = {
             **own,
-            "time_s": seen.time_s,
-            "energy_j": seen.energy_j,
-            "limit_w": limits.power_w,
-            "limit_mhz": limits.clock_mhz,
+            "time_s": time_s,
+            "energy_j": energy_j,
+            "limit_w": status.limit_w,
+            "limit_mhz": status.limit_mhz,
             "shapes": shapes_number(self._rank.communicator.topology.rank, seen.shapes[1]),
             "closed": self._is_closed,
         }
@@ -229,8 +229,7 @@ class ModeDriver:
         end_s = self._rank.timebase.now_s() + _LAST_REPORTS_S
         while self.unsent is not None and not self._is_known() and self._rank.timebase.now_s() < end_s:
             self._rank.timebase.sleep(_POLL_S)
-        if self._rank.communicator.is_connected:
-            self.send_report_if_known()
+        self.send_report_if_known()
         self._record(self._exchange.received_within(_LAST_REPORTS_S))
 
     def _record(self, reports: JobReport | None) -> None:

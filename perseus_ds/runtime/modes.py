@@ -71,7 +71,7 @@ def _run(context: ModeContext) -> Phase[None]:
         )
     yield from calibrate(context)
     if made is not None:
-        rank.clocks.readback.limits.profiled_w = made.power_limit_w
+        rank.clocks.set_profiled_limit(made.power_limit_w)
     runner = PlanRunner(context, frontier)
     yield from runner.try_out()
     period_s = counter_period_s(rank)

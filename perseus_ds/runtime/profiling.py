@@ -19,16 +19,13 @@ from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.clocks.timers import Span
-from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import GpuError, ProfileError
-from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step
-from perseus_ds.gpu.energy_counter import counter_period_s as measured_period_s
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.profiler.blocking_power import measure_blocking_power_w
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
-from perseus_ds.profiler.counter_log import CounterLog, measure_blocking_power_w
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.fixed_durations import (
     launched_transfer_durations_s,
@@ -43,6 +40,7 @@ from perseus_ds.profiler.fixed_durations import (
 )
 from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
+from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.config import ProfileConfig
 from perseus_ds.runtime.default_clocks import SETTLED
 from perseus_ds.runtime.devices import peak_memory_bytes
@@ -89,7 +87,7 @@ def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Ph
     """
     job, rank = context.job, context.rank
     rank.clocks.watch_default_clocks()
-    rank.clocks.readback.limits.profiled_w = None  # those of now are the profile's
+    rank.clocks.set_profiled_limit(None)  # those of now are the profile's
     taken: list[IterationMeasurement] = []
     least = job.config.profile.warm_up
     while len(taken) < _MOST_TIMES_AS_LONG * least:
@@ -122,8 +120,8 @@ def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[f
         begins_s = [begin_s - ahead_s for begin_s in begins_s]
         ours = communicator.pipeline_gather((spans, begins_s, peak_memory_bytes(rank.device)))
     pipeline = [spans for spans, *_ in ours]
-    reports = communicator.gather((tail_durations_s(spans), power_w, rank.clocks.readback.default_mhz))
-    default_mhz = [clock_mhz for *_, clock_mhz in reports if clock_mhz is not None]
+    reports = communicator.gather((tail_durations_s(spans), power_w, rank.clocks.status.default_mhz))
+    default_mhz = [int(clock_mhz) for *_, clock_mhz in reports if clock_mhz]
     if not reports:
         return job.info.model_copy(update={"blocking_power_w": power_w})
     fixed = FixedDurations(
@@ -159,8 +157,8 @@ def counter_period_s(rank: RankContext) -> float:
 
     def measured() -> float:
         for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
-            found = rank.clocks.call(partial(measured_period_s, rank.gpu, window_s, rank.timebase))
-            if period_s := found.value():
+            (period_s,) = rank.clocks.ask("period", window_s).values()
+            if period_s:
                 return period_s
         return _WINDOW_S
 
@@ -172,20 +170,15 @@ def _counter_and_blocking_power(rank: RankContext, before_w: float) -> tuple[flo
 
     In the last iteration it has drawn ``before_w``.
     """
-    communicator, answer = rank.communicator, CounterAnswer(None, 0.0)
-
-    def ask() -> None:
-        nonlocal answer
-        answer = answer_to_a_step(rank.gpu, before_w, rank.timebase)
-
+    communicator = rank.communicator
     rank.timers.wait()
-    communicator.raise_on_all_ranks(lambda: rank.clocks.call(ask).value())
-    period_s = communicator.all_max(answer.period_s or _WINDOW_S)
-    settle_s = communicator.all_max(answer.settle_s)
+    own_s, settle_s = communicator.raise_on_all_ranks(lambda: rank.clocks.ask("step", before_w).values())
+    period_s = communicator.all_max(own_s or _WINDOW_S)
+    settle_s = communicator.all_max(settle_s)
     window_s = max(min(_WAITED_REFRESHES * period_s, _BLOCKING_WINDOW_S), _FEWEST_REFRESHES * period_s)
     power_w = communicator.raise_on_all_ranks(
         lambda: measure_blocking_power_w(
-            rank.gpu,
+            rank.clocks.counter_log,
             communicator.topology,
             rank.device,
             settle_s=settle_s + period_s,
@@ -299,7 +292,7 @@ class _Measurement:
     """
 
     def __init__(self, rank: RankContext, baseline: Baseline) -> None:
-        self.log = CounterLog(rank.gpu, rank.timebase)
+        self.log = rank.clocks.counter_log()
         self._communicator = rank.communicator
         self._baseline = baseline
         self._profiler = OnlineProfiler(baseline.info.blocking_power_w or 0.0)

@@ -6,35 +6,36 @@ import atexit
 import contextlib
 import importlib.metadata
 import logging
-import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.layout import EngineName, Layout, Part
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import ClockRefused, Event
-from perseus_ds.clocks.controller import ClockController, DriverCall
-from perseus_ds.clocks.events import DeviceEvent
-from perseus_ds.clocks.readback import LatencyTable, Refusal
+from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.clocks.timers import Execution, SimulatedExecution
-from perseus_ds.clocks.transitions import ClockPlan, ClockTransition, IterationClocks
 from perseus_ds.errors import ConnectionLostError, PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
+from perseus_ds.protocol import messages
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.ranks import Communicator, PipelineTopology
+from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.config import PerseusConfig, parse_block
-from perseus_ds.runtime.devices import execution_on, open_gpu, with_permission
-from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextIteration, Times
+from perseus_ds.runtime.devices import clocks_of, execution_on, open_gpu, with_permission
+from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, Times
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Monitor, Recorder
@@ -43,9 +44,6 @@ from perseus_ds.runtime.supervision import Fallback, Supervision
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
-_IDLE_S = 2.0
-# An iteration that begins so soon after the one before begins at the reading of the energy counter that ended that one.
-_TOGETHER_S = 0.001
 NOTHING: AbstractContextManager[None] = nullcontext()
 """Surrounds what nobody measures and where no clock changes."""
 
@@ -104,6 +102,7 @@ class PerseusRuntime:
         *,
         communicator: Communicator,
         gpu: Gpu,
+        clocks: AgentClocks,
         timers: Execution,
         device: torch.device,
         monitor: Monitor | None = None,
@@ -124,8 +123,8 @@ class PerseusRuntime:
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._closed = self._process_ends = False
-        self._ended: tuple[DriverCall | None, float] = None, -math.inf
-        clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
+        self._status_before = clocks.status
+        clocks.on_error, clocks.on_refusal = self._fail, self._refused
         self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
         self.rank = RankContext(communicator, gpu, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
@@ -167,7 +166,9 @@ class PerseusRuntime:
         parts = communicator.pipeline_gather(facts.parts)
         layout = None if facts.engine is None else Layout.of_ranks(facts.engine, parts, tied=facts.tied)
 
-        def open_all() -> tuple[Gpu, Execution, Job]:
+        opened: list[AgentClocks] = []
+
+        def open_all() -> tuple[Gpu, AgentClocks, Execution, Job]:
             check(schedule)
             gpu = open_gpu(config, facts.device, rank=topology.rank, local_rank=local_rank())
             info = ProfileInfo(
@@ -187,18 +188,25 @@ class PerseusRuntime:
                 versions={**facts.versions, **own_versions()},
             )
             job = Job(config, schedule, info, facts.fingerprint, facts.models)
-            return gpu, execution_on(gpu, facts.device, config), job
+            opened.append(clocks_of(gpu, facts.device))
+            return gpu, opened[0], execution_on(gpu, facts.device, config), job
 
-        gpu, timers, job = communicator.raise_on_all_ranks(open_all)
-        return cls(
-            job,
-            communicator=communicator,
-            gpu=gpu,
-            timers=timers,
-            device=facts.device,
-            monitor=facts.monitor,
-            steps_per_print=facts.steps_per_print,
-        )
+        try:
+            gpu, clocks, timers, job = communicator.raise_on_all_ranks(open_all)
+            return cls(
+                job,
+                communicator=communicator,
+                gpu=gpu,
+                clocks=clocks,
+                timers=timers,
+                device=facts.device,
+                monitor=facts.monitor,
+                steps_per_print=facts.steps_per_print,
+            )
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
 
     @classmethod
     def for_loop(
@@ -262,56 +270,45 @@ class PerseusRuntime:
                 than the first, and comes often.
         """
         clocks = self.rank.clocks
-        changes, overtaken = clocks.changes, clocks.overtaken
+        clocks.poll()
         self._has_clocks = self._check()
         self._driver.begin(order, read)
         plan = self.next.clocks if self._has_clocks else ClockPlan()
         self._shapes = InputShapes(self.next.forwards, self.next.tell_shapes)
         aligns_tail = self.next.aligns_tail and self._has_tail
-        # Before the clock is set, which takes a while.
-        begins = self._hooks.start_iteration(self._driver.times())
+        number = self._hooks.start_iteration(plan, self._driver.times(), aligns_tail=aligns_tail)
         start_s = self.rank.timebase.now_s()
-        ended, ended_s = self._ended
-        begun = ended if start_s - ended_s < _TOGETHER_S else self._energy_at(begins)
-        self._hooks.change_plan(plan, aligns_tail=aligns_tail)
         self._in_iteration = True
-        if clocks.lease is not None:
-            clocks.lease.begin_iteration()
         try:
             yield
         except BaseException:
-            clocks.reset_when_idle(_IDLE_S)
+            clocks.end_iteration(number)
             raise
         finally:
             self._in_iteration = False
-            if clocks.lease is not None:
-                clocks.lease.end_iteration()
         # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
         finished = self.rank.timers.finish_iteration()
-        ended = self._energy_at(finished.end, with_limits=True)
+        clocks.end_iteration(number)
         end_s = self.rank.timebase.now_s()
-        self._ended = ended, end_s
-        energy = EnergyUse(begun, ended, self._fail)
         seen = IterationMeasurement(
             finished,
-            energy.used_j,
-            lambda: finished.is_over() and energy.is_known(),
+            partial(clocks.recorded, number),
             (start_s, end_s),
-            self._hooks.requested.clock,
+            self._hooks.plan.clock,
             not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
             length=self._shapes.length,
         )
-        asked_mhz, reached_mhz = clocks.readback.reading
+        before, after = self._status_before, clocks.status
+        self._status_before = after
         own = {
-            "clock_changes": clocks.changes - changes,
-            "clock_skips": clocks.overtaken - overtaken,
+            "clock_changes": after.changes - before.changes,
+            "clock_skips": after.overtaken - before.overtaken,
             "failed": seen.failed and not self._closed,
-            "asked_mhz": asked_mhz,
-            "reached_mhz": reached_mhz,
+            "asked_mhz": after.asked_mhz,
+            "reached_mhz": after.reached_mhz,
         }
         self._driver.end_iteration(seen, own, samples, is_last=self._process_ends)
-        clocks.reset_when_idle(_IDLE_S)
 
     @property
     def follows_operations(self) -> bool:
@@ -350,12 +347,12 @@ class PerseusRuntime:
 
     def tail_begins(self) -> None:
         """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
-        self.rank.clocks.reset_when_idle(_IDLE_S)
+        self.rank.clocks.may_idle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surround work outside of training iterations: it runs at default clocks."""
-        self._hooks.pause()
+        self.rank.clocks.pause()
         yield
 
     def schedule_changed(self) -> None:
@@ -426,8 +423,7 @@ class PerseusRuntime:
         self._closed = True
         atexit.unregister(self.close)
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
-            ends = self._supervision.close, self._recorder.close, self._driver.close
-            for end in (*ends, self.rank.clocks.close):
+            for end in (self._supervision.close, self._recorder.close, self.rank.clocks.close, self._driver.close):
                 steps.callback(end)
 
     def _check(self) -> bool:
@@ -444,25 +440,16 @@ class PerseusRuntime:
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now
 
-    def _refused(self, refusal: Refusal) -> None:
+    def _refused(self, refusal: messages.ClockRefused) -> None:
         """Record a clock that the GPU does not reach."""
-        self._recorder.own_event(ClockRefused(rank=self.rank.communicator.topology.rank, **asdict(refusal)))
-
-    def _energy_at(self, event: DeviceEvent, *, with_limits: bool = False) -> DriverCall | None:
-        """Have the energy counter read when the device passes an event, and limits; None once this is closed."""
-        read = self._read_energy_and_limits if with_limits else self.rank.gpu.energy_j
-        return None if self._closed else self.rank.clocks.call(read, event)
-
-    def _read_energy_and_limits(self) -> float:
-        energy_j = self.rank.gpu.energy_j()
-        self.rank.clocks.readback.limits.read()
-        return energy_j
+        rank = self.rank.communicator.topology.rank
+        self._recorder.own_event(ClockRefused(rank=rank, **msgspec.structs.asdict(refusal)))
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks; training goes on."""
         if not self._closed:
             self._fallback.begin(error)
-            self._hooks.drop_plan()
+            self._hooks.change_plan(ClockPlan())
 
     def _tell(self, message: str, event: Event) -> None:
         logger.warning(message)
@@ -483,108 +470,96 @@ class OperationHooks:
 
     Attributes:
         times_all: Whether all operations of this iteration are timed, transfers included.
-        requested: The clocks that are requested for this iteration.
+        plan: The clocks of this iteration.
     """
 
-    def __init__(self, timers: Execution, clocks: ClockController, communicator: Communicator) -> None:
+    def __init__(self, timers: Execution, clocks: AgentClocks, communicator: Communicator) -> None:
         self._timers = timers
         self._clocks = clocks
         self._communicator = communicator
-        self.requested = IterationClocks()
-        self._requested_for: tuple[ClockPlan, LatencyTable | None] = ClockPlan(), None
-        self._position = 0
+        self.plan = ClockPlan()
+        self._program = DEFAULT_CLOCKS
+        # Positions of instructions in the program, and those of the last iteration in the order in which they ran: most
+        # iterations are alike, and to compare objects costs less than to look them up.
+        self._positions: dict[Instruction, int] = {}
+        self._ran: list[tuple[Instruction, int | None]] = []
+        self._next = 0
         self._operation: Operation | None = None
-        self._transition: ClockTransition | None = None
-        self._clock_mhz: int | None = None
+        self._position: int | None = None
         self._aligns_tail = False
         self._times_passes = self.times_all = True
-        self._begun: DeviceEvent | None = None
 
-    def start_iteration(self, times: Times = "all") -> DeviceEvent:
-        """Begin an iteration whose clocks are chosen next; returns when the device begins it."""
-        self._position = 0
-        self._times_passes = times != "none" or self._timers.needs_all
-        self.times_all = times == "all" or self._timers.needs_all
-        self._begun = self._timers.start_iteration()
-        return self._begun
-
-    def change_plan(self, plan: ClockPlan, *, aligns_tail: bool = False) -> None:
-        """Request the first clock of an iteration of which no operation was issued yet, and plan the others.
+    def start_iteration(self, plan: ClockPlan, times: Times = "all", *, aligns_tail: bool = False) -> int:
+        """Begin an iteration of which no operation was issued yet; returns its number.
 
         Where tails are aligned all ranks begin them at the same time, so that waiting is not counted as work.
         """
+        self._next = 0
         self._aligns_tail = aligns_tail
-        latencies = self._clocks.readback.latencies
-        planned, planned_latencies = self._requested_for
-        # Those of the iteration before are kept unless the plan or a latency has changed.
-        if plan is not planned or latencies is not planned_latencies:
-            self.requested = plan.transitions(latencies)
-            self._requested_for = plan, latencies
-        self._clock_mhz = self.requested.first_mhz
-        # The device may still be at the iteration before, which keeps its clocks.
-        self._clocks.request(self._clock_mhz, self._begun)
+        self._times_passes = times != "none" or self._timers.needs_all
+        self.times_all = times == "all" or self._timers.needs_all
+        self._choose(plan)
+        self._timers.start_iteration()
+        return self._clocks.begin_iteration(self._program)
 
-    def pause(self) -> None:
-        """Run what follows at default clocks, until the next instruction."""
-        self._clock_mhz = None
-        self._clocks.request(None)
+    def change_plan(self, plan: ClockPlan) -> None:
+        """Run the rest of the iteration under another plan; may be called from any thread."""
+        self._choose(plan)
+        self._clocks.change_program(self._program)
 
-    def drop_plan(self) -> None:
-        """Continue at default clocks; may be called from any thread."""
-        self.requested, self._transition = IterationClocks(), None
-        self._clocks.request(None)
+    def _choose(self, plan: ClockPlan) -> None:
+        if plan is self.plan:
+            return
+        program = plan.program()
+        self._program = self._clocks.program(program)
+        self._positions = {each: n for n, each in enumerate(plan.clock)} if program.clocks_mhz else {}
+        self._ran = []
+        self.plan = plan
 
     def around(self, operation: Operation) -> AbstractContextManager[None]:
-        """Return what surrounds an operation: this, or nothing where it is not timed and its clock stays."""
+        """Return what surrounds an operation: this, or nothing where it is neither timed nor marked."""
         if type(operation) is not Compute:
             if not self.times_all:
                 return NOTHING
-            self._operation, self._transition = operation, None
+            self._operation, self._position = operation, None
             return self
-        requested, transition = self.requested, None
-        if requested.by_instruction:
-            position, ran, instruction = self._position, requested.ran, operation.instruction
-            self._position = position + 1
-            if position < len(ran) and ran[position][0] is instruction:
-                transition = ran[position][1]
+        position: int | None = None
+        if self._positions:
+            place, ran, instruction = self._next, self._ran, operation.instruction
+            self._next = place + 1
+            if place < len(ran) and ran[place][0] is instruction:
+                position = ran[place][1]
             else:
-                transition = requested.by_instruction.get(instruction)
-                ran[position:] = [(instruction, transition)]
-        if transition is not None:
-            stays = transition.clock_mhz == transition.next_clock_mhz == self._clock_mhz and transition.early_s is None
-            self._clock_mhz = transition.next_clock_mhz
-            transition = None if stays else transition
-        if transition is None and not (self._times_passes or self._aligns_tail):
+                position = self._positions.get(instruction)
+                ran[place:] = [(instruction, position)]
+        if position is None and not (self._times_passes or self._aligns_tail):
             return NOTHING
-        self._operation, self._transition = operation, transition
+        self._operation, self._position = operation, position
         return self
 
     def __enter__(self) -> None:
-        """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
-        operation, transition = self._operation, self._transition
+        """An operation is about to be issued."""
+        operation = self._operation
+        if type(operation) is Compute:
+            if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
+                self._aligns_tail = False
+                self._timers.wait()
+                with contextlib.suppress(ConnectionLostError):  # the next report says so
+                    self._communicator.barrier()
+            if self._position is not None:
+                self._clocks.mark(2 * self._position)
+            if not self._times_passes:
+                return
         assert operation is not None, "it is known around what"
-        if type(operation) is not Compute:
-            self._timers.begin(operation)
-            return
-        if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
-            self._aligns_tail = False
-            self._timers.wait()
-            with contextlib.suppress(ConnectionLostError):  # the next report says so
-                self._communicator.barrier()
-        if transition is not None:
-            self._clocks.request(transition.clock_mhz)
-        begun = self._timers.begin(operation) if self._times_passes else None
-        if transition is not None and transition.early_s is not None:
-            begun = self._timers.event() if begun is None else begun
-            self._clocks.request_early(transition.next_clock_mhz, begun, transition.early_s)
+        self._timers.begin(operation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """An operation was issued: as soon as it is over, the next instruction's clock is due."""
-        operation, transition = self._operation, self._transition  # another thread may drop it
+        """An operation was issued."""
+        operation = self._operation
         assert operation is not None, "it is known around what"
-        is_timed = self._times_passes if type(operation) is Compute else self.times_all
-        ended = self._timers.end(operation) if is_timed else None
-        if transition is not None and transition.next_clock_mhz != transition.clock_mhz:
-            self._clocks.request(transition.next_clock_mhz, self._timers.event() if ended is None else ended)
+        if self._times_passes if type(operation) is Compute else self.times_all:
+            self._timers.end(operation)
+        if self._position is not None:
+            self._clocks.mark(2 * self._position + 1)

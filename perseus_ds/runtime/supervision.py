@@ -1,4 +1,4 @@
-"""What keeps a job safe: its lease, control socket and metrics; and a rank's fall back to default clocks."""
+"""What a job runs beside training: control socket and metrics; and a rank's fall back to default clocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from perseus_ds.artifacts.run_records import Event, Failed, Recovered
-from perseus_ds.client.lease import Lease
-from perseus_ds.clocks.controller import ClockController, DriverCall, short_switch_interval
+from perseus_ds.client.clocks import AgentClocks, Asked
 from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
@@ -28,28 +27,17 @@ class Supervision:
     """Started before training; ended by :meth:`close`."""
 
     def __init__(self, job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> None:
-        """Request the lease of the GPU, by which clocks are reset however the process ends; open the control socket.
-
-        Raises:
-            GpuError: On all ranks, if one gets no lease.
-        """
+        """Open the control socket, and begin to report metrics; on rank 0."""
         self._rank = rank
         self._process = os.getpid()
-        self._lease: Lease | None = None
         self._parts = ExitStack()
 
         def start() -> None:
-            if job.config.mode != "observe" and rank.gpu.address is not None:  # otherwise no clock can stay locked
-                self._lease = lease = Lease(rank.gpu.address)
-                self._parts.callback(lease.close)
-                rank.clocks.lease = lease.memory
             if rank.communicator.is_rank_0:
                 self._listen(job, recorder, control)
                 if (config := job.config.metrics) is not None:
                     failed = lambda problem: recorder.event(Failed(event="metrics", error=problem))  # noqa: E731
                     self._parts.callback(MetricsReporter(config, recorder.facts, failed).close)
-            if job.config.mode != "observe":
-                self._parts.enter_context(short_switch_interval())
 
         try:
             rank.communicator.raise_on_all_ranks(start)
@@ -74,14 +62,10 @@ class Supervision:
 
     def problem(self) -> GpuError | None:
         """Return what keeps clocks from being set safely, if anything."""
-        if self._lease is not None and self._lease.memory.is_revoked:
-            return GpuError("this process received a termination signal, and its clock was reset")
-        if self._lease is not None and not self._lease.is_watched():
-            return GpuError("the agent, which resets the clocks if the job is killed, is gone")
         return self._rank.clocks.problem
 
     def close(self) -> None:
-        """End metrics, control socket, and at last the lease; harmless when called again."""
+        """End metrics and control socket; harmless when called again."""
         self._parts.close()
 
 
@@ -96,9 +80,7 @@ class Fallback:
     The driver is probed at growing intervals; when it does everything that plans need, the rank runs under plans again.
     """
 
-    def __init__(
-        self, rank: int, clocks: ClockController, timebase: Timebase, warn: Callable[[str, Event], None]
-    ) -> None:
+    def __init__(self, rank: int, clocks: AgentClocks, timebase: Timebase, warn: Callable[[str, Event], None]) -> None:
         """Begin under plans; each fault and each return from one is warned of and recorded by ``warn``."""
         self.is_in_force = False
         self._rank = rank
@@ -107,7 +89,7 @@ class Fallback:
         self._warn = warn
         self._fault: type[Exception] | None = None
         self._may_pass = True
-        self._probe: DriverCall | None = None
+        self._probe: Asked | None = None
         self._probes = 0
         self._next_s = 0.0
 

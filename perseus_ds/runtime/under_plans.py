@@ -12,12 +12,12 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
-from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
 from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, computed_and_tail_s, reported_drift
 from perseus_ds.policy.selector import PlanSelector
+from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.default_clocks import DefaultIterations
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from run_log import wait_until
 
+from perseus_ds.client.marks import StreamMarks
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.client.stream_writes import HIP, StreamWrites
 from perseus_ds.errors import GpuError
+from perseus_ds.protocol import layout
+from perseus_ds.protocol.layout import RankMemory
 
 
 @pytest.fixture
@@ -110,3 +113,45 @@ def test_memory_that_the_system_does_not_have_is_an_error_at_once(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(GpuError, match="4 KiB of shared memory: No space left on device"):
         SharedMemory(100)
+
+
+class CudaOfTheStub:
+    """The stub of CUDA's driver as the module ``torch.cuda``."""
+
+    def __init__(self, stub):
+        self.stub = stub
+        self.synchronize = lambda device: stub.synchronize()
+        self.current_device = lambda: 0
+        self.is_current_stream_capturing = lambda: False
+
+
+@pytest.fixture
+def shared():
+    return SharedMemory(layout.LENGTH)
+
+
+def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shared):
+    memory = RankMemory.create(shared.view)
+    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
+    marks.check(memory)
+    assert memory.ended == 0
+    memory.mark(5, 1.5)  # of the iteration before
+    marks.begin(7, positions=3)
+    for slot in range(2):
+        marks.mark(slot)
+    with stub_cuda.busy():
+        marks.mark(2)
+        marks.end(7)
+        wait_until(lambda: memory.marked_s(1) is not None, "the marks before the kernel")
+        assert [memory.marked_s(slot) is not None for slot in range(6)] == [True, True, False, False, False, False]
+        assert (memory.begun, memory.ended) == (7, 0)
+    stub_cuda.synchronize()
+    assert memory.marked_s(2) is not None
+    assert memory.ended == 7
+
+
+def test_a_gpu_whose_marks_do_not_arrive_is_an_error(stub_cuda, shared):
+    elsewhere = RankMemory.create()
+    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
+    with pytest.raises(GpuError, match="A mark that GPU 0 wrote did not arrive in shared memory"):
+        marks.check(elsewhere)

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import batches, config, module, one_rank, same, weights
 
 import perseus_ds
-from perseus_ds.clocks.controller import ClockController
+from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.engines.engine import sessions
 from perseus_ds.errors import ConfigError
 from perseus_ds.runtime.runtime import PerseusRuntime
@@ -287,7 +287,7 @@ def test_another_engine_evaluates_at_default_clocks(make, block, monkeypatch):
     engine, reference = make(perseus=block), make(perseus=block)
     train(engine, 1)
     asked = []
-    monkeypatch.setattr(ClockController, "request", lambda controller, clock, *_: asked.append(clock))
+    monkeypatch.setattr(AgentClocks, "pause", lambda clocks: asked.append(None))
     reference.eval_batch(batches(9))
     assert asked[:1] == [None]
 

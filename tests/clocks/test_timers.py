@@ -1,19 +1,14 @@
 """Operations are timed where they run: on the host, on CUDA (a stand-in for its events) and on a simulated GPU."""
 
-import ctypes
-import threading
 import types
 
 import pytest
 import torch
-from virtual.gpu import RecordingGpu, VirtualCuda, set_clock, wait_for_event
+from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
-from perseus_ds.clocks.controller import ClockController
-from perseus_ds.clocks.events import relax_stream_capture
 from perseus_ds.clocks.timers import CudaExecution, FlopCounter, HostExecution, SimulatedExecution
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
 from perseus_ds.runtime.default_clocks import most_in_step
@@ -34,7 +29,7 @@ def cuda(now):
 
 @pytest.fixture
 def on_cuda(now, cuda):
-    return CudaExecution(torch.device("cuda"), cuda, now, wait=wait_for_event)
+    return CudaExecution(torch.device("cuda"), cuda, wait_for_event)
 
 
 def launch(execution, cuda, operation, seconds):
@@ -99,13 +94,11 @@ def test_an_iteration_is_ended_without_waiting_and_read_while_the_next_one_runs(
     assert now.now_s() == begin_s
     assert not first.is_over()
     begun.synchronize()
-    begun.passed_s()  # as the thread asks that reads the energy counter at this moment
     now.sleep(0.1)
     assert (first.is_over(), second.is_over()) == (True, False)
     assert first.time_s() == pytest.approx(0.3)
     assert [span.operation for span in first.spans()] == [FORWARD]
     assert now.now_s() == pytest.approx(begin_s + 0.4), "nothing was waited for"
-    assert second.start_s() == pytest.approx(begin_s + 0.3)
     assert second.time_s() == pytest.approx(0.5)
 
 
@@ -123,12 +116,6 @@ def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
     cuda.launch(0.7)
     on_cuda.wait()
     assert now.now_s() == pytest.approx(begin_s + 0.8)
-
-
-@pytest.mark.parametrize(("device", "chosen"), [("cuda", 3), ("cuda:1", 1)])
-def test_threads_use_the_ranks_own_cuda_device(cuda, device, chosen):
-    CudaExecution(torch.device(device), cuda).use_device()
-    assert cuda.chosen == [chosen]
 
 
 class TwoDevices:
@@ -154,86 +141,16 @@ class TwoDevices:
 @pytest.mark.parametrize("current", [0, 1])
 def test_events_are_recorded_on_the_stream_of_the_ranks_device_whichever_is_current(now, current):
     cuda = TwoDevices(current)
-    execution = CudaExecution(torch.device("cuda:1"), cuda, now)
+    execution = CudaExecution(torch.device("cuda:1"), cuda)
     execution.start_iteration()
     execution.end(execution.begin(FORWARD) and FORWARD)
-    assert len(cuda.recorded_on) == 4
+    assert len(cuda.recorded_on) == 3
     assert set(cuda.recorded_on) == {"current stream of device 1"}
 
 
 @pytest.fixture
 def gpu(now):
     return RecordingGpu.named("a100-sxm", timebase=now)
-
-
-@pytest.fixture
-def clocks(gpu, now, on_cuda):
-    errors = []
-    made = ClockController(gpu, errors.append, on_start=on_cuda.use_device, timebase=now)
-    yield made
-    made.close()
-    assert errors == []
-
-
-def test_a_clock_is_set_only_when_the_launched_pass_before_it_is_over(now, cuda, on_cuda, clocks, gpu):
-    set_clock(clocks, 1410)
-    now.sleep(1.0)
-    begin_s = now.now_s()
-    for operation, next_clock_mhz in ((FORWARD, 1200), (BACKWARD, 1110)):
-        _, ended = launch(on_cuda, cuda, operation, 0.3)
-        clocks.request(next_clock_mhz, ended)
-    now.sleep(10.0)
-    assert gpu.set_at[1:] == [(1200, pytest.approx(begin_s + 0.3, abs=0.0011)), (1110, pytest.approx(begin_s + 0.6))]
-
-
-def test_an_early_raise_counts_from_the_pass_even_while_the_driver_is_busy_when_it_begins(
-    now, cuda, on_cuda, clocks, gpu
-):
-    set_clock(clocks, 1410)
-    now.sleep(1.0)
-    on_cuda.start_iteration()
-    begin_s = now.now_s()
-    _, ended = launch(on_cuda, cuda, FORWARD, 0.3)
-    clocks.request(1110, ended)  # the call takes 15 ms, and the next pass begins with it
-    begun, ended = launch(on_cuda, cuda, BACKWARD, 0.3)
-    clocks.request_early(1410, begun, 0.1)
-    clocks.request(1410, ended)
-    now.sleep(10.0)
-    assert gpu.set_at[1:] == [
-        (1110, pytest.approx(begin_s + 0.3, abs=0.0011)),
-        (1410, pytest.approx(begin_s + 0.4, abs=0.0011)),
-    ]
-
-
-def test_an_early_raise_of_the_first_pass_counts_on_what_the_iteration_before_has_shown(
-    now, cuda, on_cuda, clocks, gpu
-):
-    set_clock(clocks, 1110)
-    now.sleep(1.0)
-    on_cuda.start_iteration()
-    _, ended = launch(on_cuda, cuda, FORWARD, 0.3)
-    clocks.request(1410, ended)
-    on_cuda.start_iteration()  # launched ahead, and begun when the driver is busy with 1410
-    begin_s = now.now_s() + 0.3
-    begun, ended = launch(on_cuda, cuda, FORWARD, 0.3)
-    clocks.request_early(1200, begun, 0.1)
-    clocks.request(1200, ended)
-    now.sleep(10.0)
-    assert gpu.set_at[2:] == [(1200, pytest.approx(begin_s + 0.1, abs=0.0011))]
-
-
-@pytest.mark.parametrize("kind", ["host", "cuda"])
-def test_a_moment_says_when_it_passed_however_late_it_is_asked(now, cuda, on_cuda, kind):
-    execution = on_cuda if kind == "cuda" else HostExecution(now)
-    execution.start_iteration()
-    begin_s = now.now_s()
-    begun = execution.begin(FORWARD)
-    cuda.launch(0.5) if kind == "cuda" else now.sleep(0.5)
-    ended = execution.end(FORWARD)
-    ended.synchronize()
-    assert ended.passed_s() == pytest.approx(begin_s + 0.5, abs=1e-6)
-    now.sleep(3.0)
-    assert [begun.passed_s(), ended.passed_s()] == pytest.approx([begin_s, begin_s + 0.5], abs=1e-6)
 
 
 def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
@@ -310,63 +227,3 @@ def test_attention_on_the_processor_is_work_as_on_a_gpu():
         out.sum().backward()
     product = 2 * batch * heads * tokens * tokens * width
     assert (forward.flops, backward.flops) == (2 * product, 5 * product)  # the backward computes the scores again
-
-
-GLOBAL, RELAXED = 0, 2
-
-
-class Runtime:
-    """A stand-in for the CUDA runtime's library: each thread has a mode, the global one at first."""
-
-    def __init__(self, error=0):
-        self.mode_of = {}
-        self.error = error
-
-    def exchange(self, pointer):
-        mode = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents
-        name = threading.current_thread().name
-        before = self.mode_of.get(name, GLOBAL)
-        if self.error == 0:
-            self.mode_of[name], mode.value = mode.value, before
-        return self.error
-
-
-class Cuda(Runtime):
-    cudaThreadExchangeStreamCaptureMode = Runtime.exchange  # noqa: N815
-
-
-class Hip(Runtime):
-    hipThreadExchangeStreamCaptureMode = Runtime.exchange  # noqa: N815
-
-
-@pytest.mark.parametrize("kind", [Cuda, Hip])
-@pytest.mark.parametrize(("error", "is_relaxed"), [(0, True), (1, False)])
-def test_the_mode_of_the_calling_thread_is_exchanged(kind, error, is_relaxed):
-    runtime = kind(error)
-    assert relax_stream_capture(runtime) is is_relaxed
-    assert runtime.mode_of == ({threading.current_thread().name: RELAXED} if is_relaxed else {})
-
-
-def test_a_runtime_without_the_function_is_told_apart():
-    assert relax_stream_capture(object()) is False
-
-
-def test_the_clocks_thread_queries_events_only_in_the_relaxed_mode():
-    now, runtime = VirtualTime(), Cuda()
-    cuda, queried_in = VirtualCuda(now), []
-    execution = CudaExecution(
-        torch.device("cuda:0"), cuda, now, relax_capture=lambda: relax_stream_capture(runtime), wait=wait_for_event
-    )
-    clocks = ClockController(
-        SimulatedGpu(DEVICES["a100-sxm"], timebase=now), pytest.fail, on_start=execution.use_device, timebase=now
-    )
-    execution.begin(Compute(Instruction(0, Kind.FORWARD, 0)))
-    cuda.launch(0.1)
-    ended = execution.end(Compute(Instruction(0, Kind.FORWARD, 0)))
-    query = ended.event.query
-    ended.event.query = lambda: (queried_in.append(runtime.mode_of.get("perseus-clocks", GLOBAL)), query())[1]
-    clocks.request(1110, ended)
-    now.sleep(1.0)
-    clocks.close()
-    assert set(queried_in) == {RELAXED}
-    assert "MainThread" not in runtime.mode_of, "the training thread keeps its own mode"

@@ -46,11 +46,11 @@ class Check:
 CHECKS = {
     "marks": Check("0. Marks written by the GPU, as another process sees them", "gpu_checks.mark_checks:marks"),
     "spans": Check("1. Spans of operations by CUDA events", "gpu_checks.clock_checks:spans"),
-    "requests": Check("2. From an event on the GPU to the request of a clock", "gpu_checks.clock_checks:requests"),
+    "requests": Check("2. From a mark of the GPU to the request of a clock", "gpu_checks.clock_checks:requests"),
     "step": Check("3. The energy counter's answer to the end of a load", "gpu_checks.energy_checks:step"),
     "memory": Check("4. GPU memory that Perseus takes", "gpu_checks.clock_checks:memory"),
     "nvml": Check("5. NVML: selection, clocks, refreshes of the counter, readings", "gpu_checks.nvml_checks:nvml"),
-    "graph": Check("6. Capture of a CUDA graph beside the clocks' thread", "gpu_checks.process_checks:graph"),
+    "graph": Check("6. A CUDA graph with marks in it", "gpu_checks.process_checks:graph"),
     "sigterm": Check("7. SIGTERM while the main thread waits for a long kernel", "gpu_checks.process_checks:sigterm"),
     "kernels": Check("8. Collectives of Perseus launch no kernel", "gpu_checks.training_checks:kernels"),
     "closure": Check("9. Predicted against measured iterations", "gpu_checks.prediction_checks:closure"),

@@ -8,10 +8,10 @@ from typing import Any
 from gpu_checks.load import full_load
 from gpu_checks.results import Results
 
+from perseus_ds.gpu.counter_log import CounterLog
 from perseus_ds.gpu.energy_counter import answer_to_a_step
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.profiler.counter_log import CounterLog
 
 _PASS = Compute(Instruction(0, Kind.FORWARD, 0))
 _PERIODS_S = (0.02, 0.05, 0.1, 0.2)
@@ -64,13 +64,13 @@ def _energy_ratio(machine: Any, log: CounterLog, period_s: float, busy_w: float,
     busy: list[tuple[float, float]] = []
     begin_s = timebase.now_s()
     while timebase.now_s() - begin_s < machine.seconds(5.0):
-        execution.start_iteration()
-        begun = execution.begin(_PASS)
+        origin_s = timebase.now_s()
+        execution.start_iteration()  # on an idle GPU, which passes this event at once
+        execution.begin(_PASS)
         machine.compute_lightly(period_s / 2)
-        ended = execution.end(_PASS)
-        ended.synchronize()
-        end_s = ended.passed_s()  # first: the host's time of the earlier one follows from it
-        busy.append((begun.passed_s(), end_s))
+        execution.end(_PASS)
+        (span,) = execution.finish_iteration().spans()
+        busy.append((origin_s + span.start_s, origin_s + span.end_s))
         timebase.sleep(period_s / 2)
     readings = log.readings(begin_s, timebase.now_s())
     (first_s, first_j), (last_s, last_j) = readings[0], readings[-1]

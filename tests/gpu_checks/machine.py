@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
-from gpu_checks.recording import RecordingGpu, guard_nvml
+from gpu_checks.recording import (
+    CHANGES_FILE,
+    LATENCY_S,
+    Change,
+    RecordingGpu,
+    changes_in,
+    guard_agents,
+    guard_nvml,
+)
 
 from perseus_ds.artifacts.evidence import Machine
-from perseus_ds.client.stream_writes import CUDA
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.lease import Lease
+from perseus_ds.client.marks import Marks, StreamMarks
+from perseus_ds.client.stream_writes import CUDA, StreamWrites
 from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.nvml import index_of_cuda_device
 from perseus_ds.timebase import REAL_TIME
 
 _MATRIX = 4096
 _WARM_UP_S = 1.0
+_jobs = itertools.count()
+_kept: list[Any] = []
+"""The memory that the GPU has mapped."""
 
 
 def why_no_gpu() -> str | None:
@@ -42,6 +61,42 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:  # it is found by PYTHONPATH
         return "not installed"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The clocks of a GPU of a check.
+
+    Attributes:
+        clocks: As in a training process.
+        clocks_mhz: Those that can be asked for.
+        changes: Returns the changes that were asked for, in order.
+    """
+
+    clocks: AgentClocks
+    clocks_mhz: tuple[int, ...]
+    changes: Callable[[], list[Change]]
+
+
+@contextmanager
+def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: float | None = None) -> Iterator[Recorded]:
+    """Have an agent, a process of its own, record the changes of a GPU's clock.
+
+    Args:
+        gpu: The GPU.
+        marks: Returns what writes the marks.
+        latency_s: By which clocks are requested early [s]; None for what the agent measures.
+    """
+    with tempfile.NamedTemporaryFile() as file:
+        known = {} if latency_s is None else {LATENCY_S: str(latency_s)}
+        with patch.dict(os.environ, {CHANGES_FILE: file.name, **known}):
+            lease = Lease(gpu.address, f"check {os.getpid()} {next(_jobs)}", files=getattr(gpu, "files", ()))
+        clocks = AgentClocks(lease, lease.memory, marks(lease), gpu.name)
+        _kept.append(lease.shared)
+        try:
+            yield Recorded(clocks, gpu.supported_clocks_mhz(), lambda: changes_in(Path(file.name)))
+        finally:
+            clocks.close()
 
 
 class OneGpu:
@@ -67,6 +122,7 @@ class OneGpu:
     def __init__(self) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that matrix products repeat bit for bit
         guard_nvml()
+        guard_agents()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.gpu = RecordingGpu(index_of_cuda_device(self.device.index, self._uuid))
         self._side = torch.cuda.Stream()
@@ -93,6 +149,12 @@ class OneGpu:
     def execution(self) -> CudaExecution:
         """Return what times operations on the GPU."""
         return CudaExecution(self.device)
+
+    def clocks(self, latency_s: float | None = None) -> AbstractContextManager[Recorded]:
+        """Return the GPU's clocks, followed by an agent; see :func:`clocks_by_an_agent`."""
+        return clocks_by_an_agent(
+            self.gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), self.device.index), latency_s
+        )
 
     def compute(self, seconds: float) -> None:
         """Launch matrix products that take about so long, and may reach the power limit; returns at once."""
@@ -188,6 +250,14 @@ class OneGpu:
         self._pinned.copy_(self._small.fill_(value % 2**20), non_blocking=True)
         return lambda: int(self._pinned[0])
 
+    def store(self, value: int) -> None:
+        """Launch a kernel that writes a value into the GPU's memory."""
+        self._small.fill_(value)
+
+    def stored(self) -> int:
+        """Wait for the GPU and return that value."""
+        return int(self._small[0])
+
     def captured(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Return a graph of what a function launches."""
         body()
@@ -195,6 +265,15 @@ class OneGpu:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             body()
+        return graph
+
+    def captured_alone(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Return a graph of what a function launches, captured while other streams of the GPU may be busy."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.new_stream()):
+            graph.capture_begin(capture_error_mode="global")
+            body()
+            graph.capture_end()
         return graph
 
     @cached_property

@@ -1,74 +1,80 @@
-"""Capture of a CUDA graph beside the clocks' thread, and SIGTERM while the main thread waits for a long kernel."""
+"""Capture of a CUDA graph with marks in it, and SIGTERM while the main thread waits for a long kernel."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from gpu_checks.checks import place_of
 from gpu_checks.results import Results
 
 from perseus_ds.client.lease import SignalForwarder
-from perseus_ds.clocks.controller import ClockController
-from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.protocol.messages import Program
 
-_PASS = Compute(Instruction(0, Kind.FORWARD, 0))
-_ADDITIONS = 500
+_POSITIONS, _LENGTH_S, _BESIDE_S = 10, 0.02, 1.0
+_STORED = 7
 _GIVE_UP_S = 60.0
 
 
 def graph(machine: Any, results: Results) -> None:
-    """Capture a graph in CUDA's global mode while the clocks' thread waits for an event that passes meanwhile."""
-    import torch
+    """Capture marks in CUDA's global mode while the agent follows others, and have it follow those of the replays."""
+    threads, errors = set(threading.enumerate()), []
+    with machine.clocks() as recorded:
+        clocks = recorded.clocks
+        clocks.on_error = errors.append
+        clocks_mhz = recorded.clocks_mhz[-2:]
+        machine.sleep(0.001)
+        machine.store(0)
+        machine.synchronize()
+        with machine.using(machine.new_stream()):
+            beside = clocks.begin_iteration(clocks.program(Program(0, None, clocks_mhz)))
+            _wait_until(lambda: clocks.status.changes > 0)
+            machine.sleep(_BESIDE_S)
+            clocks.mark(1)
+            clocks.end_iteration(beside)
 
-    execution, errors = machine.execution(), []
-    clocks = ClockController(machine.gpu, errors.append, on_start=execution.use_device, timebase=machine.timebase)
-    value = torch.zeros(1, device=machine.device)
-    own, side = torch.cuda.Stream(), torch.cuda.Stream()
-    machine.sleep(0.001)
-    value.add_(1)
-    _capture(machine, own, value, 1)  # what a first capture loads may wait for the GPU
-    torch.cuda.synchronize()
-    value.zero_()
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.stream(side):
-            execution.start_iteration()
-            execution.begin(_PASS)
-            machine.sleep(0.3)
-            clocks.request(machine.gpu.supported_clocks_mhz()[-2], execution.end(_PASS))
-        captured, began_s, ended_s = _capture(machine, own, value, _ADDITIONS)
-        captured.replay()
-        torch.cuda.synchronize()
-        asked_s = [change.at_s for change in machine.gpu.changes]
-    finally:
-        clocks.close()
-    results.add_fact("the captured graph computes what was captured", value.item() == _ADDITIONS)
-    results.add_fact("a clock was asked for during the capture", any(began_s < at_s < ended_s for at_s in asked_s))
-    results.add("errors of the clocks' thread", len(errors), at_most=0)
+        def body() -> None:
+            asked = clocks.status.changes
+            for position in range(_POSITIONS):
+                clocks.mark(2 * position)
+                machine.sleep(_LENGTH_S)
+                clocks.mark(2 * position + 1)
+            machine.store(_STORED)
+            _wait_until(lambda: clocks.status.changes > asked)
+            results.add_fact("a clock was asked for during the capture", clocks.status.changes > asked)
+
+        captured = machine.captured_alone(body)
+        machine.synchronize()
+        results.add_fact("what is captured is not done", machine.stored() == 0)
+        program, asked = clocks.program(Program(0, None, clocks_mhz * (_POSITIONS // 2))), []
+        for _ in range(machine.turns(20)):
+            before = clocks.status.changes
+            iteration = clocks.begin_iteration(program)
+            captured.replay()
+            clocks.end_iteration(iteration)
+            machine.synchronize()
+            clocks.recorded(iteration, waits=True)
+            asked.append(clocks.status.changes - before)
+        results.add("clock changes in a replay, median", statistics.median(asked), at_least=_POSITIONS)
+        results.add_fact("the captured graph computes what was captured", machine.stored() == _STORED)
+        ours = [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("perseus")]
+        results.add("threads of Perseus in the training process", len(ours), at_most=0)
+        clocks.poll()
+    results.add("errors of the agent", len(errors), at_most=0)
 
 
-def _capture(machine: Any, stream: Any, value: Any, additions: int) -> tuple[Any, float, float]:
-    """Capture additions to a value, one each millisecond; return the graph, and when the capture began and ended."""
-    import torch
-
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        captured.capture_begin(capture_error_mode="global")
-        began_s = machine.timebase.now_s()
-        for _ in range(additions):
-            value.add_(1)
-            time.sleep(0.001)
-        ended_s = machine.timebase.now_s()
-        captured.capture_end()
-    return captured, began_s, ended_s
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.perf_counter() + _GIVE_UP_S / 10
+    while not is_so() and time.perf_counter() < end_s:
+        time.sleep(0.001)
 
 
 def sigterm(machine: Any, results: Results) -> None:

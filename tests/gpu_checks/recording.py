@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pynvml
 
+from perseus_ds.agent import follower
+from perseus_ds.client import lease
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.timebase import REAL_TIME, Timebase
+
+DEVICE = "recording"
+"""What the addresses of these GPUs begin with; only agents of these checks open them."""
+CHANGES_FILE = "PERSEUS_CHECKS_CHANGES"
+"""The variable with the path of the file into which an agent of these checks writes changes."""
+LATENCY_S = "PERSEUS_CHECKS_LATENCY_S"
+"""The variable with the latency of all clocks that it goes by [s]; not set for those that it measures."""
 
 CHANGES = re.compile(
     r"nvml(?!EventSet|SystemEventSet)(?!\w*Get)\w*?(Set|Reset|Clear|Modify|Create|Destroy|Freeze|Activate|Update)[A-Z_]?"
@@ -40,6 +55,31 @@ def guard_nvml() -> None:
     pynvml._nvmlGetFunctionPointer = guarded
 
 
+def guard_agents() -> None:
+    """Have the agents that this process starts read GPUs and record changes, for the rest of this process."""
+    path = [str(folder) for folder in (_TESTS.parent, _TESTS, _TESTS / "support")]
+    lease._CODE = f"import sys; sys.path[:0] = {path!r}; from gpu_checks.recording_agent import main; main()"
+
+
+_TESTS = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def latency_of_all_clocks(latency_s: float | None) -> Iterator[None]:
+    """Have clocks requested early by one latency, instead of by those that are measured; None for the latter."""
+    if latency_s is None:
+        yield
+        return
+    known = LatencyTable({(0, rises): (latency_s,) * 3 for rises in (False, True)})
+    plan = follower.plan_transitions
+
+    def plan_by_it(clocks_mhz: Any, spans_s: Any, length_s: float, _: LatencyTable) -> Any:
+        return plan(clocks_mhz, spans_s, length_s, known)
+
+    with patch.object(follower, "plan_transitions", plan_by_it):
+        yield
+
+
 @dataclass(frozen=True)
 class Change:
     """A change of the clock that was asked for.
@@ -58,11 +98,11 @@ class RecordsChanges:
 
     Attributes:
         timebase: The time in which changes are recorded.
-        address: None, so that no other process resets the clock.
+        address: None, as no other process opens it.
     """
 
     timebase: Timebase = REAL_TIME
-    address = None
+    address: str | None = None
 
     @cached_property
     def changes(self) -> list[Change]:
@@ -73,14 +113,32 @@ class RecordsChanges:
         clocks = self.supported_clocks_mhz()  # type: ignore[attr-defined]
         if clock_mhz not in clocks:
             raise GpuError(f"{self}: it has no {clock_mhz} MHz.")
-        self.changes.append(Change(self.timebase.now_s(), clock_mhz))
+        self._record(clock_mhz)
 
     def reset_clock(self) -> None:
-        self.changes.append(Change(self.timebase.now_s(), None))
+        self._record(None)
+
+    def _record(self, clock_mhz: int | None) -> None:
+        change = Change(self.timebase.now_s(), clock_mhz)
+        self.changes.append(change)
+        if (path := os.environ.get(CHANGES_FILE)) is not None:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{change.at_s!r} {clock_mhz or 0}\n")
 
     def check_lock_permission(self) -> None:
         """Nothing is locked, so no permission is needed."""
 
 
+def changes_in(path: Path) -> list[Change]:
+    """Return the changes that agents have written into a file."""
+    rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Change(float(at_s), int(clock_mhz) or None) for at_s, clock_mhz in rows]
+
+
 class RecordingGpu(RecordsChanges, NvmlGpu):  # type: ignore[misc]
     """An NVIDIA GPU that is read through NVML."""
+
+    @property
+    def address(self) -> str:  # type: ignore[override]
+        """That of the GPU under another name, so that no agent but one of these checks opens it."""
+        return f"{DEVICE}:{self.uuid}"

@@ -6,22 +6,27 @@ All that they measure is labelled simulated and says nothing of a GPU.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from gpu_checks.machine import versions
-from gpu_checks.recording import RecordsChanges
+from gpu_checks.machine import Recorded, clocks_by_an_agent, versions
+from gpu_checks.recording import RecordsChanges, latency_of_all_clocks
 from stub_cuda.controller import Event, Graph, StubCuda
+from virtual.agent import clocks_of
 from virtual.gpu import VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine
-from perseus_ds.client.stream_writes import CUDA
+from perseus_ds.client.marks import StreamMarks
+from perseus_ds.client.stream_writes import CUDA, StreamWrites
 from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.devices import driver_of
 from perseus_ds.timebase import REAL_TIME
 
 
@@ -52,7 +57,16 @@ class VirtualMachine:
         return wanted_s
 
     def execution(self) -> CudaExecution:
-        return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, lambda: True, wait_for_event)
+        return CudaExecution(torch.device("cuda", 0), self.cuda, wait_for_event)
+
+    @contextmanager
+    def clocks(self, latency_s: float | None = None) -> Iterator[Recorded]:
+        with latency_of_all_clocks(latency_s):
+            made = clocks_of(self.gpu, self.timebase, self.cuda)
+            try:
+                yield Recorded(made, self.gpu.supported_clocks_mhz(), lambda: list(self.gpu.changes))
+            finally:
+                made.close()
 
     def compute(self, seconds: float) -> None:
         self.cuda.launch(seconds)
@@ -127,11 +141,26 @@ class StubCudaMachine:
         return self._cuda.external_event()
 
     def copy_to_host(self, value: int) -> Callable[[], int]:
-        self._cuda.store(self._copied, value)
+        self.store(value)
         return lambda: self._copied.value
+
+    def store(self, value: int) -> None:
+        self._cuda.store(self._copied, value)
+
+    def stored(self) -> int:
+        return self._copied.value
 
     def captured(self, body: Callable[[], None]) -> Graph:
         return self._cuda.captured(body)
+
+    captured_alone = captured
+
+    def clocks(self) -> AbstractContextManager[Recorded]:
+        gpu = driver_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
+        cuda = SimpleNamespace(current_device=lambda: 0)
+        return clocks_by_an_agent(
+            gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, lambda device: self._cuda.stream)
+        )
 
     def synchronize(self) -> None:
         self._cuda.synchronize()

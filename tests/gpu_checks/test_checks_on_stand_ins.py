@@ -11,18 +11,24 @@ import pynvml
 import pytest
 from gpu_checks import checks, nvml_checks
 from gpu_checks.checks import CHECKS, collected, made_in_a_process, place_of
-from gpu_checks.machine import why_no_gpu
-from gpu_checks.recording import Change, GuardError, RecordingGpu, guard_nvml
+from gpu_checks.machine import clocks_by_an_agent, why_no_gpu
+from gpu_checks.recording import Change, GuardError, RecordingGpu, guard_agents, guard_nvml
 from gpu_checks.results import performed
 from gpu_checks.stand_ins import HostMachine, StubCudaMachine, VirtualMachine
 from gpu_checks.wheels import NAMES, pins_for
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from run_log import wait_until
 
 from perseus_ds.artifacts.evidence import CheckResult, Machine
+from perseus_ds.client import lease
+from perseus_ds.client.marks import HostMarks
 from perseus_ds.errors import GpuError
+from perseus_ds.gpu.counter_log import CounterLog
 from perseus_ds.gpu.device_models import MEMORY_BOUND
-from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.gpu.opening import open_gpu
+from perseus_ds.protocol.messages import Program
+from perseus_ds.timebase import REAL_TIME
 
 HOST = place_of(HostMachine)
 MACHINE = Machine(simulated=True, gpu="simulated A100", driver=None, versions={"torch": "2"})
@@ -86,7 +92,29 @@ def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_n
         gpu.lock_clock(1201)
     assert gpu.changes == [Change(100.0, 1200), Change(101.0, None)]
     assert gpu.clock_mhz() == 1410, "nothing was locked"
-    assert gpu.address is None, "no agent may reset it"
+    with pytest.raises(GpuError, match="Unknown GPU address"):
+        open_gpu(gpu.address)  # as the agent of a job does
+    gpu.close()
+
+
+def test_an_agent_of_the_checks_follows_marks_and_changes_no_clock(stub_nvml_here, guarded, monkeypatch):
+    monkeypatch.setattr(lease, "_CODE", lease._CODE)
+    monkeypatch.setenv("LD_LIBRARY_PATH", stub_nvml_here.environment["LD_LIBRARY_PATH"])
+    guard_agents()
+    gpu = RecordingGpu(0)
+    with clocks_by_an_agent(gpu, lambda lease: HostMarks(lease.memory)) as recorded:
+        clocks = recorded.clocks
+        iteration = clocks.begin_iteration(clocks.program(Program(0, None, (1200, 1305))))
+        wait_until(lambda: len(recorded.changes()) == 1, "the first clock")
+        began_s = REAL_TIME.now_s()
+        clocks.mark(1)
+        wait_until(lambda: len(recorded.changes()) == 2, "the second one")
+        clocks.end_iteration(iteration)
+        agent, changes = clocks._link.agent_pid, recorded.changes()
+    assert agent != os.getpid()
+    assert [change.clock_mhz for change in changes] == [1200, 1305]
+    assert changes[0].at_s < began_s < changes[1].at_s < REAL_TIME.now_s()
+    assert stub_nvml_here.gpus[0].calls("set_locked") == stub_nvml_here.gpus[0].calls("reset_locked") == 0
     gpu.close()
 
 
@@ -365,3 +393,12 @@ def test_marks_are_checked_on_the_stub_of_the_driver(stub_cuda):
     assert value(result, "copies that were not there when their mark was") == 0
     assert value(result, "external events in a graph: span to length, median") >= 1
     assert {"idle stream, the call, median", "full queue: a mark, median"} <= {figure.name for figure in result.figures}
+
+
+def test_a_graph_with_marks_is_checked_on_the_stub_of_the_driver(stub_cuda):
+    result = made("graph", lambda: StubCudaMachine(stub_cuda))
+    # A busy machine skips requests of passes that are over.
+    assert value(result, "clock changes in a replay, median") > 1, (result.reason, result.notes)
+    beyond = [figure.name for figure in result.figures if not figure.is_within_limits]
+    assert beyond in ([], ["clock changes in a replay, median"])
+    assert value(result, "threads of Perseus in the training process") == 0

@@ -158,14 +158,14 @@ class Trained:
     Attributes:
         bits: By name: losses, and hashes of weights, optimizer state and random-number generators.
         phases: Of its iterations under Perseus.
-        changes: How many clock changes its GPU was asked for; None where that is not recorded.
+        changes: How many clock changes its GPU was asked for.
         has_profile: Whether it wrote a profile.
         failures: What made it fall back to default clocks.
     """
 
     bits: dict[str, object]
     phases: list[str]
-    changes: int | None
+    changes: int
     has_profile: bool
     failures: list[str]
 
@@ -180,13 +180,13 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
         while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
-        changes = getattr(engine.perseus.runtime.rank.gpu, "changes", None)
+        changes = int(engine.perseus.runtime.rank.clocks.status.changes)
         bits = bits_of(engine, machine, losses)
     output = Path(block["output_dir"])
     return Trained(
         bits,
         phases,
-        None if changes is None else len(changes),
+        changes,
         (output / "profile.csv").exists(),
         [record.error for record in read_records(output) if isinstance(record, Failed) and record.event == "failure"],
     )

@@ -66,13 +66,13 @@ def test_a_job_that_trains_on_after_sigterm_does_so_at_default_clocks_and_its_re
             os.kill(int((job.folder / f"pid{rank}").read_text()), signal.SIGTERM)
         wait_until_restored(*stub.gpus)
         done.append(len(job.wait_for(iterations)))
-        job.wait_for(lambda records: len(iterations(records)) >= done[0] + 5)
+        job.wait_for(lambda records: len(iterations(records)) >= done[0] + 8)
 
     finished = run_under_a_plan(tmp_path, stub, during, survives_term=True)
     (reason,) = {event["error"] for event in finished.events("failure")}
     assert "received a termination signal" in reason
     assert len(finished.events("end")) == 1
-    for record in finished.iterations()[done[0] + 2 :]:
+    for record in finished.iterations()[done[0] + 4 :]:
         assert record["plan"] is None
         assert record["failed_ranks"] == [0, 1]
         assert record["clock_changes"] == 0

@@ -1,5 +1,6 @@
 """Memory of another layout, or that its owner could truncate, is refused."""
 
+import math
 import os
 import socket
 
@@ -25,6 +26,36 @@ def test_what_one_side_writes_the_other_reads():
     assert agent.may_be_locked
 
 
+def test_the_agent_reads_the_marks_of_cpu_and_gpu():
+    shared = SharedMemory(layout.LENGTH)
+    client, agent = RankMemory.create(shared.view), RankMemory(shared.view)
+    number = client.begin_iteration(7)
+    assert (number, agent.iteration, agent.program(number), agent.begun) == (1, 1, 7, 0)
+    client.mark_begun(number, 2.0, positions=3)
+    client.mark(4, 2.5)
+    assert (agent.begun, agent.begun_s) == (1, 2.0)
+    assert [agent.marked_s(slot) for slot in (3, 4)] == [None, 2.5]
+    shared.view[layout.MARKS_OFFSET + 8 * 3] = 1  # as a GPU writes it
+    assert agent.marked_s(3) == pytest.approx(0.0, abs=1e-300)
+    client.mark_ended(number, 3.0)
+    client.end_iteration()
+    assert (agent.ended, agent.ended_s, agent.progress) == (1, 3.0, 2)
+    client.mark_begun(client.begin_iteration(), 3.0, positions=3)
+    assert [agent.marked_s(slot) for slot in range(6)] == [None] * 6, "an iteration begins without marks"
+
+
+def test_what_is_recorded_of_iterations_can_be_read_until_64_later_ones_are():
+    memory = RankMemory.create()
+    assert memory.recorded(1) is None
+    memory.record(1, 5.0, 100.0, 130.0)
+    assert memory.recorded(1) == (5.0, 30.0)
+    memory.record(3, 7.0, 140.0, 150.0)
+    assert math.isnan(memory.recorded(2).energy_j), "it was left out"
+    assert memory.recorded(4) is None
+    memory.record(65, 9.0, 150.0, 160.0)
+    assert math.isnan(memory.recorded(1).energy_j)
+
+
 def test_progress_is_odd_within_an_iteration_and_increases_whatever_is_left_out():
     memory = RankMemory.create(memoryview(bytearray(layout.LENGTH)))
     seen = [memory.progress]
@@ -37,7 +68,7 @@ def test_progress_is_odd_within_an_iteration_and_increases_whatever_is_left_out(
 
 @pytest.mark.parametrize("content", [b"", b"PERSEUS\0\1\0\0\0", b"x" * layout.LENGTH])
 def test_memory_of_another_layout_is_an_error(content):
-    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 2 and 4096 bytes"):
+    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 3 and 135168 bytes"):
         RankMemory(memoryview(bytearray(content)))
 
 
@@ -62,7 +93,7 @@ def test_an_agent_refuses_memory_that_can_be_truncated_or_is_too_short(agent):
     request = messages.encode(messages.RequestLease("nvml:GPU-1"))
     refused = answer(agent, request, file)
     assert refused.reason == "memory"
-    assert refused.error == "The memory of a rank can be truncated, or has 4096 bytes only."
+    assert refused.error == "The memory of a rank can be truncated, or has 135168 bytes only."
     damaged = SharedMemory(layout.LENGTH)
     assert "damaged or of another version" in answer(agent, request, damaged.file).error
 

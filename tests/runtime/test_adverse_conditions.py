@@ -2,7 +2,6 @@
 
 import random
 import statistics
-import sys
 from collections import Counter
 
 import pytest
@@ -108,12 +107,3 @@ def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start
     assert set(requests[0].settings.least_dwell_s) == set(SimulatedGpu.named("a100-sxm").supported_clocks_mhz())
     shortest_s, *_, longest_s = sorted(requests[0].settings.least_dwell_s.values())
     assert (shortest_s, longest_s) == pytest.approx((2 * latency_s, 2 * latency_s), abs=0.003)
-
-
-@pytest.mark.parametrize(("mode", "is_shorter"), [("observe", False), ("auto", True)])
-def test_jobs_that_change_clocks_shorten_the_switch_interval_until_they_end(start, mode, is_shorter):
-    before_s = sys.getswitchinterval()
-    job = start(mode=mode)
-    assert (sys.getswitchinterval() < before_s) is is_shorter
-    job.close()
-    assert sys.getswitchinterval() == before_s

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from pipelines import one_f_one_b
 from virtual.job import LoneCommunicator, VirtualJob
 
+from perseus_ds.agent.controller import ClockController
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.clocks.controller import ClockController
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.gpu import zeus
 from perseus_ds.gpu.nvml import NvmlGpu

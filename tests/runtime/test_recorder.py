@@ -22,6 +22,7 @@ from perseus_ds.clocks.timers import FinishedIteration, Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
 from perseus_ds.policy.decisions import Forecast
+from perseus_ds.protocol.layout import IterationEnergy
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.report.sources import read_history
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration
@@ -266,9 +267,8 @@ def seen(number, *, spans=SPANS, clock_mhz=()):
     """A measured iteration of 1 s."""
     marks = [(span.operation, PassedEvent(span.start_s), PassedEvent(span.end_s)) for span in spans]
     finished = FinishedIteration(PassedEvent(0.0), PassedEvent(1.0), marks)
-    return IterationMeasurement(
-        finished, lambda: 100.0, lambda: True, (0.0, 1.0), dict(clock_mhz), failed=False, number=number
-    )
+    known = lambda waits=False: IterationEnergy(0.0, 100.0)  # noqa: E731
+    return IterationMeasurement(finished, known, (0.0, 1.0), dict(clock_mhz), failed=False, number=number)
 
 
 class TwoRanks(LoneCommunicator):

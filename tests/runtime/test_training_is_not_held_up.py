@@ -29,8 +29,8 @@ def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ra
     model = job.gpu.model
     for record in records:
         assert record.time_s == pytest.approx(3 * 0.3 * model.slowdown(model.top_clock_mhz), rel=0.06)
-    assert sum(record.time_s for record in records) == pytest.approx(device_s)
-    assert host_s == pytest.approx(device_s - records[-1].time_s), "the host is an iteration ahead of the device"
+    assert sum(record.time_s for record in records) == pytest.approx(device_s, abs=0.003)
+    assert host_s == pytest.approx(device_s - records[-1].time_s, abs=0.003), "the host is an iteration ahead"
     # Readings are made when the device begins and ends an iteration; the counter is refreshed every 0.1 s.
     assert sum(record.energy_j for record in records) == pytest.approx(job.gpu.energy_j(), abs=0.1 * 400)
     assert begin_j < job.gpu.energy_j()
@@ -84,10 +84,10 @@ def test_a_host_that_is_four_seconds_ahead_of_the_device_does_not_take_the_drive
     assert job.events(Failed) == []
 
 
-@pytest.mark.parametrize(("lock_held_s", "price_s"), [(0.001, 0.0), (0.006, 0.006)])
-def test_plans_allow_for_a_clocks_thread_that_others_keep_from_going_on(start, lock_held_s, price_s):
-    job = start(cuda=True, mode="auto", **SLOWER)
-    job.cuda.lock_held_s = lock_held_s
+@pytest.mark.parametrize(("late_s", "price_s"), [(0.001, 0.0), (0.006, 0.006)])
+def test_plans_allow_for_an_agent_that_sees_marks_late(start, late_s, price_s):
+    job = start(mode="auto", **SLOWER)
+    job.runtime.rank.clocks._link.late_s = late_s
     job.train_until("default")
     planned = Frontier.load(job.runtime.job.output_dir).provenance.switch_cost_s
     assert planned == pytest.approx(price_s, abs=0.0005)

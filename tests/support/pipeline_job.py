@@ -120,9 +120,6 @@ def main() -> None:
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
     buckets = [size for size in job.get("buckets", [8]) for _ in range(job["micro_batches"])]
     data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job), buckets)
-    if "file_limit_bytes" in job:  # writing more fails as on a full disk
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     report = train(engine, module, data, job, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -165,6 +162,9 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             job["connected"].cut()
         change_batch(engine, job, step)
         losses.append(float(engine.train_batch(data)))
+        if "file_limit_bytes" in job and step == first:  # from now on writing more fails, as on a full disk
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
         if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
             plans.append(engine.perseus.runtime.next.status.get("plan"))
         follow(engine, job, folder, step, losses[-1])

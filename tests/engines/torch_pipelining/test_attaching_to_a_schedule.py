@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import perseus_ds
-from perseus_ds.clocks.controller import ClockController
+from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.engines.engine import Session, sessions
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
@@ -143,7 +143,7 @@ def test_eval_is_no_iteration_and_runs_at_default_clocks(make, block, monkeypatc
     perseus_ds.attach(schedule, block)
     train(schedule, steps=2)
     asked = []
-    monkeypatch.setattr(ClockController, "request", lambda controller, clock, *_: asked.append(clock))
+    monkeypatch.setattr(AgentClocks, "pause", lambda clocks: asked.append(None))
     inputs = torch.ones(ROWS * 2, WIDTH)
     schedule.eval(inputs, target=inputs, losses=[])
     assert asked == [None]

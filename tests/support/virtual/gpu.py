@@ -181,15 +181,12 @@ class VirtualCuda:
     Attributes:
         chosen: The device that each call of ``set_device`` chose.
         events: How many events were created.
-        lock_held_s: How long another thread then holds the interpreter's lock, when one has waited for an event; a test
-            may change it [s].
     """
 
     def __init__(self, time, gpu=None, device=0):
         self.time = time
         self.chosen = []
         self.events = self.blocking_events = 0
-        self.lock_held_s = 0.0
         self._gpu = gpu
         self._device = device
         self._queue = deque()
@@ -276,8 +273,6 @@ class _Event:
     def synchronize(self):
         if not self.query():
             self._cuda.wait_until(self.query)
-            if self._cuda.lock_held_s:
-                self._cuda.time.sleep(self._cuda.lock_held_s)
 
     def elapsed_time(self, end_event):
         if not (self.query() and end_event.query()):

@@ -33,6 +33,7 @@ from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
+from virtual.agent import clocks_of
 from virtual.gpu import OneAtATime, VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
@@ -244,6 +245,7 @@ class VirtualJob:
             self._job,
             communicator=VirtualCommunicator(self._meetings, topology),
             gpu=self.gpus[rank],
+            clocks=clocks_of(self.gpus[rank], self.time, self._cuda and self._cuda[rank]),
             timers=self._timers(rank),
             device=torch.device("cpu"),
             timebase=self.time,
@@ -252,7 +254,7 @@ class VirtualJob:
     def _timers(self, rank):
         if self._cuda is None:
             return HostExecution(self.time)
-        return CudaExecution(torch.device("cuda", 0), self._cuda[rank], self.time, lambda: True, wait_for_event)
+        return CudaExecution(torch.device("cuda", 0), self._cuda[rank], wait_for_event)
 
     def _iterate(self, rank):
         runtime = self.runtimes[rank]
@@ -301,7 +303,7 @@ class VirtualJob:
     @contextmanager
     def _stand_ins(self):
         with (
-            patch("perseus_ds.profiler.counter_log.dist", self._collectives),
+            patch("perseus_ds.profiler.blocking_power.dist", self._collectives),
             patch("perseus_ds.runtime.frontiers.OptimizeWorker", self.worker),
         ):
             yield

@@ -7,8 +7,8 @@ import pytest
 from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
 
-from perseus_ds.clocks.controller import ClockController
-from perseus_ds.clocks.readback import LimitWatch
+from perseus_ds.agent.controller import ClockController
+from perseus_ds.agent.readback import LimitWatch
 from perseus_ds.gpu.nvml import NvmlGpu
 
 POWER_CAP, SW_THERMAL = 0x4, 0x20

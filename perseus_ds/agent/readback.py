@@ -5,77 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.messages import ClockRefused
 from perseus_ds.timebase import REAL_TIME, Timebase
-
-_ENOUGH, _POOLED = 3, 5
-"""Below so many latencies nothing is known; those of the clocks next to a clock are added until there are so many."""
-_PERCENTILE = 0.9
-
-
-@dataclass(frozen=True)
-class LatencyTable:
-    """Times from the driver's call until the GPU runs at the clock.
-
-    A clock that was not requested, or seldom, has the latencies of the clocks next to it.
-
-    Attributes:
-        samples_s: By clock [MHz] and whether it was reached from below: the latencies seen [s]. One that timed out is
-            how late the clock is at least.
-    """
-
-    samples_s: Mapping[tuple[int, bool], Sequence[float]] = field(default_factory=dict)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough latencies were seen."""
-        return sum(map(len, self.samples_s.values())) >= _ENOUGH
-
-    def latest_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return the 90th percentile of the latencies of a clock; 0 if they are not known [s]."""
-        seen_s = self._near(clock_mhz, rises)
-        return seen_s[int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
-
-    def soonest_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return their 10th percentile [s]."""
-        seen_s = self._near(clock_mhz, rises)
-        return seen_s[-1 - int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
-
-    def lead_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return how long before it is due a clock is requested [s].
-
-        A higher clock may come too soon, a lower one too late: both cost some energy, and no time.
-        """
-        return self.latest_s(clock_mhz, rises=True) if rises else self.soonest_s(clock_mhz, rises=False)
-
-    def dwell_s(self, clock_mhz: int) -> float:
-        """Return how long to stay at a clock at least, twice its latency: once to begin and once to end [s]."""
-        return 2 * max(self.latest_s(clock_mhz, rises=rises) for rises in (False, True))
-
-    def _near(self, clock_mhz: int, rises: bool) -> list[float]:
-        if not self.is_known:
-            return []
-        same = {clock: seen_s for (clock, rose), seen_s in self.samples_s.items() if rose == rises and seen_s}
-        found = list(_nearest(clock_mhz, same))
-        if len(found) < _ENOUGH:
-            found += _nearest(clock_mhz, {c: seen_s for (c, rose), seen_s in self.samples_s.items() if rose != rises})
-        return sorted(found)
-
-
-def _nearest(clock_mhz: int, by_clock: Mapping[int, Sequence[float]]) -> Iterator[float]:
-    """Return latencies of a clock and of those next to it, as many as are pooled."""
-    count = 0
-    for clock in sorted(by_clock, key=lambda clock: abs(clock - clock_mhz)):
-        if count >= _POOLED:
-            return
-        yield from by_clock[clock]
-        count += len(by_clock[clock])
-
 
 SLOWED_DOWN = frozenset({"hw_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown"})
 """Reasons for a lower clock that no power limit tells of, by NVML's names."""
@@ -168,20 +105,6 @@ _HELD_READINGS = 6
 _NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_setting", "sync_boost"})
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A clock that was requested and that the GPU does not reach.
-
-    Attributes:
-        clock_mhz: As requested; None for default clocks.
-        reasons: Why, where the driver reports it, such as ``sw_power_cap``.
-    """
-
-    clock_mhz: int | None
-    reached_mhz: int
-    reasons: tuple[str, ...]
-
-
 class ClockReadback:
     """Decides when to read the clock back, and what the readings mean; for the controller's worker thread.
 
@@ -191,7 +114,7 @@ class ClockReadback:
         limits: What the GPU may draw, and how fast it may run, where that is less than profiled.
     """
 
-    def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None], timebase: Timebase = REAL_TIME) -> None:
+    def __init__(self, gpu: Gpu, on_refusal: Callable[[ClockRefused], None], timebase: Timebase = REAL_TIME) -> None:
         """Begin with no clock to read; each clock that a busy GPU stays below by more than 2 % is reported once."""
         self._gpu = gpu
         self._on_refusal = on_refusal
@@ -296,7 +219,7 @@ class ClockReadback:
             self.limits.reached(reached_mhz, reasons)
             if is_below and requested_mhz not in self._refused:
                 self._refused.add(requested_mhz)
-                self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
+                self._on_refusal(ClockRefused(requested_mhz, reached_mhz, reasons))
         self.reading = requested_mhz, reached_mhz
 
     def _highest_mhz(self) -> int:
@@ -336,7 +259,7 @@ class ClockReadback:
         self._held_readings = self._held_readings + 1 if is_below and "idle" not in reasons else 0
         if limits or self._held_readings == _HELD_READINGS:
             self._default_readings = 0
-            self._on_refusal(Refusal(None, reached_mhz, limits))
+            self._on_refusal(ClockRefused(None, reached_mhz, limits))
 
 
 def _is_at(read_mhz: int, clock_mhz: int) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
 
-from perseus_ds.clocks.controller import ClockController
+from perseus_ds.agent.controller import ClockController
 from perseus_ds.gpu.nvml import NvmlGpu
 
 POWER_CAP, IDLE = 0x4, 0x1

@@ -7,11 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pipelines import one_f_one_b
 
+from perseus_ds.agent.transitions import plan_transitions
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.clocks.readback import LatencyTable
-from perseus_ds.clocks.transitions import ClockPlan, plan_transitions
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.runtime.clock_plan import ClockPlan
 
 TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 LATENCY_S = 0.015

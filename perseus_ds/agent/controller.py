@@ -1,4 +1,4 @@
-"""One thread sets the clock of a rank's GPU and reads the GPU; other threads only hand over what is to be done.
+"""One thread sets the clock of a rank's GPU and reads the GPU.
 
 Requests and calls are done in the order in which they were handed over, each once the GPU has passed its event. What
 counts as the driver's time is a call of the driver, never a wait for the GPU.
@@ -6,36 +6,56 @@ counts as the driver's time is a call of the driver, never a wait for the GPU.
 
 from __future__ import annotations
 
-import statistics
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from perseus_ds.clocks.events import DeviceEvent
-from perseus_ds.clocks.readback import ClockReadback, Refusal
+from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.protocol.layout import ClockStatus, RankMemory
+from perseus_ds.protocol.messages import ClockRefused
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 DRIVER_HANGS_S = 3.0
 """A driver that has not answered for so long is not waited for."""
-_POLL_S = 0.001
 _UNKNOWN_MHZ = -1
 # So many waits of the clocks' thread are remembered, and so many are needed; it is late from here on [s].
 _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
-_SWITCH_INTERVAL_S = 0.0005
+_PERCENTILE = 0.9
 _CLOSED = "the clock was restored for good, and the GPU is not read any more"
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """After each refusal in a row, until the driver does what was last requested; the last one repeats."""
 
 
+class Event(Protocol):
+    """A point in the GPU's own progress."""
+
+    def query(self) -> bool:
+        """Return whether the GPU has passed it."""
+
+    def passed_s(self) -> float:
+        """Return when the GPU passed it, on the host's clock [s]; only after it has."""
+
+    def look_again_s(self) -> float | None:
+        """Return how long to wait before the next query [s]; None if somebody wakes whoever waits for it."""
+
+
+class Source(Protocol):
+    """Hands over requests and calls, on the clocks' thread."""
+
+    def poll(self) -> bool:
+        """Hand over what is due; return whether it has withdrawn what the thread waits for."""
+
+    def look_again_s(self) -> float | None:
+        """Return how long until something may be due [s]; None if somebody wakes the thread then."""
+
+
 class ClockRequest(NamedTuple):
-    """A clock to set; a tuple, because the training thread makes one for every change of the clock.
+    """A clock to set.
 
     Attributes:
         clock_mhz: The clock; None for the default.
@@ -44,7 +64,7 @@ class ClockRequest(NamedTuple):
     """
 
     clock_mhz: int | None
-    after: DeviceEvent | None
+    after: Event | None
     delay_s: float | None = None
 
 
@@ -54,7 +74,7 @@ class DriverCall:
     def __init__(
         self,
         function: Callable[[], float | None],
-        after: DeviceEvent | None,
+        after: Event | None,
         clocks: ClockController,
         timebase: Timebase,
     ) -> None:
@@ -115,17 +135,19 @@ class ClockController:
         overtaken: Requests skipped because a later one was already due.
         readback: What was read of the clock, how late clocks are, and what limits them.
         is_closed: Whether the default clock is restored for good.
-        lease: The memory by which an agent knows whether the clock is locked, and says that it has reset it; None
-            without an agent.
+        memory: Says whether the clock may be locked, and that it was reset; receives the status.
+        source: Hands over requests; None without one.
     """
 
     def __init__(
         self,
         gpu: Gpu,
         on_error: Callable[[Exception], None],
-        on_refusal: Callable[[Refusal], None] = lambda refusal: None,
-        on_start: Callable[[], None] = lambda: None,
+        on_refusal: Callable[[ClockRefused], None] = lambda refusal: None,
+        *,
         timebase: Timebase = REAL_TIME,
+        memory: RankMemory | None = None,
+        may_lock: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread.
 
@@ -133,17 +155,16 @@ class ClockController:
             gpu: The GPU whose clock to control.
             on_error: Called on the thread when a clock cannot be set.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
-            on_start: Called there first: makes events safe to query. (A thread that queries a CUDA event gets a
-                context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
             timebase: Its timebase.
+            memory: What the rank shares; by default memory of its own.
+            may_lock: Asked before each clock is set.
         """
         self._gpu = gpu
         self._on_error = on_error
-        self._on_start = on_start
         self._time = timebase
         self.readback = ClockReadback(gpu, on_refusal, timebase)
         self.changes = self.overtaken = 0
-        # The training thread appends, the clocks' thread alone removes.
+        # Any thread appends, the clocks' thread alone removes.
         self._items: deque[ClockRequest | DriverCall] = deque()
         self._requested_mhz: int | None = None
         self._is_idle = False
@@ -156,7 +177,9 @@ class ClockController:
         self._busy_since_s: float | None = None
         self._closing: threading.Thread | None = None
         self.is_closed = False
-        self.lease: RankMemory | None = None
+        self.memory = memory or RankMemory.create()
+        self._may_lock = may_lock
+        self.source: Source | None = None
         self._resets = 0
         self._is_restored = self._has_ended = False
         # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
@@ -166,16 +189,17 @@ class ClockController:
         self._refusals = 0
         self._late_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._again_at_s: float | None = None
+        self._awaited: Event | None = None
         timebase.thread(self._work, "perseus-clocks").start()
 
-    def request(self, clock_mhz: int | None, after: DeviceEvent | None = None) -> None:
+    def request(self, clock_mhz: int | None, after: Event | None = None) -> None:
         """Request a clock (None for the default) once the GPU has passed an event; returns at once."""
         if clock_mhz != self._requested_mhz or self._is_idle or self._was_reset:
             self._requested_mhz = clock_mhz
             self._is_idle = False
             self._put(ClockRequest(clock_mhz, after))
 
-    def request_early(self, clock_mhz: int, begun: DeviceEvent, delay_s: float) -> None:
+    def request_early(self, clock_mhz: int, begun: Event, delay_s: float) -> None:
         """Request a clock some time after an event, or at the next :meth:`request` if that comes first.
 
         A :meth:`request` for the same clock must follow. This one only makes the driver's call earlier.
@@ -187,9 +211,9 @@ class ClockController:
         if self._requested_mhz is not None:
             self._idle_at_s = self._time.now_s() + after_s
             self._is_idle = True
-            self._wake()
+            self.wake()
 
-    def call(self, function: Callable[[], float | None], after: DeviceEvent | None = None) -> DriverCall:
+    def call(self, function: Callable[[], float | None], after: Event | None = None) -> DriverCall:
         """Have a function that reads from the GPU called after all that was handed over before; returns at once.
 
         A driver that does not answer is not asked for more.
@@ -204,28 +228,35 @@ class ClockController:
 
     def probe(self) -> DriverCall:
         """Have the driver do once all that plans need; if it does, clocks are set again. Returns at once."""
-        return self.call(self._probe)
+        return self.call(self.try_driver)
 
     def watch_default_clocks(self) -> None:
         """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
         self.readback.watch_default_clocks()
-        self._wake()
+        self.wake()
 
     @property
     def thread_late_s(self) -> float:
-        """How much later than the GPU has passed an event its thread goes on, nine times of ten at most [s].
+        """How late the thread sees that the GPU has passed an event, nine times of ten at most [s].
 
-        Up to 2 ms count as 0. Some launches hold the interpreter's lock while the launch queue is full.
+        Up to 2 ms count as 0.
         """
-        late_s = tuple(self._late_s)  # to which the clocks' thread adds
-        most_s = statistics.quantiles(late_s, n=10, method="inclusive")[-1] if len(late_s) >= _ENOUGH else 0.0
+        late_s = sorted(self._late_s)
+        most_s = late_s[int(_PERCENTILE * (len(late_s) - 1))] if len(late_s) >= _ENOUGH else 0.0
         return most_s if most_s > _THREAD_LATE_S else 0.0
 
     @property
     def failing_s(self) -> float:
         """How long the driver has not answered the call under way, or has been too busy to set a clock [s]; else 0."""
-        since = [since_s for since_s in (self._called_s, self._busy_since_s) if since_s is not None]
-        return self._time.now_s() - min(since) if since else 0.0
+        return self._time.now_s() - min(since) if (since := self._failing_since_s()) else 0.0
+
+    def _failing_since_s(self) -> list[float]:
+        return [since_s for since_s in (self._called_s, self._busy_since_s) if since_s is not None]
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether a call of the driver is under way."""
+        return self._called_s is not None
 
     @property
     def problem(self) -> GpuError | None:
@@ -239,12 +270,25 @@ class ClockController:
     @property
     def _is_revoked(self) -> bool:
         """Whether the clock must stay the default one, since the process received a termination signal."""
-        return self.lease is not None and self.lease.is_revoked
+        return self.memory.is_revoked
 
     @property
     def _was_reset(self) -> bool:
         """Whether the agent has reset the clock since it was set."""
-        return self._clock_mhz is not None and self.lease is not None and self.lease.resets != self._resets
+        return self._clock_mhz is not None and self.memory.resets != self._resets
+
+    def take_over(self) -> None:
+        """Assume that another agent has locked the clock; before the first request."""
+        self._clock_mhz = self._wanted_mhz = self._requested_mhz = _UNKNOWN_MHZ
+
+    def leave(self) -> None:
+        """Set no clock any more, and let somebody else reset the one that is set; returns at once.
+
+        A call that is under way restores the default clock itself. Calls that were handed over before are still made.
+        """
+        self._closing, self.is_closed = threading.current_thread(), True
+        self._is_restored = True
+        self._bell.ring()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Restore the default clock for good; from any thread, a signal's handler included.
@@ -281,9 +325,23 @@ class ClockController:
     def _put(self, item: ClockRequest | DriverCall) -> None:
         if self._closing is None:
             self._items.append(item)
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def withdraw(self, is_void: Callable[[Any], bool]) -> bool:
+        """Withdraw what is to be done after some events; on the clocks' thread.
+
+        Returns:
+            Whether the thread waits for one of these events.
+        """
+        for _ in range(len(self._items)):  # in place: other threads may append
+            item = self._items.popleft()
+            if not is_void(item.after):
+                self._items.append(item)
+        self._requested_mhz = _UNKNOWN_MHZ
+        return self._awaited is not None and is_void(self._awaited)
+
+    def wake(self) -> None:
+        """Have the thread look at once, if it waits."""
         if self._is_waiting:  # otherwise the thread looks before it waits
             self._is_waiting = False  # once is enough, however late the thread goes on
             self._bell.ring()
@@ -291,10 +349,6 @@ class ClockController:
     # From here on, the clocks' thread.
 
     def _work(self) -> None:
-        try:
-            self._on_start()
-        except Exception as error:
-            self._fail(error)
         while not self._has_ended:
             self._serve()
 
@@ -313,21 +367,23 @@ class ClockController:
     def _next(self) -> ClockRequest | DriverCall | None:
         """Return the oldest item, None at the end; meanwhile do what is due without one."""
         while not self._items:
+            self._is_waiting = True  # from here on, who changes what follows rings
+            self._poll()
+            if self._items:
+                break
             if self.is_closed:
                 return None
-            self._is_waiting = True  # from here on, who changes what follows rings
             due_in_s = self._due_in_s()
-            if self._is_idle and self._wanted_mhz is not None:
-                idle_in_s = self._idle_at_s - self._time.now_s()
-                if idle_in_s <= 0:
-                    self._set(None)
-                    continue
-                due_in_s = idle_in_s if due_in_s is None else min(due_in_s, idle_in_s)
             if due_in_s is None or due_in_s > 0:
-                self._wait_for_more_than(0, due_in_s)
+                look_again_s = None if self.source is None else self.source.look_again_s()
+                self._wait_for_more_than(0, _sooner(due_in_s, look_again_s))
             else:
                 self._do_what_is_due()
+        self._is_waiting = False
         return self._items.popleft()
+
+    def _poll(self) -> bool:
+        return self.source is not None and self.source.poll()
 
     def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
         """Wait until there are more items, or something else has changed; at most for some time [s]."""
@@ -337,40 +393,56 @@ class ClockController:
         self._is_waiting = False
 
     def _due_in_s(self) -> float | None:
-        """Return how long until the clock is to be read back, or set again after a refusal [s]; None for neither."""
+        """Return how long until the clock is to be read back, set again or reset [s]; None for never."""
         if self.is_closed:
             return None
-        again_in_s = None if self._again_at_s is None else max(0.0, self._again_at_s - self._time.now_s())
-        due_in_s = self.readback.due_in_s()
-        return min((each for each in (again_in_s, due_in_s) if each is not None), default=None)
+        idle_at_s = self._idle_at_s if self._may_idle() else None
+        at_s = _sooner(self._again_at_s, idle_at_s)
+        return _sooner(self.readback.due_in_s(), None if at_s is None else max(0.0, at_s - self._time.now_s()))
+
+    def _may_idle(self) -> bool:
+        """Whether the clock is one for an idle GPU to give up: none is requested after an event that is to come."""
+        return self._is_idle and self._wanted_mhz is not None and self._following() is None
 
     def _do_what_is_due(self) -> None:
-        if self._again_at_s is not None and self._again_at_s <= self._time.now_s():
+        now_s = self._time.now_s()
+        if self._may_idle() and self._idle_at_s <= now_s:
+            self._set(None)
+        elif self._again_at_s is not None and self._again_at_s <= now_s:
             self._set(self._wanted_mhz)
         else:
             self._in_call(self.readback.read)
 
-    def _wait_for(self, event: DeviceEvent) -> None:
-        """Wait until the GPU has passed an event; meanwhile do what is due."""
+    def _wait_for(self, event: Event) -> bool:
+        """Wait until the GPU has passed an event; meanwhile do what is due.
+
+        Returns:
+            Whether it has. If not, something else was handed over instead.
+        """
         had_passed = has_passed = event.query()
         while not has_passed:
+            self._is_waiting, self._awaited = True, event
+            is_void, self._awaited = self._poll(), None
+            if is_void:
+                self._is_waiting = False
+                return False
             due_in_s = self._due_in_s()
-            if due_in_s is None or due_in_s > 50 * _POLL_S:
-                event.synchronize()
-            elif due_in_s > 0:
-                self._time.sleep(min(due_in_s, _POLL_S))
-            else:
+            if due_in_s is not None and due_in_s <= 0:
                 self._do_what_is_due()
+            elif not event.query():
+                self._bell.wait(_sooner(due_in_s, event.look_again_s()))
+            self._is_waiting = False
             has_passed = event.query()
         # The sooner it is asked, the better the events after it are known.
         late_s = self._time.now_s() - event.passed_s()
         if not had_passed:
             self._late_s.append(late_s)
+        return True
 
     def _make(self, call: DriverCall) -> None:
         try:
-            if call.after is not None:
-                self._wait_for(call.after)
+            if call.after is not None and not self._wait_for(call.after):
+                return
         except Exception as error:
             call.refuse(error)
             raise
@@ -379,10 +451,10 @@ class ClockController:
     def _handle(self, request: ClockRequest) -> None:
         if self._has_failed:
             return
-        if request.after is not None:
-            self._wait_for(request.after)
+        if request.after is not None and not self._wait_for(request.after):
+            return
         if request.after is not None and request.delay_s is not None:
-            if self._sleep_until(request.after.passed_s() + request.delay_s):
+            if self._sleep_until(request.after, request.delay_s):
                 return  # the next request says what to do
         elif self._is_overtaken():
             self.overtaken += 1
@@ -390,11 +462,16 @@ class ClockController:
         self._refusals = 0
         self._set(request.clock_mhz)
 
-    def _sleep_until(self, until_s: float) -> bool:
-        """Sleep until some time [s], or the next request is due; returns whether it is."""
+    def _sleep_until(self, after: Event, delay_s: float) -> bool:
+        """Sleep until some time after an event [s], or the next request is due; returns whether it is."""
+        until_s = after.passed_s() + delay_s
         while True:
             count = len(self._items)
             if self._is_overtaken() or self.is_closed:
+                return True
+            self._awaited = after
+            is_void, self._awaited = self._poll(), None
+            if is_void:
                 return True
             left_s = until_s - self._time.now_s()
             if left_s <= 0:
@@ -403,16 +480,21 @@ class ClockController:
             if due_in_s is not None and due_in_s <= 0:
                 self._do_what_is_due()
                 continue
-            # An event of the GPU can only be queried; a request without one wakes this thread.
-            waits_s = [left_s, *([_POLL_S] if count else []), *([] if due_in_s is None else [due_in_s])]
-            self._wait_for_more_than(count, min(waits_s))
+            self._wait_for_more_than(count, _sooner(_sooner(left_s, due_in_s), self._look_again_s()))
 
     def _is_overtaken(self) -> bool:
         """Whether the next request that must be done is due already."""
-        for item in tuple(self._items):
-            if isinstance(item, ClockRequest) and item.delay_s is None:
-                return item.after is None or item.after.query()
-        return False
+        following = self._following()
+        return following is not None and (following.after is None or following.after.query())
+
+    def _look_again_s(self) -> float | None:
+        """Return how long until the next request that must be done may be due [s]; None if somebody wakes this."""
+        following = self._following()
+        return None if following is None or following.after is None else following.after.look_again_s()
+
+    def _following(self) -> ClockRequest | None:
+        required = (item for item in tuple(self._items) if isinstance(item, ClockRequest) and item.delay_s is None)
+        return next(required, None)
 
     def _set(self, clock_mhz: int | None) -> None:
         """Set a clock, now or, after a refusal, later; None for the default."""
@@ -427,6 +509,7 @@ class ClockController:
             self._fall_back()
         except Exception as error:
             self._fail(error)
+        self.memory.busy_since_s = self._busy_since_s or 0.0
 
     def _fail(self, error: Exception) -> None:
         """Give up but for the default clock."""
@@ -455,11 +538,10 @@ class ClockController:
         self._in_call(partial(self._ask_driver, clock_mhz))
 
     def _ask_driver(self, clock_mhz: int | None) -> None:
-        if self.is_closed or (clock_mhz is not None and self._is_revoked):
+        if self.is_closed or (clock_mhz is not None and (self._is_revoked or not self._may_lock())):
             return
-        if self.lease is not None:
-            self._resets = self.lease.resets
-            self.lease.may_be_locked = True
+        self._resets = self.memory.resets
+        self.memory.may_be_locked = True
         self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
         begin_s = self._time.now_s()
         if clock_mhz is None:
@@ -471,12 +553,16 @@ class ClockController:
             self._gpu.reset_clock()
             clock_mhz = None
         self._clock_mhz = clock_mhz
-        if self.lease is not None:
-            self.lease.may_be_locked = clock_mhz is not None
+        self.memory.may_be_locked = clock_mhz is not None
         self.changes += 1
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
 
-    def _probe(self) -> None:
+    def try_driver(self) -> None:
+        """Have the driver do once all that programs need; on the clocks' thread.
+
+        Raises:
+            GpuError: It refuses.
+        """
         try:
             self._call_driver(self._gpu.supported_clocks_mhz()[-1])
             self._call_driver(None)
@@ -489,28 +575,33 @@ class ClockController:
     def _in_call(self, function: Callable[[], None]) -> None:
         """Make a call of the driver, which :meth:`close` waits for and :attr:`failing_s` counts from."""
         self._called_s = self._time.now_s()
+        if self._busy_since_s is None:
+            self.memory.busy_since_s = self._called_s
         try:
             function()
         finally:
             self._called_s = None
+            self.memory.busy_since_s = self._busy_since_s or 0.0
             if self.is_closed:  # nobody else waits
                 with self._changed:
                     self._changed.notify_all()
 
+    def tell(self) -> None:
+        """Write the status into the memory; on the clocks' thread."""
+        asked_mhz, reached_mhz = self.readback.reading
+        limits = self.readback.limits
+        self.memory.status = ClockStatus(
+            self.changes,
+            self.overtaken,
+            asked_mhz,
+            reached_mhz,
+            self.thread_late_s,
+            self._busy_since_s or 0.0,
+            limits.power_w,
+            limits.clock_mhz,
+            self.readback.default_mhz or 0,
+        )
 
-@contextmanager
-def short_switch_interval() -> Iterator[None]:
-    """Shorten the interpreter's switch interval meanwhile, unless it is short already.
 
-    A thread that computes in Python without calling anything that waits gives up the interpreter's lock only when
-    another thread has waited for that interval, 5 ms by default. The clocks' thread takes the lock several times
-    between the end of a pass and the request of a clock, which would then come tens of milliseconds late.
-    """
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(before_s, _SWITCH_INTERVAL_S))
-    ours_s = sys.getswitchinterval()
-    try:
-        yield
-    finally:
-        if sys.getswitchinterval() == ours_s:  # otherwise somebody else has set another one
-            sys.setswitchinterval(before_s)
+def _sooner(first_s: float | None, second_s: float | None) -> float | None:
+    return min((each_s for each_s in (first_s, second_s) if each_s is not None), default=None)

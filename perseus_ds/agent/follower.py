@@ -1,0 +1,295 @@
+"""Follows the marks of one rank: which clocks its programs request, and the energy of each iteration.
+
+As soon as the host begins an iteration, its requests are handed over to the thread of the GPU's
+:class:`~perseus_ds.agent.controller.ClockController`, each with the mark after which it is due. The agent's loop looks
+for these marks, also while the driver is busy, and wakes that thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from perseus_ds.agent.controller import ClockController
+from perseus_ds.agent.transitions import ClockTransition, plan_transitions
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.layout import IDLE_S, POSITIONS, RankMemory
+from perseus_ds.protocol.messages import Program
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+_MOST_AHEAD = 8
+# An iteration that begins so soon after the one before begins at the reading of the energy counter that ended that one.
+_TOGETHER_S = 0.001
+# How often to look for a mark around the time at which it is expected, and how much less often afterwards.
+_SOON_S, _OFTEN_S, _SELDOM_S, _LESS_OFTEN = 0.001, 0.0005, 0.005, 0.1
+_BETWEEN_S = 0.05
+"""How often to look at least."""
+# A mark may come earlier by so many times as much as times between marks have varied lately.
+_VARIES, _FORGETS = 2.0, 0.95
+_BEGUN, _ENDED = -2, -1
+
+
+class MarkEvent:
+    """A mark of an iteration as an event of the GPU.
+
+    Attributes:
+        iteration: The iteration's number.
+        slot: The slot of a position; ``_BEGUN`` or ``_ENDED`` for the iteration's own marks.
+    """
+
+    __slots__ = ("_follower", "_passed_s", "iteration", "slot")
+
+    def __init__(self, follower: Follower, iteration: int, slot: int) -> None:
+        self._follower = follower
+        self.iteration = iteration
+        self.slot = slot
+        self._passed_s: float | None = None
+
+    def query(self) -> bool:
+        if self._passed_s is not None:
+            return True
+        memory, now_s = self._follower.memory, self._follower.timebase.now_s()
+        begun = memory.begun
+        marked_s: float | None = None
+        if begun > self.iteration:  # the GPU has gone on, and the marks are those of another iteration
+            marked_s = 0.0
+        elif self.slot >= 0 and memory.ended == self.iteration:  # the iteration was broken off
+            marked_s = memory.marked_s(self.slot) or 0.0
+        elif self.slot == _BEGUN:
+            marked_s = memory.begun_s if begun == self.iteration else None
+        elif self.slot == _ENDED:
+            marked_s = memory.ended_s if memory.ended >= self.iteration else None
+        elif begun == self.iteration:
+            marked_s = memory.marked_s(self.slot)
+        if marked_s is None:
+            return False
+        # A GPU writes no time: the mark was made when it was found.
+        self._passed_s = marked_s if 1.0 < marked_s < now_s else now_s
+        self._follower.note(self.iteration, self.slot, self._passed_s)
+        return True
+
+    def passed_s(self) -> float:
+        return self._follower.timebase.now_s() if self._passed_s is None else self._passed_s
+
+    def look_again_s(self) -> None:
+        """Return None: the follower wakes whoever waits."""
+
+
+class Follower:
+    """Hands over the requests of a rank's iterations.
+
+    Attributes:
+        memory: What the rank shares.
+        timebase: The time of marks.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        memory: RankMemory,
+        clocks: ClockController,
+        *,
+        on_error: Callable[[Exception], None],
+        on_latencies: Callable[[LatencyTable], None] = lambda latencies: None,
+        timebase: Timebase = REAL_TIME,
+    ) -> None:
+        """Begin with the iteration that the host begins next.
+
+        Args:
+            gpu: The rank's GPU.
+            memory: What the rank shares.
+            clocks: The GPU's controller.
+            on_error: Called on its thread when the energy counter cannot be read.
+            on_latencies: Called there when one of the latencies of clocks is another.
+            timebase: The time of marks.
+        """
+        self.memory = memory
+        self.timebase = timebase
+        self._gpu = gpu
+        self._clocks = clocks
+        self._on_error = on_error
+        self._on_latencies = on_latencies
+        self._programs: dict[int, Program] = {}
+        self._transitions: dict[int, list[ClockTransition]] = {}
+        self._latencies = LatencyTable()
+        # The iteration handed over last, and its program.
+        self._iteration = self._followed = memory.iteration
+        self._program: Program | None = None
+        self._is_handed_over = self._has_ended = False
+        self._idle = 0, 0.0
+        # The readings of the energy counter at the begin of that iteration, and at the end of the one before.
+        self._begun_of, self._began_s, self._begun_j = 0, math.nan, math.nan
+        self._ended_s, self._ended_j = -math.inf, math.nan
+        # Times of marks after the begin of their iteration: of the last complete iteration, and of this one.
+        self._times_s: dict[int, float] = {}
+        self._new_times_s: dict[int, float] = {}
+        self._times_of, self._begun_s = -1, -math.inf
+        self._last_slot, self._last_s, self._varies_s = _BEGUN, -math.inf, 0.0
+        # Events to come, in the order in which they are expected; the controller's thread adds to them.
+        self._awaited: deque[MarkEvent] = deque()
+        if self._iteration and memory.recorded(self._iteration) is None:
+            memory.record(self._iteration, math.nan, math.nan, math.nan)  # it began under another agent
+        clocks.source = self
+        clocks.wake()
+
+    def add(self, program: Program) -> None:
+        """Accept a program, which iterations name by its number; from any thread."""
+        self._transitions.pop(program.number, None)
+        self._programs[program.number] = program
+        self._clocks.wake()
+
+    def end(self) -> None:
+        """Withdraw everything: the rank is gone."""
+        self._has_ended = True
+        self._clocks.wake()
+
+    def poll(self) -> bool:
+        """Hand over the requests of the iterations that the host has begun; see ``Source``."""
+        if self._has_ended:
+            self._awaited.clear()
+            return self._clocks.withdraw(lambda event: event is not None)
+        memory, is_withdrawn = self.memory, False
+        if (latencies := self._clocks.readback.latencies) is not self._latencies:
+            self._latencies = latencies
+            self._transitions.clear()
+            self._on_latencies(latencies)
+        if self._is_handed_over and self._program_of(self._iteration) is not self._program:
+            iteration = self._iteration
+            is_withdrawn = self._clocks.withdraw(lambda event: event is not None and event.iteration == iteration)
+            self._awaited = deque(event for event in self._awaited if event.iteration != iteration)
+            self._hand_over(iteration)
+        if (iteration := memory.iteration) != self._iteration:
+            for number in range(max(self._iteration + 1, iteration - _MOST_AHEAD), iteration + 1):
+                self._hand_over(number)
+        self._note_idleness()
+        return is_withdrawn
+
+    def _note_idleness(self) -> None:
+        memory = self.memory
+        idle_since_s, is_open = memory.idle_since_s, memory.progress % 2
+        if idle_since_s and not is_open:
+            # The host has issued all; the GPU may still be at it.
+            is_done = memory.ended == self._iteration % 2**32
+            idle_since_s = max(idle_since_s, self._ended_s) if is_done and idle_since_s > 0 else is_done * idle_since_s
+        if (idle := (self._iteration, idle_since_s)) != self._idle:
+            self._idle = idle
+            if idle_since_s:
+                left_s = idle_since_s + IDLE_S - self.timebase.now_s() if idle_since_s > 0 else 0.0
+                self._clocks.reset_when_idle(max(0.0, left_s))
+
+    def look_again_s(self) -> None:
+        """Return None: the client wakes the controller's thread by the agent's loop."""
+
+    def look(self) -> float:
+        """Look for marks, on the agent's loop; wake the controller's thread if there are any.
+
+        Returns:
+            How long until to look again [s].
+        """
+        awaited = self._awaited
+        before = len(awaited)
+        while awaited and awaited[0].query():
+            awaited.popleft()
+        if len(awaited) != before:
+            self._clocks.wake()
+        if awaited:
+            return self._expected_in_s(awaited[0])
+        # The controller's thread may not have handed over yet what the host has begun just now.
+        return _BETWEEN_S if self._followed == self.memory.iteration else _SOON_S
+
+    def _expected_in_s(self, event: MarkEvent) -> float:
+        expected_s = self._times_s.get(event.slot)
+        if event.slot == _BEGUN or expected_s is None or self._times_of != event.iteration:
+            return _SOON_S
+        # Passes vary, so what is expected is the time since the last mark.
+        since_s = expected_s - self._times_s.get(self._last_slot, 0.0)
+        in_s = self._last_s + since_s - self.timebase.now_s()
+        soon_s = min(max(_SOON_S, _VARIES * self._varies_s), since_s)
+        if in_s > soon_s:
+            return min(in_s - soon_s, _BETWEEN_S)
+        return min(max(_OFTEN_S, -_LESS_OFTEN * in_s), _SELDOM_S)
+
+    def note(self, iteration: int, slot: int, passed_s: float) -> None:
+        """Note when a mark was made."""
+        if slot in self._times_s and self._times_of == iteration:
+            since_s = self._times_s[slot] - self._times_s.get(self._last_slot, 0.0)
+            self._varies_s = max(abs(passed_s - self._last_s - since_s), _FORGETS * self._varies_s)
+        self._last_slot, self._last_s = slot, passed_s
+        if slot == _BEGUN:
+            if self._new_times_s:
+                self._times_s, self._new_times_s = self._new_times_s, {}
+            self._times_of, self._begun_s = iteration, passed_s
+        elif iteration == self._times_of:
+            self._new_times_s[slot] = passed_s - self._begun_s
+
+    def _program_of(self, iteration: int) -> Program | None:
+        return self._programs.get(self.memory.program(iteration))
+
+    def _hand_over(self, iteration: int) -> None:
+        """Hand over the requests and readings of an iteration."""
+        self._iteration, self._is_handed_over = iteration, True
+        self._program = program = self._program_of(iteration)
+        clocks = self._clocks
+        begun = self._event(iteration, _BEGUN)
+        clocks.call(partial(self._read_begun, begun), begun)
+        if program is None:
+            clocks.request(None, begun)
+        else:
+            self._request(program, iteration, begun)
+        ended = self._event(iteration, _ENDED)
+        read = clocks.call(partial(self._read_ended, ended), ended)
+        if read.is_over and not read.has_worked:  # a driver that does not answer is not asked
+            self.memory.record(iteration, math.nan, math.nan, math.nan)
+        self._followed = iteration
+
+    def _event(self, iteration: int, slot: int) -> MarkEvent:
+        event = MarkEvent(self, iteration, slot)
+        self._awaited.append(event)
+        return event
+
+    def _request(self, program: Program, iteration: int, begun: MarkEvent) -> None:
+        transitions = self._transitions.get(program.number)
+        if transitions is None:
+            transitions = plan_transitions(program.clocks_mhz, program.spans_s, program.time_s, self._latencies)
+            self._transitions[program.number] = transitions
+        clocks = self._clocks
+        clock_mhz = transitions[0].clock_mhz if transitions else program.first_mhz
+        clocks.request(clock_mhz, begun)
+        for position, transition in enumerate(transitions[:POSITIONS]):
+            if transition.clock_mhz != clock_mhz:
+                clocks.request(transition.clock_mhz, self._event(iteration, 2 * position))
+            if transition.early_s is not None:
+                event = self._event(iteration, 2 * position)
+                clocks.request_early(transition.next_clock_mhz, event, transition.early_s)
+            clock_mhz = transition.next_clock_mhz
+            if clock_mhz != transition.clock_mhz:
+                clocks.request(clock_mhz, self._event(iteration, 2 * position + 1))
+
+    def _read_begun(self, begun: MarkEvent) -> None:
+        if self._begun_of == begun.iteration:
+            return  # it was handed over before, under another program
+        together = begun.passed_s() - self._ended_s < _TOGETHER_S
+        self._begun_of, self._began_s = begun.iteration, begun.passed_s()
+        self._begun_j = self._ended_j if together else self._read_energy_j()
+
+    def _read_ended(self, ended: MarkEvent) -> None:
+        self._ended_s, self._ended_j = ended.passed_s(), self._read_energy_j()
+        if self._begun_of != ended.iteration:  # the driver did not answer then
+            self._began_s = self._begun_j = math.nan
+        self._clocks.readback.limits.read()
+        self._clocks.tell()
+        self.memory.record(ended.iteration, self._began_s, self._begun_j, self._ended_j)
+
+    def _read_energy_j(self) -> float:
+        """Read the energy counter [J]; NaN if it cannot be read."""
+        try:
+            return self._gpu.energy_j()
+        except GpuBusyError:  # the client decides for how long this is accepted
+            return math.nan
+        except GpuError as error:
+            self._on_error(error)
+            return math.nan

@@ -1,0 +1,80 @@
+"""One rank's share of a frequency plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
+from perseus_ds.errors import PlanError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.protocol.messages import Program
+
+Spans = Sequence[tuple[float, float]]
+"""When each instruction of a rank begins and ends, in an iteration [s]."""
+
+
+@dataclass(frozen=True)
+class ClockPlan:
+    """One rank's share of a frequency plan; without one, one clock for all of an iteration, or default clocks.
+
+    Attributes:
+        plan: The whole plan; None without one.
+        first: Clock of the rank's first instruction [MHz]; None for the default.
+        clock: Clock of each instruction, in program order [MHz].
+        spans_s: When each instruction begins and ends by the plan [s]; empty where that is not known.
+    """
+
+    plan: FrequencyPlan | None = None
+    first: int | None = None
+    clock: dict[Instruction, int] = field(default_factory=dict)
+    spans_s: Spans = ()
+
+    @classmethod
+    def of_rank(
+        cls, plan: FrequencyPlan, pipeline_rank: int, times: ClockTimes | None = None, dag: Dag | None = None
+    ) -> ClockPlan:
+        """Return the share of one pipeline rank; with the DAG, times of instructions say when each of them begins."""
+        instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
+        spans_s = _spans_s(plan, times, dag, pipeline_rank) if times is not None and dag is not None else ()
+        return cls(plan, clocks[0], dict(zip(instructions, clocks, strict=True)), spans_s)
+
+    def program(self) -> Program:
+        """Return the clocks as the agent needs them."""
+        clocks_mhz = tuple(self.clock.values())
+        if self.plan is None or len(set(clocks_mhz)) == 1:
+            return Program(0, self.first)
+        return Program(0, self.first, clocks_mhz, tuple(self.spans_s), self.plan.time_s)
+
+    def check(self, gpu: Gpu) -> None:
+        """Check that a GPU supports these clocks.
+
+        Raises:
+            PlanError: It does not.
+        """
+        for clock_mhz in sorted(set(self.clock.values()) - set(gpu.supported_clocks_mhz())):
+            raise PlanError(
+                f"Plan does not fit this GPU: {gpu.name} has no {clock_mhz} MHz. Profile on GPUs of this kind."
+            )
+
+
+def _spans_s(plan: FrequencyPlan, times: ClockTimes, dag: Dag, pipeline_rank: int) -> Spans:
+    """Return when the instructions of a rank begin and end if they take the times of the profile, none if one has none.
+
+    What has no clock to choose takes no time here, but at the end of the iteration.
+    """
+    node_of = {node.work: number for number, node in enumerate(dag.nodes)}
+    duration_s = np.zeros(len(dag.nodes))
+    for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
+        for instruction, clock_mhz in zip(instructions, clocks, strict=True):
+            time_s = times.get((instruction.stage, instruction.kind, clock_mhz))
+            if time_s is None or instruction not in node_of:
+                return ()
+            duration_s[node_of[instruction]] = time_s
+    own = [node_of[instruction] for instruction in plan.instructions[pipeline_rank]]
+    ends_s = dag.finish_s(duration_s)[own]
+    return list(zip((ends_s - duration_s[own]).tolist(), ends_s.tolist(), strict=True))

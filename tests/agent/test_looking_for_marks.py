@@ -1,0 +1,73 @@
+"""The agent's loop looks for a GPU's marks often enough; in virtual time, with a loop like the agent's."""
+
+import pytest
+from virtual.gpu import RecordingGpu
+from virtual.time import VirtualTime
+
+from perseus_ds.agent.rank_clocks import RankClocks
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, RankMemory
+from perseus_ds.protocol.messages import Program
+from perseus_ds.timebase import Flag
+
+PASS_S = 0.03
+BY_GPU = 5e-324
+"""As a number of 8 bytes, the 1 that a GPU writes."""
+
+
+@pytest.fixture
+def now():
+    return VirtualTime()
+
+
+@pytest.fixture
+def gpu(now):
+    return RecordingGpu.named("a100-sxm", timebase=now)
+
+
+@pytest.fixture
+def memory():
+    return RankMemory.create()
+
+
+@pytest.fixture
+def clocks(gpu, memory, now):
+    made = RankClocks(gpu, memory, lambda message: None, now)
+    now.sleep(0.1)
+    yield made
+    made.close()
+
+
+def test_an_iteration_that_has_just_begun_is_looked_at_soon(clocks, memory):
+    assert clocks.look() > 0.01, "nothing is awaited"
+    memory.begin_iteration(DEFAULT_CLOCKS)
+    clocks.wake()
+    assert clocks.look() <= 0.001, "the controller's thread has not handed over anything yet"
+
+
+@pytest.mark.parametrize("varies", [0.0, -0.1, 0.1])
+def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, varies):
+    is_over = Flag(now)
+
+    def loop():
+        while not is_over.is_set():
+            now.sleep(max(1e-6, clocks.look()))  # so that time passes
+
+    now.thread(loop, "loop").start()
+    clocks.receive(Program(0, None, (1110, 1410) * 5))
+    for factor in (1.0, 1.0 + varies):
+        iteration, ends = memory.begin_iteration(0), []
+        clocks.wake()
+        memory.mark_begun(iteration, 0.0, 10)
+        for position in range(10):
+            memory.mark(2 * position, BY_GPU)
+            now.sleep(PASS_S * factor)
+            memory.mark(2 * position + 1, BY_GPU)
+            ends.append(now.now_s())
+        memory.end_iteration()
+        memory.mark_ended(iteration, 0.0)
+        now.sleep(PASS_S)
+    is_over.set()
+    asked_s = [at_s for _, at_s in gpu.set_at if at_s > ends[0]]
+    late_s = [at_s - end_s for at_s, end_s in zip(asked_s[:9], ends[:9], strict=True)]
+    assert all(0 <= each_s <= PASS_S * abs(varies) + 0.002 for each_s in late_s[:2]), "until it is known how they vary"
+    assert all(0 <= each_s <= 0.003 for each_s in late_s[2:]), late_s

@@ -1,0 +1,31 @@
+"""The agent of these checks: the one of a job, but for GPUs that it reads and never changes."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from gpu_checks.recording import DEVICE, LATENCY_S, RecordingGpu, guard_nvml, latency_of_all_clocks
+
+from perseus_ds.agent import process
+from perseus_ds.agent.gpu_records import UnrecordedGpu
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.nvml import index_of_uuid
+from perseus_ds.gpu.opening import open_gpu
+
+
+def open_to_read(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
+    """Open a GPU of a check."""
+    device, _, uuid = address.partition(":")
+    return RecordingGpu(index_of_uuid(uuid)) if device == DEVICE else open_gpu(address, logs)  # type: ignore[return-value]
+
+
+def main() -> None:
+    """Become the agent."""
+    guard_nvml()
+    process.Agent = partial(process.Agent, open_gpu=open_to_read)  # type: ignore[misc, assignment]
+    # No clock is locked, and what other jobs have left locked is not for this agent to reset.
+    process.GpuRecord = lambda gpu, agent: UnrecordedGpu(gpu)  # type: ignore[misc, assignment]
+    process.left_locked = lambda agent: iter(())  # type: ignore[assignment]
+    latency_s = os.environ.get(LATENCY_S)
+    with latency_of_all_clocks(None if latency_s is None else float(latency_s)):
+        process.main()

@@ -1,0 +1,102 @@
+"""The agent's part for one rank in the same process, without sockets: what it does to a GPU in virtual time."""
+
+from perseus_ds.agent.rank_clocks import RankClocks
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.marks import HostMarks
+from perseus_ds.protocol.layout import RankMemory
+
+_BY_GPU = 5e-324
+"""As a number of 8 bytes, the 1 that a GPU writes."""
+
+
+class DirectLink:
+    """A connection to :class:`RankClocks` that works at once.
+
+    Attributes:
+        lost: Why there is no agent; a test may set it.
+        late_s: How late marks are looked for; a test may set it [s].
+    """
+
+    def __init__(self, gpu, memory, time):
+        self.grants = 1
+        self.lost = None
+        self.late_s = 0.0
+        self._received = []
+        self._time = time
+        self._bell = time.bell()
+        self._is_waiting = False
+        self._clocks = RankClocks(gpu, memory, self._deliver, time)
+        memory.on_mark = self._look
+        memory.on_record = self._ring
+
+    def send(self, message):
+        if self.lost is None:
+            self._clocks.receive(message)
+
+    def received(self):
+        received, self._received = self._received, []
+        return received
+
+    def wake(self):
+        self._clocks.wake()
+
+    def _look(self):
+        if self.late_s:
+            self._time.thread(self._look_late, "late").start()
+        else:
+            self._look_now()
+
+    def _look_late(self):
+        self._time.sleep(self.late_s)
+        self._look_now()
+
+    def _look_now(self):
+        self._clocks.look()
+        self._clocks.wake()
+
+    def wait(self, timeout_s):
+        self._is_waiting = True
+        if not self._received:
+            self._bell.wait(timeout_s)
+        self._is_waiting = False
+
+    def problem(self):
+        return self.lost
+
+    def close(self, timeout_s=3.0):
+        self._clocks.close()
+        return True
+
+    def _deliver(self, message):
+        self._received.append(message)
+        self._ring()
+
+    def _ring(self):
+        if self._is_waiting:
+            self._is_waiting = False
+            self._bell.ring()
+
+
+class StreamMarks:
+    """Marks on a stream of :class:`virtual.gpu.VirtualCuda`."""
+
+    is_capturing = False
+
+    def __init__(self, memory, cuda):
+        self._memory, self._cuda = memory, cuda
+
+    def begin(self, iteration, positions):
+        self._cuda.enqueue(lambda: self._memory.mark_begun(iteration, 0.0, positions))
+
+    def mark(self, slot):
+        self._cuda.enqueue(lambda: self._memory.mark(slot, _BY_GPU))
+
+    def end(self, iteration):
+        self._cuda.enqueue(lambda: self._memory.mark_ended(iteration, 0.0))
+
+
+def clocks_of(gpu, time, cuda=None):
+    """Return the clocks of a rank that computes on a GPU, or on a stream of CUDA."""
+    memory = RankMemory.create()
+    marks = HostMarks(memory, time) if cuda is None else StreamMarks(memory, cuda)
+    return AgentClocks(DirectLink(gpu, memory, time), memory, marks, gpu.name, time)
