@@ -5,10 +5,10 @@
 Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms as real ones do. Zeus's
 client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController`` process and queue,
 without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. For the same
-reason ours is without the CUDA events that it records there.
+reason ours writes its marks by the CPU, where a GPU's would take 3 µs (docs/evidence.md).
 
 Per instruction, the clock changes every time, early requests among them. What counts is the processor time of the
-training thread: iterations of instructions without passes are nothing but waiting for the clocks' thread. In iterations
+training thread: iterations of instructions without passes are too short for the agent to follow. In iterations
 of DeepSpeed it changes as often as plans change it, which hold a clock for at least twice the driver's latency. A pass
 takes its time whatever the host does, as with an accelerator: the host computes in Python for half of it, as one that
 launches kernels, and waits for the rest. Each process measures both modes, in turns with iterations of the same engine
@@ -18,6 +18,7 @@ without Perseus; figures are means over processes with their standard errors, pr
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import math
 import os
@@ -41,6 +42,8 @@ _ITERATIONS_OF_TURN = 3
 _WARM_UP = 15
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
+AGENT_RANKS, AGENT_PASSES, AGENT_CHANGES = 8, 20, 4
+AGENT_SKIPPED_S, AGENT_MEASURED_S = 5.0, 20.0
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
 LAYERS = 4
@@ -63,10 +66,12 @@ def main() -> None:
     from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as folder:
-        stub = StubNvml(build(Path(folder)), Path(folder) / "state", 1)
+        stub_library = build(Path(folder))
+        stub = StubNvml(stub_library, Path(folder) / "state", 1)
         stub.gpus[0].lock_latency_s = LATENCY_S
         child = partial(run, folder=Path(folder), environment=stub.environment)
         report_instruction(child)
+        report_agent(stub_library, Path(folder))
         for name, (pass_s, processes, _) in ENGINES.items():
             passes = f"{2 * ENGINE_MICRO_BATCHES} passes of {1e3 * pass_s:.0f} ms"
             say(f"Iterations of DeepSpeed's pipeline engine, one stage, {passes}:")
@@ -83,11 +88,93 @@ def report_instruction(child: Callable[[str], Any]) -> None:
     say("Processor time of the training thread per instruction (begin and end, the clock changes every time):")
     (ours_s, fastest_s), zeus = child("perseus"), child("zeus")
     figures = f"{ours_s * 1e6:6.1f} µs, {fastest_s * 1e6:.1f} in the fastest iteration"
-    say(f"  perseus-ds  {figures}; without the CUDA events it records on a GPU")
+    say(f"  perseus-ds  {figures}; marks by the CPU")
     if zeus is None:
         say("  zeus        skipped: its pipeline optimizer cannot be imported (pip install zeus[pfo])")
     else:
         say(f"  zeus        {zeus[0] * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus[0]:6.2f}")
+
+
+def report_agent(library: Path, folder: Path) -> None:
+    """Measure and print the processor time of an agent, and how late it requests clocks."""
+    from stub_nvml.controller import StubNvml
+
+    say(
+        f"The agent of {AGENT_RANKS} ranks, iterations of 0.2 s with {AGENT_PASSES} passes and {AGENT_CHANGES} changes:"
+    )
+    for name, loops in (("idle cores", 0), ("two busy loops", 2)):
+        stub = StubNvml(library, folder / name.replace(" ", "-"), AGENT_RANKS)
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}  # by which ranks find their agent
+        environment = {**os.environ, **stub.environment, **job, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--child", f"rank {rank}"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(AGENT_RANKS)
+        ]
+        for rank in ranks:  # together, once all have been imported
+            assert rank.stdout is not None
+            rank.stdout.readline()
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        (agent,) = stub.agents()
+        time.sleep(AGENT_SKIPPED_S)
+        before_s, began_s = sum(agent.cpu_times()[:2]), time.perf_counter()
+        time.sleep(AGENT_MEASURED_S)
+        used = (sum(agent.cpu_times()[:2]) - before_s) / (time.perf_counter() - began_s)
+        ends = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+        for loop in busy:
+            loop.kill()
+        late_s = [
+            late_s
+            for gpu, ends_s in zip(stub.gpus, ends, strict=True)
+            for late_s in _late_s(gpu.change_times_s(), ends_s)
+        ]
+        quantiles = [1e3 * value for value in (statistics.median(late_s), sorted(late_s)[int(0.99 * len(late_s))])]
+        shown = f"late by {quantiles[0]:.2f} ms at the median, {quantiles[1]:.2f} ms at the 99th percentile"
+        say(f"  {name:15} {used:.2%} of a core; {len(late_s)} clocks requested, {shown}")
+
+
+def _late_s(changes_s: list[float], ends_s: list[float]) -> list[float]:
+    """Return how long after the end of a pass each clock was requested [s]."""
+    after = [bisect.bisect_right(ends_s, change_s) - 1 for change_s in changes_s]
+    return [change_s - ends_s[n] for change_s, n in zip(changes_s, after, strict=True) if 0 <= n < len(ends_s) - 1]
+
+
+def rank(number: int) -> list[float]:
+    """Return when the passes ended after which another clock is due, in a rank that marks its passes [s]."""
+    import torch
+
+    from perseus_ds.gpu.nvml import NvmlGpu
+    from perseus_ds.protocol.messages import Program
+    from perseus_ds.runtime.devices import clocks_of
+
+    clocks = clocks_of(NvmlGpu(number), torch.device("cpu"))
+    held = AGENT_PASSES // AGENT_CHANGES
+    program = clocks.program(Program(0, None, tuple(CLOCKS_MHZ[n // held % 2] for n in range(AGENT_PASSES))))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    ends_s: list[float] = []
+    end_s = time.perf_counter() + AGENT_SKIPPED_S + AGENT_MEASURED_S + 1
+    while time.perf_counter() < end_s:
+        iteration = clocks.begin_iteration(program)
+        for position in range(AGENT_PASSES):
+            clocks.mark(2 * position)
+            time.sleep(0.2 / AGENT_PASSES)
+            clocks.mark(2 * position + 1)
+            if (position + 1) % held == 0:
+                ends_s.append(time.perf_counter())
+        clocks.end_iteration(iteration)
+        clocks.poll()
+    clocks.close()
+    return ends_s
 
 
 def report_engines(name: str, child: Callable[[str], Any], processes: int) -> None:
@@ -152,18 +239,21 @@ def _runtime() -> tuple[Any, Any]:
     from perseus_ds.gpu.nvml import NvmlGpu
     from perseus_ds.ranks import Communicator, PipelineTopology
     from perseus_ds.runtime.config import parse_block
+    from perseus_ds.runtime.devices import clocks_of
     from perseus_ds.runtime.job import Job
     from perseus_ds.runtime.runtime import PerseusRuntime
 
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     schedule, frontier = _plan(INSTRUCTION_S)
     block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
+    gpu, device = NvmlGpu(0), torch.device("cpu")
     runtime = PerseusRuntime(
         Job(parse_block(block), schedule, ProfileInfo()),
         communicator=Communicator(PipelineTopology(0, (0,))),
-        gpu=NvmlGpu(0),
+        gpu=gpu,
+        clocks=clocks_of(gpu, device),
         timers=HostExecution(),
-        device=torch.device("cpu"),
+        device=device,
     )
     return runtime, schedule.instructions[0][:-1]
 
@@ -361,6 +451,7 @@ def _working_layer() -> type:
 CHILDREN: dict[str, Callable[[], list[float]]] = {
     "perseus": perseus,
     "zeus": zeus,
+    **{f"rank {number}": partial(rank, number) for number in range(AGENT_RANKS)},
     **{name: partial(engines, pass_s, turns) for name, (pass_s, _, turns) in ENGINES.items()},
 }
 
