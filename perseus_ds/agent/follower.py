@@ -8,6 +8,7 @@ for these marks, also while the driver is busy, and wakes that thread.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from perseus_ds.agent.transitions import ClockTransition, plan_transitions
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import IDLE_S, POSITIONS, RankMemory
+from perseus_ds.protocol.layout import IDLE_S, PAUSED, POSITIONS, RankMemory
 from perseus_ds.protocol.messages import Program
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -30,6 +31,8 @@ _BETWEEN_S = 0.05
 """How often to look at least."""
 # A mark may come earlier by so many times as much as times between marks have varied lately.
 _VARIES, _FORGETS = 2.0, 0.95
+_LATE_S = 0.5
+"""A reading of the energy counter so long after its mark is none."""
 _BEGUN, _ENDED = -2, -1
 
 
@@ -60,7 +63,7 @@ class MarkEvent:
         elif self.slot >= 0 and memory.ended == self.iteration:  # the iteration was broken off
             marked_s = memory.marked_s(self.slot) or 0.0
         elif self.slot == _BEGUN:
-            marked_s = memory.begun_s if begun == self.iteration else None
+            marked_s = self._follower.begun_s(begun) if begun == self.iteration else None
         elif self.slot == _ENDED:
             marked_s = memory.ended_s if memory.ended >= self.iteration else None
         elif begun == self.iteration:
@@ -131,6 +134,9 @@ class Follower:
         self._last_slot, self._last_s, self._varies_s = _BEGUN, -math.inf, 0.0
         # Events to come, in the order in which they are expected; the controller's thread adds to them.
         self._awaited: deque[MarkEvent] = deque()
+        self._lock = threading.Lock()
+        # The iteration whose begin the loop has seen last, and when.
+        self._seen_begun = 0, 0.0
         if self._iteration and memory.recorded(self._iteration) is None:
             memory.record(self._iteration, math.nan, math.nan, math.nan)  # it began under another agent
         clocks.source = self
@@ -150,7 +156,8 @@ class Follower:
     def poll(self) -> bool:
         """Hand over the requests of the iterations that the host has begun; see ``Source``."""
         if self._has_ended:
-            self._awaited.clear()
+            with self._lock:
+                self._awaited.clear()
             return self._clocks.withdraw(lambda event: event is not None)
         memory, is_withdrawn = self.memory, False
         if (latencies := self._clocks.readback.latencies) is not self._latencies:
@@ -160,7 +167,8 @@ class Follower:
         if self._is_handed_over and self._program_of(self._iteration) is not self._program:
             iteration = self._iteration
             is_withdrawn = self._clocks.withdraw(lambda event: event is not None and event.iteration == iteration)
-            self._awaited = deque(event for event in self._awaited if event.iteration != iteration)
+            with self._lock:
+                self._awaited = deque(event for event in self._awaited if event.iteration != iteration)
             self._hand_over(iteration)
         if (iteration := memory.iteration) != self._iteration:
             for number in range(max(self._iteration + 1, iteration - _MOST_AHEAD), iteration + 1):
@@ -171,6 +179,8 @@ class Follower:
     def _note_idleness(self) -> None:
         memory = self.memory
         idle_since_s, is_open = memory.idle_since_s, memory.progress % 2
+        if not math.isfinite(idle_since_s):  # whatever the client has written there
+            idle_since_s = PAUSED
         if idle_since_s and not is_open:
             # The host has issued all; the GPU may still be at it.
             is_done = memory.ended == self._iteration % 2**32
@@ -190,14 +200,17 @@ class Follower:
         Returns:
             How long until to look again [s].
         """
-        awaited = self._awaited
-        before = len(awaited)
-        while awaited and awaited[0].query():
-            awaited.popleft()
-        if len(awaited) != before:
-            self._clocks.wake()
-        if awaited:
-            return self._expected_in_s(awaited[0])
+        if (begun := self.memory.begun) != self._seen_begun[0]:
+            self._seen_begun = begun, self.timebase.now_s()
+        with self._lock:
+            awaited = self._awaited
+            before = len(awaited)
+            while awaited and awaited[0].query():
+                awaited.popleft()
+            if len(awaited) != before:
+                self._clocks.wake()
+            if awaited:
+                return self._expected_in_s(awaited[0])
         # The controller's thread may not have handed over yet what the host has begun just now.
         return _BETWEEN_S if self._followed == self.memory.iteration else _SOON_S
 
@@ -212,6 +225,11 @@ class Follower:
         if in_s > soon_s:
             return min(in_s - soon_s, _BETWEEN_S)
         return min(max(_OFTEN_S, -_LESS_OFTEN * in_s), _SELDOM_S)
+
+    def begun_s(self, iteration: int) -> float:
+        """Return when an iteration began, if it is known [s]; 0 otherwise."""
+        number, seen_s = self._seen_begun
+        return self.memory.begun_s or (seen_s if number == iteration else 0.0)
 
     def note(self, iteration: int, slot: int, passed_s: float) -> None:
         """Note when a mark was made."""
@@ -248,7 +266,8 @@ class Follower:
 
     def _event(self, iteration: int, slot: int) -> MarkEvent:
         event = MarkEvent(self, iteration, slot)
-        self._awaited.append(event)
+        with self._lock:
+            self._awaited.append(event)
         return event
 
     def _request(self, program: Program, iteration: int, begun: MarkEvent) -> None:
@@ -272,12 +291,16 @@ class Follower:
     def _read_begun(self, begun: MarkEvent) -> None:
         if self._begun_of == begun.iteration:
             return  # it was handed over before, under another program
+        if self.timebase.now_s() - begun.passed_s() > _LATE_S:
+            return  # the driver was busy meanwhile, and the counter has gone on
         together = begun.passed_s() - self._ended_s < _TOGETHER_S
         self._begun_of, self._began_s = begun.iteration, begun.passed_s()
         self._begun_j = self._ended_j if together else self._read_energy_j()
 
     def _read_ended(self, ended: MarkEvent) -> None:
         self._ended_s, self._ended_j = ended.passed_s(), self._read_energy_j()
+        if self.timebase.now_s() - self._ended_s > _LATE_S:
+            self._ended_j = math.nan
         if self._begun_of != ended.iteration:  # the driver did not answer then
             self._began_s = self._begun_j = math.nan
         self._clocks.readback.limits.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
@@ -99,6 +100,9 @@ class GpuDriver:
             self._answered_s = self._time.now_s()
             if requested == self._requested:
                 self._bell.wait(pause_s)
+        with contextlib.suppress(Exception):  # the driver may be gone
+            if self.gpu is not None:
+                self.gpu.close()
 
     def problem(self) -> GpuError | None:
         """Return why the GPU cannot be used, or None while that is not known."""

@@ -27,8 +27,6 @@ import syslog
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from perseus_ds.agent.gpu_driver import GpuDriver
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
 from perseus_ds.agent.rank_clocks import RankClocks
@@ -51,11 +49,12 @@ from perseus_ds.protocol.messages import (
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
-_MOST_FILES = 3
+_MOST_FILES, _MOST_UNSENT = 3, 100
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
 _ENDS_WITHIN_S = 1.0
+_CALL_ENDS_WITHIN_S = 10.0
 _LEFT_TIMEOUT_S = 10.0
 """How long the first lease waits for GPUs that earlier jobs left locked."""
 _STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
@@ -72,7 +71,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._seen = self._reset_at = -1
-        self._since_s = 0.0
+        self._since_s = self._locked_s = 0.0
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def stands_still(self, memory: RankMemory, now_s: float) -> bool:
@@ -83,10 +82,16 @@ class Progress:
                 iterations = max(1, (progress - self._seen) // 2)  # several if they are short
                 self._taken_s.append((now_s - self._since_s) / iterations)
             self._seen, self._since_s = progress, now_s
+        if not memory.may_be_locked:
+            self._reset_at, self._locked_s = -1, now_s
         longest_s = _STANDS_STILL_S
-        if progress % 2:
+        if progress % 2 or memory.ended != memory.iteration % 2**32:  # the GPU may still be at the iteration
             longest_s = max(longest_s, _TIMES_AS_LONG * max(self._taken_s, default=_UNKNOWN_S))
-        if now_s - self._since_s <= longest_s or self._reset_at == progress or not memory.may_be_locked:
+        if (
+            now_s - max(self._since_s, self._locked_s) <= longest_s
+            or self._reset_at == progress
+            or not memory.may_be_locked
+        ):
             return False
         self._reset_at = progress
         return True
@@ -108,6 +113,8 @@ class _Rank:
         self.is_connected, self.disconnected_s = True, 0.0
         self.awaits_reset = False
         self.is_granted = self.is_released = False
+        self.ended_s: float | None = None
+        self._outbox: deque[bytes] = deque(maxlen=_MOST_UNSENT)
 
     @property
     def has_ended(self) -> bool:
@@ -118,12 +125,27 @@ class _Rank:
 
     def is_ending(self, now_s: float) -> bool:
         """Return whether the end of the lease is about to be seen, or waits for the driver."""
-        return self.is_released or (not self.is_connected and self.disconnected_s > now_s - _ENDS_WITHIN_S)
+        return (
+            self.is_released
+            or self.ended_s is not None
+            or (not self.is_connected and self.disconnected_s > now_s - _ENDS_WITHIN_S)
+        )
 
     def send(self, message: messages.ToClient) -> None:
-        """Send a message; a client that does not read its messages gets no more."""
-        with contextlib.suppress(OSError):
-            self.connection.send(messages.encode(message))
+        """Send a message, from any thread; a client that does not read its messages gets the newest ones later."""
+        self._outbox.append(messages.encode(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there was no room for."""
+        with contextlib.suppress(OSError, IndexError):  # another thread may send the last one
+            while True:
+                packet = self._outbox.popleft()
+                try:
+                    self.connection.send(packet)
+                except BlockingIOError:
+                    self._outbox.appendleft(packet)
+                    raise
 
     def map(self, file: int) -> None:
         """Map the memory that the client passed along.
@@ -283,7 +305,7 @@ class Agent:
             else:
                 rank.is_connected, rank.disconnected_s = False, self._time.now_s()
                 self._selector.unregister(rank.connection)
-        except msgspec.DecodeError as error:
+        except Exception as error:  # of any kind: other ranks need this agent
             rank.send(Refused("memory", f"The agent does not understand a message: {error}."))
         finally:
             for file in files:
@@ -374,8 +396,10 @@ class Agent:
         for rank in [*self._ranks.values()]:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
+                rank.flush()
                 if rank.progress.stands_still(rank.memory, now_s) and rank.is_granted and not self._others(rank):
-                    rank.memory.count_reset()  # first, so that the rank locks the clock again when it goes on
+                    rank.memory.count_reset()  # first, so that the clock is locked again when the rank goes on
+                    rank.memory.may_be_locked = False
                     self._drivers[rank.gpu or ""].reset()
                     rank.awaits_reset = True
                 elif rank.awaits_reset and self._drivers[rank.gpu or ""].is_reset:
@@ -428,7 +452,15 @@ class Agent:
     def _end(self, rank: _Rank) -> None:
         """A lease has ended: reset the GPU unless another rank uses it."""
         driver = self._drivers.get(rank.gpu or "")
-        if driver is None or any(other.is_granted for other in self._others(rank)):
+        others = [other for other in self._others(rank) if other.is_granted and other.memory is not None]
+        if driver is None or others:
+            if driver is not None and rank.memory is not None and rank.memory.may_be_locked:
+                if rank.clocks is not None:
+                    rank.clocks.leave()
+                for other in others:  # they set their clocks again
+                    assert other.memory is not None
+                    other.memory.count_reset()
+                driver.reset()
             rank.send(Released())
             self._forget(rank)
             return
@@ -439,8 +471,10 @@ class Agent:
             self._inherited.discard(rank.gpu or "")
             driver.record.left_by = None
             driver.reset()
-        is_reset = driver.is_reset and not (rank.clocks is not None and rank.clocks.is_calling)
-        if is_reset or not (rank.is_released and rank.is_connected):
+        now_s = self._time.now_s()
+        rank.ended_s = now_s if rank.ended_s is None else rank.ended_s
+        is_calling = rank.clocks is not None and rank.clocks.is_calling and now_s < rank.ended_s + _CALL_ENDS_WITHIN_S
+        if not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected)):
             rank.send(Released())
             self._forget(rank)
 

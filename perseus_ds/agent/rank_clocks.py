@@ -11,7 +11,7 @@ from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.counter_log import CounterLog
 from perseus_ds.gpu.energy_counter import answer_to_a_step, counter_period_s
 from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, RankMemory
 from perseus_ds.protocol.messages import (
     Answer,
     Ask,
@@ -28,6 +28,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 _MOST_REFRESHES = 1000
 """In one message."""
+_MOST_LOGS, _LONGEST_PERIOD_S = 16, 10.0
 
 
 class RankClocks:
@@ -63,7 +64,7 @@ class RankClocks:
             on_latencies=self._tell_latencies,
             timebase=timebase,
         )
-        self._logs: dict[int, CounterLog] = {}
+        self._logs: dict[float, CounterLog] = {}
 
     def wake(self) -> None:
         """Look at the rank's memory at once."""
@@ -76,19 +77,22 @@ class RankClocks:
     def receive(self, message: ToClocks) -> None:
         """Do what the client asks for, without waiting for the driver."""
         if isinstance(message, Program):
-            self._follower.add(message)
+            if 0 <= message.number < DEFAULT_CLOCKS:
+                self._follower.add(message)
         elif isinstance(message, WatchDefaultClocks):
             self._clocks.watch_default_clocks()
         elif isinstance(message, SetProfiledLimit):
             self._clocks.readback.limits.profiled_w = message.power_w
         elif message.question == "start":
+            if len(self._logs) >= _MOST_LOGS:
+                self._logs.pop(next(iter(self._logs))).stop()
             self._logs[message.number] = log = CounterLog(self._gpu, self._time)
             log.start()
             self._send(Answer(message.number))
         elif message.question == "refreshes":
             self._send_refreshes(message)
         elif message.question == "stop":
-            if (stopped := self._logs.pop(int(message.value), None)) is not None:
+            if (stopped := self._logs.pop(message.value, None)) is not None:
                 stopped.stop()
             self._send(Answer(message.number))
         else:
@@ -141,13 +145,13 @@ class RankClocks:
             self._clocks.try_driver()
             return ()
         if asked.question == "period":
-            return (counter_period_s(self._gpu, asked.value, self._time) or 0.0,)
+            return (counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time) or 0.0,)
         answer = answer_to_a_step(self._gpu, asked.value, self._time)
         return answer.period_s or 0.0, answer.settle_s
 
     def _send_refreshes(self, asked: Ask) -> None:
         number = asked.number
-        if (log := self._logs.get(int(asked.value))) is None:  # another agent had recorded them
+        if (log := self._logs.get(asked.value)) is None:  # another agent had recorded them
             self._send(Refreshes(number, (), (), error="the energy counter is not recorded"))
             return
         changes, clocks = log.changes[:_MOST_REFRESHES], log.clocks[:_MOST_REFRESHES]

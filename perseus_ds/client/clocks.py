@@ -25,6 +25,7 @@ from perseus_ds.protocol.messages import (
     Latencies,
     Program,
     Question,
+    Refused,
     SetProfiledLimit,
     ToClient,
     ToClocks,
@@ -35,6 +36,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 DRIVER_HANGS_S = 3.0
 """A driver that has not answered for so long is not waited for."""
 _LEAST_S = 0.001
+_MOST_SPANS = 2500
 _CLOSED = "the clock was restored for good, and the GPU is not read any more"
 
 
@@ -59,8 +61,12 @@ class Link(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Wait until the agent may have told something, at most for some time [s]."""
 
+    @property
+    def answers(self) -> bool:
+        """Whether the agent has looked at this rank lately."""
+
     def problem(self) -> GpuError | None:
-        """Return why there is no agent, if it is gone for long."""
+        """Return why there is no agent, if it is gone for long; start another one if it is gone."""
 
     def close(self, timeout_s: float = 3.0) -> bool:
         """End the lease; return whether the agent has restored the default clock."""
@@ -80,6 +86,8 @@ class Asked:
         """Whether there is an answer, or an error."""
         if self._answer is None:
             self._answer = self._clocks.take_answer(self._number)
+        if self._answer is None and self._clocks.grants != self._grants:
+            self._answer = Answer(self._number, error="the agent was replaced before it answered")
         return self._answer is not None
 
     @property
@@ -97,8 +105,6 @@ class Asked:
         while not self.is_over:
             if (problem := self._clocks.problem) is not None:
                 raise problem
-            if self._clocks.grants != self._grants:
-                raise GpuError("the agent was replaced before it answered")
             self._clocks.wait()
         assert self._answer is not None
         if self._answer.error:
@@ -155,6 +161,7 @@ class AgentClocks:
         self._answers: dict[int, Answer | messages.Refreshes] = {}
         self._profiled_w: float | None = None
         self.is_closed = False
+        self._has_marks = True
 
     @property
     def grants(self) -> int:
@@ -181,6 +188,7 @@ class AgentClocks:
             return GpuError("this process received a termination signal, and its clock was reset")
         if (problem := self._link.problem()) is not None:
             return problem
+        self._renew()
         if (failing_s := self.failing_s) >= DRIVER_HANGS_S:
             return GpuBusyError(f"the driver has not answered for {failing_s:.0f} s")
         return None
@@ -206,7 +214,11 @@ class AgentClocks:
     def begin_iteration(self, program: int) -> int:
         """Begin an iteration under a program; return its number."""
         iteration = self.memory.begin_iteration(program)
-        self._marks.begin(iteration, self._positions)
+        try:
+            if self._has_marks:
+                self._marks.begin(iteration, self._positions)
+        except GpuError as error:
+            self._lose_marks(error)
         self._link.wake()
         return iteration
 
@@ -218,19 +230,26 @@ class AgentClocks:
 
     def mark(self, slot: int) -> None:
         """Mark that the device has reached a slot; see :class:`~perseus_ds.client.marks.Marks`."""
-        if slot < 2 * POSITIONS:
-            self._marks.mark(slot)
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the device's work is captured into a graph."""
-        return self._marks.is_capturing
+        try:
+            if slot < 2 * POSITIONS and self._has_marks:
+                self._marks.mark(slot)
+        except GpuError as error:
+            self._lose_marks(error)
 
     def end_iteration(self, iteration: int) -> None:
         """End an iteration, all of which was issued."""
         self.memory.end_iteration()
         self.memory.idle_since_s = self._time.now_s()
-        self._marks.end(iteration)
+        try:
+            if self._has_marks:
+                self._marks.end(iteration)
+        except GpuError as error:
+            self._lose_marks(error)
+
+    def _lose_marks(self, error: GpuError) -> None:
+        """Go on without marks, as after an error of CUDA, which ends training anyhow."""
+        self._has_marks = False
+        self.on_error(AgentError(str(error)))
 
     def may_idle(self) -> None:
         """Return to default clocks unless an iteration begins within 2 s."""
@@ -244,6 +263,7 @@ class AgentClocks:
         self.memory.idle_since_s = since_s
         self.memory.on_mark()
         self._link.wake()
+        self._link.problem()  # starts another agent if there is none: the clock may be locked
 
     def recorded(self, iteration: int, *, waits: bool = False) -> IterationEnergy | None:
         """Return what the agent has recorded of an iteration; None if it has not yet.
@@ -252,9 +272,11 @@ class AgentClocks:
             iteration: The iteration's number.
             waits: Whether to wait for the agent, for 3 s at most.
         """
+        if not self._has_marks:
+            return IterationEnergy()
         end_s = self._time.now_s() + DRIVER_HANGS_S
         while (recorded := self.memory.recorded(iteration)) is None and waits:
-            if self.problem is not None or self._time.now_s() >= end_s:
+            if self.problem is not None or not self._link.answers or self._time.now_s() >= end_s:
                 return IterationEnergy()
             self.wait()
         return IterationEnergy() if recorded is None and self.is_closed else recorded
@@ -293,7 +315,13 @@ class AgentClocks:
                 self.on_refusal(message)
             elif isinstance(message, Latencies):
                 self.latencies = LatencyTable({(mhz, rises): seen_s for mhz, rises, seen_s in message.samples_s})
-        if self._grants != self._link.grants:  # another agent, which knows nothing
+            elif isinstance(message, Refused):
+                self.on_error(GpuError(message.error))
+        self._renew()
+
+    def _renew(self) -> None:
+        """Tell another agent what the one before knew."""
+        if self._grants != self._link.grants:
             self._grants = self._link.grants
             for program, number in self._numbers.items():
                 self._send_program(program, number)
@@ -317,7 +345,9 @@ class AgentClocks:
         self._link.close()
 
     def _send_program(self, program: Program, number: int) -> None:
-        self._link.send(Program(number, program.first_mhz, program.clocks_mhz, program.spans_s, program.time_s))
+        # Without the times of its instructions a long one has no early requests, and fits into a message.
+        spans_s = program.spans_s if len(program.spans_s) <= _MOST_SPANS else ()
+        self._link.send(Program(number, program.first_mhz, program.clocks_mhz[:POSITIONS], spans_s, program.time_s))
 
 
 class AgentError(PerseusError):

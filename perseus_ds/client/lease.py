@@ -146,8 +146,8 @@ class Lease:
 
     def received(self) -> list[messages.ToClient]:
         """Return the messages that have come, without waiting."""
-        if self.is_granted:
-            while (message := self._receive()) is not None:
+        with contextlib.suppress(GpuError):  # of another version: another agent is started
+            while self.is_granted and (message := self._receive()) is not None:
                 self._inbox.append(message)
         self._flush()
         received, self._inbox = self._inbox, []
@@ -162,6 +162,11 @@ class Lease:
     def wait(self, timeout_s: float) -> None:
         """Wait until the agent may have told something, at most for some time [s]."""
         self._time.sleep(min(timeout_s, _POLL_S))
+
+    @property
+    def answers(self) -> bool:
+        """Whether the agent has looked at this rank within a second."""
+        return self._time.now_s() - self.memory.heartbeat_s < _OLD_S
 
     def problem(self) -> GpuError | None:
         """Return why no agent watches, if it was lost for long; start another one if it was lost."""
@@ -180,7 +185,7 @@ class Lease:
         self._signals.stop()
         if self._connection is not None and not self._is_released:
             end_s = self._time.now_s() + timeout_s
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, GpuError):
                 self._connection.send(messages.encode(Release()))
                 while self._is_connected and not self._is_released and self._time.now_s() < end_s:
                     message = self._receive()
@@ -290,10 +295,14 @@ class Lease:
 
     def _flush(self) -> None:
         """Send what an agent that is busy had no room for."""
-        with contextlib.suppress(OSError):
-            while self._outbox and self._connection is not None:
+        while self._outbox and self._connection is not None:
+            try:
                 self._connection.send(self._outbox[0])
-                del self._outbox[0]
+            except BlockingIOError:
+                return
+            except OSError:  # it will be seen when the agent's answer is received
+                pass
+            del self._outbox[0]
 
     def _disconnect(self) -> None:
         self.is_granted = False

@@ -33,15 +33,9 @@ class Marks(Protocol):
     def end(self, iteration: int) -> None:
         """Mark the end of an iteration."""
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether what is issued now is captured into a graph."""
-
 
 class HostMarks:
     """Marks by the CPU."""
-
-    is_capturing = False
 
     def __init__(self, memory: RankMemory, timebase: Timebase = REAL_TIME) -> None:
         self._memory = memory
@@ -94,10 +88,6 @@ class StreamMarks:
     def end(self, iteration: int) -> None:
         with self._on_device():
             self._writes.write(self._stream(self._device), ENDED_OFFSET, iteration % 2**32)
-
-    @property
-    def is_capturing(self) -> bool:
-        return bool(self._cuda.is_current_stream_capturing())
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """A stream can only be used if its device is the current one."""

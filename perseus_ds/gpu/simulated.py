@@ -420,7 +420,7 @@ def open_address(identity: str, logs: Sequence[memoryview]) -> SimulatedGpu:
     """
     try:
         work, clock = logs
-        settings = json.loads(identity)
+        settings = json.loads(identity.rpartition("#")[0] or identity)
         turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
         return SimulatedGpu.named(
             settings.pop("gpu"),

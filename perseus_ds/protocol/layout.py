@@ -1,8 +1,8 @@
 """The layout of the memory that a rank shares with its agent.
 
-It has four parts: a header; words that the client writes (how far the host is, which program an iteration runs, whether
-the agent may lock the clock); words that the agent writes (its heartbeat, what it did and read); and the marks, which
-the client's CPU or its GPU writes.
+It has four parts: a header; words that the client writes (how far the host is, which program an iteration runs); words
+that the agent writes (its heartbeat, whether the clock may be locked, what it did and read); and the marks, which the
+client's CPU or its GPU writes.
 
 A mark is a word of 8 bytes: 0 as long as the GPU has not reached its position, and afterwards the time [s] if the CPU
 wrote it, or 1 in the lower half if the GPU did. Marks are cleared when an iteration begins on the GPU.
@@ -38,9 +38,10 @@ REMEMBERED = 64
 _MAGIC = b"PERSEUS\0"
 _HEADER = struct.Struct("=8sII")  # magic, version, length
 # Words of 8 bytes. Of the client:
-_LOCKED, _PROGRESS, _IDLE, _BEGUN, _BEGUN_S, _ENDED, _ENDED_S = 3, 4, 6, 8, 9, 10, 11
+_PROGRESS, _IDLE, _BEGUN, _BEGUN_S, _ENDED, _ENDED_S = 4, 6, 8, 9, 10, 11
 _PROGRAMS = 64
 # Of the agent:
+_LOCKED = 3
 _HEARTBEAT, _REVOKED, _RESETS, _RECORDED, _STATUS = 16, 17, 18, 19, 20
 _RECORDS = _PROGRAMS + REMEMBERED
 _FIRST_MARK = MARKS_OFFSET // 8

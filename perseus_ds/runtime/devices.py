@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from typing import Literal
 
@@ -125,6 +126,7 @@ def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_r
     work, clock = (SharedMemory(_LOG_BYTES, f"perseus-ds-{log}") for log in ("work", "clock"))
     gpu = SimulatedGpu.shared(work.view, clock.view, seed=rank, **settings)
     gpu.files = work.file, clock.file
+    gpu.address = f"{gpu.address}#{os.getpid()}.{work.file}"  # another one may have the same settings
     return gpu
 
 

@@ -302,8 +302,8 @@ class PerseusRuntime:
         before, after = self._status_before, clocks.status
         self._status_before = after
         own = {
-            "clock_changes": after.changes - before.changes,
-            "clock_skips": after.overtaken - before.overtaken,
+            "clock_changes": max(0.0, after.changes - before.changes),  # another agent counts from 0
+            "clock_skips": max(0.0, after.overtaken - before.overtaken),
             "failed": seen.failed and not self._closed,
             "asked_mhz": after.asked_mhz,
             "reached_mhz": after.reached_mhz,

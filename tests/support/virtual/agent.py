@@ -60,6 +60,10 @@ class DirectLink:
             self._bell.wait(timeout_s)
         self._is_waiting = False
 
+    @property
+    def answers(self):
+        return self.lost is None
+
     def problem(self):
         return self.lost
 
@@ -79,8 +83,6 @@ class DirectLink:
 
 class StreamMarks:
     """Marks on a stream of :class:`virtual.gpu.VirtualCuda`."""
-
-    is_capturing = False
 
     def __init__(self, memory, cuda):
         self._memory, self._cuda = memory, cuda
