@@ -4,9 +4,9 @@
     python benchmarks/call_path.py --count    # how many functions are called for each pass, and for each iteration
 
 One rank of DeepSpeed trains under a plan that changes the clock at every pass, on the tests' stub driver. One iteration
-is traced with ``sys.setprofile``. Printed are the functions that are open when the training thread hands a request to
-the clocks' thread, those that are open there when the driver is called, and the same for a record; and how many
-functions were called on each side, those that have returned included.
+is traced with ``sys.setprofile``, the agent's part being a thread of this process. Printed are the functions that are
+open when the training thread marks a pass, those that are open on the agent's thread when the driver is called, and the
+same for a record; and how many functions were called on each side, those that have returned included.
 
 Counted are all functions that the training thread calls, written in Python or in C, less those that it calls for the
 same engine without Perseus. Iterations with two numbers of micro-batches tell what is for each pass, loads of
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,7 +41,7 @@ class Trace:
     Attributes:
         at_driver: Of each call of the driver: functions that are open, functions called since the thread last waited.
         at_write: The same for each line of ``run.jsonl``.
-        at_request: The same, on the training thread, for each request handed over; counted from the engine's call.
+        at_request: The same, on the training thread, for each mark; counted from the engine's call.
         at_record: The same for each record handed over; counted from there.
     """
 
@@ -62,6 +62,8 @@ class Trace:
                 if thread == self._training and not _is_ours(frame.f_back):
                     self._calls[thread] = 0  # the engine's own call: whatever came before belongs to another one
                 self._calls[thread] = self._calls.get(thread, 0) + 1
+                if thread == self._training and name == "mark" and file.endswith("layout.py"):
+                    self._note(self.at_request, frame)
             elif name == _DRIVER:
                 self._note(self.at_driver, frame.f_back)
         elif event == "return" and name in ("wait", "get", "select") and Path(file).name in _WAITS:
@@ -69,10 +71,7 @@ class Trace:
                 self._calls[thread] = 0
         elif event == "c_call" and file.startswith(_PACKAGE):
             called = getattr(argument, "__name__", "")
-            if thread == self._training and called == "append" and file.startswith(f"{_PACKAGE}clocks"):
-                if isinstance(getattr(argument, "__self__", None), deque) and "request" in "".join(_open(frame)):
-                    self._note(self.at_request, frame)
-            elif thread != self._training and called == "write" and argument is os.write:
+            if thread != self._training and called == "write" and argument is os.write:
                 self._note(self.at_write, frame)
             elif thread == self._training and called in ("put", "append") and "write" in name:
                 self._note(self.at_record, frame)
@@ -102,7 +101,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         stub = StubNvml(build(Path(folder)), Path(folder) / "state", 1)
-        path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+        folders = (ROOT, ROOT / "benchmarks", ROOT / "tests" / "support")
+        path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **stub.environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
         def child(*arguments: object) -> list[str]:
@@ -123,7 +123,12 @@ def trace() -> None:
     """Train until the plan runs, trace some iterations and print one of them."""
     import overhead  # type: ignore[import-not-found]
     import torch
+    from virtual import agent  # type: ignore[import-not-found]
 
+    from perseus_ds.runtime import runtime
+    from perseus_ds.timebase import REAL_TIME
+
+    runtime.clocks_of = lambda gpu, device: agent.clocks_of(gpu, REAL_TIME)
     _, frontier = overhead._plan(micro_batches=_MICRO_BATCHES)
     block = {"mode": "run", "device": "nvml", "output_dir": tempfile.mkdtemp(), "frontier": frontier}
     found = Trace()
