@@ -128,7 +128,7 @@ def trace() -> None:
     from perseus_ds.runtime import runtime
     from perseus_ds.timebase import REAL_TIME
 
-    runtime.clocks_of = lambda gpu, device: agent.clocks_of(gpu, REAL_TIME)
+    runtime.clocks_of = lambda gpu, device: agent.clocks_of(gpu, REAL_TIME)  # type: ignore[attr-defined]
     _, frontier = overhead._plan(micro_batches=_MICRO_BATCHES)
     block = {"mode": "run", "device": "nvml", "output_dir": tempfile.mkdtemp(), "frontier": frontier}
     found = Trace()

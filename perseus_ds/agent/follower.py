@@ -31,7 +31,7 @@ _BETWEEN_S = 0.05
 """How often to look at least."""
 # A mark may come earlier by so many times as much as times between marks have varied lately.
 _VARIES, _FORGETS = 2.0, 0.95
-_LATE_S = 0.5
+_LATE_S = 1.5
 """A reading of the energy counter so long after its mark is none."""
 _BEGUN, _ENDED = -2, -1
 

@@ -65,6 +65,10 @@ class Link(Protocol):
     def answers(self) -> bool:
         """Whether the agent has looked at this rank lately."""
 
+    @property
+    def looked_s(self) -> float:
+        """When the agent last looked at this rank [s]."""
+
     def problem(self) -> GpuError | None:
         """Return why there is no agent, if it is gone for long; start another one if it is gone."""
 
@@ -175,9 +179,12 @@ class AgentClocks:
 
     @property
     def failing_s(self) -> float:
-        """How long the driver has not answered, or has been too busy to set a clock [s]; else 0."""
+        """How long the driver has not answered, or has been too busy to set a clock [s]; else 0.
+
+        It is as of the agent's last look at this rank: an agent that does not run now says nothing of the driver.
+        """
         since_s = self.memory.busy_since_s
-        return self._time.now_s() - since_s if since_s else 0.0
+        return max(0.0, self._link.looked_s - since_s) if since_s else 0.0
 
     @property
     def problem(self) -> GpuError | None:

@@ -36,9 +36,11 @@ _POLL_S = 0.0005
 _STARTED_AGAIN_S = 0.5
 _HELD_S = 5.0
 """How long to wait for a GPU that another job's agent may be about to reset and let go."""
-_OLD_S = 1.0
-"""A heartbeat of this age, ten times the agent's period, is that of an agent that is gone or stopped."""
-_REPLACED_WITHIN_S = 5.0
+_OLD_S = 5.0
+"""A heartbeat of this age is that of an agent that is stopped. One that is gone has closed its socket."""
+_SLOW_S = 3.0
+"""An agent that has not looked at a rank for so long is not waited for."""
+_REPLACED_WITHIN_S = 10.0
 _STATUS_TIMEOUT_S = 10.0
 # Variables that make every process of a job profile, preload or count threads, or that hide GPUs of the node from it.
 _NOT_INHERITED = (
@@ -165,8 +167,13 @@ class Lease:
 
     @property
     def answers(self) -> bool:
-        """Whether the agent has looked at this rank within a second."""
-        return self._time.now_s() - self.memory.heartbeat_s < _OLD_S
+        """Whether there is an agent, which has looked at this rank within three seconds."""
+        return self.is_granted and self._time.now_s() - self.memory.heartbeat_s < _SLOW_S
+
+    @property
+    def looked_s(self) -> float:
+        """When the agent last looked at this rank [s]."""
+        return self.memory.heartbeat_s
 
     def problem(self) -> GpuError | None:
         """Return why no agent watches, if it was lost for long; start another one if it was lost."""

@@ -64,6 +64,10 @@ class DirectLink:
     def answers(self):
         return self.lost is None
 
+    @property
+    def looked_s(self):
+        return self._time.now_s()
+
     def problem(self):
         return self.lost
 
