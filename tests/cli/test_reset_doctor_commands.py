@@ -131,7 +131,8 @@ def test_doctor_that_is_interrupted_while_it_locks_clocks_leaves_none_locked(stu
     for gpu in stub_nvml_here.gpus:
         gpu.settle_s = 1e6
     waits = (  # for the clocks, until it is interrupted
-        "import sys; from perseus_ds.cli import machine, main; "
+        "import signal, sys; from perseus_ds.cli import machine, main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a test run in the background ignores it
         "machine._SETTLE_TIMEOUT_S = 1e6; sys.exit(main.main(['doctor', '--lock']))"
     )
     with subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.DEVNULL) as doctor:
