@@ -38,6 +38,8 @@ _HELD_S = 5.0
 """How long to wait for a GPU that another job's agent may be about to reset and let go."""
 _OLD_S = 5.0
 """A heartbeat of this age is that of an agent that is stopped. One that is gone has closed its socket."""
+_COUNTED_S = 1.0
+"""Of the time between two looks at the heartbeat at most so much counts."""
 _SLOW_S = 3.0
 """An agent that has not looked at a rank for so long is not waited for."""
 _REPLACED_WITHIN_S = 10.0
@@ -104,6 +106,7 @@ class Lease:
         self._inbox: list[messages.ToClient] = []
         self._outbox: list[bytes] = []
         self.grants = 0
+        self._heartbeat_s, self._silent_s, self._looked_at_s = -1.0, 0.0, timebase.now_s()
         self.is_granted = self._is_released = False
         try:
             self._request(job)
@@ -127,7 +130,12 @@ class Lease:
         It returns immediately, and is to be called between iterations.
         """
         now_s = self._time.now_s()
-        if now_s - self.memory.heartbeat_s < _OLD_S:
+        if self.memory.heartbeat_s != self._heartbeat_s:
+            self._heartbeat_s, self._silent_s = self.memory.heartbeat_s, 0.0
+        else:  # a machine that was paused for long has paused the agent as well
+            self._silent_s += min(now_s - self._looked_at_s, _COUNTED_S)
+        self._looked_at_s = now_s
+        if self._silent_s < _OLD_S:
             if self.is_granted:
                 self._lost_s = None
                 self._reap()
@@ -168,7 +176,7 @@ class Lease:
     @property
     def answers(self) -> bool:
         """Whether there is an agent, which has looked at this rank within three seconds."""
-        return self.is_granted and self._time.now_s() - self.memory.heartbeat_s < _SLOW_S
+        return self.is_granted and self._silent_s < _SLOW_S
 
     @property
     def looked_s(self) -> float:
