@@ -16,12 +16,10 @@ from typing import Any, NamedTuple, Protocol
 from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.protocol.layout import ClockStatus, RankMemory
+from perseus_ds.protocol.layout import DRIVER_HANGS_S, ClockStatus, RankMemory
 from perseus_ds.protocol.messages import ClockRefused
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
-DRIVER_HANGS_S = 3.0
-"""A driver that has not answered for so long is not waited for."""
 _UNKNOWN_MHZ = -1
 # So many waits of the clocks' thread are remembered, and so many are needed; it is late from here on [s].
 _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
@@ -38,7 +36,10 @@ class Event(Protocol):
         """Return whether the GPU has passed it."""
 
     def passed_s(self) -> float:
-        """Return when the GPU passed it, on the host's clock [s]; only after it has."""
+        """Return when the GPU passed it, on the host's clock [s].
+
+        It is called only after the GPU has passed the event.
+        """
 
     def look_again_s(self) -> float | None:
         """Return how long to wait before the next query [s]; None if somebody wakes whoever waits for it."""
@@ -48,10 +49,7 @@ class Source(Protocol):
     """Hands over requests and calls, on the clocks' thread."""
 
     def poll(self) -> bool:
-        """Hand over what is due; return whether it has withdrawn what the thread waits for."""
-
-    def look_again_s(self) -> float | None:
-        """Return how long until something may be due [s]; None if somebody wakes the thread then."""
+        """Hand over what is due, and return whether what the thread waits for was withdrawn."""
 
 
 class ClockRequest(NamedTuple):
@@ -69,7 +67,7 @@ class ClockRequest(NamedTuple):
 
 
 class DriverCall:
-    """A call that the clocks' thread makes for another thread, once the GPU has passed an event, if there is one."""
+    """A call of the driver, made on the clocks' thread after an event, if there is one."""
 
     def __init__(
         self,
@@ -248,10 +246,8 @@ class ClockController:
     @property
     def failing_s(self) -> float:
         """How long the driver has not answered the call under way, or has been too busy to set a clock [s]; else 0."""
-        return self._time.now_s() - min(since) if (since := self._failing_since_s()) else 0.0
-
-    def _failing_since_s(self) -> list[float]:
-        return [since_s for since_s in (self._called_s, self._busy_since_s) if since_s is not None]
+        since_s = _sooner(self._called_s, self._busy_since_s)
+        return 0.0 if since_s is None else self._time.now_s() - since_s
 
     @property
     def is_calling(self) -> bool:
@@ -266,11 +262,6 @@ class ClockController:
         if self.failing_s >= DRIVER_HANGS_S:
             return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
         return None
-
-    @property
-    def _is_revoked(self) -> bool:
-        """Whether the clock must stay the default one, since the process received a termination signal."""
-        return self.memory.is_revoked
 
     @property
     def _was_reset(self) -> bool:
@@ -375,8 +366,7 @@ class ClockController:
                 return None
             due_in_s = self._due_in_s()
             if due_in_s is None or due_in_s > 0:
-                look_again_s = None if self.source is None else self.source.look_again_s()
-                self._wait_for_more_than(0, _sooner(due_in_s, look_again_s))
+                self._wait_for_more_than(0, due_in_s)
             else:
                 self._do_what_is_due()
         self._is_waiting = False
@@ -538,7 +528,7 @@ class ClockController:
         self._in_call(partial(self._ask_driver, clock_mhz))
 
     def _ask_driver(self, clock_mhz: int | None) -> None:
-        if self.is_closed or (clock_mhz is not None and (self._is_revoked or not self._may_lock())):
+        if self.is_closed or (clock_mhz is not None and (self.memory.is_revoked or not self._may_lock())):
             return
         self._resets = self.memory.resets
         self.memory.may_be_locked = True
@@ -549,7 +539,7 @@ class ClockController:
         else:
             self._gpu.lock_clock(clock_mhz)
         # The call was late, and neither close() nor the agent has waited for it.
-        if clock_mhz is not None and (self.is_closed or self._is_revoked):
+        if clock_mhz is not None and (self.is_closed or self.memory.is_revoked):
             self._gpu.reset_clock()
             clock_mhz = None
         self._clock_mhz = clock_mhz

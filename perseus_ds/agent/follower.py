@@ -29,10 +29,10 @@ _TOGETHER_S = 0.001
 _SOON_S, _OFTEN_S, _SELDOM_S, _LESS_OFTEN = 0.001, 0.0005, 0.005, 0.1
 _BETWEEN_S = 0.05
 """How often to look at least."""
-# A mark may come earlier by so many times as much as times between marks have varied lately.
+# A mark may come earlier than expected by this multiple of the recent variation of times between marks.
 _VARIES, _FORGETS = 2.0, 0.95
 _LATE_S = 1.5
-"""A reading of the energy counter so long after its mark is none."""
+"""A reading of the energy counter that is made so long after its mark does not count."""
 _BEGUN, _ENDED = -2, -1
 
 
@@ -79,7 +79,7 @@ class MarkEvent:
         return self._follower.timebase.now_s() if self._passed_s is None else self._passed_s
 
     def look_again_s(self) -> None:
-        """Return None: the follower wakes whoever waits."""
+        """Return None: the follower wakes the thread that waits."""
 
 
 class Follower:
@@ -143,7 +143,10 @@ class Follower:
         clocks.wake()
 
     def add(self, program: Program) -> None:
-        """Accept a program, which iterations name by its number; from any thread."""
+        """Accept a program, which iterations name by its number.
+
+        It may be called from any thread.
+        """
         self._transitions.pop(program.number, None)
         self._programs[program.number] = program
         self._clocks.wake()
@@ -154,7 +157,7 @@ class Follower:
         self._clocks.wake()
 
     def poll(self) -> bool:
-        """Hand over the requests of the iterations that the host has begun; see ``Source``."""
+        """Hand over the requests of the iterations that the host has begun (see ``Source``)."""
         if self._has_ended:
             with self._lock:
                 self._awaited.clear()
@@ -191,11 +194,8 @@ class Follower:
                 left_s = idle_since_s + IDLE_S - self.timebase.now_s() if idle_since_s > 0 else 0.0
                 self._clocks.reset_when_idle(max(0.0, left_s))
 
-    def look_again_s(self) -> None:
-        """Return None: the client wakes the controller's thread by the agent's loop."""
-
     def look(self) -> float:
-        """Look for marks, on the agent's loop; wake the controller's thread if there are any.
+        """Look for marks on the agent's loop, and wake the controller's thread if there are any.
 
         Returns:
             How long until to look again [s].
@@ -227,7 +227,7 @@ class Follower:
         return min(max(_OFTEN_S, -_LESS_OFTEN * in_s), _SELDOM_S)
 
     def begun_s(self, iteration: int) -> float:
-        """Return when an iteration began, if it is known [s]; 0 otherwise."""
+        """Return when an iteration began [s], or 0 if it is not known."""
         number, seen_s = self._seen_begun
         return self.memory.begun_s or (seen_s if number == iteration else 0.0)
 
@@ -308,7 +308,7 @@ class Follower:
         self.memory.record(ended.iteration, self._began_s, self._begun_j, self._ended_j)
 
     def _read_energy_j(self) -> float:
-        """Read the energy counter [J]; NaN if it cannot be read."""
+        """Read the energy counter [J], or return NaN if it cannot be read."""
         try:
             return self._gpu.energy_j()
         except GpuBusyError:  # the client decides for how long this is accepted

@@ -1,4 +1,4 @@
-"""The agent: a process on each node that outlives ranks and resets the clocks of their GPUs.
+"""The agent: a process on each node that sets the clocks of ranks' GPUs, outlives the ranks, and resets the clocks.
 
 A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. A rank
 requests a lease of its GPU and passes memory along, which it keeps locked: the kernel ends that lock with the process,
@@ -132,7 +132,10 @@ class _Rank:
         )
 
     def send(self, message: messages.ToClient) -> None:
-        """Send a message, from any thread; a client that does not read its messages gets the newest ones later."""
+        """Send a message.
+
+        It may be called from any thread. A client that does not read its messages gets the newest ones later.
+        """
         self._outbox.append(messages.encode(message))
         self.flush()
 

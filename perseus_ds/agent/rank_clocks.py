@@ -71,7 +71,7 @@ class RankClocks:
         self._clocks.wake()
 
     def look(self) -> float:
-        """Look for marks; return how long until to look again [s]."""
+        """Look for marks, and return how long until to look again [s]."""
         return self._follower.look()
 
     def receive(self, message: ToClocks) -> None:
@@ -99,7 +99,10 @@ class RankClocks:
             self._ask_driver(message)
 
     def take_over(self) -> None:
-        """Assume that another agent has locked the clock; before anything is received."""
+        """Assume that another agent has locked the clock.
+
+        It is called before anything is received.
+        """
         self._clocks.take_over()
 
     @property
@@ -114,7 +117,10 @@ class RankClocks:
         self._clocks.leave()
 
     def close(self) -> None:
-        """Restore the default clock for good; iterations that were begun are still read."""
+        """Restore the default clock for good.
+
+        The energy of iterations that have begun is still read.
+        """
         self._stop_logs()
         self._clocks.close()
 

@@ -1,4 +1,4 @@
-"""The clocks of this rank's GPU, as the training process sees them: the node's agent sets and reads them.
+"""The training process's side of its GPU's clocks, which the agent of the node sets and reads.
 
 Training writes the number of an iteration's program and its marks into shared memory, and reads the status and the
 energies that the agent has written there. Whatever is not needed at once is a message. Only questions that a mode asks
@@ -16,7 +16,15 @@ from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.counter_log import Refreshes
 from perseus_ds.protocol import messages
 from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import DEFAULT_CLOCKS, PAUSED, POSITIONS, ClockStatus, IterationEnergy, RankMemory
+from perseus_ds.protocol.layout import (
+    DEFAULT_CLOCKS,
+    DRIVER_HANGS_S,
+    PAUSED,
+    POSITIONS,
+    ClockStatus,
+    IterationEnergy,
+    RankMemory,
+)
 from perseus_ds.protocol.messages import (
     Answer,
     Ask,
@@ -33,8 +41,6 @@ from perseus_ds.protocol.messages import (
 )
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-DRIVER_HANGS_S = 3.0
-"""A driver that has not answered for so long is not waited for."""
 _LEAST_S = 0.001
 _MOST_SPANS = 2500
 _CLOSED = "the clock was restored for good, and the GPU is not read any more"
@@ -201,10 +207,10 @@ class AgentClocks:
         return None
 
     def program(self, program: Program) -> int:
-        """Return the number of a program, whatever the number in it; the agent knows it before it is used.
+        """Return the number of a program, which is sent to the agent the first time.
 
         Args:
-            program: Without a clock, it is that of default clocks.
+            program: The program; its own number is ignored. Without a clock, it is that of default clocks.
         """
         if program.first_mhz is None and not program.clocks_mhz:
             return DEFAULT_CLOCKS
@@ -289,7 +295,7 @@ class AgentClocks:
         return IterationEnergy() if recorded is None and self.is_closed else recorded
 
     def probe(self) -> Asked:
-        """Have the driver do once all that programs need; if it does, clocks are set again."""
+        """Have the driver lock and reset a clock and read the counter once. If it does, clocks are set again."""
         return self.ask("probe")
 
     def ask(self, question: Question, value: float = 0.0) -> Asked:

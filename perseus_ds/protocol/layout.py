@@ -23,6 +23,8 @@ POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
 IDLE_S = 2.0
 """How long the clock of a program is kept after the client has become idle."""
+DRIVER_HANGS_S = 3.0
+"""A driver that has not answered for so long is not waited for."""
 PAUSED = -1.0
 """Since when a client is idle that wants default clocks at once."""
 DEFAULT_CLOCKS = 255
