@@ -238,7 +238,7 @@ def _runtime() -> tuple[Any, Any]:
     from perseus_ds.clocks.timers import HostExecution
     from perseus_ds.gpu.nvml import NvmlGpu
     from perseus_ds.ranks import Communicator, PipelineTopology
-    from perseus_ds.runtime.config import parse_block
+    from perseus_ds.config import parse_block
     from perseus_ds.runtime.devices import clocks_of
     from perseus_ds.runtime.job import Job
     from perseus_ds.runtime.runtime import PerseusRuntime

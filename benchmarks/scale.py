@@ -43,16 +43,16 @@ from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
-from perseus_ds.policy.control_socket import parse_order
-from perseus_ds.policy.job_control import JobControl
+from perseus_ds.server.control_socket import parse_order
+from perseus_ds.server.job_control import JobControl
 from perseus_ds.policy.reports import JobReport, RankReport, RankReports
 from perseus_ds.protocol.layout import IterationEnergy
 from perseus_ds.ranks import Communicator, Connection, Pending, PipelineTopology, StoreChannel
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.config import parse_block
 from perseus_ds.runtime.iterations import IterationMeasurement
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
-from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.server.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.job_messages import ClockRefused
 from perseus_ds.protocol.layout import DRIVER_HANGS_S, ClockStatus, RankMemory
-from perseus_ds.protocol.messages import ClockRefused
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _UNKNOWN_MHZ = -1
@@ -224,9 +224,14 @@ class ClockController:
             self._put(made)
         return made
 
-    def probe(self) -> DriverCall:
+    def probe(self, on_success: Callable[[], None]) -> None:
         """Have the driver do once all that plans need; if it does, clocks are set again. Returns at once."""
-        return self.call(self.try_driver)
+
+        def probe() -> None:
+            self.try_driver()
+            on_success()
+
+        self.call(probe)
 
     def watch_default_clocks(self) -> None:
         """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""

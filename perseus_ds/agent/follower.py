@@ -17,12 +17,13 @@ from perseus_ds.agent.controller import ClockController
 from perseus_ds.agent.transitions import ClockTransition, plan_transitions
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.job_messages import Follow
 from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import IDLE_S, PAUSED, POSITIONS, RankMemory
-from perseus_ds.protocol.messages import Program
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, PAUSED, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _MOST_AHEAD = 8
+_MOST_TRANSITIONS = 64
 # An iteration that begins so soon after the one before begins at the reading of the energy counter that ended that one.
 _TOGETHER_S = 0.001
 # How often to look for a mark around the time at which it is expected, and how much less often afterwards.
@@ -116,12 +117,16 @@ class Follower:
         self._clocks = clocks
         self._on_error = on_error
         self._on_latencies = on_latencies
-        self._programs: dict[int, Program] = {}
+        # What to run, by the number of an order; the last entry is for the iterations to come.
+        self._follows: dict[int, list[Follow]] = {}
+        # Of the serials of what is run.
         self._transitions: dict[int, list[ClockTransition]] = {}
+        # What iterations run, by their number.
+        self._serials: dict[int, int] = {}
         self._latencies = LatencyTable()
-        # The iteration handed over last, and its program.
+        # The iteration handed over last, and its order.
         self._iteration = self._followed = memory.iteration
-        self._program: Program | None = None
+        self._order = DEFAULT_CLOCKS
         self._is_handed_over = self._has_ended = False
         self._idle = 0, 0.0
         # The readings of the energy counter at the begin of that iteration, and at the end of the one before.
@@ -142,14 +147,22 @@ class Follower:
         clocks.source = self
         clocks.wake()
 
-    def add(self, program: Program) -> None:
-        """Accept a program, which iterations name by its number.
+    def add(self, follow: Follow) -> None:
+        """Accept what the iterations of an order run.
 
-        It may be called from any thread.
+        Iterations that the host has begun are not changed. It may be called from any thread.
         """
-        self._transitions.pop(program.number, None)
-        self._programs[program.number] = program
+        self._follows.setdefault(follow.program.number, []).append(follow)
         self._clocks.wake()
+
+    def forget(self) -> None:
+        """Run the iterations to come at default clocks; from any thread."""
+        self._follows.clear()
+        self._clocks.wake()
+
+    def serial_of(self, iteration: int) -> int:
+        """Return the serial of what an iteration ran from its begin to its end; -1 if it is not known."""
+        return self._serials.get(iteration, -1)
 
     def end(self) -> None:
         """Withdraw everything: the rank is gone."""
@@ -167,7 +180,7 @@ class Follower:
             self._latencies = latencies
             self._transitions.clear()
             self._on_latencies(latencies)
-        if self._is_handed_over and self._program_of(self._iteration) is not self._program:
+        if self._is_handed_over and self.memory.program(self._iteration) != self._order:
             iteration = self._iteration
             is_withdrawn = self._clocks.withdraw(lambda event: event is not None and event.iteration == iteration)
             with self._lock:
@@ -244,20 +257,27 @@ class Follower:
         elif iteration == self._times_of:
             self._new_times_s[slot] = passed_s - self._begun_s
 
-    def _program_of(self, iteration: int) -> Program | None:
-        return self._programs.get(self.memory.program(iteration))
+    def _follow_of(self, iteration: int) -> Follow | None:
+        """Return what an iteration runs by its order, and forget what was before that."""
+        follows = self._follows.get(self.memory.program(iteration), [])
+        while len(follows) > 1 and follows[1].from_iteration <= iteration:
+            del follows[0]
+        return follows[0] if follows and follows[0].from_iteration <= iteration else None
 
     def _hand_over(self, iteration: int) -> None:
         """Hand over the requests and readings of an iteration."""
         self._iteration, self._is_handed_over = iteration, True
-        self._program = program = self._program_of(iteration)
+        self._order = self.memory.program(iteration)
+        follow = self._follow_of(iteration)
+        self._serials[iteration] = 0 if follow is None else follow.serial
+        self._serials.pop(iteration - REMEMBERED, None)
         clocks = self._clocks
         begun = self._event(iteration, _BEGUN)
         clocks.call(partial(self._read_begun, begun), begun)
-        if program is None:
+        if follow is None or (follow.program.first_mhz is None and not follow.program.clocks_mhz):
             clocks.request(None, begun)
         else:
-            self._request(program, iteration, begun)
+            self._request(follow, iteration, begun)
         ended = self._event(iteration, _ENDED)
         read = clocks.call(partial(self._read_ended, ended), ended)
         if read.is_over and not read.has_worked:  # a driver that does not answer is not asked
@@ -270,11 +290,14 @@ class Follower:
             self._awaited.append(event)
         return event
 
-    def _request(self, program: Program, iteration: int, begun: MarkEvent) -> None:
-        transitions = self._transitions.get(program.number)
+    def _request(self, follow: Follow, iteration: int, begun: MarkEvent) -> None:
+        program = follow.program
+        transitions = self._transitions.get(follow.serial)
         if transitions is None:
+            if len(self._transitions) >= _MOST_TRANSITIONS:
+                self._transitions.clear()
             transitions = plan_transitions(program.clocks_mhz, program.spans_s, program.time_s, self._latencies)
-            self._transitions[program.number] = transitions
+            self._transitions[follow.serial] = transitions
         clocks = self._clocks
         clock_mhz = transitions[0].clock_mhz if transitions else program.first_mhz
         clocks.request(clock_mhz, begun)

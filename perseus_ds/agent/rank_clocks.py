@@ -1,34 +1,49 @@
-"""The clocks of one rank's GPU in the agent: does what the rank's client asks for."""
+"""The clocks of one rank's GPU in the agent: does what the job's server asks for, and completes the rank's reports."""
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
 
 from perseus_ds.agent.controller import ClockController
+from perseus_ds.agent.fallback import Fallback
 from perseus_ds.agent.follower import Follower
-from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.errors import GpuBusyError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.counter_log import CounterLog
 from perseus_ds.gpu.energy_counter import answer_to_a_step, counter_period_s
-from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import DEFAULT_CLOCKS, RankMemory
-from perseus_ds.protocol.messages import (
-    Answer,
-    Ask,
-    Failed,
+from perseus_ds.protocol.job_messages import (
+    Follow,
     Latencies,
-    Program,
-    Refreshes,
+    Left,
+    RankFailed,
+    RankReport,
+    Report,
     SetProfiledLimit,
-    ToClient,
-    ToClocks,
+    ToRank,
+    ToServer,
     WatchDefaultClocks,
 )
+from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, DRIVER_HANGS_S, ClockStatus, IterationEnergy, RankMemory
+from perseus_ds.protocol.messages import Answer, Ask, Refreshes, ToClient, ToClocks
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _MOST_REFRESHES = 1000
 """In one message."""
 _MOST_LOGS, _LONGEST_PERIOD_S = 16, 10.0
+_MOST_HELD = 64
+
+
+class _Held(NamedTuple):
+    """A message that waits for what the GPU did before."""
+
+    message: Report | Left
+    received_s: float
 
 
 class RankClocks:
@@ -39,23 +54,31 @@ class RankClocks:
         gpu: Gpu,
         memory: RankMemory,
         send: Callable[[ToClient], None],
+        tell: Callable[[ToServer], None],
         timebase: Timebase = REAL_TIME,
         *,
         may_lock: Callable[[], bool] = lambda: True,
+        on_record: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin with the iteration that the rank begins next.
+        """Begin with the iteration that the rank begins next, at default clocks.
 
         Args:
             gpu: The rank's GPU, open.
             memory: What the rank shares.
             send: Sends a message to the client, from any thread, without waiting for it.
+            tell: Sends a message to the job's server, likewise.
             timebase: The time of marks.
             may_lock: Asked before each clock is set.
+            on_record: Called on another thread when the GPU has done an iteration, to have :meth:`look` called.
         """
         self._gpu = gpu
+        self._memory = memory
+        memory.on_record = on_record
         self._send = send
+        self._tell = tell
         self._time = timebase
-        self._clocks = ClockController(gpu, self._fail, send, timebase=timebase, memory=memory, may_lock=may_lock)
+        self._clocks = ClockController(gpu, self._fail, tell, timebase=timebase, memory=memory, may_lock=may_lock)
+        self._fallback = Fallback(self._clocks, timebase, tell)
         self._follower = Follower(
             gpu,
             memory,
@@ -64,25 +87,52 @@ class RankClocks:
             on_latencies=self._tell_latencies,
             timebase=timebase,
         )
+        self._held: deque[_Held] = deque()
+        self._before = ClockStatus()
         self._logs: dict[float, CounterLog] = {}
+        # The log for the server, and the orders for which it asks for one.
+        self._log: CounterLog | None = None
+        self._logged: set[int] = set()
+        self._was_revoked = False
 
     def wake(self) -> None:
         """Look at the rank's memory at once."""
         self._clocks.wake()
 
     def look(self) -> float:
-        """Look for marks, and return how long until to look again [s]."""
-        return self._follower.look()
+        """Look for marks, complete reports, and return how long until to look again [s]."""
+        next_s = self._follower.look()
+        self._fallback.look()
+        if self._memory.is_revoked and not self._was_revoked:
+            self._was_revoked = True
+            self._tell(RankFailed("this process received a termination signal, and its clock was reset", False))
+        self._complete()
+        return next_s
 
-    def receive(self, message: ToClocks) -> None:
-        """Do what the client asks for, without waiting for the driver."""
-        if isinstance(message, Program):
-            if 0 <= message.number < DEFAULT_CLOCKS:
-                self._follower.add(message)
+    def obey(self, message: ToRank) -> None:
+        """Do what the server asks for, or hand it on to the client."""
+        if isinstance(message, Follow):
+            if not 0 <= message.program.number < DEFAULT_CLOCKS:
+                return
+            self._follower.add(message)
+            self._log_if_asked(message)
+            program = msgspec.structs.replace(message.program, spans_s=())
+            self._send(msgspec.structs.replace(message, program=program))
         elif isinstance(message, WatchDefaultClocks):
             self._clocks.watch_default_clocks()
         elif isinstance(message, SetProfiledLimit):
             self._clocks.readback.limits.profiled_w = message.power_w
+        else:
+            self._send(message)
+
+    def receive(self, message: ToClocks) -> None:
+        """Do what the client asks for, without waiting for the driver, or hand it on to the server."""
+        if isinstance(message, Report | Left):
+            if len(self._held) < _MOST_HELD:
+                self._held.append(_Held(message, self._time.now_s()))
+                self._complete()
+        elif not isinstance(message, Ask):
+            self._tell(message)
         elif message.question == "start":
             if len(self._logs) >= _MOST_LOGS:
                 self._logs.pop(next(iter(self._logs))).stop()
@@ -105,6 +155,11 @@ class RankClocks:
         """
         self._clocks.take_over()
 
+    def forget_server(self) -> None:
+        """Return to default clocks: the server is gone, and another one will say what to run."""
+        self._follower.forget()
+        self._stop_log()
+
     @property
     def is_calling(self) -> bool:
         """Whether a call of the driver is under way."""
@@ -112,6 +167,7 @@ class RankClocks:
 
     def leave(self) -> None:
         """Set no clock and read nothing any more, without waiting for the driver."""
+        self._complete(waits=False)
         self._stop_logs()
         self._follower.end()
         self._clocks.leave()
@@ -121,12 +177,79 @@ class RankClocks:
 
         The energy of iterations that have begun is still read.
         """
+        self._complete(waits=False)
         self._stop_logs()
         self._clocks.close()
 
     def _stop_logs(self) -> None:
+        self._stop_log()
         for log in self._logs.values():
             log.stop()
+
+    def _log_if_asked(self, follow: Follow) -> None:
+        """Record the refreshes of the energy counter as long as an order asks for it."""
+        if follow.logs_energy:
+            self._logged.add(follow.program.number)
+        else:
+            self._logged.discard(follow.program.number)
+        if self._logged and self._log is None:
+            self._log = CounterLog(self._gpu, self._time)
+            self._log.start()
+        elif not self._logged:
+            self._stop_log()
+
+    def _stop_log(self) -> None:
+        self._logged.clear()
+        if self._log is not None:
+            self._log.stop()
+            self._log = None
+
+    def _complete(self, *, waits: bool = True) -> None:
+        """Send reports whose iterations the GPU has done."""
+        while self._held:
+            message, received_s = self._held[0]
+            if isinstance(message, Report):
+                recorded = self._memory.recorded(message.iteration)
+                if recorded is None and waits and self._time.now_s() - received_s < DRIVER_HANGS_S:
+                    return
+                self._tell(self._completed(message, recorded or IterationEnergy()))
+            else:
+                self._tell(message)
+            self._held.popleft()
+
+    def _completed(self, report: Report, recorded: IterationEnergy) -> RankReport:
+        before, status = self._before, self._memory.status
+        self._before = status
+        refreshes = clocks = b""
+        log, state = self._log, self._gpu_state()
+        if log is not None:
+            changes, read = log.changes, log.clocks
+            log.changes, log.clocks = [], []
+            refreshes = array("d", [value for change in changes for value in change]).tobytes()
+            clocks = array("d", [float(value) for each in read for value in each]).tobytes()
+        return RankReport(
+            report,
+            serial=self._follower.serial_of(report.iteration),
+            begun_s=recorded.begun_s,
+            energy_j=recorded.energy_j,
+            changes=max(0.0, status.changes - before.changes),
+            skips=max(0.0, status.overtaken - before.overtaken),
+            asked_mhz=status.asked_mhz,
+            reached_mhz=status.reached_mhz,
+            limit_w=status.limit_w,
+            limit_mhz=status.limit_mhz,
+            late_s=status.late_s,
+            default_mhz=status.default_mhz,
+            has_failed=self._fallback.is_in_force or self._memory.is_revoked,
+            refreshes=refreshes,
+            clocks=clocks,
+            **state,
+        )
+
+    def _gpu_state(self) -> dict[str, Any]:
+        if self._log is None:
+            return {}
+        return {"temperature_c": self._log.state.temperature_c, "power_state": self._log.state.power_state}
 
     def _ask_driver(self, asked: Ask) -> None:
         def answer() -> None:
@@ -147,9 +270,6 @@ class RankClocks:
         self._send(Answer(asked.number, values, text, isinstance(error, GpuBusyError)))
 
     def _do(self, asked: Ask) -> tuple[float, ...]:
-        if asked.question == "probe":
-            self._clocks.try_driver()
-            return ()
         if asked.question == "period":
             return (counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time) or 0.0,)
         answer = answer_to_a_step(self._gpu, asked.value, self._time)
@@ -166,7 +286,7 @@ class RankClocks:
         self._send(Refreshes(number, tuple(changes), tuple(clocks), state.temperature_c, state.power_state, error))
 
     def _tell_latencies(self, latencies: LatencyTable) -> None:
-        self._send(Latencies(tuple((*key, tuple(seen_s)) for key, seen_s in latencies.samples_s.items())))
+        self._tell(Latencies(tuple((*key, tuple(seen_s)) for key, seen_s in latencies.samples_s.items())))
 
     def _fail(self, error: Exception) -> None:
-        self._send(Failed(str(error), isinstance(error, GpuError | OSError)))
+        self._fallback.begin(error)

@@ -176,7 +176,7 @@ class Resume(Job):
 
 
 def _order(run: Path, order: dict[str, Any], *, as_json: bool = False) -> int:
-    from perseus_ds.policy.control_socket import parse_order, send_order
+    from perseus_ds.server.control_socket import parse_order, send_order
 
     try:
         parse_order(order)
@@ -198,7 +198,7 @@ def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
 
     from perseus_ds.cli.output import terminal
     from perseus_ds.report.live import JobScreen
-    from perseus_ds.runtime.progress import JobFacts
+    from perseus_ds.server.progress import JobFacts
 
     if as_json:
         print(json.dumps(status))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -27,26 +26,8 @@ from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
+from perseus_ds.pipeline.span import Span
 from perseus_ds.timebase import REAL_TIME, Timebase
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One operation as it ran.
-
-    Attributes:
-        start_s: From the iteration's start [s].
-        end_s: From the iteration's start [s].
-    """
-
-    operation: Operation
-    start_s: float
-    end_s: float
-
-    @property
-    def time_s(self) -> float:
-        return self.end_s - self.start_s
-
 
 Mark: TypeAlias = tuple[Operation, DeviceEvent, DeviceEvent]
 """An operation, when it began and when it ended."""

@@ -36,15 +36,15 @@ import torch.distributed as dist
 
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
+from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
-from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.ranks import Communicator, PipelineTopology
-from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import driver_of
 from perseus_ds.runtime.frontiers import read_frontier
 from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, local_rank, own_versions
+from perseus_ds.server.control_socket import parse_order
 
 logger = logging.getLogger("perseus_ds")
 # A batch size that changes all the time fits no profile, and to go on measuring would only cost: after so many

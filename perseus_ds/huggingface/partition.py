@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.client.lease import Lease
 from perseus_ds.clocks.timers import FlopCounter
+from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.device_models import DEVICES, DeviceModel
@@ -34,7 +35,6 @@ from perseus_ds.optimizer.partition import LayerCosts, Partition, best_partition
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import denoise
-from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import open_gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 

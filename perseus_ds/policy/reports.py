@@ -1,4 +1,4 @@
-"""What each rank reports of an iteration to rank 0, and what rank 0 answers all ranks, while the next one runs."""
+"""The reports of all ranks of an iteration, and what they say of the whole job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import statistics
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,18 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import ClockTimes
-from perseus_ds.clocks.timers import Span
-from perseus_ds.errors import ConnectionLostError
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.decisions import Assignment
-from perseus_ds.ranks import Communicator, Pending
+from perseus_ds.pipeline.span import Span
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report of an iteration to rank 0: as numbers, 0 and 1 for truths.
+    """One rank's report of an iteration, as numbers: 0 and 1 for truths.
 
     Attributes:
         time_s: Iteration time [s].
@@ -51,8 +47,6 @@ class RankReport:
             nothing does [MHz].
         shapes: A whole number that differs when the shapes of the inputs of this rank's forwards differ, and from rank
             to rank; below 2^48.
-        closed: Whether this rank has been closed, so that all leave the mode.
-        stops: Whether the phase ends, which runs at default clocks until rank 0 says so.
     """
 
     time_s: float
@@ -70,8 +64,6 @@ class RankReport:
     limit_w: float = math.inf
     limit_mhz: float = math.inf
     shapes: float = 0.0
-    closed: bool = False
-    stops: bool = False
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""
@@ -93,15 +85,13 @@ class GpuLimit(NamedTuple):
 
 @dataclass(frozen=True)
 class JobReport:
-    """Rank 0's answer to the reports of an iteration, with its decision.
+    """An iteration of the whole job.
 
     Attributes:
         time_s: Of the slowest rank [s].
         energy_j: Of all GPUs [J]; NaN where it cannot be read.
         least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
         failed: Whether a rank has fallen back to default clocks.
-        closed: Whether a rank has been closed, so that all leave the mode.
-        stops: Whether the phase ends, by rank 0.
         shapes: A whole number that differs when the shapes of the inputs differ on any rank.
         drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
             pipeline alone is a straggler, for which nothing has to be measured again.
@@ -111,15 +101,12 @@ class JobReport:
         drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
         drift_beside_pace_most: The same of the pipeline that is farthest from it.
         limits: Of each GPU that may do less than when the profile was measured.
-        decided: What rank 0 has decided on a later iteration; None in phases without plans.
     """
 
     time_s: float
     energy_j: float
     least_energy_j: float
     failed: bool = False
-    closed: bool = False
-    stops: bool = False
     shapes: float = 0.0
     drift: float = math.nan
     drift_most: float = math.nan
@@ -127,11 +114,10 @@ class JobReport:
     drift_beside_pace: float = 0.0
     drift_beside_pace_most: float = 0.0
     limits: tuple[GpuLimit, ...] = ()
-    decided: Assignment | None = None
 
     @classmethod
-    def of(cls, ranks: RankReports, decided: Assignment | None = None) -> JobReport:
-        """Return the answer to the reports of all ranks, with what rank 0 has decided."""
+    def of(cls, ranks: RankReports) -> JobReport:
+        """Return what the reports of all ranks say."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
@@ -143,8 +129,6 @@ class JobReport:
             energy_j=float(energies_j.sum()),
             least_energy_j=float(energies_j.min()),
             failed=bool(ranks.column("failed").any()),
-            closed=bool(ranks.column("closed").any()),
-            stops=bool(ranks.column("stops")[0]),
             shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
             drift=drift,
             drift_most=drift_most,
@@ -152,12 +136,11 @@ class JobReport:
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
             limits=ranks.limits(),
-            decided=decided,
         )
 
 
 class RankReports:
-    """The reports of all ranks of one iteration, on rank 0.
+    """The reports of all ranks of one iteration.
 
     Args:
         numbers: Shape (ranks, fields of :class:`RankReport`).
@@ -172,6 +155,11 @@ class RankReports:
         """Return one field of all ranks, shape (ranks,)."""
         return self._numbers[:, _PLACES[field]]
 
+    def set(self, rank: int, fields: Mapping[str, float]) -> None:
+        """Set fields of a rank's report."""
+        for name, value in fields.items():
+            self._numbers[rank, _PLACES[name]] = value
+
     def by_pipeline(self, of_ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the largest value among the ranks of each pipeline, shape (pipelines,)."""
         largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
@@ -183,44 +171,6 @@ class RankReports:
         power_w, clock_mhz = self.column("limit_w"), self.column("limit_mhz")
         ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
         return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)
-
-
-class ReportExchange:
-    """Sends this rank's report of one iteration after the other; every rank does so at the same boundaries.
-
-    Attributes:
-        ranks: On rank 0, the reports of all ranks that were received last; None elsewhere.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.ranks: RankReports | None = None
-        self._communicator = communicator
-        self._pending: Pending[JobReport | None] | None = None
-
-    def send(self, report: RankReport, decided: Assignment | None = None) -> None:
-        """Begin to send this rank's report, its events and, from rank 0, what is decided; returns at once."""
-        self._pending = self._communicator.start_exchange(report.as_numbers(), partial(self._answer, decided))
-
-    def received(self) -> JobReport | None:
-        """Return rank 0's answer to the reports sent last; None if there is none, or it was returned already.
-
-        All ranks sent them an iteration ago, so this hardly waits.
-        """
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
-
-    def received_within(self, timeout_s: float) -> JobReport | None:
-        """Return the same without taking it; None too where a rank is gone before it has sent its own."""
-        try:
-            if self._pending is None or not self._pending.is_over_within(timeout_s):
-                return None
-            return self._pending.result()
-        except ConnectionLostError:
-            return None
-
-    def _answer(self, decided: Assignment | None, numbers: npt.NDArray[np.float64]) -> JobReport:
-        self.ranks = RankReports(numbers, self._communicator.pipeline_of_rank)
-        return JobReport.of(self.ranks, decided)
 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
@@ -251,18 +201,6 @@ def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
     pace = float(np.median(np.sqrt(low[known] * high[known])))
     beside = ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))
     return pace, *_typical_and_most(beside)
-
-
-def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the times of a rank that tell stragglers, as fields of its report; 0 where they are not known.
-
-    Returns:
-        When the rank had computed its last, and how long its tail was, waiting included [s].
-    """
-    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
-    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
-    tail_s = max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s
-    return {"computed_s": last_s, "tail_s": max(0.0, tail_s)}
 
 
 def reported_drift(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import estimate_all
 from perseus_ds.profiler.online import MeasuredRow, combine_rows
-from perseus_ds.ranks import Communicator
 
 # Distance between the clocks of the descent, relative to the clock.
 _STEP = 0.1
@@ -164,53 +163,51 @@ def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]
 
 
 class ClockSearch:
-    """Chooses clocks to measure until the profile is accurate enough; all ranks must call its methods at once.
+    """Chooses clocks to measure until the profile is accurate enough.
 
     Rows are written to ``measured.csv`` after every clock. If ``measured.csv`` has rows of the same job, and no
     profile was finished after them, the search continues the interrupted one.
 
     Args:
         sampler: Chooses the clocks, from the rows measured so far.
-        info: The device and job; ``info.job`` identifies the job. Complete on rank 0.
+        info: The device and job; ``info.job`` identifies the job.
         directory: Where the profile will be written.
 
     Attributes:
         resumed: How many clocks an interrupted search had measured.
     """
 
-    def __init__(
-        self, ranks: Communicator, sampler: AdaptiveSampler | Sweep, info: ProfileInfo, directory: Path
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, sampler: AdaptiveSampler | Sweep, info: ProfileInfo, directory: Path) -> None:
         self._info = info
         self._directory = directory
         self._sampler = sampler
         self._rows: dict[tuple[int, Kind, int], MeasuredRow] = {}
         self._incomplete: list[Incomplete] = []
-        self._earlier = self._rows_of_an_interrupted_search() if ranks.is_rank_0 else {}
+        self._earlier = self._rows_of_an_interrupted_search()
         self.resumed = 0
 
     def next_clocks(self) -> list[int]:
         """Return the clocks to measure now, the highest first [MHz]; none when the search is finished."""
-        return self._ranks.computed_on_rank_0(self._next_unknown)
+        while clocks := self._sampler.next_clocks([row.measurement for row in self._rows.values()]):
+            known = [clock for clock in clocks if clock in self._earlier]
+            for clock in known:
+                self._take(self._earlier.pop(clock))
+            self.resumed += len(known)
+            if unknown := [clock for clock in clocks if clock not in known]:
+                return unknown
+        return []
 
-    def add(self, rows: Sequence[MeasuredRow]) -> None:
-        """Add all rows that this rank has measured so far.
+    def add(self, by_rank: Mapping[str, Sequence[MeasuredRow]]) -> None:
+        """Add all rows that each rank has measured so far.
 
         Raises:
-            OSError: On all ranks, if rank 0 cannot write the rows.
+            OSError: The rows cannot be written.
         """
-        by_rank = self._ranks.gather(rows)
-
-        def take() -> None:
-            of_ranks = {f"rank {rank}": rows for rank, rows in enumerate(by_rank)}
-            combined, self._incomplete = combine_rows(of_ranks, self._info.blocking_power_w or 0.0)
-            self._take(combined)
-            for one in self._incomplete:
-                self._rows.pop((one.stage, one.kind, one.clock_mhz), None)
-            self.measured(self._info).save(self._directory / "measured.csv")
-
-        self._ranks.computed_on_rank_0(take)
+        combined, self._incomplete = combine_rows(by_rank, self._info.blocking_power_w or 0.0)
+        self._take(combined)
+        for one in self._incomplete:
+            self._rows.pop((one.stage, one.kind, one.clock_mhz), None)
+        self.measured(self._info).save(self._directory / "measured.csv")
 
     def finished(self, info: ProfileInfo) -> StageProfile:
         """Return the same as :meth:`measured`, and log the clocks without rows because a rank lacks them.
@@ -223,7 +220,7 @@ class ClockSearch:
         return profile
 
     def measured(self, info: ProfileInfo) -> StageProfile:
-        """Return the rows as they were measured, with metadata; on rank 0 only.
+        """Return the rows as they were measured, with metadata.
 
         Raises:
             ProfileError: There are no rows.
@@ -232,16 +229,6 @@ class ClockSearch:
             raise ProfileError("no instruction was measured at any clock.")
         rows = [row for _, row in sorted(self._rows.items())]
         return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
-
-    def _next_unknown(self) -> list[int]:
-        while clocks := self._sampler.next_clocks([row.measurement for row in self._rows.values()]):
-            known = [clock for clock in clocks if clock in self._earlier]
-            for clock in known:
-                self._take(self._earlier.pop(clock))
-            self.resumed += len(known)
-            if unknown := [clock for clock in clocks if clock not in known]:
-                return unknown
-        return []
 
     def _take(self, rows: Iterable[MeasuredRow]) -> None:
         self._rows |= {(r.measurement.stage, r.measurement.kind, r.measurement.clock_mhz): r for r in rows}

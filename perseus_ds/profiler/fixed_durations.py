@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.dag import Boundary
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Schedule, Transfer, Wait
+from perseus_ds.pipeline.span import Span
 
 Key = tuple[int, Kind]
 K = TypeVar("K", bound=Any)
@@ -99,6 +99,32 @@ def tails_s(spans: Iterable[Span]) -> dict[int, float]:
         if _is_tail(span) and isinstance(span.operation, Compute):
             found[span.operation.instruction.stage] += span.time_s
     return dict(found)
+
+
+def shortest_tail_s(ranks: Iterable[Sequence[Span]]) -> float:
+    """Return the shortest time from the last pass of a rank to the end of its tail, in one iteration [s].
+
+    Ranks that reduce gradients together wait for the last one, so the shortest tail has no wait in it.
+    """
+    tails_s = []
+    for spans in ranks:
+        ends_s = {False: 0.0, True: 0.0}
+        for span in spans:
+            if isinstance(span.operation, Compute):
+                ends_s[_is_tail(span)] = max(ends_s[_is_tail(span)], span.end_s)
+        if ends_s[True]:
+            tails_s.append(max(0.0, ends_s[True] - ends_s[False]))
+    return min(tails_s, default=0.0)
+
+
+def with_tail(spans: Sequence[Span], tail_s: float) -> list[Span]:
+    """Return the operations of an iteration with a tail of some length, at the end of its own [s]."""
+    tails = [span for span in spans if _is_tail(span)]
+    rest = [span for span in spans if not _is_tail(span)]
+    if not tails:
+        return rest
+    end_s = max(span.end_s for span in tails)
+    return [*rest, Span(tails[0].operation, end_s - tail_s, end_s)]
 
 
 def _is_tail(span: Span) -> bool:

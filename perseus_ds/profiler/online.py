@@ -19,11 +19,11 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from perseus_ds.artifacts.profile import Incomplete, Key, Measurement, RowQuality, combine_ranks, incomplete_clocks
-from perseus_ds.clocks.timers import Span
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.pipeline.span import Span
 from perseus_ds.profiler.fixed_durations import tails_s
 
 Floats = npt.NDArray[np.float64]

@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from perseus_ds.protocol.job_messages import FromClient, ToRank
+
 WAKE = b"\0"
 """A packet: the client has written something into the memory at which the agent is to look now."""
 LONGEST = 65536
@@ -84,39 +86,7 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     leases: tuple[tuple[str, int], ...]
 
 
-class Program(msgspec.Struct, tag=True, frozen=True):
-    """The clocks of a rank in an iteration; iterations name it by its number.
-
-    Attributes:
-        number: From 0 to 254.
-        first_mhz: The clock of the whole iteration if there are no others [MHz]; None for the default.
-        clocks_mhz: The clock of each instruction, by its position in the rank's schedule [MHz].
-        spans_s: When each instruction begins and ends, in an iteration [s]; empty if unknown.
-        time_s: Time of the iteration [s].
-    """
-
-    number: int
-    first_mhz: int | None = None
-    clocks_mhz: tuple[int, ...] = ()
-    spans_s: tuple[tuple[float, float], ...] = ()
-    time_s: float = 0.0
-
-
-class WatchDefaultClocks(msgspec.Struct, tag=True, frozen=True):
-    """The agent is to report for a minute if something keeps the GPU below its highest clock at default clocks."""
-
-
-class SetProfiledLimit(msgspec.Struct, tag=True, frozen=True):
-    """The power limit with which the agent compares the present one.
-
-    Attributes:
-        power_w: As a profile records it [W]; None for the one that is read next.
-    """
-
-    power_w: float | None
-
-
-Question: TypeAlias = Literal["probe", "period", "step", "start", "refreshes", "stop"]
+Question: TypeAlias = Literal["period", "step", "start", "refreshes", "stop"]
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
@@ -124,7 +94,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         number: Names the answer.
-        question: ``probe`` has the driver do once all that programs need. ``period`` measures how often the energy
+        question: ``period`` measures how often the energy
             counter is refreshed, for at most ``value`` seconds. ``step`` measures how it answers to a step of power,
             from ``value`` watts. ``start`` begins a log of its refreshes; ``refreshes`` asks for those
             that are new, and ``stop`` ends it, ``value`` being the number of the question that began it.
@@ -169,49 +139,62 @@ class Refreshes(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The agent cannot set clocks or read the energy counter.
-
-    Attributes:
-        error: Why.
-        may_pass: Whether the driver may work again later.
-    """
-
-    error: str
-    may_pass: bool = True
-
-
-class ClockRefused(msgspec.Struct, tag=True, frozen=True):
-    """A clock that was requested and that the GPU does not reach.
-
-    Attributes:
-        clock_mhz: As requested; None for default clocks.
-        reasons: Why, if the driver reports it, such as ``sw_power_cap``.
-    """
-
-    clock_mhz: int | None
-    reached_mhz: int
-    reasons: tuple[str, ...]
-
-
-class Latencies(msgspec.Struct, tag=True, frozen=True):
-    """Latencies of clocks; see :class:`~perseus_ds.protocol.latencies.LatencyTable`.
-
-    Attributes:
-        samples_s: Clock [MHz], whether it was reached from below, and the latencies seen [s].
-    """
-
-    samples_s: tuple[tuple[int, bool, tuple[float, ...]], ...]
-
-
 class Released(msgspec.Struct, tag=True, frozen=True):
     """The lease has ended, and the clock is the default one unless another rank uses the GPU."""
 
 
-ToClocks: TypeAlias = Program | WatchDefaultClocks | SetProfiledLimit | Ask
-"""What the clocks of one rank are told."""
-ToAgent: TypeAlias = RequestLease | Release | RequestStatus | ToClocks
-ToClient: TypeAlias = Granted | Refused | Released | Status | Answer | Refreshes | Failed | ClockRefused | Latencies
+class Connect(msgspec.Struct, tag=True, frozen=True):
+    """The rank follows a server from now on.
+
+    Attributes:
+        rank: Global rank.
+        address: Of the server, such as ``tcp://10.0.0.1:4711``.
+        server_key: Public key of the server.
+        public_key: Public key of the job's agents.
+        secret_key: Their secret key.
+        issued: Number of the iteration that the host has begun last.
+    """
+
+    rank: int
+    address: str
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    issued: int = 0
+
+
+class StartServer(msgspec.Struct, tag=True, frozen=True):
+    """The agent is to start the server of the job, and to start it again if it dies.
+
+    The file of the job's description comes with the message.
+    """
+
+    host: str
+    port: int = 0
+
+
+class ServerStarted(msgspec.Struct, tag=True, frozen=True):
+    """The server listens, or cannot start.
+
+    Attributes:
+        kind: Class of the error; empty if there is none.
+        error: Why it cannot start.
+        answer: What it tells all ranks, as JSON.
+    """
+
+    address: str = ""
+    server_key: bytes = b""
+    public_key: bytes = b""
+    secret_key: bytes = b""
+    answer: bytes = b""
+    kind: str = ""
+    error: str = ""
+
+
+ToClocks: TypeAlias = Ask | FromClient
+"""What the agent's part for one rank receives from its client."""
+ToAgent: TypeAlias = RequestLease | Release | RequestStatus | Connect | StartServer | ToClocks
+ToClient: TypeAlias = Granted | Refused | Released | Status | Answer | Refreshes | ServerStarted | ToRank
 
 encode = msgspec.msgpack.Encoder().encode
 _to_agent = msgspec.msgpack.Decoder(ToAgent)

@@ -31,8 +31,8 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.control_socket import ADDRESS_FILE
-from perseus_ds.runtime.progress import PHASES, JobFacts, JobLog
+from perseus_ds.server.control_socket import ADDRESS_FILE
+from perseus_ds.server.progress import PHASES, JobFacts, JobLog
 from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts
 
 _PERIOD_S = 1.0

@@ -41,7 +41,7 @@ from perseus_ds.report.figures import (
 from perseus_ds.report.jobs import Factors, ReportedJob, main_job, measured_points
 from perseus_ds.report.sources import History, Sources, label
 from perseus_ds.report.timeline import KINDS, measured_timeline, pipeline_data, timeline_data
-from perseus_ds.runtime.progress import Tally
+from perseus_ds.server.progress import Tally
 from perseus_ds.units import duration, gpu_time, grams, joules, money, number, percent, watt_hours, watts
 
 _FILTERS = ("number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_time", "money")

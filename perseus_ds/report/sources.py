@@ -21,7 +21,7 @@ from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.measures import sums_by_part
 from perseus_ds.optimizer import with_alternatives
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.runtime.progress import JobProgress
+from perseus_ds.server.progress import JobProgress
 
 
 @dataclass(frozen=True, slots=True)

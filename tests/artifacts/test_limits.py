@@ -9,7 +9,7 @@ import pytest
 from pipelines import one_f_one_b, synthetic_profile
 from pydantic import ValidationError
 
-import perseus_ds.runtime.recorder  # noqa: F401 - as every job does
+import perseus_ds.server.recorder  # noqa: F401 - as every job does
 from perseus_ds.artifacts import io as artifact_io
 from perseus_ds.artifacts.frontier import Frontier, read_zeus
 from perseus_ds.artifacts.io import MOST_JSON_PARTS, open_without_links, read_json, read_text, write_atomically

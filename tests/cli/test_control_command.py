@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from perseus_ds.policy.control_socket import ControlServer
-from perseus_ds.runtime.progress import JobProgress
+from perseus_ds.server.control_socket import ControlServer
+from perseus_ds.server.progress import JobProgress
 
 
 @pytest.fixture

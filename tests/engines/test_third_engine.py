@@ -16,7 +16,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.ranks import PipelineTopology
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.config import parse_block
 from perseus_ds.runtime.runtime import RankFacts
 
 WIDTH = 8

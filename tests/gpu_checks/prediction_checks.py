@@ -13,11 +13,11 @@ from gpu_checks.training import SETUPS, batches, block_of, engine_of, train_unti
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, read_records
-from perseus_ds.clocks.timers import Span
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.pipeline.span import Span
 
 _KEPT = 20
 _FEWEST = 5

@@ -7,7 +7,7 @@ from run_log import events, iterations
 
 from perseus_ds.cli.main import main
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.control_socket import send_order
+from perseus_ds.server.control_socket import send_order
 
 pytestmark = pytest.mark.integration
 SIMULATED = {"longest_instruction_s": 0.02}

@@ -15,8 +15,8 @@ from virtual.time import VirtualTime
 
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy import control_socket
-from perseus_ds.policy.control_socket import ControlServer, send_order
-from perseus_ds.policy.job_control import JobControl
+from perseus_ds.server.control_socket import ControlServer, send_order
+from perseus_ds.server.job_control import JobControl
 from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy
 
 

@@ -18,7 +18,7 @@ from perseus_ds.policy.policies import (
     SlowdownPolicy,
     signal_files,
 )
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.config import parse_block
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 

@@ -9,9 +9,9 @@ from lone_selector import FRONTIER, PLANS, Job
 from pydantic import ValidationError
 
 from perseus_ds.artifacts.run_records import PowerCapChanged
-from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.server.control_socket import parse_order
 from perseus_ds.policy.decisions import Situation, decide
-from perseus_ds.policy.job_control import JobControl
+from perseus_ds.server.job_control import JobControl
 from perseus_ds.policy.policies import POLICY, PowerCapPolicy, ReducePolicy, SlowdownPolicy
 from perseus_ds.policy.signals import SignalWatch
 

@@ -5,9 +5,9 @@ import random
 import pytest
 from virtual.job import reports_of
 
-from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.pipeline.span import Span
 from perseus_ds.policy.reports import DriftWatch, JobReport, reported_drift
 
 

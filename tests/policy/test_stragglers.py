@@ -11,7 +11,7 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.decisions import Assignment
-from perseus_ds.policy.job_control import Straggler
+from perseus_ds.server.job_control import Straggler
 from perseus_ds.policy.selector import StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
+from perseus_ds.pipeline.span import Span
 from perseus_ds.profiler.fixed_durations import (
     launched_transfer_durations_s,
     launches_transfers,

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality
-from perseus_ds.clocks.timers import Span
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.pipeline.span import Span
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, combine_rows
 
 WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}

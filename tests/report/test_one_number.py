@@ -11,8 +11,8 @@ from perseus_ds.artifacts.run_records import PlanJudged
 from perseus_ds.cli.main import main
 from perseus_ds.report.jobs import jobs_of, main_job
 from perseus_ds.report.sources import find_sources
-from perseus_ds.runtime.metrics import registry_of
-from perseus_ds.runtime.progress import JobLog
+from perseus_ds.server.metrics import registry_of
+from perseus_ds.server.progress import JobLog
 from perseus_ds.units import plain
 
 STALLED = planned_iteration(40, time_s=60.0, energy_j=80.0 * 60 / 1.02)

@@ -21,7 +21,7 @@ from run_log import events, iterations, records, wait_until
 from virtual.hostile_day import Outcome
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.control_socket import send_order
+from perseus_ds.server.control_socket import send_order
 
 RANKS = 4
 DRIVER_FAULTS = {

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
+from perseus_ds.policy.selector import PlanSelector
 from virtual.job import LoneCommunicator, job_report
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import SlowdownPolicy
-from perseus_ds.policy.selector import PlanSelector
+from perseus_ds.server.job_control import JobControl
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))

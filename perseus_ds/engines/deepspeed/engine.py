@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from perseus_ds.artifacts.layout import Part
+from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
@@ -32,7 +33,6 @@ from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 from perseus_ds.ranks import PipelineTopology
-from perseus_ds.runtime.config import PerseusConfig, settings_of
 from perseus_ds.runtime.runtime import NOTHING, RankFacts
 
 logger = logging.getLogger("perseus_ds")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
     Hooks,
@@ -35,7 +36,6 @@ from perseus_ds.engines.megatron.parts import parts_of_chunk, ties_embedding, un
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
-from perseus_ds.runtime.config import PerseusConfig, settings_of
 from perseus_ds.runtime.runtime import RankFacts
 
 logger = logging.getLogger("perseus_ds")

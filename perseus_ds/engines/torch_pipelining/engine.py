@@ -18,6 +18,7 @@ from packaging.version import Version
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
     Hooks,
@@ -45,7 +46,6 @@ from perseus_ds.engines.torch_pipelining.parts import huggingface_parts, parts_o
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
-from perseus_ds.runtime.config import PerseusConfig, settings_of
 from perseus_ds.runtime.runtime import RankFacts
 
 logger = logging.getLogger("perseus_ds")

@@ -17,7 +17,7 @@ class DirectLink:
         late_s: How late marks are looked for; a test may set it [s].
     """
 
-    def __init__(self, gpu, memory, time):
+    def __init__(self, gpu, memory, time, tell=lambda message: None):
         self.grants = 1
         self.lost = None
         self.late_s = 0.0
@@ -25,20 +25,24 @@ class DirectLink:
         self._time = time
         self._bell = time.bell()
         self._is_waiting = False
-        self._clocks = RankClocks(gpu, memory, self._deliver, time)
+        self._tell = tell
+        self.agent = RankClocks(gpu, memory, self._deliver, self._tell_server, time, on_record=self._recorded)
         memory.on_mark = self._look
-        memory.on_record = self._ring
 
-    def send(self, message):
+    def send(self, message, file=None):
         if self.lost is None:
-            self._clocks.receive(message)
+            self.agent.receive(message)
 
     def received(self):
         received, self._received = self._received, []
         return received
 
     def wake(self):
-        self._clocks.wake()
+        self.agent.wake()
+
+    def _recorded(self):
+        self.agent.look()
+        self._ring()
 
     def _look(self):
         if self.late_s:
@@ -51,8 +55,8 @@ class DirectLink:
         self._look_now()
 
     def _look_now(self):
-        self._clocks.look()
-        self._clocks.wake()
+        self.agent.look()
+        self.agent.wake()
 
     def wait(self, timeout_s):
         self._is_waiting = True
@@ -60,20 +64,16 @@ class DirectLink:
             self._bell.wait(timeout_s)
         self._is_waiting = False
 
-    @property
-    def answers(self):
-        return self.lost is None
-
-    @property
-    def looked_s(self):
-        return self._time.now_s()
-
     def problem(self):
         return self.lost
 
     def close(self, timeout_s=3.0):
-        self._clocks.close()
+        self.agent.close()
         return True
+
+    def _tell_server(self, message):
+        if self.lost is None:
+            self._tell(message)
 
     def _deliver(self, message):
         self._received.append(message)
@@ -101,8 +101,8 @@ class StreamMarks:
         self._cuda.enqueue(lambda: self._memory.mark_ended(iteration, 0.0))
 
 
-def clocks_of(gpu, time, cuda=None):
+def clocks_of(gpu, time, cuda=None, tell=lambda message: None):
     """Return the clocks of a rank that computes on a GPU, or on a stream of CUDA."""
     memory = RankMemory.create()
     marks = HostMarks(memory, time) if cuda is None else StreamMarks(memory, cuda)
-    return AgentClocks(DirectLink(gpu, memory, time), memory, marks, gpu.name, time)
+    return AgentClocks(DirectLink(gpu, memory, time, tell), memory, marks, gpu.name, time)

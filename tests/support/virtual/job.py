@@ -1,17 +1,18 @@
-"""A training job in virtual time: the real runtime on simulated GPUs, without an engine.
+"""A training job in virtual time: real clients, agents and a real server on simulated GPUs, without an engine.
 
 The one rank of a job runs on the thread of the test. Each rank of a pipeline is a thread of one :class:`VirtualTime`;
-they meet in :class:`Meetings`, by which they also exchange what real ranks exchange by rank 0's store.
+they meet in :class:`Meetings`. Messages arrive at once.
 """
 
 import itertools
+import json
 import math
-import pickle
 import statistics
 import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -19,9 +20,13 @@ import torch
 from frontiers import save_mixed_plan
 from pipelines import one_f_one_b
 
-from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, RecordFollower
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.measuring import measure_counter, measure_gpu
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.clocks.timers import CudaExecution, HostExecution
+from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
@@ -29,10 +34,10 @@ from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 from perseus_ds.policy.reports import JobReport, RankReport, RankReports
-from perseus_ds.ranks import Communicator, PipelineTopology
-from perseus_ds.runtime.config import parse_block
-from perseus_ds.runtime.job import Job
-from perseus_ds.runtime.runtime import PerseusRuntime
+from perseus_ds.protocol.description import JobDescription, RankFacts
+from perseus_ds.protocol.job_messages import Joined
+from perseus_ds.server.control_socket import parse_order
+from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
 from virtual.gpu import OneAtATime, VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
@@ -113,24 +118,19 @@ class VirtualJob:
             settings["driver_turn"] = OneAtATime(self.time)
         self.gpus = [gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(ranks)]
         self._cuda = [VirtualCuda(self.time, made) for made in self.gpus] if cuda else None
-        config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
-        info = ProfileInfo(
-            simulated=True,
-            gpu=self.gpus[0].name,
-            stages=len(stages_s),
-            pipeline_ranks=len(self.schedule.ranks),
-            data_parallel=pipelines,
-            schedule="1f1b",
-            micro_batches=self.schedule.micro_batches,
-        )
-        self._job = Job(config, self.schedule, info)
+        self._config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         self._records, self._follower = [], RecordFollower(folder)
         self._start()
 
     @property
     def runtime(self):
-        """That of rank 0."""
+        """Perseus on rank 0."""
         return self.runtimes[0]
+
+    @property
+    def phase(self):
+        """What the server has the iterations to come run."""
+        return self.server.phase
 
     @property
     def gpu(self):
@@ -154,7 +154,7 @@ class VirtualJob:
 
     def train_until(self, phase, most=80):
         """Run iterations until the next one is of a phase; return the phases of those before."""
-        return self.train_while(lambda: self.runtime.next.phase != phase, most)
+        return self.train_while(lambda: self.phase != phase, most)
 
     def train_while(self, is_so, most=300):
         """Run iterations as long as something is so; return their phases."""
@@ -174,7 +174,7 @@ class VirtualJob:
         idle, work = self.idle, self.work
 
         def work_late(rank, instruction):
-            if self.runtime.next.phase == "run":
+            if self.runtimes[rank].phase == "run":
                 idle(rank, by_s)
             work(rank, instruction)
 
@@ -208,7 +208,7 @@ class VirtualJob:
 
     def records(self):
         """All records so far."""
-        self.runtime.carry_out({"command": "status"})  # which waits until they are written
+        self.server.recorder.flush()
         for _, found in self._follower.read():
             self._records += found
         return self._records
@@ -217,12 +217,20 @@ class VirtualJob:
         """The events of a kind so far."""
         return [record for record in self.records() if isinstance(record, kind)]
 
-    def restart(self):
-        """End the job as at a checkpoint, start it again in the same folder, and resume it."""
-        states = [runtime.state() for runtime in self.runtimes]
+    def control(self, **order):
+        """Have the server carry out an order as ``perseus-ds control`` sends it; return the answer."""
+        return self.server.carry_out(parse_order(order))
+
+    def restart(self, steps=None):
+        """End the job, and start it again in the same folder from what was kept; return that.
+
+        Args:
+            steps: What the engine says that it has done; by default it does not say.
+        """
+        state = json.loads(json.dumps(self.server.state()))
         self.close()
-        self._start()
-        self._on_all_ranks(lambda rank: self.runtimes[rank].restore(states[rank]))
+        self._start(state, steps)
+        return state
 
     def close(self):
         """End the job once the devices are done; return its iterations."""
@@ -230,26 +238,81 @@ class VirtualJob:
         self._on_all_ranks(lambda rank: self.runtimes[rank].close())
         return [record for record in self.records() if isinstance(record, IterationRecord)]
 
-    def _start(self):
+    def _start(self, state=None, steps=None):
         self._meetings = Meetings(self.time)
         self._collectives = Collectives(self._meetings, len(self.gpus))
         self._iterations = [0] * len(self.gpus)
+        self._clocks = [
+            clocks_of(
+                gpu, self.time, self._cuda and self._cuda[rank], lambda message, rank=rank: self._tell(rank, message)
+            )
+            for rank, gpu in enumerate(self.gpus)
+        ]
+        facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
+        description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
+        self.server = JobServer(
+            description, self._send, state=state, timebase=self.time, worker=self._make_worker
+        )
         self._on_all_ranks(self._begin)
 
-    def _begin(self, rank):
-        pipeline, _ = self._place(rank)
+    def _facts(self, rank, steps):
+        pipeline, place = self._place(rank)
         ranks = len(self.schedule.ranks)
-        members = tuple(range(pipeline * ranks, (pipeline + 1) * ranks))
-        topology = PipelineTopology(rank, members, pipeline, len(self.gpus) // ranks)
+        gpu = self.gpus[rank]
+        own = replace(self.schedule, name="1f1b", ranks=(self.schedule.ranks[place],))
+        return RankFacts(
+            pipeline=tuple(range(pipeline * ranks, (pipeline + 1) * ranks)),
+            copies=tuple(range(place, len(self.gpus), ranks)),
+            schedule=ScheduleStreams.of(own).model_dump_json().encode(),
+            gpu=gpu.name,
+            clocks_mhz=gpu.supported_clocks_mhz(),
+            simulated=True,
+            steps=steps,
+        )
+
+    def _make_worker(self, *args):
+        return self.worker(*args)
+
+    def _tell(self, rank, message):
+        self.server.receive(rank, message)
+
+    def _send(self, rank, message):
+        self._clocks[rank]._link.agent.obey(message)
+
+    def _begin(self, rank):
+        _, place = self._place(rank)
+        clocks, ranks = self._clocks[rank], len(self.schedule.ranks)
+        if rank == 0:
+            self.server.start()
+        welcome = self.server.welcome()
+        if welcome.measures_power:
+            measured = measure_gpu(
+                clocks,
+                lambda seconds: self._load(rank, seconds),
+                torch.device("cpu"),
+                pipeline_rank=place,
+                pipeline_ranks=ranks,
+                timebase=self.time,
+            )
+            clocks.send(measured)
+        elif welcome.measures_counter:
+            clocks.send(measure_counter(clocks))
+        self._tell(rank, Joined())
         self.runtimes[rank] = PerseusRuntime(
-            self._job,
-            communicator=VirtualCommunicator(self._meetings, topology),
-            gpu=self.gpus[rank],
-            clocks=clocks_of(self.gpus[rank], self.time, self._cuda and self._cuda[rank]),
-            timers=self._timers(rank),
-            device=torch.device("cpu"),
+            clocks,
+            self._timers(rank),
+            replace(self.schedule, ranks=(self.schedule.ranks[place],)),
+            is_rank_0=rank == 0,
             timebase=self.time,
         )
+
+    def _load(self, rank, seconds):
+        if self._cuda is not None:
+            self._cuda[rank].launch(seconds, COMPUTE_BOUND)
+            self._cuda[rank].synchronize()
+        else:
+            self.gpus[rank].begin_work(COMPUTE_BOUND)
+            self.gpus[rank].finish_work(seconds)
 
     def _timers(self, rank):
         if self._cuda is None:
@@ -280,7 +343,7 @@ class VirtualJob:
             end = "end", self._iterations[rank]
             self._meetings.bring(end, rank, None)
             self._meetings.wait(end, len(self.gpus))
-            phase = runtime.next.phase  # known now, when its inputs are
+            phase = runtime.phase  # known now, when its inputs are
         if rank == 0:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
@@ -302,10 +365,7 @@ class VirtualJob:
 
     @contextmanager
     def _stand_ins(self):
-        with (
-            patch("perseus_ds.profiler.blocking_power.dist", self._collectives),
-            patch("perseus_ds.runtime.frontiers.OptimizeWorker", self.worker),
-        ):
+        with patch("perseus_ds.client.measuring.dist", self._collectives):
             yield
 
     def _on_all_ranks(self, run):
@@ -369,10 +429,6 @@ class WorkerAtOnce:
 
 class RankLeftError(BaseException):
     """Another rank has ended with an error, so what this one waits for does not come; no code of the job handles it."""
-
-
-class OrderError(BaseException):
-    """Ranks call different collectives of one group at once, which on gloo mixes up what they send, or never ends."""
 
 
 class Meetings:
@@ -441,74 +497,8 @@ class Meetings:
         return False
 
 
-class VirtualCommunicator(Communicator):
-    """A communicator whose ranks are threads of a virtual time."""
-
-    is_connected = True
-
-    def __init__(self, meetings, topology):
-        world_size = topology.pipeline_ranks * topology.data_parallel
-        super().__init__(topology, VirtualChannel(meetings, topology.rank, world_size))
-
-
-class LoneCommunicator(Communicator):
-    """A communicator whose channel has no other ranks, whatever the topology says."""
-
-    is_connected = True
-
-    def __init__(self, topology=None):
-        super().__init__(topology or PipelineTopology(0, (0,)), VirtualChannel(Meetings(VirtualTime()), 0, 1))
-
-
-class VirtualChannel:
-    """What ``StoreChannel`` does, among threads of a virtual time.
-
-    Collectives are matched by their order; where ranks begin different ones, it is an error.
-    """
-
-    def __init__(self, meetings, rank, world_size, name=()):
-        self.rank, self.world_size = rank, world_size
-        self._meetings, self._name = meetings, name
-        self._begun = Counter()
-        self._channels = 0
-
-    def exchange(self, numbers, value, reduce, among=()):
-        ranks = tuple(among) or tuple(range(self.world_size))
-        self._begun[ranks] += 1
-        name = ("collective", *self._name, self._begun[ranks], ranks)
-        self._meetings.bring(name, self.rank, (f"exchange of {len(numbers)}", numbers, pickle.dumps(value), reduce))
-        return _Collective(self._meetings, name, ranks)
-
-    def another(self):
-        self._channels += 1
-        return VirtualChannel(self._meetings, self.rank, self.world_size, (*self._name, self._channels))
-
-
-class _Collective:
-    """A collective under way; the answer is made once, as by rank 0, when the first rank has what all have brought."""
-
-    def __init__(self, meetings, name, ranks):
-        self._meetings, self._name, self._ranks, self._size = meetings, name, ranks, len(ranks)
-        self._result = None
-
-    def result(self):
-        if self._result is None:
-            self._meetings.count_wait(self._name, self._size)
-            brought = self._meetings.wait(self._name, self._size)
-            if "result" not in brought:
-                kinds, numbers, values, reductions = zip(*(brought[rank] for rank in self._ranks), strict=True)
-                if len(set(kinds)) > 1:
-                    raise OrderError(f"{self._name}, by rank: {kinds}")
-                brought["result"] = [reductions[0](np.array(numbers, float), list(map(pickle.loads, values)))]
-            self._result = brought["result"]
-        return self._result[0]
-
-    def is_over_within(self, timeout_s):
-        return self._meetings.wait_within(self._name, self._size, timeout_s)
-
-
 class Collectives:
-    """``torch.distributed`` as the measurement of blocking power uses it."""
+    """``torch.distributed`` as the measurement before training uses it."""
 
     def __init__(self, meetings, ranks):
         self._meetings = meetings
@@ -519,11 +509,16 @@ class Collectives:
     def use(self, rank):
         self._rank.number = rank
 
-    def all_reduce(self, tensor):
-        self._counts[self._rank.number] += 1
-        name = "blocking", self._counts[self._rank.number]
-        self._meetings.bring(name, self._rank.number, None)
-        self._meetings.wait(name, self._ranks)
+    ReduceOp = torch.distributed.ReduceOp
+
+    def all_reduce(self, tensor, op=None):
+        number = getattr(self._rank, "number", 0)
+        self._counts[number] += 1
+        name = "blocking", self._counts[number]
+        self._meetings.bring(name, number, tensor.clone())
+        brought = self._meetings.wait(name, self._ranks)
+        if op is not None:
+            tensor.copy_(torch.stack([*brought.values()]).amax(0))
 
 
 def reports_of(*fields, pipelines=None):

@@ -1,0 +1,79 @@
+"""Whether a rank runs at default clocks because its driver has failed, and when the driver is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from perseus_ds.agent.controller import ClockController
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.protocol.job_messages import RankFailed, RankRecovered
+from perseus_ds.protocol.layout import DRIVER_HANGS_S
+from perseus_ds.timebase import Timebase
+
+_PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+# What fails again so soon had not passed: it is not reported twice.
+_OVER_S = 300.0
+
+
+class Fallback:
+    """Follows the faults of one GPU's controller.
+
+    The driver is probed at growing intervals; when it does everything that programs need, the rank runs them again.
+
+    Attributes:
+        is_in_force: Whether the rank runs at default clocks.
+    """
+
+    def __init__(
+        self, clocks: ClockController, timebase: Timebase, tell: Callable[[RankFailed | RankRecovered], None]
+    ) -> None:
+        """Begin under programs; each fault and each return from one is told once."""
+        self.is_in_force = False
+        self._clocks = clocks
+        self._time = timebase
+        self._tell = tell
+        self._fault: type[Exception] | None = None
+        self._probes = 0
+        self._next_s = 0.0
+        self._failed: list[Exception] = []
+
+    def begin(self, error: Exception) -> None:
+        """Fall back when :meth:`look` is called next; from any thread."""
+        self._failed.append(error)
+
+    def look(self) -> None:
+        """Fall back after a fault, and end that if the driver does everything again; on the agent's loop."""
+        if self._failed:
+            error, self._failed = self._failed[0], []
+            self._fall_back(error)
+        failing_s = self._clocks.failing_s
+        if not self.is_in_force and failing_s >= DRIVER_HANGS_S:
+            self._fall_back(GpuBusyError(f"the driver has not answered for {failing_s:.0f} s"))
+        now_s = self._time.now_s()
+        if not self.is_in_force:
+            if self._fault is not None and now_s >= self._next_s:
+                self._fault = None
+                self._tell(RankRecovered())
+        elif now_s >= self._next_s:
+            self._probe()
+
+    def _probe(self) -> None:
+        self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
+        self._probes += 1
+        self._clocks.probe(self._has_worked)
+
+    def _has_worked(self) -> None:
+        """The driver did everything once; on the controller's thread."""
+        self.is_in_force = False
+        self._next_s = self._time.now_s() + _OVER_S
+
+    def _fall_back(self, error: Exception) -> None:
+        if self.is_in_force:
+            return
+        self.is_in_force = True
+        fault = GpuError if isinstance(error, GpuError) else type(error)
+        if self._fault is not fault:
+            self._fault, self._probes = fault, 0
+            self._tell(RankFailed(str(error).rstrip("."), isinstance(error, GpuError | OSError)))
+        self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
+        self._probes += 1

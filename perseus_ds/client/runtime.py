@@ -1,0 +1,493 @@
+"""Perseus on one rank while it trains: marks, measurements, and what the job's server has this rank run.
+
+Nothing here waits while training runs, and nothing decides: the server sends what the iterations of an order run
+(:class:`~perseus_ds.protocol.job_messages.Follow`), and receives a report of every iteration.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.inputs import InputShapes, length_of_inputs, number_of_inputs
+from perseus_ds.clocks.timers import Execution, FinishedIteration, SimulatedExecution
+from perseus_ds.errors import PerseusError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
+from perseus_ds.pipeline.span import Span, encode
+from perseus_ds.protocol import job_messages as msg
+from perseus_ds.protocol.job_messages import Follow, Program, Report, Times
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
+from perseus_ds.timebase import REAL_TIME, Timebase
+from perseus_ds.units import log_printable, printable
+
+logger = logging.getLogger("perseus_ds")
+logger.addFilter(log_printable)
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""Surrounds what nobody measures and where no clock changes."""
+UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, "observe")
+"""What an iteration runs for which the server has sent nothing."""
+_LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 2.0, 2.0, 0.002
+_MOST_SPANS_BYTES = 40_000
+_MOST_UNSENT = 64
+
+
+class Monitor(Protocol):
+    """DeepSpeed's monitor, or anything like it."""
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None: ...
+
+
+class _Ran(NamedTuple):
+    """An iteration whose report is still to be sent, once the device has done it."""
+
+    finished: FinishedIteration
+    follow: Follow
+    stream: tuple[Operation, ...]
+    fields: dict[str, Any]
+
+
+def key_of(order: Hashable) -> int:
+    """Return a number that tells an order from others, the same in every process."""
+    digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class PerseusRuntime:
+    """Perseus on one rank, called by the code that executes the schedule.
+
+    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
+    of a plan the clock is its first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
+
+    Attributes:
+        follow: What the iteration runs that has begun last; before the first one, what it will run.
+    """
+
+    def __init__(
+        self,
+        clocks: AgentClocks,
+        timers: Execution,
+        schedule: Schedule,
+        *,
+        is_rank_0: bool = True,
+        monitor: Monitor | None = None,
+        memory_bytes: Callable[[], int | None] = lambda: None,
+        timebase: Timebase = REAL_TIME,
+    ) -> None:
+        """Begin at default clocks.
+
+        Args:
+            clocks: Of the rank's GPU, connected with the job's server.
+            timers: Time operations on the device.
+            schedule: What this rank executes in its first iteration, as a schedule of one rank.
+            is_rank_0: Whether it prints what the server says, and waits for the summary at the end.
+            monitor: Receives time and energy, as DeepSpeed's monitor does.
+            memory_bytes: Returns the most memory that tensors have taken on the GPU.
+            timebase: The time of marks.
+        """
+        self.follow = UNPLANNED
+        self._clocks = clocks
+        self._timers = timers
+        self._time = timebase
+        self._is_rank_0 = is_rank_0
+        self._monitor = monitor if getattr(monitor, "enabled", True) else None
+        self._memory_bytes = memory_bytes
+        self._hooks = OperationHooks(timers, clocks)
+        self._simulated = timers if isinstance(timers, SimulatedExecution) else None
+        self._process = os.getpid()
+        self._closed = self._in_iteration = self._has_summary = False
+        # What to run, by the number of an order; the last entry is for the iterations to come.
+        self._follows: dict[int, list[Follow]] = {}
+        self._schedule = schedule
+        self._streams: dict[int, tuple[Operation, ...]] = {}
+        # Numbers by order and shape of the first inputs; of the first order without the server's help.
+        self._numbers: dict[tuple[int, float], int] = {}
+        self._others = DEFAULT_CLOCKS
+        self._by_shape: set[int] = set()
+        self._unread: set[int] = set()
+        self._number = DEFAULT_CLOCKS
+        self._key = 0
+        self._shapes = InputShapes()
+        self._unsent: deque[_Ran] = deque(maxlen=_MOST_UNSENT)
+        self._ended_s: float | None = None
+        self._worked = 0
+        atexit.register(self.close)
+
+    @property
+    def phase(self) -> str:
+        """The phase of the iteration that has begun last, or of the first one."""
+        return self.follow.phase
+
+    @property
+    def profiled(self) -> bool:
+        """Whether there is nothing left to measure."""
+        return self.phase in ("observe", "run", "pause")
+
+    @contextmanager
+    def iteration(
+        self, samples: int = 0, order: Hashable = None, read: Callable[[], Schedule] | None = None
+    ) -> Iterator[None]:
+        """Surround one training iteration.
+
+        Args:
+            samples: Samples that the job has seen after it.
+            order: Equal for equal schedules, on all ranks.
+            read: Returns what this rank executes in it, as a schedule of one rank; called if the order is another one
+                than the first, and the server plans it.
+        """
+        if self._closed:
+            yield
+            return
+        self._take_in()
+        self._send_reports()
+        self._key = key_of(order)
+        if not self._streams:
+            self._streams[self._key] = self._schedule.ranks[0]
+            self._numbers.setdefault((self._key, 0.0), 0)
+        if self._key in self._unread and read is not None:
+            self._read(read)
+        iteration = self._clocks.memory.iteration + 1
+        if self._key not in self._by_shape:
+            self._number = self._numbers.get((self._key, 0.0), self._others)
+        self.follow = self._following(iteration)
+        self._shapes = InputShapes()
+        self._hooks.start_iteration(self.follow, iteration, self._stream)
+        start_s = self._time.now_s()
+        self._in_iteration = True
+        try:
+            yield
+        except BaseException:
+            self._clocks.end_iteration(iteration)
+            raise
+        finally:
+            self._in_iteration = False
+        # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
+        finished = self._timers.finish_iteration()
+        self._clocks.end_iteration(iteration)
+        fields = {
+            "iteration": iteration,
+            "order": self._number,
+            "serial": self.follow.serial,
+            "key": self._key,
+            "stopped_s": 0.0 if self._ended_s is None else start_s - self._ended_s,
+            "ended": time.time(),
+            "samples": samples,
+            "first_shape": self._shapes.first,
+            "shapes": self._shapes.total,
+            "length": self._shapes.length,
+            "is_calibrated": self._simulated is None or self._simulated.seconds_per_flop is not None,
+        }
+        self._ended_s = self._time.now_s()
+        self._unsent.append(_Ran(finished, self.follow, self._stream, fields))
+        self._take_in()
+        self._send_reports()
+
+    @property
+    def _stream(self) -> tuple[Operation, ...]:
+        return self._streams.get(self._key, ())
+
+    @property
+    def follows_operations(self) -> bool:
+        """Whether :meth:`operation` has to surround the operations of the iteration that has begun."""
+        return self._hooks.is_needed or self._key in self._by_shape or bool(self._unsent)
+
+    @property
+    def follows_transfers(self) -> bool:
+        """Whether these include what is no instruction."""
+        return self._hooks.times_all
+
+    def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
+        """Surround one operation of an iteration.
+
+        Args:
+            operation: The operation.
+            inputs: The shapes of a forward's inputs, or whatever tells them from others; nothing where they are not
+                known, and of other operations.
+        """
+        if not self._in_iteration:
+            return NOTHING
+        if self._unsent:
+            self._send_reports()
+        if self._simulated is not None:
+            self._simulated.input_shapes = inputs
+        if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
+            shape = number_of_inputs(inputs)
+            if self._shapes.add(shape, length_of_inputs(inputs)) and self._key in self._by_shape:
+                self._choose_by_shape(shape)
+        return self._hooks.around(operation)
+
+    def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
+        """Surround one instruction of an iteration, as :meth:`operation` does."""
+        return self.operation(Compute(instruction), inputs)
+
+    def tail_begins(self) -> None:
+        """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
+        self._clocks.may_idle()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surround work outside of training iterations: it runs at default clocks."""
+        self._clocks.pause()
+        yield
+
+    def command(self, order: Mapping[str, Any]) -> None:
+        """Send an order as ``perseus-ds control`` does, such as ``{"command": "pause"}``, without waiting."""
+        if self._is_rank_0 and not self._closed:
+            self._clocks.send(msg.Command(json.dumps(order, default=str).encode()))
+
+    def set_steps(self, steps: int) -> None:
+        """Report how many training steps the engine has done, such as after a checkpoint was loaded."""
+        if self._is_rank_0 and not self._closed:
+            self._clocks.send(msg.Steps(self._clocks.memory.iteration, steps))
+
+    def close(self) -> None:
+        """Restore the default clock and stop; harmless when called again, or in a forked process.
+
+        Iterations may follow: at default clocks, without Perseus. Rank 0 waits for the summary for at most 2 s.
+        """
+        if self._closed or os.getpid() != self._process:
+            return  # in a forked process, the clock is its parent's
+        self._closed = True
+        atexit.unregister(self.close)
+        end_s = self._time.now_s() + _LAST_REPORTS_S
+        while self._unsent and not self._send_reports() and self._time.now_s() < end_s:
+            self._time.sleep(_POLL_S)
+        self._clocks.send(msg.Left())
+        end_s = self._time.now_s() + _SUMMARY_S
+        while self._is_rank_0 and not self._has_summary and self._time.now_s() < end_s:
+            self._clocks.wait(_POLL_S)
+            self._take_in()
+        self._clocks.close()
+
+    # What the server sends.
+
+    def _take_in(self) -> None:
+        for message in self._clocks.received():
+            match message:
+                case Follow():
+                    self._follows.setdefault(message.program.number, []).append(message)
+                case msg.Orders():
+                    self._number_orders(message)
+                case msg.ReadSchedule():
+                    self._unread.add(message.key)
+                case msg.Calibrate():
+                    self._calibrate(message)
+                case msg.Say():
+                    self._say(message)
+                case msg.Observed():
+                    self._tell_monitor(message)
+                case msg.Summarised():
+                    self._has_summary = True
+        if self._clocks.memory.iteration == 0 and 0 in self._follows:
+            self.follow = self._follows[0][-1]
+
+    def _following(self, iteration: int) -> Follow:
+        """Return what an iteration of the present order runs, and forget what was before that."""
+        follows = self._follows.get(self._number, [])
+        while len(follows) > 1 and follows[1].from_iteration <= iteration:
+            del follows[0]
+        if not follows or follows[0].from_iteration > iteration:
+            return UNPLANNED
+        if follows[0].program.clocks_mhz and not self._stream:
+            return UNPLANNED  # whose positions are not known
+        return follows[0]
+
+    def _number_orders(self, orders: msg.Orders) -> None:
+        self._numbers = {(key, shape): number for key, shape, number in orders.numbers}
+        self._by_shape = {key for key, shape, _ in orders.numbers if shape}
+        self._others = orders.others
+
+    def _choose_by_shape(self, shape: float) -> None:
+        """Have the iteration run as its first inputs ask for."""
+        number = self._numbers.get((self._key, shape), DEFAULT_CLOCKS)
+        if number != self._number:
+            self._number = number
+            self.follow = self._following(self._clocks.memory.iteration)
+            self._clocks.change_order(number)
+            self._hooks.follow(self.follow, self._clocks.memory.iteration, self._stream)
+
+    def _read(self, read: Callable[[], Schedule]) -> None:
+        """Send the schedule of the order of the iteration that begins."""
+        self._unread.discard(self._key)
+        try:
+            schedule = read()
+        except PerseusError as error:
+            self._clocks.send(msg.ScheduleRead(self._key, error=str(error)))
+            return
+        self._streams[self._key] = schedule.ranks[0]
+        content = ScheduleStreams.of(schedule).model_dump_json().encode()
+        self._clocks.send(msg.ScheduleRead(self._key, content))
+
+    def _calibrate(self, message: msg.Calibrate) -> None:
+        if self._simulated is not None:
+            flops = dict(zip(self._simulated.flops, message.flops, strict=False))
+            self._simulated.calibrate(message.seconds_per_flop, flops)
+
+    def _say(self, message: msg.Say) -> None:
+        if message.warns:
+            logger.warning("%s", message.text)
+            return
+        try:
+            print(printable(message.text), flush=True)
+        except Exception:  # a terminal that is gone or knows no such character, a full disk
+            return
+
+    def _tell_monitor(self, observed: msg.Observed) -> None:
+        if self._monitor is None or not torch.distributed.is_initialized():  # DeepSpeed's asks for its rank
+            return
+        try:
+            self._monitor.write_events([(tag, value, observed.samples) for tag, value in observed.figures])
+        except Exception as error:  # files, networks, services: whatever the user has chosen to write to
+            self._monitor = None
+            logger.warning("perseus: DeepSpeed's monitor failed (%s); Perseus no longer writes to it.", error)
+
+    # What is sent to the server.
+
+    def _send_reports(self) -> bool:
+        """Send the reports of iterations that the device has done; return whether there is none left."""
+        while self._unsent and self._unsent[0].finished.is_over():
+            self._send(self._unsent.popleft())
+        return not self._unsent
+
+    def _send(self, ran: _Ran) -> None:
+        follow, fields, simulated = ran.follow, ran.fields, self._simulated
+        if simulated is not None and simulated.seconds_per_flop is None and len(simulated.flops) > self._worked:
+            self._worked = len(simulated.flops)
+            self._clocks.send(msg.Worked(tuple((repr(key), count) for key, count in simulated.flops.items())))
+        if (times := times_of(follow, fields["iteration"])) != "none":
+            spans = ran.finished.spans()
+            fields |= computed_and_tail_s(spans)
+            if times != "ends":
+                self._send_spans(fields["iteration"], spans, ran.stream)
+        report = Report(
+            **fields,
+            time_s=ran.finished.time_s(),
+            issued=self._clocks.memory.iteration,
+            memory_bytes=self._memory_bytes() or 0,
+        )
+        self._clocks.send(report)
+
+    def _send_spans(self, iteration: int, spans: Sequence[Span], stream: tuple[Operation, ...]) -> None:
+        content = encode(spans, self._hooks.places_of(stream))
+        for begin in range(0, len(content), _MOST_SPANS_BYTES // 18 * 18):
+            self._clocks.send(msg.Spans(iteration, content[begin : begin + _MOST_SPANS_BYTES // 18 * 18]))
+
+
+def times_of(follow: Follow, iteration: int) -> Times:
+    """Return what is measured of an iteration."""
+    return follow.otherwise if iteration % follow.every else follow.times
+
+
+def computed_and_tail_s(spans: Sequence[Span]) -> dict[str, float]:
+    """Return when the last pass of an iteration ended, and how long the tail took from then on [s]."""
+    computed_s = ended_s = 0.0
+    for span in spans:
+        if isinstance(span.operation, Compute):
+            if span.operation.instruction.kind is Kind.TAIL:
+                ended_s = max(ended_s, span.end_s)
+            else:
+                computed_s = max(computed_s, span.end_s)
+    return {"computed_s": computed_s, "tail_s": max(0.0, ended_s - computed_s)}
+
+
+class OperationHooks:
+    """One context manager for all operations, which do not overlap: making one for each would take time.
+
+    Attributes:
+        times_all: Whether all operations of this iteration are timed, transfers included.
+        is_needed: Whether any operation of this iteration is timed or marked.
+    """
+
+    def __init__(self, timers: Execution, clocks: AgentClocks) -> None:
+        self._timers = timers
+        self._clocks = clocks
+        # Positions of instructions in the program, and those of the last iteration in the order in which they ran: most
+        # iterations are alike, and to compare objects costs less than to look them up.
+        self._positions: dict[Instruction, int] = {}
+        self._ran: list[tuple[Instruction, int | None]] = []
+        self._next = 0
+        self._stream: tuple[Operation, ...] = ()
+        self._followed: Program | None = None
+        self._places: dict[int, dict[Operation, int]] = {}
+        self._operation: Operation | None = None
+        self._position: int | None = None
+        self._times_passes = self.times_all = self.is_needed = True
+
+    def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
+        """Begin an iteration of which no operation was issued yet."""
+        self._next = 0
+        self.follow(follow, iteration, stream)
+        self._timers.start_iteration()
+        self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
+
+    def follow(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
+        """Mark and time what remains of an iteration as it is to be from now on."""
+        times = times_of(follow, iteration)
+        self._times_passes = times != "none" or self._timers.needs_all
+        self.times_all = times == "all" or self._timers.needs_all
+        if follow.program is not self._followed or stream is not self._stream:
+            instructions = (op.instruction for op in stream if isinstance(op, Compute))
+            self._positions = {each: n for n, each in enumerate(instructions)} if follow.program.clocks_mhz else {}
+            self._ran = []
+            self._followed, self._stream = follow.program, stream
+        self.is_needed = self._times_passes or bool(self._positions)
+
+    def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
+        """Return the place of each operation in a stream."""
+        if id(stream) not in self._places:
+            self._places[id(stream)] = {operation: place for place, operation in enumerate(stream)}
+        return self._places[id(stream)]
+
+    def around(self, operation: Operation) -> AbstractContextManager[None]:
+        """Return what surrounds an operation: this, or nothing where it is neither timed nor marked."""
+        if type(operation) is not Compute:
+            if not self.times_all:
+                return NOTHING
+            self._operation, self._position = operation, None
+            return self
+        position: int | None = None
+        if self._positions:
+            place, ran, instruction = self._next, self._ran, operation.instruction
+            self._next = place + 1
+            if place < len(ran) and ran[place][0] is instruction:
+                position = ran[place][1]
+            else:
+                position = self._positions.get(instruction)
+                ran[place:] = [(instruction, position)]
+        if position is None and not self._times_passes:
+            return NOTHING
+        self._operation, self._position = operation, position
+        return self
+
+    def __enter__(self) -> None:
+        """An operation is about to be issued."""
+        if self._position is not None:
+            self._clocks.mark(2 * self._position)
+        operation = self._operation
+        assert operation is not None, "it is known around what"
+        if self._times_passes if type(operation) is Compute else self.times_all:
+            self._timers.begin(operation)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """An operation was issued."""
+        operation = self._operation
+        assert operation is not None, "it is known around what"
+        if self._times_passes if type(operation) is Compute else self.times_all:
+            self._timers.end(operation)
+        if self._position is not None:
+            self._clocks.mark(2 * self._position + 1)

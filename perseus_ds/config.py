@@ -1,0 +1,212 @@
+"""The ``perseus`` block of a job: its keys, and where it comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from perseus_ds.artifacts.io import MOST_JSON_BYTES, parse_json, read_text
+from perseus_ds.artifacts.validation import StrictModel, explain
+from perseus_ds.errors import ConfigError
+from perseus_ds.gpu.simulated import SimulatedConfig
+from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
+
+VARIABLE = "PERSEUS"
+# Every measured clock costs slower iterations, so adaptive sampling measures at most so many, and a third of all.
+MOST_CLOCKS = 8
+
+
+class MetricsConfig(StrictModel):
+    """Figures of the job for Prometheus, from rank 0."""
+
+    port: int | None = Field(None, ge=1, le=65535, description="Serve them over HTTP (OpenMetrics) at this port.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen at; 0.0.0.0 for all of the node's.")
+    textfile: str | None = Field(
+        None, pattern=r"\.prom$", description="Write them to this file, *.prom, for node_exporter's textfile collector."
+    )
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> Self:
+        if self.port is None and self.textfile is None:
+            raise ValueError(
+                'expected "port", such as 9400, or "textfile", such as "/var/lib/node_exporter/perseus.prom"'
+            )
+        return self
+
+
+class ProfileConfig(StrictModel):
+    """How a profile is measured."""
+
+    min_clock_mhz: int | None = Field(
+        None, gt=0, description="Lowest clock to measure [MHz]; the GPU's lowest by default."
+    )
+    max_clock_mhz: int | None = Field(
+        None, gt=0, description="Highest clock to measure [MHz]; the GPU's highest by default."
+    )
+    sampling: Literal["full", "stride", "adaptive"] = Field(
+        "adaptive",
+        description="Clocks to measure. full: each one; stride: every n-th; adaptive: a few, chosen from what was "
+        "measured so far, and a fitted model in between.",
+    )
+    clock_stride: int = Field(1, ge=1, description="The n of stride.")
+    warm_up: int = Field(
+        3,
+        ge=2,
+        description="Least number of ordinary training iterations before the measurement; more while times drift.",
+    )
+
+    def clocks_among(self, supported: Sequence[int], gpu: str) -> list[int]:
+        """Return the clocks that may be measured, of those that a GPU supports, ascending [MHz].
+
+        Raises:
+            ConfigError: The GPU supports fewer than two clocks in the configured range.
+        """
+        if not supported:
+            raise ConfigError(f"perseus.profile: {gpu} has no clocks that all GPUs of the job support.")
+        low, high = self.min_clock_mhz or supported[0], self.max_clock_mhz or supported[-1]
+        chosen = [clock for clock in supported if low <= clock <= high]
+        if len(chosen) < 2:
+            raise ConfigError(
+                f"perseus.profile: {gpu} supports {len(chosen)} clocks from {low} to {high} MHz; a profile needs "
+                f"at least 2. It supports {supported[0]} to {supported[-1]} MHz."
+            )
+        return chosen
+
+    def most_clocks(self, clocks: int) -> int:
+        """Return the largest number of clocks that are measured, given how many there are."""
+        if self.sampling == "adaptive":
+            return min(MOST_CLOCKS, max(4, clocks // 3))
+        return clocks if self.sampling == "full" else -(-clocks // self.clock_stride)
+
+
+class PerseusConfig(StrictModel):
+    """The settings of Perseus for a training run."""
+
+    enabled: bool = Field(True, description="Without it, DeepSpeed runs as if there were no block.")
+    mode: Literal["auto", "observe", "profile", "run"] = Field(
+        "auto",
+        description="auto: profile while training goes on, optimise in the background, then run under the plan; "
+        "observe: measure time and energy at default clocks; profile: measure every clock, write "
+        "profile.csv, train on at default clocks; run: train under the plan chosen from a frontier.",
+    )
+    device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
+        "auto",
+        description="auto: NVML for NVIDIA's GPUs, Zeus for AMD's, a simulated GPU where the engine runs on the CPU; "
+        "zeus: Zeus's device layer, for zeusd and AMD GPUs.",
+    )
+    required: bool = Field(
+        False,
+        description="auto and observe mode: an error if a GPU cannot be used or, in auto mode, its clocks cannot be "
+        "set; without it, a warning, and the job trains at default clocks.",
+    )
+    output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
+    frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
+    policy: PolicyConfig = Field(
+        default_factory=SlowdownPolicy,
+        description="The rule that chooses a plan.",
+    )
+    cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
+    max_drift: float = Field(
+        0.05,
+        gt=0,
+        description="Largest deviation of instruction times from the profile, as a fraction, beyond what they vary by; "
+        "a larger one is printed, and auto mode profiles again if the plan is dropped or cannot be compared.",
+    )
+    metrics: MetricsConfig | None = Field(
+        None,
+        description='Figures for Prometheus: {"port": 9400} serves them, {"textfile": "…/perseus.prom"} writes them.',
+    )
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether it is an error if a GPU cannot be used."""
+        return self.required or self.mode in ("profile", "run")
+
+    @property
+    def needs_clocks(self) -> bool:
+        """Whether it is an error if clocks may not be set."""
+        return self.mode in ("profile", "run") or (self.mode == "auto" and self.required)
+
+    @model_validator(mode="after")
+    def _run_needs_a_frontier(self) -> Self:
+        # Only rank 0's node can tell whether the file exists.
+        if self.enabled and self.mode == "run" and self.frontier is None:
+            raise ValueError('"mode": "run" needs "frontier": the frontier.json that "perseus-ds optimize" wrote')
+        return self
+
+
+def parse_block(block: object) -> PerseusConfig:
+    """Validate a ``perseus`` block.
+
+    Raises:
+        ConfigError: The message names the key and says what to write instead.
+    """
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'perseus: expected an object such as {{"enabled": true}}, got {block!r}.')
+    try:
+        return PerseusConfig.model_validate(_plain(block))
+    except ValidationError as error:
+        raise ConfigError(explain(error, PerseusConfig, "perseus.")) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with dictionaries and lists in place of such containers as OmegaConf's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(each) for each in value]
+    return value
+
+
+def settings_of(block: Any) -> PerseusConfig | None:
+    """Return the settings of a job; None if neither its own config nor the environment has any.
+
+    Args:
+        block: The ``perseus`` block of the job's config; None without one. A key of the variable ``PERSEUS`` (JSON, or
+            the path of a JSON file) replaces the same key of the block.
+
+    Raises:
+        ConfigError: The message names the key and says what to write instead.
+    """
+    variable = _from_environment()
+    if variable is None:
+        return None if block is None else parse_block(block)
+    if block is not None and not isinstance(block, Mapping):
+        return parse_block(block)
+    return parse_block({**(block or {}), **variable})
+
+
+def _from_environment() -> Mapping[str, Any] | None:
+    """Return the block of the variable ``PERSEUS``; None if it is not set or empty."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    source = VARIABLE
+    if not text.startswith("{"):
+        source = f"{VARIABLE}={text}"
+        try:
+            text = read_text(Path(text), ConfigError, "JSON file", MOST_JSON_BYTES)
+        except ConfigError as error:
+            raise ConfigError(
+                f'{source}: expected JSON such as {{"mode": "auto"}} or the path of a JSON file: {error}'
+            ) from None
+    try:
+        block = parse_json(text)
+    except ValueError as error:
+        if source == VARIABLE and '"' not in text and ":" in text:
+            raise ConfigError(
+                f"{VARIABLE}={text}: this is JSON without its quotes, which a shell has removed, as it does on the way "
+                f"of {VARIABLE} from .deepspeed_env to the ranks. Write the block to a file that all nodes see and set "
+                f"{VARIABLE} to its path."
+            ) from None
+        raise ConfigError(f"{source}: this is not JSON: {error}.") from None
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'{source}: expected an object such as {{"mode": "auto"}}, got {block!r}.')
+    return block

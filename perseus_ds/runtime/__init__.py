@@ -1,1 +1,0 @@
-"""Perseus on one rank of a job."""

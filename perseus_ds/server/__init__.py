@@ -1,0 +1,1 @@
+"""The server of a job: one process decides for all ranks."""

@@ -1,0 +1,182 @@
+"""Training at default clocks: for good, to compare plans with it, or for a while after a fault or a dropped plan."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from perseus_ds.pipeline.span import Span
+from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
+from perseus_ds.policy.reports import GpuLimit
+from perseus_ds.profiler.fixed_durations import without_gaps
+from perseus_ds.protocol.job_messages import Calibrate
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
+
+SETTLED = 1
+"""Iterations after a change of clocks that do not count: it begins at the clocks before."""
+DROPPED_FOR = 200
+"""After so many iterations a dropped plan is compared again, the first time."""
+_KEPT = 4
+_LONGER = 4
+_LONG_AGO = 20
+
+
+class DefaultIterations:
+    """Iterations at default clocks, one right after the other.
+
+    Attributes:
+        sample: Time and energy of the whole job, under the limits that its GPUs have now.
+        limits: GPUs that may do less than when the profile was measured.
+        last_s: Time of the last one [s]; None before the first.
+    """
+
+    def __init__(self, counter_period_s: float) -> None:
+        self.sample = IterationSample(counter_period_s)
+        self.limits: tuple[GpuLimit, ...] = ()
+        self._latest: deque[Seen] = deque(maxlen=_KEPT)
+        self._iterations = 0
+        self.last_s: float | None = None
+
+    def remaining_s(self, blocks: int = 1) -> float | None:
+        """Return about how long it takes until they are so many blocks [s]; None before the first one."""
+        if self.last_s is None:
+            return None
+        return self.sample.remaining_s(self.last_s, max(0, SETTLED + 1 - self._iterations), blocks)
+
+    def spans(self, rank: int) -> list[list[Span]]:
+        """Return the operations of a rank in the last of them."""
+        return [without_gaps(spans, seen.time_s) for seen in self._latest if (spans := seen.spans(rank))]
+
+    def add(self, seen: Seen) -> None:
+        """Add an iteration; those under other limits of GPUs count no more."""
+        if seen.reports.limits != self.limits:
+            self.limits, self.sample = seen.reports.limits, IterationSample(self.sample.counter_period_s)
+            self._iterations = 0
+            self._latest.clear()
+        self._iterations += 1
+        self.last_s = seen.time_s
+        if self._iterations > SETTLED:
+            self._latest.append(seen)
+            self.sample.add_reports(seen.reports)
+
+
+async def measure_default(
+    default: DefaultIterations, say: Callable[[str], None], stops: Callable[[], bool] = lambda: False
+) -> None:
+    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
+
+    They are added to ``default``; how many they are about to be is said as soon as the time of one is known.
+    """
+    is_announced = False
+    while not (default.sample.is_enough or stops()):
+        if default.last_s and not is_announced:
+            is_announced = True
+            left_s = [default.remaining_s(blocks) or 0.0 for blocks in (1, MOST_BLOCKS)]
+            least, most = (max(1, math.ceil(time_s / default.last_s)) for time_s in left_s)
+            say(f"measuring iterations at default clocks, to compare plans with: about {least} to {most}")
+        run = Run("default", times="all", next_phase=NextPhase("run", default.remaining_s()))
+        await _one_iteration(run, default)
+
+
+async def _one_iteration(run: Run, default: DefaultIterations) -> None:
+    """Add the next iteration if it runs at default clocks."""
+    seen = await iteration(run)
+    if seen.run is not None and seen.run.clocks == run.clocks:
+        default.add(seen)
+
+
+async def run_at_default_clocks(
+    default: DefaultIterations, phase: str, until: Callable[[], bool], next_phase: Callable[[], NextPhase]
+) -> None:
+    """Add iterations at default clocks until something is so."""
+    is_over = False
+    while not is_over:
+        await _one_iteration(Run(phase, times="all", next_phase=next_phase()), default)
+        is_over = until()
+
+
+async def observe() -> None:
+    """Train at default clocks for the rest of the job; time and energy are measured."""
+    run = Run("observe")
+    while True:
+        await iteration(run)
+
+
+async def calibrate(context: ModeContext) -> None:
+    """On simulated GPUs, run an iteration, after which each rank is told how long its passes take."""
+    job = context.job
+    if not job.facts[0].calibrates:
+        return
+    following = job.config.mode if job.config.mode in ("observe", "run") else "warm-up"
+    run = Run("calibrate", next_phase=NextPhase(following))
+    has_told = False
+    while not all(message.report.is_calibrated for message in (await iteration(run)).messages):
+        flops = [state.flops for state in job.states]
+        if has_told or not any(flops):
+            continue
+        has_told = True
+        pipelines = [place.pipeline for place in job.places]
+        by_pipeline = most_in_step(pipelines, [dict(own) for own in flops])
+        largest = max((count for most in by_pipeline.values() for count in most.values()), default=0)
+        simulated = job.config.simulated
+        per_s = simulated.flops_per_s
+        each_s = simulated.longest_instruction_s / max(1, largest) if per_s is None else 1 / per_s
+        for rank, own in enumerate(flops):
+            most = by_pipeline[pipelines[rank]]
+            context.send(rank, Calibrate(each_s, tuple(most[key] for key, _ in own)))
+
+
+def most_in_step(pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[str, int]]) -> dict[int, dict[str, int]]:
+    """Return the work of each pass, by pipeline, on the rank that has most of it; given of each rank, by pass.
+
+    Ranks that share a stage exchange parts of their results within a pass, so that none is done before the others:
+    experts with few tokens wait for those with many.
+    """
+    most: dict[int, dict[str, int]] = defaultdict(dict)
+    for pipeline, own in zip(pipeline_of_rank, flops, strict=True):
+        most[pipeline].update({key: max(count, most[pipeline].get(key, 0)) for key, count in own.items()})
+    return dict(most)
+
+
+class BackOff:
+    """For how many iterations a job trains at default clocks before it tries again.
+
+    Each time four times as many as before, unless that is long ago.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._last = 0
+        self._until = 0
+
+    def next(self, step: int) -> int:
+        """Return for how many iterations to back off after a step of the job."""
+        is_long_ago = step - self._until > _LONG_AGO * self._last
+        self._last = self._first if is_long_ago else _LONGER * self._last
+        self._until = step + self._last
+        return self._last
+
+
+async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
+    """Train at default clocks for so many iterations, unless these stop as above or the limits of GPUs change."""
+    limits: tuple[GpuLimit, ...] | None = None
+    run = Run("observe", next_phase=NextPhase("default"))
+    for _ in range(iterations):
+        if stops():
+            break
+        seen = await iteration(run)
+        if limits not in (None, seen.reports.limits):
+            break
+        limits = seen.reports.limits
+
+
+async def wait_until_none_has_failed(iterations: int) -> None:
+    """Train at default clocks for so many iterations and until no rank has fallen back."""
+    run, done = Run("observe"), 0
+    while True:
+        seen = await iteration(run)
+        done += 1
+        if done >= iterations and not seen.reports.failed:
+            return

@@ -1,0 +1,165 @@
+"""The frontier of a job: of the file that its config names, of an earlier run, or made while the job trains on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import write_together
+from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.errors import ConfigError, PerseusError, PlanError
+from perseus_ds.optimizer.worker import OptimizeRequest
+from perseus_ds.planning import PlanningSettings
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.default_clocks import DefaultIterations, run_at_default_clocks
+from perseus_ds.server.iterations import NextPhase
+from perseus_ds.server.job import Job
+
+# A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
+_SWITCH_COST_J = 0.5
+_FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
+
+
+def read_frontier(path: Path) -> Frontier:
+    """Return the frontier of a file on rank 0's node.
+
+    Raises:
+        PerseusError: There is no such file, or it is wrong.
+    """
+    if not path.exists():
+        raise ConfigError(f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".')
+    return Frontier.load(path)
+
+
+def load_frontier(job: Job, path: Path) -> Frontier:
+    """Return the frontier of a file.
+
+    Raises:
+        PerseusError: The file is wrong, or its plans do not fit the schedule or the GPUs of a job.
+    """
+    frontier = read_frontier(path)
+    if frontier.provenance.simulated and not job.simulated:
+        raise PlanError(
+            f"{path} was measured on simulated GPUs, this job runs on {job.facts[0].gpu}. "
+            'Measure a profile here: "mode": "profile".'
+        )
+    check_instructions(frontier.instructions, job.schedule.instructions)
+    job.check_clocks([clock for plan in frontier.plans for clocks in plan.clocks_mhz for clock in clocks])
+    return frontier
+
+
+def cached(key: str) -> Path:
+    """Return a folder of the user's cache, ``$XDG_CACHE_HOME/perseus-ds`` or ``~/.cache/perseus-ds``.
+
+    Raises:
+        OSError: This user has no home folder, as in some containers.
+    """
+    try:
+        return user_cache_path("perseus-ds") / key
+    except RuntimeError as error:
+        raise OSError(f"no folder for the cache: {error}. Set XDG_CACHE_HOME") from error
+
+
+def store(source: Path, cache: Path) -> None:
+    """Keep the files of a run's output folder in a folder of the cache.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written; nothing is left half-made.
+    """
+    staging = cache.with_name(f"{cache.name}.{os.getpid()}")
+    outdated = cache.with_name(f"{staging.name}.outdated")
+    staging.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in _FILES:
+            shutil.copyfile(source / name, staging / name)
+        # A job that reads the cache, or is killed here, finds all files or none.
+        with contextlib.suppress(FileNotFoundError):
+            cache.rename(outdated)
+        staging.rename(cache)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(outdated, ignore_errors=True)
+
+
+def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
+    """Return the frontier that an earlier run of this job left, if it still fits."""
+    job = context.job
+    try:
+        source = cached(job.profile_key())
+        if not job.config.cache or not all((source / name).is_file() for name in _FILES):
+            return None
+        job.output_dir.mkdir(parents=True, exist_ok=True)
+        write_together((job.output_dir / name, (source / name).read_bytes()) for name in _FILES)
+        frontier = load_frontier(job, job.output_dir / "frontier.json")
+    except (PerseusError, OSError) as error:
+        if job.config.cache:
+            context.recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
+        return None
+    context.recorder.say(f"using plans profiled by an earlier run ({source})")
+    return frontier
+
+
+def has_frontier_of_an_earlier_run(job: Job) -> bool:
+    """Return whether an earlier run has left a frontier, which may still not fit."""
+    try:
+        return job.config.cache and all((cached(job.profile_key()) / name).is_file() for name in _FILES)
+    except OSError:
+        return False
+
+
+def forget_for_later_runs(context: ModeContext) -> None:
+    """Leave nothing of this job for later runs."""
+    if context.job.config.cache:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(cached(context.job.profile_key()))
+
+
+def keep_for_later_runs(context: ModeContext) -> None:
+    """Store profile and frontier for the next run of this job."""
+    if context.job.config.cache:
+        try:
+            store(context.job.output_dir, cached(context.job.profile_key()))
+        except OSError as error:
+            context.recorder.event(Failed(event="cache", error=str(error)))
+
+
+async def optimise(context: ModeContext, default: DefaultIterations, switch_cost_s: float) -> Frontier:
+    """Make the frontier of the job's profile in another process, with low priority.
+
+    Args:
+        context: Of the mode.
+        default: The iterations meanwhile are added, which run at default clocks.
+        switch_cost_s: By how much a change of clock delays what follows it [s].
+
+    Raises:
+        PerseusError: It cannot be made, or does not fit this job.
+    """
+    job = context.job
+    # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
+    price_s = max([switch_cost_s, *(state.late_s for state in job.states)])
+    dwell_s = {
+        clock_mhz: max(state.latencies.dwell_s(clock_mhz) for state in job.states) for clock_mhz in job.clocks_mhz()
+    }
+    settings = PlanningSettings(switch_cost_j=_SWITCH_COST_J, switch_cost_s=price_s, least_dwell_s=dwell_s)
+    request = OptimizeRequest(profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings)
+    worker = context.worker(request, job.output_dir / "optimize.log")
+    with ExitStack() as running:
+        running.callback(worker.stop)
+        context.beside.callback(worker.stop)
+        await run_at_default_clocks(
+            default,
+            "optimizing",
+            until=lambda: worker.poll() is not None,
+            next_phase=lambda: NextPhase("default", worker.remaining_s()),
+        )
+    result = worker.poll()
+    if result is not None and result.error is not None:
+        raise PerseusError(f"optimising failed: {result.error}")
+    return load_frontier(job, job.output_dir / "frontier.json")

@@ -1,0 +1,241 @@
+"""An iteration of the whole job: what a mode has the ranks run, and what they report of it.
+
+A mode is a coroutine. It awaits one iteration of its kind after the other, and each time says what the iterations to
+come are to run::
+
+    seen = await iteration(Run("default", times="all"))
+
+What it says takes effect an iteration or two later, so ``seen.run`` tells what the iteration really ran: None if ranks
+did not all run the same from its begin to its end. Only iterations that are known are evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.pipeline.span import Span, decode
+from perseus_ds.policy.decisions import Assignment, Forecast
+from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.protocol.job_messages import Program, RankReport, Times
+
+
+@dataclass(frozen=True)
+class NextPhase:
+    """The phase that follows, with an estimate of the time left until then.
+
+    Attributes:
+        phase: As in ``run.jsonl``.
+        in_s: The time left [s]; None if it is unknown.
+    """
+
+    phase: str
+    in_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Frequency plans for all pipelines.
+
+    Attributes:
+        frontier: Their frontier.
+        assignment: Which plan each pipeline runs.
+        dag: Of the schedule.
+    """
+
+    frontier: Frontier
+    assignment: Assignment
+    dag: Dag
+
+    def of_pipeline(self, pipeline: int) -> FrequencyPlan:
+        """Return the plan of a pipeline."""
+        return self.frontier.plans[self.assignment.plans[pipeline]]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What iterations run.
+
+    Attributes:
+        phase: As it is called in ``run.jsonl``.
+        clock_mhz: One clock for all instructions of all ranks [MHz]; None for default clocks or plans.
+        plans: Frequency plans; None without any.
+        plan: The plan that the policy asks for, as a place on the frontier; None without one.
+        forecast: Prediction for the whole job; None without a plan.
+        times: What ranks measure of iterations whose number is a multiple of ``every``.
+        otherwise: What they measure of the others.
+        logs_energy: Whether ranks report each refresh of their energy counters.
+        next_phase: What follows; None where the job trains on like this.
+        status: For ``perseus-ds control status``.
+        progress: Returns what is kept of the progress under plans for a later start of the job; None without plans.
+        block: The iterations that are compared with others, to which one of these belongs; None if it is not compared.
+    """
+
+    phase: str
+    clock_mhz: int | None = None
+    plans: Plans | None = None
+    plan: int | None = None
+    forecast: Forecast | None = None
+    times: Times = "none"
+    every: int = 1
+    otherwise: Times = "none"
+    logs_energy: bool = False
+    next_phase: NextPhase | None = None
+    status: Mapping[str, Any] = field(default_factory=dict)
+    progress: Callable[[], dict[str, Any]] | None = None
+    block: IterationSample | None = None
+
+    @cached_property
+    def clocks(self) -> tuple[Any, ...]:
+        """What tells its clocks from others."""
+        plans = self.plans
+        return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others, as far as ranks need to know or records to tell them apart."""
+        measured = self.times, self.every, self.otherwise, self.logs_energy
+        return self.phase, self.clocks, self.plan, measured, id(self.block)
+
+    def program(self, number: int, pipeline: int, pipeline_rank: int, schedule: Schedule) -> Program:
+        """Return the clocks of one rank in iterations of an order."""
+        if self.plans is None:
+            return Program(number, self.clock_mhz)
+        plan = self.plans.of_pipeline(pipeline)
+        return program_of(number, plan, pipeline_rank, schedule, self.plans)
+
+
+def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, plans: Plans) -> Program:
+    """Return the clock of each instruction of a rank's schedule; without one of its own, that of the one before."""
+    clock_of = dict(zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True))
+    first_mhz = plan.clocks_mhz[rank][0]
+    if len(set(plan.clocks_mhz[rank])) == 1:
+        return Program(number, first_mhz)
+    clocks_mhz, clock_mhz = [], first_mhz
+    for instruction in schedule.instructions[rank]:
+        clock_mhz = clock_of.get(instruction, clock_mhz)
+        clocks_mhz.append(clock_mhz)
+    spans_s = tuple(_spans_s(plan, plans, schedule.instructions[rank]))
+    return Program(number, first_mhz, tuple(clocks_mhz), spans_s, plan.time_s)
+
+
+def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
+    """Return when the instructions of a rank begin and end if they take the times of the profile, none if one has none.
+
+    What has no clock to choose takes no time here, but at the end of the iteration.
+    """
+    times_s, dag = plans.frontier.instruction_times_s, plans.dag
+    node_of = {node.work: number for number, node in enumerate(dag.nodes)}
+    duration_s = np.zeros(len(dag.nodes))
+    for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
+        for instruction, clock_mhz in zip(instructions, clocks, strict=True):
+            time_s = times_s.get((instruction.stage, instruction.kind, clock_mhz))
+            if time_s is None or instruction not in node_of:
+                return []
+            duration_s[node_of[instruction]] = time_s
+    own = [node_of[instruction] for instruction in stream]
+    ends_s = dag.finish_s(duration_s)[own]
+    return list(zip((ends_s - duration_s[own]).tolist(), ends_s.tolist(), strict=True))
+
+
+@dataclass(eq=False)
+class Seen:
+    """An iteration that all ranks have reported.
+
+    Attributes:
+        number: Training step, 1 first.
+        iteration: Number of the iteration since the job started.
+        run: What all ranks ran from its begin to its end; None if they did not.
+        ranks: The reports of all ranks.
+        messages: The same as they came, by rank.
+        contents: Its operations as they came, by rank.
+        streams: The operations of the order of each pipeline rank.
+        pipeline_ranks: The pipeline rank of each rank.
+        ended: When it ended [Unix seconds].
+        is_known: Whether its order is one that has plans or may get them.
+    """
+
+    number: int
+    iteration: int
+    run: Run | None
+    ranks: RankReports
+    messages: Sequence[RankReport]
+    contents: Mapping[int, bytes]
+    streams: Sequence[Sequence[Any]]
+    pipeline_ranks: Sequence[int]
+    ended: float
+
+    @cached_property
+    def reports(self) -> JobReport:
+        """What the reports say of the whole job."""
+        return JobReport.of(self.ranks)
+
+    @property
+    def time_s(self) -> float:
+        """Of the slowest rank [s]."""
+        return self.reports.time_s
+
+    @property
+    def stopped_s(self) -> float:
+        """How long before it began the one before had ended [s]."""
+        return self.messages[0].report.stopped_s
+
+    @property
+    def samples(self) -> int:
+        """Samples that the job has seen after it."""
+        return self.messages[0].report.samples
+
+    def set(self, rank: int, fields: Mapping[str, float]) -> None:
+        """Add to the report of a rank what was found out of it."""
+        self.ranks.set(rank, fields)
+        self.__dict__.pop("reports", None)
+
+    def ran(self, run: Run) -> bool:
+        """Return whether all ranks ran something."""
+        return self.run is not None and self.run.key == run.key
+
+    def spans(self, rank: int) -> list[Span]:
+        """Return the operations of a rank, from the iteration's begin; none if they were not measured."""
+        if not self.streams:
+            return []
+        return decode(self.contents.get(rank, b""), self.streams[self.pipeline_ranks[rank]])
+
+    def begun_s(self, rank: int) -> float:
+        """Return when it began on the GPU of a rank, in the time of its node [s]."""
+        return self.messages[rank].begun_s
+
+
+class _Iteration(Awaitable[Seen]):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __await__(self) -> Generator[Run, Seen, Seen]:
+        return (yield self._run)
+
+
+def iteration(run: Run) -> Awaitable[Seen]:
+    """Have the iterations to come run something, and wait for the next one, whatever that runs."""
+    return _Iteration(run)
+
+
+async def iteration_of(run: Run, stops: Callable[[], bool] = lambda: False) -> Seen | None:
+    """Wait for the next iteration that all ranks run like this; None if ``stops`` is true before that."""
+    while not stops():
+        seen = await iteration(run)
+        if seen.ran(run):
+            return seen
+    return None
+
+
+Mode: TypeAlias = Coroutine[Run, Seen, Any]
+"""A coroutine that awaits iterations."""

@@ -1,0 +1,245 @@
+"""A job as its server knows it: what its ranks have described, and what they have reported of themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from perseus_ds.artifacts.layout import Layout, Part
+from perseus_ds.artifacts.profile import GpuSettings, ProfileInfo, StageProfile
+from perseus_ds.artifacts.run_records import Started
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.config import PerseusConfig
+from perseus_ds.errors import GpuError, PlanError, ProfileError, ScheduleError
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.protocol.description import JobDescription, Place, RankFacts, places_of
+from perseus_ds.protocol.job_messages import Measured
+from perseus_ds.protocol.latencies import LatencyTable
+
+_COUNTER_PERIOD_S, _COUNTER_SETTLE_S = 1.0, 1.0
+"""Of an energy counter that nobody has measured."""
+_MOST_PROFILED = 8
+"""So many pipelines report the operations that a profile is made of; more of them tell little more."""
+
+
+@dataclass
+class RankState:
+    """What a rank has reported of itself.
+
+    Attributes:
+        latencies: How late clocks follow their requests.
+        measured: Of its GPU, before training.
+        late_s: How late its agent follows marks [s].
+        default_mhz: The clock of its busy GPU while nobody has locked it [MHz]; 0 if unknown.
+        memory_bytes: Most memory that tensors have taken on its GPU; 0 if unknown.
+        flops: Floating-point operations of its passes, on a simulated GPU.
+        is_here: Whether it follows the server.
+        has_left: Whether it follows the server no more.
+        issued: Number of the iteration that it has begun last.
+    """
+
+    latencies: LatencyTable = field(default_factory=LatencyTable)
+    measured: Measured | None = None
+    late_s: float = 0.0
+    default_mhz: float = 0.0
+    memory_bytes: int = 0
+    flops: tuple[tuple[str, int], ...] = ()
+    is_here: bool = False
+    has_left: bool = False
+    issued: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, or its iterations of one order or with inputs of one shape.
+
+    Attributes:
+        config: The ``perseus`` block.
+        schedule: The operations of every rank of a pipeline in one iteration.
+        info: Model, parallelism and versions, for the profile.
+        facts: Of each rank.
+        places: Of each rank.
+        states: Of each rank.
+        fingerprint: What tells its iterations from the others of the job.
+    """
+
+    config: PerseusConfig
+    schedule: Schedule
+    info: ProfileInfo
+    facts: tuple[RankFacts, ...]
+    places: tuple[Place, ...]
+    states: tuple[RankState, ...]
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, description: JobDescription) -> Job:
+        """Return the job of a description.
+
+        Raises:
+            PerseusError: Ranks differ, or the description is none.
+        """
+        config = PerseusConfig.model_validate_json(description.config)
+        ranks = description.ranks
+        places, tensor_parallel = places_of(ranks)
+        streams = [ScheduleStreams.model_validate_json(facts.schedule).to_schedule() for facts in ranks]
+        first = next(facts.pipeline for facts in ranks)
+        schedule = replace(streams[first[0]], ranks=tuple(streams[rank].ranks[0] for rank in first))
+        for rank, (own, place) in enumerate(zip(streams, places, strict=True)):
+            if own.ranks[0] != schedule.ranks[place.pipeline_rank]:
+                raise ScheduleError(
+                    f"Rank {rank} runs other operations than rank {first[place.pipeline_rank]}, which has the same "
+                    "place in its pipeline: all pipelines of a job have to run the same schedule."
+                )
+        facts = ranks[0]
+        parts = [{stage: _parts(content) for stage, content in ranks[rank].parts.items()} for rank in first]
+        info = ProfileInfo(
+            simulated=facts.simulated,
+            gpu=facts.gpu,
+            driver=facts.driver,
+            settings=GpuSettings.model_validate_json(facts.settings) if facts.settings else None,
+            schedule=schedule.name,
+            layout=None if facts.engine is None else Layout.of_ranks(facts.engine, parts, tied=facts.tied),  # type: ignore[arg-type]
+            stages=schedule.num_stages,
+            pipeline_ranks=len(schedule.ranks),
+            data_parallel=1 + max(place.pipeline for place in places),
+            tensor_parallel=tensor_parallel,
+            micro_batches=schedule.micro_batches,
+            micro_batch_size=facts.micro_batch_size,
+            model=facts.models[0] if facts.models else None,
+            versions=facts.versions,
+        )
+        return cls(config, schedule, info, ranks, places, tuple(RankState() for _ in ranks))
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of everything that this job writes."""
+        return Path(self.config.output_dir)
+
+    @property
+    def profile_path(self) -> Path:
+        """The profile that this job writes."""
+        return self.output_dir / "profile.csv"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.facts)
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs of the job for each pipeline rank."""
+        return self.world_size // len(self.schedule.ranks)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its GPUs are simulated."""
+        return bool(self.info.simulated)
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The ranks of the pipeline whose operations are shown for all: rank 0's."""
+        return self.facts[0].pipeline
+
+    @property
+    def profiled(self) -> list[int]:
+        """The ranks of which a profile is made."""
+        return [rank for rank, place in enumerate(self.places) if place.pipeline < _MOST_PROFILED]
+
+    def clocks_mhz(self) -> list[int]:
+        """Return the clocks that may be measured, which all GPUs support, ascending [MHz].
+
+        Raises:
+            ConfigError: They are fewer than two.
+        """
+        common = set.intersection(*(set(facts.clocks_mhz) for facts in self.facts))
+        return self.config.profile.clocks_among(sorted(common), self.facts[0].gpu)
+
+    def check_clocks(self, clocks_mhz: Sequence[int]) -> None:
+        """Check that the GPUs of all ranks support clocks.
+
+        Raises:
+            PlanError: One does not.
+        """
+        for facts in self.facts:
+            for clock_mhz in sorted(set(clocks_mhz) - set(facts.clocks_mhz)):
+                raise PlanError(
+                    f"Plan does not fit this GPU: {facts.gpu} has no {clock_mhz} MHz. Profile on GPUs of this kind."
+                )
+
+    def of_shape(self, number: int, shape: str) -> Job:
+        """Return the job as its iterations with inputs of one shape are: with a folder and fingerprint of their own."""
+        config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
+        return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
+
+    def of_order(self, number: int, schedule: Schedule) -> Job:
+        """Return the job as its iterations of another order are: with a schedule and a folder of their own."""
+        config = self.config.model_copy(update={"output_dir": str(self.output_dir / "orders" / str(number))})
+        info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
+        return replace(self, config=config, schedule=schedule, info=info)
+
+    def started(self) -> Started:
+        """Return the event of the job's start."""
+        return Started(
+            mode=self.config.mode,
+            gpu=self.facts[0].gpu,
+            frontier=self.config.frontier,
+            job=self._key({}),
+            policy=self.config.policy.model_dump(mode="json"),
+            engines=list(self.facts[0].models) or None,
+            micro_batches=self.schedule.micro_batches,
+            settings=self.info.settings,
+        )
+
+    def profile_key(self) -> str:
+        """Return a text that tells its profile from those of jobs whose iterations, settings or measurement differ."""
+        settings = [json.loads(facts.settings) if facts.settings else None for facts in self.facts]
+        return self._key({"profile": self.config.profile.model_dump(), "settings": settings})
+
+    def _key(self, settings: dict[str, object]) -> str:
+        """Return a name of job, simulated GPUs, every rank's share of the model, and settings."""
+        simulated = self.config.simulated.model_dump() if self.simulated else {}
+        info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
+        fingerprints = [facts.fingerprint + self.fingerprint for facts in self.facts]
+        content = [info, fingerprints, {**settings, "simulated": simulated}]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+    # What was measured before training.
+
+    def counter_period_s(self) -> float:
+        """Return how often the slowest energy counter is refreshed [s]."""
+        return self._slowest(lambda measured: measured.period_s) or _COUNTER_PERIOD_S
+
+    def counter_settle_s(self) -> float:
+        """Return how long, on any rank, the counter still tells what was drawn before a step of power [s]."""
+        is_known = any(math.isfinite(power_w) for power_w in self._blocking_powers_w())
+        return self._slowest(lambda measured: measured.settle_s) if is_known else _COUNTER_SETTLE_S
+
+    def blocking_power_w(self) -> float:
+        """Return what a GPU draws while it waits, on the average of all ranks [W]; if unmeasured, by the last profile.
+
+        Raises:
+            GpuError: No rank could measure it.
+        """
+        known = [power_w for power_w in self._blocking_powers_w() if math.isfinite(power_w)]
+        if known:
+            return statistics.mean(known)
+        with contextlib.suppress(ProfileError):
+            if (power_w := StageProfile.load(self.profile_path).info.blocking_power_w) is not None:
+                return power_w
+        raise GpuError("what GPUs draw while they wait could not be measured")
+
+    def _blocking_powers_w(self) -> list[float]:
+        return [state.measured.blocking_power_w for state in self.states if state.measured is not None]
+
+    def _slowest(self, of: Callable[[Measured], float]) -> float:
+        return max((of(state.measured) for state in self.states if state.measured is not None), default=0.0)
+
+
+def _parts(content: bytes) -> list[Part]:
+    return [Part.model_validate(part) for part in json.loads(content)]

@@ -1,0 +1,277 @@
+"""A user's control of a running job: policy, reported stragglers, pause; kept for later starts of the job."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, Field
+
+from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
+from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, reduced
+from perseus_ds.policy.signals import SignalWatch
+from perseus_ds.server.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
+from perseus_ds.timebase import REAL_TIME, Timebase
+from perseus_ds.units import duration, percent, watts
+
+logger = logging.getLogger("perseus_ds")
+# Iterations that end under the old plan after an order: the one under way, and the one after it.
+_FOLLOWED_AFTER = 2
+_HOUR_S = 3600.0
+
+
+class Straggler(NamedTuple):
+    """A pipeline that all others wait for, and how many times as long as it would it takes."""
+
+    pipeline: int
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a policy would do now, as measured so far in the job.
+
+    Attributes:
+        time_s: Iteration time [s].
+        time_now_s: Iteration time under the plan in force [s].
+        without_s: Iteration time without a reduction, by the policy beside it [s].
+        power_w: Of all GPUs of the job [W].
+        default_power_w: The same at default clocks [W].
+        problem: The condition that no plan meets; empty if there is none.
+    """
+
+    time_s: float
+    time_now_s: float
+    without_s: float
+    power_w: float
+    default_power_w: float
+    problem: str = ""
+
+
+def cost_in_words(
+    effect: Effect | None, power_fraction: float, duration_s: float, until_s: float, within_s: float | None = None
+) -> str:
+    """Return what less power costs.
+
+    Args:
+        effect: What the job does then; None where that is not known.
+        power_fraction: What is asked for, of the power at default clocks.
+        duration_s: For how long [s]; infinity where that is not known.
+        until_s: When it ends [Unix seconds].
+        within_s: How soon it is needed [s].
+    """
+    until = f" until {datetime.fromtimestamp(until_s, timezone.utc):%FT%TZ}" if math.isfinite(until_s) else ""
+    share = f"at most {power_fraction:.0%} of the power at default clocks{until}"
+    if effect is None:
+        return f"{share}, once the job runs under plans: what that costs is not known yet"
+    waits_s = _FOLLOWED_AFTER * effect.time_now_s
+    too_late = f", later than the {duration(within_s)} asked for" if waits_s > (within_s or math.inf) else ""
+    known_s = duration_s if math.isfinite(duration_s) else _HOUR_S
+    late_s = known_s * max(0.0, 1 - effect.without_s / effect.time_s)
+    late = late_s / effect.without_s
+    each = ", if it trains as long" if math.isfinite(duration_s) else " for each hour of it"
+    longer = percent(max(0.0, effect.time_s / effect.without_s - 1)).lstrip("+")
+    problem = f"; but {effect.problem}" if effect.problem else ""
+    return (
+        f"{share} ({watts(power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, in at most "
+        f"{duration(waits_s)}{too_late}; iterations take {longer} longer, which "
+        f"makes the job {duration(late_s)} or {late:.{0 if late >= 10 else 1}f} iterations later{each}{problem}"
+    )
+
+
+class JobControl:
+    """Changed by users at any time, from any thread; read at iteration boundaries.
+
+    Attributes:
+        steps: Steps done, those of earlier starts of the job included.
+        own_steps: Steps since the server started.
+        progress: What an earlier start, or the plans before these, kept of the progress under plans, until there are
+            plans to run.
+        signals: The signals of the policy; None before they are followed.
+        effect_of: Returns what a policy would do now; from any thread. Nothing is known of it until plans are run.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        pipelines: int,
+        job_status: Callable[[], Mapping[str, Any]] = dict,
+        timebase: Timebase = REAL_TIME,
+    ) -> None:
+        """Begin with the configured policy.
+
+        Args:
+            policy: The configured one.
+            pipelines: Number of data-parallel pipelines.
+            job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one; from any thread.
+            timebase: Of the job.
+        """
+        self.policy = policy
+        self._configured = self._recorded = policy
+        self.paused = False
+        self.steps = self.own_steps = 0
+        self.progress: Mapping[str, Any] = {}
+        self.signals: SignalWatch | None = None
+        self.on_order: Callable[[OrderGiven], None] = lambda order: None
+        self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
+        self._pipelines = pipelines
+        self._job_status = job_status
+        self._timebase = timebase
+        self._lock = threading.Lock()
+        self._reported: dict[int, tuple[int, float]] = {}
+
+    def plans_are_dropped(self, progress: Mapping[str, Any]) -> None:
+        """Keep the progress under plans for those of another profile, until which no effect is known."""
+        self.progress, self.effect_of = progress, _not_known
+
+    def policy_now(self) -> PolicyConfig:
+        """Return the policy; that beside a reduction replaces it when its time is over."""
+        with self._lock:
+            if isinstance(self.policy, ReducePolicy) and self.policy.is_over(self._timebase.date()):
+                self.policy = self.policy.policy
+            return self.policy
+
+    def record_policy(self, record: Callable[[Event], None]) -> None:
+        """Record the policy if the job's records name another one, from an order or an earlier start."""
+        if self.policy != self._recorded:
+            self._recorded = self.policy
+            record(PolicyChanged(policy=self.policy.model_dump(mode="json")))
+
+    def count_step(self, step: int) -> None:
+        """Count a step that is done, whose number is known."""
+        self.steps = step
+        self.own_steps += 1
+
+    def straggler(self) -> Straggler | None:
+        """Return the slowest of the reported stragglers, if one is due."""
+        with self._lock:
+            due = [Straggler(p, slowdown) for p, (step, slowdown) in self._reported.items() if self.steps >= step]
+        return max(due, key=lambda straggler: straggler.slowdown, default=None)
+
+    def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
+        """Add the report of a straggler.
+
+        Raises:
+            ValueError: There is no such pipeline, or the slowdown is below 1.
+        """
+        if not 0 <= pipeline < self._pipelines:
+            raise ValueError(
+                f"pipeline: there is no pipeline {pipeline}; they are numbered 0 to {self._pipelines - 1}."
+            )
+        if not 1 <= slowdown < math.inf:
+            raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
+        with self._lock:
+            if slowdown == 1:
+                self._reported.pop(pipeline, None)
+            else:
+                self._reported[pipeline] = (self.steps + after_iterations, slowdown)
+
+    def carry_out(self, order: AnyOrder) -> dict[str, Any]:
+        """Carry out an order from outside; return the answer.
+
+        Raises:
+            ValueError: It cannot be done; nothing has changed.
+        """
+        job = self._job_status()
+        if isinstance(order, Status):
+            asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
+            return {"status": {**asked, **job}}
+        done = self._done(order, job)
+        if isinstance(order, SetPolicy | Reduce):
+            self.on_order(OrderGiven(policy=self.policy.model_dump(mode="json")))
+        elif isinstance(order, Pause | Resume):
+            self.on_order(OrderGiven(paused=self.paused))
+        return {"done": done + ("; but this job runs no plans now" if _runs_no_plans(job) else "")}
+
+    def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume, job: Mapping[str, Any]) -> str:
+        if isinstance(order, Reduce):
+            return self._reduced(order)
+        if isinstance(order, SetPolicy):
+            check_deadline(order.policy, self._timebase.date())
+            if self.signals is not None:
+                self.signals.follow(order.policy)
+            with self._lock:
+                self.policy = order.policy
+            effect = self.effect_of(order.policy)
+            but = f"; but {effect.problem}" if effect is not None and effect.problem else ""
+            return f"policy {order.policy.name} from the next iterations on{but}"
+        if isinstance(order, SetStraggler):
+            self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
+            if order.slowdown == 1:
+                return f"pipeline {order.pipeline} counts as recovered"
+            return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"
+        self.paused = isinstance(order, Pause)
+        if not self.paused:
+            return "under plans again"
+        at_once = bool(job.get("next")) or _runs_no_plans(job)
+        return "at default clocks" if at_once else "at default clocks, once the job has profiled itself"
+
+    def _reduced(self, order: Reduce) -> str:
+        """Reduce power for a while; return what that costs."""
+        until = self._timebase.date() + timedelta(seconds=order.duration_s)
+        policy = reduced(self.policy, order.power_fraction, until)
+        effect = self.effect_of(policy)
+        with self._lock:
+            self.policy = policy
+        cost = cost_in_words(effect, order.power_fraction, order.duration_s, until.timestamp(), order.within_s)
+        return cost + ("; but it is paused, and runs at default clocks until it is resumed" if self.paused else "")
+
+    def state(self) -> dict[str, Any]:
+        """Return what is kept for later starts of the job, as plain values."""
+        with self._lock:
+            reported = dict(self._reported)
+        return _Kept(
+            policy=self.policy,
+            configured=self._configured,
+            paused=self.paused,
+            steps=self.steps,
+            stragglers=reported,
+        ).model_dump(mode="json")
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Restore what an earlier start kept; a policy that the config has changed since is the config's.
+
+        Returns:
+            Whether the policy is the one of that start.
+        """
+        try:
+            return self._take_up(_Kept.model_validate(state))
+        except ValueError as error:  # of another version, or damaged
+            logger.warning("perseus: what an earlier start kept cannot be read (%r); it is ignored.", error)
+            return False
+
+    def _take_up(self, kept: _Kept) -> bool:
+        with self._lock:
+            self._reported = {p: entry for p, entry in kept.stragglers.items() if p < self._pipelines}
+            self.paused, self.steps = kept.paused, kept.steps
+            if kept.configured != self._configured:
+                return False
+            self.policy = kept.policy
+        if self.signals is not None:
+            self.signals.follow_if_possible(self.policy)
+        return True
+
+
+class _Kept(FileModel):
+    """What is kept beside the progress of the mode; a straggler counts from a step on."""
+
+    model_config = ConfigDict(extra="ignore")
+    policy: PolicyConfig
+    configured: PolicyConfig
+    paused: bool
+    steps: int = Field(ge=0, le=10**12)
+    stragglers: dict[int, tuple[int, Annotated[float, Field(ge=1)]]]
+
+
+def _not_known(policy: PolicyConfig) -> Effect | None:
+    return None
+
+
+def _runs_no_plans(job: Mapping[str, Any]) -> bool:
+    return job.get("phase") == "observe" and not job.get("next")

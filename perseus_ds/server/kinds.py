@@ -1,0 +1,523 @@
+"""Kinds of iterations: orders of passes, such as for numbers of micro-batches, and shapes of inputs.
+
+Each kind that is frequent goes through a mode of its own, which receives the iterations of that kind only. All others
+run at default clocks. The first order of a job goes through the job's mode. Passes are the same in all orders, so all
+orders share one profile; of a new order only the schedule is read. An order whose inputs have several shapes that come
+again and again is divided into kinds by shape, each with a profile of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned, ShapePlanned
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.errors import PerseusError, ScheduleError
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.policy.reports import SHAPES, shapes_number
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS
+from perseus_ds.protocol.job_messages import Orders, ReadSchedule, ScheduleRead
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.default_clocks import wait_until_none_has_failed
+from perseus_ds.server.iterations import Mode, Run, Seen
+from perseus_ds.server.modes import mode_of, mode_of_order, mode_of_shape
+from perseus_ds.server.profiling import share_profile
+
+OFTEN, LAST = 5, 50
+"""A kind gets plans if 5 of the last 50 iterations were of it: planning takes about twenty of its iterations."""
+MOST_KINDS = 6
+"""Number of kinds that have plans at a time."""
+MOST_NUMBERS = 254
+"""Number of kinds that get plans during a job, each with a folder of its own."""
+MEASURING = ("warm-up", "profile")
+"""The phases in which the profile of a kind is not complete."""
+UNUSED = 500
+"""A kind that was not seen in this number of iterations may be replaced by another one."""
+# An order that has not come for so many iterations is not waited for.
+_GONE = 10
+_WITHOUT_PROFILE = ("calibrate", "observe")
+# Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
+_CONFUSED, _CONFUSED_SHARE = 2, 0.05
+
+UNPLANNED = Run("observe", status={"plan": None})
+"""What iterations run that are of no kind."""
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The inputs of an iteration, as numbers that tell their shapes from others.
+
+    Attributes:
+        number: Of the first forwards and of all forwards of all ranks.
+        total: Of all forwards of all ranks, whatever their order.
+        firsts: Of the first forward of each rank.
+    """
+
+    number: int
+    total: int
+    firsts: tuple[float, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, seen: Seen) -> Shape:
+        """Return the shape of an iteration."""
+        reports = [message.report for message in seen.messages]
+        totals = [shapes_number(rank, report.shapes) for rank, report in enumerate(reports)]
+        firsts = [shapes_number(rank, report.first_shape) for rank, report in enumerate(reports)]
+        total = sum(totals) % SHAPES
+        return cls((sum(firsts) + 3 * total) % SHAPES, total, tuple(report.first_shape for report in reports))
+
+    def begins_like(self, other: Shape) -> bool:
+        """Return whether a rank cannot tell it from another shape by its first forward."""
+        return any(own == theirs for own, theirs in zip(self.firsts, other.firsts, strict=True))
+
+
+class Kind:
+    """A kind of iterations with a mode of its own.
+
+    Attributes:
+        number: By which ranks know it.
+        context: Of its mode.
+        key: What tells its order from others.
+        shape: Of its inputs; None for all.
+        wanted: What its iterations are to run.
+        came: When it came last, as a number of iterations.
+        iterations: How often it came.
+        confused: How often an iteration began like it and was of another shape.
+        profile: The profile of its passes; None before there is one.
+    """
+
+    def __init__(self, number: int, context: ModeContext, mode: Mode, key: int, shape: Shape | None = None) -> None:
+        self.number = number
+        self.context = context
+        self.key = key
+        self.shape = shape
+        self.wanted = UNPLANNED
+        self.came = self.iterations = self.confused = 0
+        self.profile: Path | None = None
+        self._mode: Mode | None = mode
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its mode has not ended."""
+        return self._mode is not None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its profile is being measured."""
+        return self._mode is not None and self.profile is None
+
+    def advance(self, seen: Seen | None) -> None:
+        """Have the mode take in an iteration, None for none, and decide on those to come.
+
+        Raises:
+            StopIteration: The mode has ended; its value is what the mode returned.
+            Exception: The mode's.
+        """
+        assert self._mode is not None, "it has not ended"
+        self.wanted = self._mode.send(seen)  # type: ignore[arg-type]  # None begins it
+        if self.wanted.phase in MEASURING:
+            self.profile = None
+        elif self.wanted.phase not in _WITHOUT_PROFILE:
+            self.profile = self.context.job.profile_path
+
+    def begin_again(self, mode: Mode) -> None:
+        """Go through another mode from its beginning."""
+        self.close()
+        self._mode = mode
+        self.advance(None)
+
+    def close(self) -> None:
+        """End the mode, after which iterations of this kind run at default clocks."""
+        if self._mode is not None:
+            self._mode.close()
+        self._mode, self.wanted = None, UNPLANNED
+
+
+class Frequent(Generic[K]):
+    """Counts the kinds of the last iterations.
+
+    Attributes:
+        iterations: Number of iterations.
+        last: The kinds of the last iterations.
+    """
+
+    def __init__(self) -> None:
+        self.iterations = 0
+        self.last: deque[K] = deque(maxlen=LAST)
+
+    def add(self, kind: K) -> None:
+        """Add an iteration."""
+        self.iterations += 1
+        self.last.append(kind)
+
+    def is_frequent(self, kind: K) -> bool:
+        """Return whether a kind is frequent enough for plans."""
+        return self.last.count(kind) >= OFTEN
+
+    def unused(self, planned: Mapping[K, Kind]) -> K | None:
+        """Return the kind to be replaced by another one, or None if all are in use."""
+        oldest = min(planned, key=lambda kind: planned[kind].came)
+        return oldest if self.iterations - planned[oldest].came >= UNUSED else None
+
+
+class _Shapes:
+    """The kinds by shape of one order.
+
+    Attributes:
+        planned: The kinds.
+        frequent: Counts the shapes.
+        first: The total of the shape whose profile is that of the order, if there is one.
+        measured: Profiles by the lengths of inputs.
+    """
+
+    def __init__(self, first: float | None) -> None:
+        self.planned: dict[Shape, Kind] = {}
+        self.frequent: Frequent[Shape] = Frequent()
+        self.first = first
+        self.measured: dict[float, Path] = {}
+        self.numbers = 0
+        self.has_said = False
+
+
+class Kinds:
+    """Routes each iteration to the mode of its kind.
+
+    Attributes:
+        first: The first order of the job.
+    """
+
+    def __init__(
+        self,
+        context: ModeContext,
+        run: Callable[[Kind], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Wait for :meth:`begin`.
+
+        Args:
+            context: Of the job.
+            run: Has the ranks run what a kind wants.
+            on_error: Called with an error that has ended the mode of the first order.
+        """
+        self._context = context
+        self._run = run
+        self._on_error = on_error
+        self._plans_orders = context.job.config.mode == "auto"
+        # In these modes all orders are alike.
+        self._is_one = context.job.config.mode in ("observe", "profile")
+        self.first = Kind(0, context, mode_of(context), 0)
+        self._first_key: int | None = None
+        self._orders: dict[int, Kind] = {}
+        self._frequent: Frequent[int] = Frequent()
+        self._shapes: dict[int, _Shapes] = {}
+        self._numbers = self._order_numbers = 0
+        self._streams: dict[int, tuple[Any, ...]] = {}
+        # Schedules that are being read, by rank, and why one could not be.
+        self._read: dict[int, dict[int, Schedule]] = {}
+        self._wanted: set[int] = set()
+        self._has_said = False
+
+    def begin(self) -> None:
+        """Begin the job's mode."""
+        self._advance(self.first, None)
+
+    def streams_of(self, key: int) -> tuple[Any, ...]:
+        """Return the operations of each pipeline rank in an order; none if they are unknown."""
+        return self._streams.get(key, ())
+
+    def orders_for(self, rank: int) -> Orders:
+        """Return the numbers of all kinds, for one rank."""
+        numbers = []
+        for key, kind in self._orders.items():
+            numbers.append((key, 0.0, kind.number if kind.is_planned or key not in self._shapes else DEFAULT_CLOCKS))
+            if key in self._shapes:
+                for shape, each in self._shapes[key].planned.items():
+                    if each.is_planned:
+                        numbers.append((key, shape.firsts[rank], each.number))
+                if not any(each.is_planned for each in self._shapes[key].planned.values()):
+                    numbers.append((key, -1.0, DEFAULT_CLOCKS))
+        return Orders(tuple(numbers), 0 if self._is_one else DEFAULT_CLOCKS)
+
+    def kinds(self) -> list[Kind]:
+        """Return all kinds that have plans or may get them."""
+        by_shape = (kind for shapes in self._shapes.values() for kind in shapes.planned.values())
+        return [kind for kind in (self.first, *self._orders.values(), *by_shape) if kind.is_planned]
+
+    def route(self, seen: Seen, key: int) -> tuple[Kind | None, int | None, int | None]:
+        """Return the kind of an iteration, and the number of its order and its shape for the records."""
+        if self._first_key is None:
+            self._first_key = self.first.key = key
+            self._orders[key] = self.first
+            self._streams[key] = self._context.job.schedule.ranks
+            self._tell_orders()
+        if self._is_one:
+            if key not in self._streams and self._context.job.config.mode == "profile":
+                self._read_schedule(key)
+            return self.first, None, None
+        kind = self._of_order(key)
+        if kind is None:
+            return None, NO_ORDER, None
+        order = kind.context.order or None
+        if key in self._shapes:
+            found = self._of_shape(seen, kind, self._shapes[key])
+            return found, order, None if found is None else found.context.shape
+        return kind, order, None
+
+    def advance(self, kind: Kind | None, seen: Seen) -> None:
+        """Have the mode of a kind take in an iteration."""
+        if kind is not None and kind.is_planned:
+            self._advance(kind, seen)
+
+    def has_read(self, rank: int, message: ScheduleRead) -> None:
+        """Take in the schedule of an order that a rank has read."""
+        if message.key not in self._wanted:
+            return
+        try:
+            if message.error:
+                raise ScheduleError(message.error)
+            own = ScheduleStreams.model_validate_json(message.schedule).to_schedule()
+            found = self._read.setdefault(message.key, {})
+            found[rank] = own
+            if len(found) == self._context.job.world_size:
+                ranks = tuple(found[each].ranks[0] for each in self._context.job.shown)
+                self._wanted.discard(message.key)
+                del self._read[message.key]
+                self._begin_order(message.key, replace(own, ranks=ranks))
+        except (PerseusError, ValueError) as error:
+            self._wanted.discard(message.key)
+            self._read.pop(message.key, None)
+            self._give_up_order(message.key, error)
+
+    def begin_again(self, iterations: int) -> None:
+        """Forget all kinds but the first order, and go through the job's mode again after so many iterations."""
+        for kind in self.kinds():
+            if kind is not self.first:
+                kind.close()
+        self._shapes.clear()
+        self._orders = {} if self._first_key is None else {self._first_key: self.first}
+        self._tell_orders()
+        self.first.begin_again(_after(self._context, iterations))
+        self._run(self.first)
+
+    def progress(self) -> dict[str, Any]:
+        """Return what is kept of the progress under plans; of several kinds, no plan."""
+        found = [kind.wanted.progress() for kind in self.kinds() if kind.wanted.progress]
+        if not found:
+            return {}
+        return found[0] if len(found) == 1 else {**found[0], "plan": None}
+
+    def close(self) -> None:
+        """End all modes."""
+        for kind in self.kinds():
+            kind.close()
+
+    # Orders.
+
+    def _of_order(self, key: int) -> Kind | None:
+        """Return the kind of an order, or None if it has none yet."""
+        self._frequent.add(key)
+        found = self._orders.get(key)
+        if found is not None:
+            found.came = self._frequent.iterations
+            return found
+        if not self._has_said:
+            self._has_said = True
+            which = "numbers that come often get plans" if self._plans_orders else "the plans are for one number"
+            self._context.recorder.say(
+                f"iterations differ in their number of micro-batches: {which}, all others run at default clocks"
+            )
+        if self._deserves_plans(key):
+            self._read_schedule(key)
+        return None
+
+    def _deserves_plans(self, key: int) -> bool:
+        """Return whether an order is frequent and may get plans now."""
+        if not self._plans_orders or key in self._wanted or not self._frequent.is_frequent(key):
+            return False
+        if self._order_numbers + len(self._wanted) >= MOST_NUMBERS:
+            return False
+        # An order that is measured keeps others waiting, unless it is gone.
+        now = self._frequent.iterations
+        if self._profile() is None and any(o.is_measured and now - o.came < _GONE for o in self._orders.values()):
+            return False
+        if len(self._orders) + len(self._wanted) < MOST_KINDS:
+            return True
+        others = {known: kind for known, kind in self._orders.items() if kind is not self.first}
+        unused = self._frequent.unused(others) if others else None
+        if unused is None:
+            return False
+        self._orders.pop(unused).close()
+        self._tell_orders()
+        return True
+
+    def _profile(self) -> Path | None:
+        """Return the path of a profile of the job's passes, if there is one."""
+        return next((kind.profile for kind in self._orders.values() if kind.profile), None)
+
+    def _read_schedule(self, key: int) -> None:
+        if key not in self._wanted:
+            self._wanted.add(key)
+            self._context.send_all(ReadSchedule(key))
+
+    def _begin_order(self, key: int, schedule: Schedule) -> None:
+        """Begin the mode of an order whose schedule is known."""
+        self._streams[key] = schedule.ranks
+        if self._is_one:
+            return
+        self._order_numbers += 1
+        profile = self._profile()
+        job = self._context.job.of_order(self._order_numbers, schedule)
+        context = replace(self._context, job=job, order=self._order_numbers)
+        has_profile = profile is not None and share_profile(job, profile)
+        kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
+        kind.came = self._frequent.iterations
+        self._announce_order(context.order, schedule.micro_batches, shares_profile=has_profile)
+        self._orders[key] = kind
+        self._tell_orders()
+        self._advance(kind, None)
+
+    def _give_up_order(self, key: int, error: Exception) -> None:
+        if key not in self._orders:
+            self._order_numbers += 1
+            context = replace(self._context, order=self._order_numbers)
+            kind = self._orders[key] = Kind(self._next_number(), context, _nothing(), key)
+            kind.close()
+        kind = self._orders[key]
+        kind.close()
+        self._announce_order(kind.context.order, None, given_up=str(error).rstrip("."))
+        self._tell_orders()
+
+    def _announce_order(
+        self, number: int, micro_batches: int | None, *, shares_profile: bool = False, given_up: str | None = None
+    ) -> None:
+        self._context.recorder.announce(
+            OrderPlanned(order=number, micro_batches=micro_batches, shares_profile=shares_profile, given_up=given_up)
+        )
+
+    # Shapes.
+
+    def _of_shape(self, seen: Seen, order: Kind, shapes: _Shapes) -> Kind | None:
+        """Return the kind of an iteration by the shape of its inputs; one that has come often becomes one."""
+        shape = Shape.of(seen)
+        shapes.frequent.add(shape)
+        known = dict.fromkeys([*shapes.planned, *shapes.frequent.last])
+        alike = {other for other in known if other != shape and other.begins_like(shape)}
+        for other, kind in shapes.planned.items():
+            if other in alike:
+                kind.confused += 1
+                if kind.is_planned and kind.confused > max(_CONFUSED, _CONFUSED_SHARE * kind.iterations):
+                    self._give_up_shape(kind, "iterations that begin with the same inputs go on with others")
+        if shape not in shapes.planned and self._shape_deserves_plans(shape, alike, shapes):
+            self._begin_shape(shape, seen.messages[0].report.length, order, shapes)
+            return None  # it did not run what this mode wants
+        found = shapes.planned.get(shape)
+        if found is None and not shapes.has_said:
+            shapes.has_said = True
+            self._context.recorder.say(
+                "iterations differ in the shapes of their inputs: shapes that come often get plans, all others run at "
+                "default clocks"
+            )
+        if found is not None:
+            found.came, found.iterations = shapes.frequent.iterations, found.iterations + 1
+        return found if found is not None and found.is_planned else None
+
+    def _shape_deserves_plans(self, shape: Shape, alike: set[Shape], shapes: _Shapes) -> bool:
+        """Return whether a shape comes often, can be told from others, and there is room for it."""
+        if not alike.isdisjoint(shapes.planned):
+            return False
+        is_first = shape.total == shapes.first
+        if sum(other in alike for other in shapes.frequent.last) > _CONFUSED or not (
+            is_first or shapes.frequent.is_frequent(shape)
+        ):
+            return False
+        if shapes.numbers >= MOST_NUMBERS or self._waits_for_profiles(shapes):
+            return False
+        if len(shapes.planned) < MOST_KINDS:
+            return True
+        unused = shapes.frequent.unused(shapes.planned)
+        if unused is None:
+            return False
+        shapes.planned.pop(unused).close()
+        self._tell_orders()
+        return True
+
+    def _waits_for_profiles(self, shapes: _Shapes) -> bool:
+        """Return whether enough lengths are being profiled for the profiles of others to follow from them."""
+        now = shapes.frequent.iterations
+        measured = (
+            kind for kind in shapes.planned.values() if kind.wanted.phase in MEASURING and now - kind.came < LAST
+        )
+        return len(shapes.planned) >= FEWEST_LENGTHS and any(measured)
+
+    def _begin_shape(self, shape: Shape, length: float, order: Kind, shapes: _Shapes) -> None:
+        if shape.total == shapes.first:
+            number, shapes.first, job = 0, None, order.context.job
+        else:
+            number = shapes.numbers = shapes.numbers + 1
+            job = order.context.job.of_shape(number, f"{shape.total}")
+        context = replace(order.context, job=job, shape=number)
+        mode, error = mode_of_shape(context, length, shapes.measured, order.context.job.profile_path)
+        self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
+        kind = shapes.planned[shape] = Kind(self._next_number(), context, mode, order.key, shape)
+        kind.came = shapes.frequent.iterations
+        self._tell_orders()
+        self._advance(kind, None)
+
+    def _give_up_shape(self, kind: Kind, why: str) -> None:
+        kind.close()
+        self._context.recorder.announce(ShapePlanned(shape=kind.context.shape, given_up=why))
+        self._tell_orders()
+
+    # Both.
+
+    def _next_number(self) -> int:
+        self._numbers = self._numbers % MOST_NUMBERS + 1
+        return self._numbers
+
+    def _advance(self, kind: Kind, seen: Seen | None) -> None:
+        """Have the mode of a kind decide on its iterations to come; no error of it ends the others."""
+        try:
+            kind.advance(seen)
+        except StopIteration as ended:
+            self._ends(kind, ended.value)
+            return
+        except Exception as error:
+            if kind is self.first:
+                kind.close()
+                self._on_error(error)
+            elif kind.shape is not None:
+                self._give_up_shape(kind, str(error).rstrip("."))
+            else:
+                self._give_up_order(kind.key, error)
+            return
+        if kind.is_planned:
+            self._run(kind)
+
+    def _ends(self, kind: Kind, first: float | None) -> None:
+        """The passes of a kind no longer have times in common."""
+        kind.close()
+        if kind.shape is not None:
+            self._give_up_shape(kind, "its passes no longer have times of their own")
+            return
+        self._shapes[kind.key] = _Shapes(first)
+        self._tell_orders()
+
+    def _tell_orders(self) -> None:
+        for rank in range(self._context.job.world_size):
+            self._context.send(rank, self.orders_for(rank))
+
+
+async def _after(context: ModeContext, iterations: int) -> Any:
+    """Train at default clocks for so many iterations and until no rank has failed, and then by the job's mode."""
+    await wait_until_none_has_failed(iterations)
+    return await mode_of(context)
+
+
+async def _nothing() -> None:
+    """The mode of an order that cannot be planned."""

@@ -1,0 +1,212 @@
+"""A job's figures for Prometheus, while it trains: served over HTTP or written for node_exporter, on other threads."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from prometheus_client import CollectorRegistry, MetricsHandler, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel
+
+from perseus_ds.config import MetricsConfig
+from perseus_ds.server.progress import PHASES, JobFacts, PipelineFacts, PlanFacts
+
+logger = logging.getLogger("perseus_ds")
+_PERIOD_S = 5.0
+_CLOSE_S = 2.0
+_CLIENT_TIMEOUT_S = 5.0
+# After each request, so that clients that ask without pause take little processor time from training.
+_PAUSE_S = 0.05
+_LABELS = ("training_job", "simulated")
+_Kind: TypeAlias = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_Values: TypeAlias = Mapping[str, float | None]
+
+
+class MetricsReporter:
+    """Serves or writes the figures until closed, on threads of its own."""
+
+    def __init__(self, config: MetricsConfig, facts: Callable[[], JobFacts], on_error: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            config: Where to.
+            facts: Returns the facts of the job, from any thread.
+            on_error: Called once, from another thread, with the reason why there are no figures at one of the places.
+        """
+        self._registry = registry_of(facts)
+        self._on_error = on_error
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        if config.port is not None:
+            self._start(self._serve, config.host, config.port)
+        if config.textfile is not None:
+            self._start(self._write_all, Path(config.textfile))
+
+    def close(self) -> None:
+        """Write the last figures and stop; harmless when called again."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="perseus-metrics", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, host: str, port: int) -> None:
+        fields = {
+            "registry": self._registry,
+            "timeout": _CLIENT_TIMEOUT_S,
+            "server_version": "perseus",
+            "sys_version": "",
+        }
+        try:
+            server = _Server((host, port), type("_Handler", (MetricsHandler,), fields))
+        except OSError as error:
+            self._fail(f"nothing is served at {host}:{port} ({error})")
+            return
+        with server:
+            while not self._stopping.wait(_PAUSE_S):
+                server.handle_request()
+
+    def _write_all(self, path: Path) -> None:
+        works, is_last = True, False
+        while not is_last:
+            is_last = self._stopping.is_set()
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_to_textfile(str(path), self._registry)
+            except OSError as error:
+                if works:
+                    self._fail(f"{path} cannot be written ({error})")
+                works = False
+            self._stopping.wait(_PERIOD_S)
+
+    def _fail(self, problem: str) -> None:
+        logger.warning("perseus: metrics: %s. Training goes on without them.", problem)
+        self._on_error(problem)
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers each request on a thread of its own, which ends when its client is silent for some seconds."""
+
+    timeout = 0.2  # of waiting for a request, after which the server looks whether it is to stop
+
+    def __init__(self, address: tuple[str, int], handler: type[MetricsHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: it is the client's mistake."""
+
+
+def registry_of(facts: Callable[[], JobFacts]) -> CollectorRegistry:
+    """Return a registry of nothing but the metrics of a job."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(JobCollector(facts))
+    return registry
+
+
+# By field of the facts, whose description is the metric's. Counters and savings are of all starts of the job; other
+# gauges are those of now, and there are none after the job's end.
+_COUNTERS = {
+    "iterations": "perseus_iterations",
+    "time_s": "perseus_iteration_seconds",
+    "clock_changes": "perseus_clock_changes",
+    "clock_skips": "perseus_clock_skips",
+    "planned": "perseus_planned_iterations",
+}
+_SAVINGS = {
+    "gained_s": "perseus_gained_seconds",
+    "saved": "perseus_saving_ratio",
+    "slowdown": "perseus_slowdown_ratio",
+}
+_GAUGES = {
+    "step": "perseus_step",
+    "total_steps": "perseus_steps_wanted",
+    "remaining_s": "perseus_remaining_seconds",
+    "iteration_s": "perseus_typical_iteration_seconds",
+    "power_w": "perseus_power_watts",
+    "present_power_w": "perseus_present_power_watts",
+    "highest_power_w": "perseus_highest_power_watts",
+    "lowest_power_w": "perseus_lowest_power_watts",
+    "power_change_w": "perseus_power_change_watts",
+    "power_window_s": "perseus_power_window_seconds",
+    "cap_w": "perseus_power_cap_watts",
+    "profiling_j": "perseus_profiling_joules",
+    "profiling_s": "perseus_profiling_seconds",
+    "drift": "perseus_drift_ratio",
+    "straggler_slowdown": "perseus_straggler_slowdown_ratio",
+    "silent_s": "perseus_silent_seconds",
+}
+_GAUGES_OF_PLAN = {
+    "plan": "perseus_plan",
+    "promised_slowdown": "perseus_plan_promised_slowdown_ratio",
+    "slowdown": "perseus_plan_slowdown_ratio",
+    "promised_saving": "perseus_plan_promised_saving_ratio",
+    "saving": "perseus_plan_saving_ratio",
+}
+
+
+class JobCollector(Collector):
+    """Makes metrics of the facts whenever they are asked for."""
+
+    def __init__(self, facts: Callable[[], JobFacts]) -> None:
+        self._facts = facts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        facts = self._facts()
+
+        def metric(kind: _Kind, name: str, text: str, values: _Values, *labels: str) -> Metric:
+            made = kind(name, text, labels=(*_LABELS, *labels))
+            for label, value in values.items():
+                if value is not None:
+                    made.add_metric((facts.name, str(facts.simulated).lower(), *([label] if labels else [])), value)
+            return made
+
+        def of(model: type[BaseModel], field: str) -> str:
+            return model.model_fields[field].description or ""
+
+        for field, name in _COUNTERS.items():
+            yield metric(CounterMetricFamily, name, of(JobFacts, field), {"": getattr(facts, field)})
+        energies_j = {str(each.pipeline): each.energy_j for each in facts.pipelines}
+        text = of(PipelineFacts, "energy_j")
+        yield metric(CounterMetricFamily, "perseus_energy_joules", text, energies_j, "pipeline")
+        # Typical iterations may become faster or slower, so this may fall.
+        saved_j = {str(each.pipeline): each.saved_j for each in facts.pipelines}
+        text = of(PipelineFacts, "saved_j")
+        yield metric(GaugeMetricFamily, "perseus_saved_joules", text, saved_j, "pipeline")
+        for field, name in _SAVINGS.items():
+            yield metric(GaugeMetricFamily, name, of(JobFacts, field), {"": getattr(facts, field)})
+
+        def now(values: _Values) -> _Values:
+            return {} if facts.ended else values
+
+        for field, name in _GAUGES.items():
+            yield metric(GaugeMetricFamily, name, of(JobFacts, field), now({"": getattr(facts, field)}))
+        for field, name in _GAUGES_OF_PLAN.items():
+            yield metric(GaugeMetricFamily, name, of(PlanFacts, field), now({"": getattr(facts.plan, field, None)}))
+        counts = {
+            "perseus_limited_gpus": (of(JobFacts, "limits"), len(facts.limits) + facts.more_limits),
+            "perseus_order_pending": ("1 while an order is not in force yet.", facts.pending is not None),
+            "perseus_failed_ranks": (of(JobFacts, "failed_ranks"), len(facts.failed_ranks) + facts.more_failed_ranks),
+            "perseus_ranks_below_clock": (
+                "Ranks whose GPU does not reach the clock that it was asked for.", len(facts.ranks_below_their_clock)
+            ),
+        }  # fmt: skip
+        for name, (text, count) in counts.items():
+            yield metric(GaugeMetricFamily, name, text, now({"": float(count)}))
+        limits_w = {str(rank): power_w for rank, power_w, _ in facts.limits}
+        text = "Power limit of a GPU, where it is lower than when the profile was measured."
+        yield metric(GaugeMetricFamily, "perseus_gpu_power_limit_watts", text, now(limits_w), "rank")
+        phases = {phase: float(phase == facts.phase) for phase in PHASES if phase != "verdict"}
+        text = "1 for what the job does, 0 for the others."
+        yield metric(GaugeMetricFamily, "perseus_phase", text, phases, "phase")

@@ -1,0 +1,240 @@
+"""The modes: each is the sequence of phases that a job goes through over its life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.policy.plan_proof import IterationSample, SwitchCost, Verdict
+from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.default_clocks import (
+    DROPPED_FOR,
+    BackOff,
+    DefaultIterations,
+    back_off_for,
+    calibrate,
+    measure_default,
+    observe,
+)
+from perseus_ds.server.frontiers import (
+    forget_for_later_runs,
+    frontier_of_an_earlier_run,
+    keep_for_later_runs,
+    load_frontier,
+    optimise,
+)
+from perseus_ds.server.iterations import Mode
+from perseus_ds.server.prediction import correct_profile, is_predicted
+from perseus_ds.server.profiling import Baseline, predict_profile, profile_online, warm_up
+from perseus_ds.server.under_plans import Outcome, PlanRunner
+
+# Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use; at
+# most so many profiles, and one more for every so many iterations.
+_MOST_PROFILES = 3
+_PROFILED_AGAIN_EVERY = 1000
+
+
+def check(context: ModeContext) -> None:
+    """Check before training what can be known then.
+
+    Raises:
+        PerseusError: The frontier of run mode cannot be used, or GPUs have too few clocks.
+    """
+    job = context.job
+    if job.config.mode == "run":
+        load_frontier(job, Path(str(job.config.frontier)))
+    elif job.config.mode in ("profile", "auto"):
+        job.clocks_mhz()
+
+
+def mode_of(context: ModeContext) -> Mode:
+    """Return the job's mode for the first order of passes."""
+    return {"run": _run, "auto": _auto, "profile": _profile, "observe": _observe}[context.job.config.mode](context)
+
+
+def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
+    """Return the mode of another order, whose profile may be known."""
+    return _profile_and_run(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
+
+
+async def _observe(context: ModeContext) -> None:
+    context.send_all(WatchDefaultClocks())
+    await calibrate(context)
+    await observe()
+
+
+async def _run(context: ModeContext) -> None:
+    config, recorder = context.job.config, context.recorder
+    frontier = load_frontier(context.job, Path(str(config.frontier)))
+    made, now = frontier.provenance.settings, context.job.info.settings
+    if made is not None and now is not None and made != now:
+        recorder.say(
+            f"the plans of {config.frontier} were made for other settings of the GPU ({made}) than today's ({now}): "
+            'measure a profile again, with "mode": "profile", if they do not keep what they promise'
+        )
+    await calibrate(context)
+    if made is not None:
+        context.send_all(SetProfiledLimit(made.power_limit_w))
+    runner = PlanRunner(context, frontier)
+    await runner.try_out()
+    period_s = context.job.counter_period_s()
+    compared = False
+    back_off = BackOff(DROPPED_FOR)
+    while True:
+        default = DefaultIterations(period_s)
+        await _measure_again(context, runner, default)
+        if not compared and default.sample.is_enough:
+            correct_profile(context, frontier, default)
+            compared = True
+        result = await runner.run_while_kept()
+        if isinstance(result, Verdict) and not runner.hurry(result):
+            iterations = back_off.next(context.control.steps)
+            runner.drop(result, f"training goes on at default clocks, tried again in {iterations} iterations")
+            await back_off_for(iterations, runner.would_be_capped)
+
+
+async def _profile(context: ModeContext) -> None:
+    _note_highest_clock(context)
+    await calibrate(context)
+    await profile_online(context, await warm_up(context))
+    await observe()
+
+
+async def _auto(context: ModeContext) -> float | None:
+    _note_highest_clock(context)
+    frontier = frontier_of_an_earlier_run(context)
+    await calibrate(context)
+    return await _profile_and_run(context, frontier)
+
+
+def mode_of_shape(
+    context: ModeContext, length: float, measured: dict[float, Path], tails_of: Path
+) -> tuple[Mode, float | None]:
+    """Return the mode of iterations with inputs of one shape, and the error of its profile if that was predicted.
+
+    Args:
+        context: Of these iterations.
+        length: Of their inputs.
+        measured: Profiles by lengths; this one is added if it has to be measured.
+        tails_of: The profile whose tails are used.
+
+    Raises:
+        PerseusError: A profile cannot be read.
+        OSError: One cannot be written.
+    """
+    profile = StageProfile.load(tails_of)
+    if context.job.profile_path == tails_of:  # the shape of which that profile was made
+        measured[length] = tails_of
+        return _profile_and_run(context, Frontier.load(context.job.output_dir), tails_of=profile), None
+    known = frontier_of_an_earlier_run(context)
+    error = predict_profile(context.job, length, measured) if known is None else None
+    if error is None:
+        measured[length] = context.job.profile_path
+    return _profile_and_run(context, known, has_profile=error is not None, tails_of=profile), error
+
+
+async def _profile_and_run(
+    context: ModeContext,
+    frontier: Frontier | None,
+    *,
+    has_profile: bool = False,
+    tails_of: StageProfile | None = None,
+) -> float | None:
+    """Train under plans of an earlier run, or of a profile that is measured first.
+
+    Args:
+        context: Of the mode.
+        frontier: Plans of an earlier run, if there are any.
+        has_profile: Whether the job's profile need not be measured.
+        tails_of: A profile whose tails are used: those of iterations of one shape cannot be measured.
+
+    Returns:
+        Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
+    """
+    recorder, control = context.recorder, context.control
+    runner: PlanRunner | None = None
+    baseline: Baseline | None = None
+    profiles = 0
+    begun = control.own_steps
+    back_off = BackOff(DROPPED_FOR)
+    switch_cost = SwitchCost()
+    while True:
+        if frontier is None and not has_profile:
+            baseline = await warm_up(context, tails_of=tails_of)
+            await profile_online(context, baseline)
+        has_profile = False
+        default = DefaultIterations(context.job.counter_period_s())
+        if frontier is None:
+            frontier = await optimise(context, default, switch_cost.time_s)
+            profiles += 1
+        if runner is None:
+            await measure_default(default, recorder.say)
+        else:
+            await _measure_again(context, runner, default)
+        if default.sample.mixes_shapes:
+            return None
+        if runner is None:
+            if correct_profile(context, frontier, default, before=baseline):
+                frontier = await optimise(context, default, switch_cost.time_s)
+            runner = PlanRunner(context, frontier, default=default)
+        may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
+        runner.profiles_again = may_profile
+        result = await runner.run_while_kept(lambda: keep_for_later_runs(context))
+        if isinstance(result, Verdict):
+            if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
+                frontier = await optimise(context, default, switch_cost.time_s)
+                runner = None
+                continue
+            if runner.hurry(result):
+                continue
+            measured = default.sample if default.sample.is_enough else runner.default
+            is_stale = _is_stale(context, frontier, measured)
+            explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
+            iterations = 0 if explains and may_profile else back_off.next(control.steps)
+            then = f"tried again in {iterations} iterations" if iterations else "profiling again"
+            runner.drop(result, f"training goes on at default clocks, {then}")
+            await back_off_for(iterations, runner.would_be_capped)
+            result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
+        if result is Outcome.PROFILE_OUTDATED:
+            control.plans_are_dropped(runner.selector.state_for_other_plans())
+            if runner.drifts_by_shape:
+                return next(iter(runner.default.shapes)) if len(runner.default.shapes) == 1 else None
+            frontier = runner = None
+
+
+async def _measure_again(context: ModeContext, runner: PlanRunner, default: DefaultIterations) -> None:
+    """Measure default clocks for the plans to be compared with, unless they would draw more than a power cap."""
+    while not (default.sample.is_enough or runner.becomes_capped()):
+        await measure_default(default, context.recorder.say, runner.would_be_capped)
+    if default.sample.is_enough:
+        runner.compare_with(default)
+
+
+def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:
+    """Return whether the profile of a dropped plan no longer holds; later runs do not begin with it then."""
+    if is_predicted(context.job, frontier, default):
+        return False
+    forget_for_later_runs(context)
+    return True
+
+
+def _has_other_switch_cost(context: ModeContext, runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:
+    """Learn from a dropped plan how much a change of clock delays this job; return whether to plan for that."""
+    plan = runner.plan
+    if plan is None or not switch_cost.learn(plan, verdict.comparison, runner.default.time_s):
+        return False
+    delay = f"a clock change delays this job by {1e3 * switch_cost.time_s:.2g} ms"
+    runner.say_compared(verdict, f"{delay}: plans that allow for it are computed")
+    return True
+
+
+def _note_highest_clock(context: ModeContext) -> None:
+    """Print a note if the config excludes the highest clock."""
+    highest_mhz, gpu_mhz = context.job.clocks_mhz()[-1], context.job.facts[0].clocks_mhz[-1]
+    if highest_mhz < gpu_mhz:
+        context.recorder.say(
+            f"perseus.profile.max_clock_mhz keeps all plans at or below {highest_mhz} MHz: savings and slowdowns are "
+            f"relative to that clock, not to the GPU's own {gpu_mhz} MHz"
+        )

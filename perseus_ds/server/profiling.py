@@ -1,0 +1,461 @@
+"""A profile, measured while training goes on: ordinary iterations until times are steady, then some at each clock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.run_records import ProfileWritten
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.config import ProfileConfig
+from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.gpu.base import GpuState
+from perseus_ds.gpu.counter_log import Refreshes
+from perseus_ds.pipeline.dag import FixedDurations
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.span import Span
+from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
+from perseus_ds.profiler.estimates import denoise
+from perseus_ds.profiler.fixed_durations import (
+    launched_transfer_durations_s,
+    launches_transfers,
+    load_durations_s,
+    medians,
+    other_durations_s,
+    passes_of,
+    shortest_tail_s,
+    tail_durations_s,
+    transfer_durations_s,
+    with_tail,
+    without_gaps,
+)
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, typical_error
+from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
+from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.default_clocks import SETTLED
+from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
+from perseus_ds.server.job import Job
+from perseus_ds.server.recorder import common_begins_s, known_of_all
+
+logger = logging.getLogger("perseus_ds")
+_STEADY = 0.02
+_MOST_TIMES_AS_LONG = 3
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Iterations before any clock was changed.
+
+    Attributes:
+        spans: By rank of the pipeline that is shown and by iteration, the operations.
+        time_s: Of a typical iteration of the job [s].
+        energy_j: Of all GPUs in it [J].
+        counter_period_s: How often the slowest energy counter is refreshed [s].
+        counter_settle_s: How long the counter still tells what was drawn before a step of power [s].
+        info: The job, and the durations of what has no clock to choose.
+        tails_of: The profile whose tails are used, since these were not measured; None where they were.
+    """
+
+    spans: list[list[list[Span]]]
+    time_s: float
+    energy_j: float
+    counter_period_s: float
+    counter_settle_s: float
+    info: ProfileInfo
+    tails_of: StageProfile | None = None
+
+
+async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Baseline:
+    """Run ordinary iterations until times are steady on all ranks.
+
+    Their tails are those of a profile, if there is one: they are the same for inputs of other shapes.
+
+    Raises:
+        GpuError: What GPUs draw while they wait is not known.
+    """
+    job = context.job
+    context.send_all(WatchDefaultClocks())
+    context.send_all(SetProfiledLimit(None))  # those of now are the profile's
+    taken: list[Seen] = []
+    least = job.config.profile.warm_up
+    while len(taken) < _MOST_TIMES_AS_LONG * least:
+        left_s = taken[-1].time_s * max(1, least - len(taken)) if taken else None
+        seen = await iteration_of(Run("warm-up", times="all", next_phase=NextPhase("profile", left_s)))
+        assert seen is not None
+        taken.append(seen)
+        if len(taken) >= least:
+            drift = np.abs(seen.ranks.column("time_s") / taken[-2].ranks.column("time_s") - 1)
+            if drift.max() <= _STEADY:
+                break
+    # The first iteration allocates memory and exchanges shapes.
+    measured = taken[1:]
+    tails_s = [shortest_tail_s(seen.spans(rank) for rank in job.profiled) for seen in measured]
+    spans = [
+        [
+            without_gaps(with_tail(seen.spans(rank), tail_s), seen.time_s)
+            for seen, tail_s in zip(measured, tails_s, strict=True)
+        ]
+        for rank in job.shown
+    ]
+    info = _info(job, spans, measured)
+    if tails_of is not None:
+        info = info.model_copy(update={"tail_s": tails_of.info.tail_s})
+    return Baseline(
+        spans,
+        statistics.median(seen.time_s for seen in measured),
+        statistics.mean(seen.reports.energy_j for seen in measured),
+        job.counter_period_s(),
+        job.counter_settle_s(),
+        info,
+        tails_of,
+    )
+
+
+def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) -> ProfileInfo:
+    """Return the job and what was measured of it, with the durations of what has no clock to choose."""
+    default_mhz = [int(state.default_mhz) for state in job.states if state.default_mhz]
+    if launches_transfers(job.schedule):
+        begins_s = [common_begins_s(job, seen) for seen in measured]
+        iterations = (
+            zip([own[number] for own in pipeline], begins, strict=True) for number, begins in enumerate(begins_s)
+        )
+        transfer_s = launched_transfer_durations_s(job.schedule, map(passes_of, iterations))
+    else:
+        transfer_s = transfer_durations_s(pipeline)
+    fixed = FixedDurations(
+        load_s=load_durations_s(pipeline),
+        transfer_s=transfer_s,
+        tail_s=medians(tail for own in pipeline for tail in tail_durations_s(own).items()),
+        other_s=other_durations_s(pipeline),
+    )
+    rest = {
+        "blocking_power_w": job.blocking_power_w(),
+        "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,
+        "job": job.profile_key(),
+        "streams": ScheduleStreams.of(job.schedule),
+        "memory_bytes": known_of_all([job.states[rank].memory_bytes or None for rank in job.shown]),
+    }
+    return job.info.model_copy(update={**rest, "rows": []}).with_fixed_durations(fixed)
+
+
+# The clock follows a little after an iteration has begun, at the earliest [s]. A GPU that is slower is read back; one
+# that a limit keeps below the clock is taken to have settled after this time.
+_SETTLE_S = 0.05
+# A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
+# clocks are visited more than once for that.
+_REFRESHES = 10
+_KNOWN = 0.05
+_MOST_VISITS = 8
+# A tail that takes less of an iteration than this needs no clock of its own.
+_TAIL_MATTERS = 0.02
+# Predicted rows may have such errors, or those of the measured ones: plans from rows that are wrong by 2 % take 0.6 to
+# 2.5 % longer (benchmarks/varying.py).
+_MOST_PREDICTED_ERROR = 0.02
+
+
+async def profile_online(context: ModeContext, baseline: Baseline) -> None:
+    """Measure a profile and write it.
+
+    Raises:
+        PerseusError: It could not be measured.
+        OSError: It could not be written.
+    """
+    job, recorder = context.job, context.recorder
+    settings = job.config.profile
+    clocks = job.clocks_mhz()
+    search = ClockSearch(_sampler(settings, clocks, baseline.info), baseline.info, job.output_dir)
+    most = settings.most_clocks(len(clocks))
+    measurement = _Measurement(job, baseline)
+    window_s = _SETTLE_S + baseline.counter_settle_s + (_REFRESHES + 1) * baseline.counter_period_s
+
+    def iterations(clock_mhz: int) -> int:
+        """In how many iterations at a clock the energy counter is refreshed often enough."""
+        return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
+
+    expected = most * iterations(clocks[len(clocks) // 2])
+    following = "optimizing" if job.config.mode == "auto" else "observe"
+    recorder.say(
+        f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
+        f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
+    )
+    if following == "optimizing":
+        default = IterationSample(baseline.counter_period_s)
+        compared = math.ceil(default.remaining_s(baseline.time_s, more=SETTLED + 1) / baseline.time_s)
+        recorder.say(
+            f"a plan runs in about {expected + compared} iterations: {expected} to measure the profile, and at least "
+            f"{compared} at default clocks, while plans are computed and to compare them with"
+        )
+
+    def next_phase() -> NextPhase:
+        return NextPhase(following, measurement.remaining_s(expected))
+
+    while chosen := search.next_clocks():
+        for clock_mhz in chosen:
+            await measurement.measure(clock_mhz, iterations(clock_mhz), next_phase)
+        search.add(measurement.rows(chosen))
+    raw = search.finished(baseline.info)
+    save_profile(job, baseline, raw, denoise(raw, clocks))
+    # Against default clocks: the time of the job, and the energy of all GPUs.
+    recorder.announce(
+        ProfileWritten(
+            path=str(job.profile_path),
+            order=context.order,
+            shape=context.shape,
+            resumed_clocks=search.resumed,
+            iterations=measurement.iterations,
+            lost_s=round(measurement.lost_s, 3),
+            lost_j=round(measurement.lost_j, 3),
+        )
+    )
+
+
+def _sampler(settings: ProfileConfig, clocks_mhz: list[int], info: ProfileInfo) -> AdaptiveSampler | Sweep:
+    if settings.sampling == "adaptive":
+        return AdaptiveSampler(
+            clocks_mhz,
+            blocking_power_w=info.blocking_power_w or 0.0,
+            budget=settings.most_clocks(len(clocks_mhz)),
+            default_mhz=info.default_clock_mhz,
+        )
+    return Sweep(clocks_mhz[::-1][:: settings.clock_stride if settings.sampling == "stride" else 1])
+
+
+class _Measurement:
+    """Iterations at one clock each, of the ranks that are profiled.
+
+    Attributes:
+        iterations: How many were measured.
+        lost_s: How much longer they took than at default clocks [s].
+        lost_j: How much more energy all GPUs used [J].
+    """
+
+    def __init__(self, job: Job, baseline: Baseline) -> None:
+        self._ranks = job.profiled
+        self._baseline = baseline
+        power_w = baseline.info.blocking_power_w or 0.0
+        self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
+        self._counters = {rank: Refreshes(job.facts[rank].gpu) for rank in self._ranks}
+        self._refreshes: Counter[tuple[int, int]] = Counter()
+        self.iterations = 0
+        self.lost_s = 0.0
+        self.lost_j = 0.0
+
+    async def measure(self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase]) -> None:
+        """Run so many iterations at a clock, and as many again until each rank knows what its GPU draws.
+
+        Raises:
+            GpuError: One could not measure.
+        """
+        for _ in range(_MOST_VISITS):
+            visit: list[Seen] = []
+            while len(visit) < iterations:
+                wanted = Run("profile", clock_mhz, times="all", logs_energy=True, next_phase=next_phase())
+                seen = await iteration(wanted)
+                self._keep_refreshes(seen)
+                if seen.ran(wanted):
+                    visit.append(seen)
+            self._add(clock_mhz, visit)
+            if not any(self._knows_little(rank, clock_mhz) for rank in self._ranks):
+                break
+
+    def _knows_little(self, rank: int, clock_mhz: int) -> bool:
+        """Return whether a rank needs more iterations at a clock."""
+        few = self._refreshes[rank, clock_mhz] < _REFRESHES
+        return few or self._profilers[rank].power_error(clock_mhz) > _KNOWN
+
+    def _keep_refreshes(self, seen: Seen) -> None:
+        for rank in self._ranks:
+            message, counter = seen.messages[rank], self._counters[rank]
+            counter.changes += pairs(message.refreshes)
+            counter.clocks += [(moment_s, int(clock_mhz)) for moment_s, clock_mhz in pairs(message.clocks)]
+            counter.state = GpuState(message.temperature_c, message.power_state)
+
+    def _add(self, clock_mhz: int, visit: Sequence[Seen]) -> None:
+        """Take in iterations at a clock."""
+        if visit[-1].reports.failed:
+            raise GpuError("the clock could not be set")
+        tails_s = {seen.number: shortest_tail_s(seen.spans(rank) for rank in self._ranks) for seen in visit}
+        # In runs without a gap: iterations of other shapes may lie between.
+        for _, placed in groupby(enumerate(visit), lambda placed: placed[1].number - placed[0]):
+            run = [seen for _, seen in placed]
+            for rank in self._ranks:
+                self._add_run(rank, clock_mhz, run, tails_s)
+        for counter in self._counters.values():
+            counter.forget()
+        self.iterations += len(visit)
+        self.lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
+        self.lost_j += sum(seen.reports.energy_j - self._baseline.energy_j for seen in visit)
+
+    def _add_run(self, rank: int, clock_mhz: int, run: Sequence[Seen], tails_s: Mapping[int, float]) -> None:
+        counter = self._counters[rank]
+        begin_s, last = run[0].begun_s(rank), run[-1]
+        if not math.isfinite(begin_s) or not math.isfinite(last.begun_s(rank)):
+            return  # the agent has not seen them
+        start_s, end_s = begin_s + _SETTLE_S, last.begun_s(rank) + last.messages[rank].report.time_s
+        reached_s = counter.reached_s(clock_mhz, start_s, end_s)
+        settled_s = (start_s if reached_s is None else reached_s) + self._baseline.counter_settle_s
+        readings = counter.readings(settled_s, end_s)
+        spans = [
+            [
+                Span(span.operation, span.start_s + seen.begun_s(rank), span.end_s + seen.begun_s(rank))
+                for span in with_tail(seen.spans(rank), tails_s[seen.number])
+                if seen is not run[0] or span.start_s + begin_s >= (reached_s or 0.0)
+            ]
+            for seen in run
+        ]
+        self._profilers[rank].add(clock_mhz, spans, readings, counter.state)
+        self._refreshes[rank, clock_mhz] += len(readings)
+
+    def rows(self, clocks: Sequence[int]) -> dict[str, list[MeasuredRow]]:
+        """Return all rows measured so far by rank, by what is known now.
+
+        Raises:
+            GpuError: A rank has none at one of some clocks.
+        """
+        found = {}
+        for rank in self._ranks:
+            rows = found[f"rank {rank}"] = self._profilers[rank].rows()
+            missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
+            if missing:
+                raise GpuError(
+                    f"no power could be told at {missing[0]} MHz: the energy counter of rank {rank} was refreshed "
+                    f"{self._refreshes[rank, missing[0]]} times."
+                )
+        return found
+
+    def remaining_s(self, iterations: int) -> float:
+        """Return about how long it takes until so many iterations are measured, one more at least [s]."""
+        lost_s = self.lost_s / self.iterations if self.iterations else 0.0
+        return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
+
+
+def pairs(content: bytes) -> list[tuple[float, float]]:
+    """Return pairs of numbers that were sent as doubles."""
+    numbers = np.frombuffer(content[: len(content) // 16 * 16])
+    found: list[tuple[float, float]] = list(map(tuple, numbers.reshape(-1, 2).tolist()))
+    return found
+
+
+def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
+    """Write the estimates to plan with, and the rows as they were measured beside them.
+
+    Raises:
+        ProfileError: No forward or backward was measured.
+        OSError: The files cannot be written.
+    """
+    waiting_w = baseline.info.blocking_power_w or 0.0
+    if baseline.tails_of is None:
+        # Where a tail is short, or its GPU draws no more than waiting, any clock will do.
+        idle = {
+            (stage, kind)
+            for stage, kind in estimated.keys
+            if kind is Kind.TAIL
+            and (
+                estimated.at_highest_clock(stage, kind).time_s < _TAIL_MATTERS * baseline.time_s
+                or min(estimated.options(stage, kind).effective_energy_j(waiting_w)) <= 0
+            )
+        }
+        profile = estimated.where(lambda *row: row[:2] not in idle)
+    else:
+        profile = _with_tails_of(baseline.tails_of, estimated)
+    profile = _above_waiting(profile, waiting_w)
+    if not profile.keys:
+        raise ProfileError("no forward or backward was measured")
+    raw.save(job.profile_path.with_name("measured.csv"))
+    profile.save(job.profile_path)
+
+
+def share_profile(job: Job, path: Path) -> bool:
+    """Copy the profile of another order, if it has all passes of this one.
+
+    Returns:
+        Whether the job has a profile now.
+
+    Raises:
+        PerseusError: It cannot be read.
+        OSError: It cannot be written.
+    """
+    of_order = {
+        "job": job.profile_key(),
+        "schedule": job.schedule.name,
+        "micro_batches": job.schedule.micro_batches,
+        "streams": ScheduleStreams.of(job.schedule),
+        "memory_bytes": [],  # which depends on the order
+    }
+    passes = {(i.stage, i.kind) for stream in job.schedule.instructions for i in stream if i.kind is not Kind.TAIL}
+    profile = StageProfile.load(path)
+    if not passes <= set(profile.keys):
+        return False
+    StageProfile(profile.measurements, profile.info.model_copy(update=of_order)).save(job.profile_path)
+    return True
+
+
+def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> float | None:
+    """Write the profile for a length of inputs if it follows from measured ones.
+
+    Args:
+        job: The iterations with such inputs.
+        length: Of their inputs.
+        measured: Profiles by length, of which some may not be complete, or predicted themselves.
+
+    Returns:
+        The typical relative error of its rows; None if no profile was written.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    profiles = {}
+    for other, path in measured.items():
+        with contextlib.suppress(ProfileError):
+            profile = StageProfile.load(path)
+            if math.isfinite(other) and any(row.samples for row in profile.info.rows):
+                profiles[other] = profile
+    if not math.isfinite(length) or len(profiles) < FEWEST_LENGTHS:
+        return None
+    profile = LengthModel(profiles).at(length)
+    error = typical_error(profile)
+    if error > max(_MOST_PREDICTED_ERROR, *map(typical_error, profiles.values())):
+        return None
+    StageProfile(profile.measurements, profile.info.model_copy(update={"job": job.profile_key()})).save(
+        job.profile_path
+    )
+    return error
+
+
+def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
+    """Replace the rows of tails by those of another profile."""
+    passes = profile.where(lambda stage, kind, clock_mhz: kind is not Kind.TAIL)
+    tails = other.where(lambda stage, kind, clock_mhz: kind is Kind.TAIL)
+    rows = [*passes.info.rows, *tails.info.rows]
+    return StageProfile([*passes.measurements, *tails.measurements], profile.info.model_copy(update={"rows": rows}))
+
+
+def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfile:
+    """Leave out rows that noise has put below what waiting takes, which no plan can be made from; two clocks stay."""
+    below: set[tuple[int, Kind, int]] = set()
+    for stage, kind in profile.keys:
+        options = profile.options(stage, kind)
+        is_below = options.effective_energy_j(blocking_power_w) <= 0
+        if np.count_nonzero(~is_below) >= 2:
+            below.update((stage, kind, int(clock_mhz)) for clock_mhz in options.clock_mhz[is_below])
+    if below:
+        clocks = sorted({clock_mhz for _, _, clock_mhz in below})
+        logger.warning(
+            "perseus: %d rows at %s MHz are left out of the profile: they say less power than waiting takes, %.1f W.",
+            len(below),
+            f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
+            blocking_power_w,
+        )
+    return profile.where(lambda *row: row not in below)

@@ -1,0 +1,499 @@
+"""What is written of a job: a record of each iteration and of events, to ``run.jsonl``, and timelines."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import shlex
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.io import open_without_links, write_atomically
+from perseus_ds.artifacts.profile import ProfileInfo
+from perseus_ds.artifacts.run_records import (
+    FILE_NAME,
+    MOST_FAILED_RANKS,
+    Event,
+    IterationRecord,
+    LimitsChanged,
+    Record,
+    RecordFollower,
+    Started,
+    to_line,
+)
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile, Work
+from perseus_ds.artifacts.validation import MOST_OPERATIONS
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Transfer, Wait
+from perseus_ds.pipeline.span import Span
+from perseus_ds.policy.reports import GpuLimit, RankReports
+from perseus_ds.protocol.job_messages import Observed, Say, ToRank
+from perseus_ds.server.iterations import Run, Seen
+from perseus_ds.server.job import Job
+from perseus_ds.server.progress import JobFacts, JobLog
+from perseus_ds.units import joules, plain
+
+_MONITOR_TAGS = {
+    "iteration_time_s": "time_s",
+    "iteration_energy_j": "energy_j",
+    "average_power_w": "power_w",
+    "plan": "plan",
+    "saved": "saved",
+    "late": "late",
+    "drift": "drift",
+    "clock_changes": "clock_changes",
+    "clock_skips": "clock_skips",
+}
+_UNDER_PLANS = ("run", "pause")
+# A job with so many ranks at most has them in every record; a larger one as rarely as keeps records about as short.
+_RANKS = 64
+
+
+class Recorder:
+    """Records iterations and events, and says what happens in the log of rank 0."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        simulated: bool,
+        send: Callable[[ToRank], None],
+        steps_per_print: int | None = None,
+        has_monitor: bool = False,
+    ) -> None:
+        """Begin to record in the job's output folder.
+
+        Args:
+            directory: The folder.
+            simulated: Whether GPUs are simulated.
+            send: Sends a message to rank 0.
+            steps_per_print: How often to print an iteration; None for never.
+            has_monitor: Whether rank 0 wants the figures of every iteration.
+        """
+        self._directory = directory
+        self._simulated = simulated
+        self._send = send
+        self._steps_per_print = steps_per_print
+        self._has_monitor = has_monitor
+        self._log = JobLog(directory.resolve().name)
+        self._writer = RecordWriter(directory, self._log, self.warn)
+        self.last: IterationRecord | None = None
+        self._summarised = 0
+        self._drift: float | None = None
+        # The energies of the ranks since a record had them, and the number of iterations.
+        self._energies_j: npt.NDArray[np.float64] | None = None
+        self._iterations = 0
+        self._limits: tuple[GpuLimit, ...] = ()
+
+    def start(self, event: Started) -> None:
+        """Record that the job starts, all its checks being passed."""
+        self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does")
+        self.event(event)
+
+    def event(self, event: Event) -> None:
+        """Record an event of the job; from any thread."""
+        self._writer.write(event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated}))
+
+    def announce(self, event: Event) -> None:
+        """Record an event of the job and print it."""
+        self.event(event)
+        self.say(plain(event.in_words()))
+
+    def add(self, seen: Seen, run: Run, order: int | None = None, shape: int | None = None) -> None:
+        """Record an iteration.
+
+        Args:
+            seen: The iteration.
+            run: What it ran, or what most of it did.
+            order: Number of its order, where orders have plans of their own.
+            shape: Number of the shape of its inputs, where shapes have plans of their own.
+        """
+        self._compare_limits(seen.reports.limits)
+        record = self.last = self._of_job(seen, run, order, shape)
+        self._writer.write_soon(record)
+        if self._has_monitor:
+            prefix = "Perseus/simulated" if self._simulated else "Perseus"
+            values = ((tag, getattr(record, name)) for tag, name in _MONITOR_TAGS.items())
+            figures = tuple((f"{prefix}/{tag}", float(value)) for tag, value in values if value is not None)
+            self._send(Observed(figures, seen.samples))
+        if self._steps_per_print and record.iteration % self._steps_per_print == 0:
+            self._print(record)
+
+    def _compare_limits(self, limits: tuple[GpuLimit, ...]) -> None:
+        """Record GPUs that may do less than profiled where others do than before; say so where these are other GPUs."""
+        before, self._limits = self._limits, limits
+        if limits == before:
+            return
+        found = tuple((rank, _finite(power_w), _finite(clock_mhz)) for rank, power_w, clock_mhz in limits)
+        event = LimitsChanged(limits=found[:MOST_FAILED_RANKS], more=max(0, len(found) - MOST_FAILED_RANKS))
+        are_others = {limit.rank for limit in limits} != {limit.rank for limit in before}
+        (self.announce if are_others else self.event)(event)
+
+    def flush(self) -> None:
+        """Wait until all records are written, or writing takes long."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Say time, energy and saving of the training in one line, record them, and wait until all is written."""
+        self._writer.flush()
+        ended = self._log.at_end()
+        if ended.iterations > self._summarised:
+            self._summarised = ended.iterations
+            self.say(ended.in_words())
+            self.event(ended)
+            if (missing := self.facts().unfinished) is not None:
+                self.say(missing)
+            self.say(f"{self._command('report')} makes a report of this job")
+        self._writer.flush()
+        self._writer.end()
+
+    def _command(self, name: str) -> str:
+        return f"`perseus-ds {name} {shlex.quote(str(self._directory.resolve()))}`"
+
+    def facts(self) -> JobFacts:
+        """Return the facts of the job, over all its starts; from any thread."""
+        return self._log.facts(time.time())
+
+    def say(self, text: str) -> None:
+        """Print a line for the whole job."""
+        self._send(Say(f"perseus: {text}" + (", simulated GPUs" if self._simulated else "")))
+
+    def warn(self, text: str) -> None:
+        """Log a warning for the whole job."""
+        self._send(Say(f"perseus: {text}", warns=True))
+
+    def _of_job(self, seen: Seen, run: Run, order: int | None, shape: int | None) -> IterationRecord:
+        reports = seen.ranks
+        energies_j = reports.column("energy_j")
+        energy_j = float(energies_j.sum())
+        has_energy = math.isfinite(energy_j)
+        drift = reports.column("drift")
+        if run.phase not in _UNDER_PLANS:
+            self._drift = None
+        elif np.isfinite(drift).any():
+            self._drift = float(np.nanmax(drift))
+        failed = np.flatnonzero(reports.column("failed")).tolist()
+        forecast, following = run.forecast, run.next_phase
+        return IterationRecord(
+            simulated=self._simulated,
+            iteration=seen.number,
+            ended=round(seen.ended, 3),
+            phase=run.phase,
+            plan=run.plan,
+            order=order,
+            shape=shape,
+            limited=bool(self._limits),
+            time_s=_rounded(reports.column("time_s").max()),
+            energy_j=_rounded(energy_j) if has_energy else None,
+            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline_of_rank, energies_j)))
+            if has_energy
+            else None,
+            predicted_time_s=forecast and _rounded(forecast.time_s),
+            predicted_energy_j=forecast and _rounded(forecast.energy_j),
+            default_time_s=forecast and _rounded(forecast.default_time_s),
+            default_energy_j=forecast and _rounded(forecast.default_energy_j),
+            default_measured=forecast is not None and forecast.default_measured,
+            drift=None if self._drift is None else _rounded(self._drift),
+            clock_changes=int(reports.column("clock_changes").sum()),
+            clock_skips=int(reports.column("clock_skips").sum()),
+            failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
+            more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
+            next_phase=following and following.phase,
+            next_in_s=None if following is None or following.in_s is None else round(following.in_s, 3),
+            **self._by_rank(reports),
+        )
+
+    def _by_rank(self, reports: RankReports) -> dict[str, Any]:
+        """Return fields of an iteration's record; none where it has no figures by rank."""
+        energies_j = reports.column("energy_j")
+        if np.isfinite(energies_j).all():
+            self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
+        self._iterations += 1
+        if self._iterations % math.ceil(len(energies_j) / _RANKS):
+            return {}
+        known_j, self._energies_j = self._energies_j, None
+        return {
+            "energy_by_rank_j": None if known_j is None else tuple(np.round(known_j, 6).tolist()),
+            "clocks_asked_mhz": _clocks(reports.column("asked_mhz")),
+            "clocks_reached_mhz": _clocks(reports.column("reached_mhz")),
+        }
+
+    def _print(self, record: IterationRecord) -> None:
+        text = f"step {record.iteration}: {record.phase}, {record.time_s:.3f} s"
+        text += "" if record.energy_j is None else f", {joules(record.energy_j)}"
+        if record.predicted_time_s is not None:
+            text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {joules(record.predicted_energy_j)})"
+        self.say(plain(text))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rounded(value: float) -> float:
+    """Return a figure without digits that no counter has measured: microseconds and microjoules."""
+    return round(float(value), 6)
+
+
+def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | None:
+    """Return clocks by rank, None for those not known; None if no clock is."""
+    if np.isnan(clocks_mhz).all():
+        return None
+    return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz.tolist())
+
+
+# Records of iterations are written together: one by one they would take more time.
+_TOGETHER_S = 0.5
+# Of a disk that is full for hours the last records are kept, some megabytes.
+_MOST_UNWRITTEN = 10_000
+
+_Waiting: TypeAlias = tuple[Record, float] | threading.Event | None
+"""A record, and how long it may wait [s]; what is set once all before it is written; or None at the end."""
+
+
+class RecordWriter:
+    """One thread appends records to the file in the order in which they were given.
+
+    Args:
+        directory: The job's output folder.
+        log: Gets all records, those of earlier starts first.
+        warn: Logs a warning, from any thread.
+    """
+
+    def __init__(self, directory: Path, log: JobLog, warn: Callable[[str], None]) -> None:
+        self._path = directory / FILE_NAME
+        self._warn = warn
+        self._log = log
+        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
+        self._works = True
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Have a record written; returns at once, from any thread."""
+        self._waiting.put((record, 0.0))
+
+    def write_soon(self, record: Record) -> None:
+        """Have a record written within half a second; returns at once, from any thread."""
+        self._waiting.put((record, _TOGETHER_S))
+
+    def end(self) -> None:
+        """End the thread once all is written."""
+        self._has_ended = True
+        self._waiting.put(None)
+
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """Wait until everything given so far is written, or writing takes longer than some time [s]."""
+        written = threading.Event()
+        self._waiting.put(written)
+        if self._has_ended:
+            self._thread.join(timeout_s)
+        else:
+            written.wait(timeout_s)
+
+    def _write_all(self) -> None:
+        try:
+            for _, records in RecordFollower(self._path.parent).read():
+                self._log.add(records)
+        except FileNotFoundError:
+            pass  # there is no earlier start
+        except Exception as error:  # those of this start are of use all the same
+            self._warn(f"the records of earlier starts cannot be read ({error!r})")
+        is_over = False
+        while not is_over:
+            lines, written, is_over = self._made(self._next_together())
+            if lines:
+                self._append(lines)
+            for event in written:
+                event.set()
+
+    def _next_together(self) -> list[_Waiting]:
+        """Wait for what is to be done, and for what comes while that may still wait."""
+        found: list[_Waiting] = []
+        end_s = math.inf
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rest_s = None if math.isinf(end_s) else max(0.0, end_s - time.monotonic())
+                found.append(waiting := self._waiting.get(timeout=rest_s))
+                may_wait_s = waiting[1] if isinstance(waiting, tuple) else 0.0
+                end_s = min(end_s, time.monotonic() + may_wait_s)
+        return found
+
+    def _made(self, together: list[_Waiting]) -> tuple[list[bytes], list[threading.Event], bool]:
+        """Return the lines of records, what is to be set once they are written, and whether nothing follows."""
+        lines, written = [], []
+        for waiting in together:
+            if isinstance(waiting, threading.Event):
+                written.append(waiting)
+            elif waiting is not None:
+                try:
+                    lines.append(to_line(waiting[0]).encode())
+                    self._log.add([waiting[0]])
+                except Exception as error:  # the records after it are of use all the same
+                    self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
+        return lines, written, None in together
+
+    def _append(self, lines: list[bytes]) -> None:
+        """Write lines, after those that could not be written: the disk may have been full for a while."""
+        self._unwritten.extend(lines)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open_without_links(self._path, append=True) as file:
+                while self._unwritten:
+                    _append_whole(file.fileno(), self._unwritten[0])
+                    self._unwritten.popleft()
+        except OSError as error:
+            if self._works:
+                self._warn(f"{self._path} cannot be written ({error}); training goes on without it")
+            self._works = False
+            return
+        if not self._works:
+            self._warn(f"{self._path} can be written again")
+        self._works = True
+
+
+def _append_whole(handle: int, line: bytes) -> None:
+    """Append a line to a file; where only a part can be written, that is taken back.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    size = os.fstat(handle).st_size
+    try:
+        while line:
+            line = line[os.write(handle, line) :]
+    except OSError:
+        os.ftruncate(handle, size)
+        raise
+
+
+_SHOWN_PHASES = ("warm-up", "observe", "run")
+# The first iteration under a plan begins at the clocks of the one before.
+_SETTLED = 2
+_MOST_SHOWN = 6
+
+
+class TimelineLog:
+    """Writes ``timeline.json``: a few iterations of rank 0's pipeline, one for each plan."""
+
+    def __init__(self, directory: Path, *, gpu: str, job: ProfileInfo, warn: Callable[[str], None]) -> None:
+        self._path = directory / "timeline.json"
+        self._file = TimelineFile(simulated=bool(job.simulated), gpu=gpu, job=job)
+        self._warn = warn
+        self._seen: dict[tuple[str, int | None], int] = {}
+        self._works = True
+
+    def wants(self, run: Run) -> bool:
+        """Return whether an iteration that runs something is still to be kept."""
+        key = run.phase, run.plan
+        is_full = len(self._file.iterations) == _MOST_SHOWN
+        return run.phase in _SHOWN_PHASES and self._seen.get(key, 0) < _SETTLED and not is_full
+
+    def add(self, seen: Seen, run: Run, job: Job) -> None:
+        """Keep an iteration if it is wanted."""
+        if not self.wants(run):
+            return
+        key = run.phase, run.plan
+        spans = [seen.spans(rank) for rank in job.shown]
+        if not all(spans):
+            return
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] < _SETTLED:
+            return
+        begins_s = common_begins_s(job, seen)
+        begin_s = min(begins_s)
+        operations = []
+        for place, (own, own_begin_s) in enumerate(zip(spans, begins_s, strict=True)):
+            plan = None if run.plans is None else run.plans.of_pipeline(job.places[job.shown[place]].pipeline)
+            clocks = {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
+            operations.append([entry for span in own for entry in _entries(span, own_begin_s - begin_s, clocks)])
+        iteration = MeasuredIteration(iteration=seen.number, phase=run.phase, plan=run.plan, ranks=operations)
+        if self._file.job is not None:
+            needed_bytes = known_of_all([job.states[rank].memory_bytes or None for rank in job.shown])
+            self._file.job = self._file.job.model_copy(update={"memory_bytes": needed_bytes})
+        # What could not be read again is not written: iterations of large jobs are fewer.
+        if self._works and self._file.operations + iteration.operations <= MOST_OPERATIONS:
+            self._file.iterations.append(iteration)
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._path, self._file.model_dump_json(exclude_none=True) + "\n")
+            except OSError as error:
+                self._works = False
+                self._warn(f"{self._path} cannot be written ({error}); training goes on without it")
+
+
+def common_begins_s(job: Job, seen: Seen) -> list[float]:
+    """Return when the ranks of the pipeline that is shown began an iteration, in one time [s].
+
+    Clocks of different nodes are never compared: the ranks of another node are aligned by the transfers that both
+    sides wait for, which end at the same moment, or by those in both directions, which take equally long.
+    """
+    spans = [seen.spans(rank) for rank in job.shown]
+    begins_s = [seen.begun_s(rank) for rank in job.shown]
+    begins_s = [begin_s if math.isfinite(begin_s) else 0.0 for begin_s in begins_s]
+    for place in range(1, len(begins_s)):
+        before, rank = job.facts[job.shown[place - 1]], job.facts[job.shown[place]]
+        if before.node != rank.node or not math.isfinite(seen.begun_s(job.shown[place])):
+            begins_s[place] = begins_s[place - 1] + begin_after_s(spans[place - 1], spans[place])
+    return begins_s
+
+
+def begin_after_s(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Return how much later a rank began an iteration than its neighbour, by the transfers between them [s]."""
+    sent, received, both = [], [], []
+    ends_s: dict[Transfer, tuple[float, bool]] = {}
+    for span in first:
+        if isinstance(span.operation, Exchange | Launch | Wait):
+            for transfer in span.operation.transfers:
+                is_launch = isinstance(span.operation, Launch)
+                ends_s[transfer] = (span.start_s if is_launch else span.end_s), is_launch
+    for span in second:
+        if isinstance(span.operation, Exchange | Launch | Wait):
+            for transfer in span.operation.transfers:
+                if transfer in ends_s:
+                    end_s, is_launch = ends_s[transfer]
+                    difference_s = end_s - (span.start_s if isinstance(span.operation, Launch) else span.end_s)
+                    if isinstance(span.operation, Exchange) and not is_launch:
+                        both.append(difference_s)
+                    elif transfer.source < transfer.target:
+                        sent.append(difference_s)
+                    else:
+                        received.append(difference_s)
+    if both:
+        return statistics.median(both)
+    if sent and received:
+        return (max(sent) + min(received)) / 2
+    return 0.0
+
+
+def known_of_all(values: Sequence[int | None]) -> list[int]:
+    """Return the values of all ranks; none if that of one is not known."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
+
+
+def _entries(span: Span, late_s: float, clock_mhz: Mapping[Instruction, int]) -> list[MeasuredOperation]:
+    match span.operation:
+        case Compute(instruction=instruction):
+            parts: Sequence[Work] = (instruction,)
+        case Load() | Other() as operation:
+            parts = (operation,)
+        case operation:
+            parts = operation.transfers
+    start_s, end_s = round(span.start_s + late_s, 6), round(span.end_s + late_s, 6)
+    return [
+        MeasuredOperation.of(part, start_s, end_s, clock_mhz.get(part) if isinstance(part, Instruction) else None)
+        for part in parts
+    ]

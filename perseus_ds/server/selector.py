@@ -1,0 +1,362 @@
+"""Which plan every pipeline runs: from the policy, the reports and the user's orders to an assignment."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.run_records import Event, PlanChosen, PolicyChanged, PowerCapChanged
+from perseus_ds.policy.decisions import (
+    MARGIN,
+    Assignment,
+    Decision,
+    PowerCap,
+    RunStatistics,
+    Situation,
+    decide,
+    reduction_of,
+)
+from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy, ReducePolicy, without_reduction
+from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.policy.signals import Signal
+from perseus_ds.server.iterations import Seen
+from perseus_ds.server.job import Job
+from perseus_ds.server.job_control import Effect, JobControl, Straggler, cost_in_words
+from perseus_ds.timebase import Timebase
+
+logger = logging.getLogger("perseus_ds")
+_APART = 1.06
+_TOGETHER = 1.03
+_IN_A_ROW = 2
+# A stretch factor is cut as soon as a pipeline would make the others wait, and raised only where it is sure and worth
+# a change of plan.
+_CUT = 0.99
+_RAISE = 1.03
+_SURE_AFTER = 5
+
+
+class StragglerWatch:
+    """Compares the time each pipeline takes by itself with its plan's.
+
+    Its own time is without the wait for others. ``docs/policies.md`` says when stretch factors begin, change and end.
+
+    Attributes:
+        stretch_factors: For each pipeline, how many times as long as the policy's plan its plan may take until it
+            finishes together with the slowest one (T' of the paper, section 3.2), >= 1; all 1 while none straggles.
+    """
+
+    def __init__(self, pipelines: int) -> None:
+        self.stretch_factors = (1.0,) * pipelines
+        self._seen: deque[tuple[float, ...]] = deque(maxlen=_SURE_AFTER)
+
+    def update(self, ratios: Sequence[float]) -> tuple[float, ...]:
+        """Add an iteration and return the stretch factors.
+
+        Args:
+            ratios: For each pipeline, its own time over that of the plan it ran, > 0.
+        """
+        slowest = max(ratios)
+        self._seen.append(tuple(slowest / ratio for ratio in ratios))
+        if len(self._seen) >= _IN_A_ROW:
+            self.stretch_factors = self._next_factors([*self._seen][-_IN_A_ROW:])
+        return self.stretch_factors
+
+    def _next_factors(self, last: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        given = self.stretch_factors
+        least, most = _each(min, last), _each(max, last)
+        if max(given) == 1:
+            # Two iterations with another straggler each are noise: no pipeline could be stretched in both.
+            return least if max(least) > _APART else given
+        if max(most) < _TOGETHER:
+            return (1.0,) * len(least)
+        if any(possible < _CUT * factor for possible, factor in zip(most, given, strict=True)):
+            return least
+        sure = _each(min, self._seen)
+        worth_it = any(possible > _RAISE * factor for possible, factor in zip(sure, given, strict=True))
+        return sure if worth_it and len(self._seen) == _SURE_AFTER else given
+
+
+def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the least or most of each pipeline."""
+    return tuple(choose(factors) for factors in zip(*seen, strict=True))
+
+
+def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) -> tuple[float, ...]:
+    """Return the stretch factors when a user has reported that one pipeline takes longer than its peers usually do."""
+    if reported is None:
+        return tuple(stretch_factors)
+    slowness = [max(stretch_factors) / factor for factor in stretch_factors]
+    others = [slow for pipeline, slow in enumerate(slowness) if pipeline != reported.pipeline]
+    slowness[reported.pipeline] = reported.slowdown * (statistics.median_low(others) if others else 1.0)
+    return tuple(max(slowness) / slow for slow in slowness)
+
+
+def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
+    """Return the pipeline that all others wait for, if they do."""
+    largest = max(stretch_factors)
+    return None if largest == min(stretch_factors) else Straggler(stretch_factors.index(min(stretch_factors)), largest)
+
+
+class _Progress(FileModel):
+    """What is kept for a later start of the job; the plan is None where it is not one of these plans."""
+
+    plan: Annotated[int, Field(ge=0)] | None
+    stretch_factors: tuple[Annotated[float, Field(ge=1)], ...]
+    statistics: RunStatistics
+
+
+class PlanSelector:
+    """Decides after every iteration.
+
+    Attributes:
+        in_force: What the iterations to come run by.
+        statistics: Measured over predicted time and power of the last iterations.
+        default_power_w: Of all GPUs at default clocks, as measured in this job; None where it is not known [W].
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        frontier: Frontier,
+        control: JobControl,
+        *,
+        timebase: Timebase,
+        record: Callable[[Event], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """Decide on the first assignment.
+
+        Args:
+            job: The job.
+            frontier: The plans.
+            control: What the user asks for; the progress that an earlier start of the job kept is taken from it.
+            timebase: Tells the date.
+            record: Records an event of the job.
+            say: Prints a line for the whole job.
+        """
+        self._frontier = frontier
+        self._asked: tuple[Any, ...] = ()
+        self._assigned = Assignment()
+        self._control = control
+        self._timebase = timebase
+        self._record = record
+        self._say = say
+        self._gpus_per_rank = job.gpus_per_rank
+        self._stragglers = StragglerWatch(1 + max(place.pipeline for place in job.places))
+        self.statistics = RunStatistics()
+        self.default_power_w: float | None = None
+        self._lateness = 0.0
+        self._numbers = 0
+        self._ordered: PolicyConfig = control.policy
+        self._problem = ""
+        self._decision: Decision | None = None
+        self.in_force = Assignment()
+        self._control.effect_of = self.effect_of
+        plan = self._restore()
+        if plan is None:
+            chosen = self._choose()
+        else:
+            chosen = self._assign(plan, paused=self._control.paused, capped=self.would_be_capped())
+        self._numbers = 1
+        self.in_force = replace(chosen, number=1)
+        self._record(PlanChosen.model_validate(self.status()))
+
+    def learn(self, seen: Seen) -> None:
+        """Take in an iteration under plans."""
+        plans = seen.run.plans if seen.run is not None else None
+        if plans is not None and plans.frontier is self._frontier:
+            self.statistics.add_stop(seen.stopped_s)
+            self._learn(seen.reports, seen.ranks, plans.assignment)
+
+    def decide(self) -> bool:
+        """Decide on the iterations to come; return whether they run by another assignment."""
+        chosen = self._choose()
+        if chosen == self.in_force:
+            return False
+        self._numbers += 1
+        self.in_force = replace(chosen, number=self._numbers)
+        self._record(PlanChosen.model_validate(self.status()))
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Return the assignment in force as plain values."""
+        now = self.in_force
+        straggler = straggler_of(now.stretch_factors)
+        return {
+            "plan": now.plan,
+            "plans": list(now.plans),
+            "straggler": straggler.pipeline if straggler else None,
+            "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
+            "paused": now.paused,
+        }
+
+    def effect_of(self, policy: PolicyConfig) -> Effect:
+        """Return what a policy would do now; from any thread."""
+        decision = self._decide(policy)
+        time_s, energy_j = self._expected(decision.plan)
+        time_now_s, _ = self._expected(self.in_force.plan)
+        without_s, _ = self._expected(self._decide(without_reduction(policy)).plan)
+        default_w = self._power_at_default_clocks_w
+        return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
+
+    def _choose(self) -> Assignment:
+        """Return what the iterations to come run by, without a number."""
+        control = self._control
+        policy = control.policy_now()
+        if policy != self._ordered:
+            self._ordered, self._problem, self._lateness = policy, "", 0.0
+        control.record_policy(self._record)
+        before, self._decision = self._decision, self._decide(policy)
+        decision = self._decision
+        self._record_cap(policy, decision.cap, before.cap if before is not None else None)
+        # Before the first colon a problem has no figures that change at every iteration.
+        if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
+            self._problem = decision.problem
+            self._record(PolicyChanged(problem=decision.problem))
+            self._say(decision.problem)
+        return self._assign(
+            decision.plan,
+            paused=control.paused or decision.failed,
+            capped=self._is_capped(decision),
+        )
+
+    def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None, before: PowerCap | None) -> None:
+        """Record the power cap in force where it is another than before; say what a file's request costs."""
+        if (cap and cap.watts) == (before and before.watts):
+            return
+        if isinstance(policy, ReducePolicy) and cap is not None and cap.signal == policy.signal:
+            now = self._timebase.date()
+            if (asked := reduction_of(policy, now, self._signals)) is not None:
+                duration_s = asked.until_s - now.timestamp()
+                cost = cost_in_words(self.effect_of(policy), asked.power_fraction, duration_s, asked.until_s)
+                self._say(f"{cap.signal} asks for {cost}")
+        self._record(PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else ""))
+
+    def _is_capped(self, decision: Decision) -> bool:
+        """Whether default clocks would draw more than the power cap in force."""
+        if decision.cap is None:
+            return False
+        ratio = 1.0 if self.default_power_w else self.statistics.power_ratio
+        return bool(ratio * self._power_at_default_clocks_w > decision.cap.watts * (1 - MARGIN))
+
+    @property
+    def _power_at_default_clocks_w(self) -> float:
+        """Of all GPUs of the job, as measured in it, or else by the profile [W]."""
+        return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
+
+    def would_be_capped(self) -> bool:
+        """Whether default clocks would draw more than the cap of the policy that is asked for now."""
+        policy = self._control.policy_now()
+        return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
+
+    def _decide(self, policy: PolicyConfig) -> Decision:
+        situation = Situation(
+            step=self._control.steps,
+            now=self._timebase.date(),
+            time_ratio=self.statistics.time_ratio,
+            power_ratio=self.statistics.power_ratio,
+            stopped_s=self.statistics.stopped_s,
+            gpus_per_rank=self._gpus_per_rank,
+            default_power_w=self._power_at_default_clocks_w,
+            signals=self._signals,
+            before=self._decision,
+        )
+        try:
+            return decide(policy, self._frontier, situation)
+        except Exception as error:  # whatever an order holds, training goes on
+            return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
+
+    def _assign(self, plan: int, **decided: bool) -> Assignment:
+        factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
+        asked = plan, factors, self._lateness, decided
+        if asked != self._asked:  # most iterations decide as the one before
+            self._asked = asked
+            self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
+        return self._assigned
+
+    def hurry(self, late: float) -> bool:
+        """Run plans that are faster by the fraction by which the present ones are late, if there are any."""
+        now = self.in_force
+        hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
+        if hurried.plans == now.plans:
+            return False
+        self._lateness = (1 + self._lateness) * (1 + late) - 1
+        return True
+
+    def do_not_hurry(self) -> None:
+        """Run the policy's own plans again."""
+        self._lateness = 0.0
+
+    def _learn(self, reports: JobReport, ranks: RankReports, ran: Assignment) -> None:
+        promised = self._frontier.plans[ran.plan]
+        self.statistics.add_iteration(
+            time_s=reports.time_s,
+            energy_j=reports.energy_j,
+            promised_time_s=promised.time_s,
+            promised_energy_j=promised.energy_j * self._gpus_per_rank,
+        )
+        if len(ran.plans) < 2:
+            return
+        computed_s = ranks.column("computed_s")
+        if computed_s.min() > 0:
+            # The rank that reduces last waits for no other: its tail is the time that the tail takes by itself.
+            tail_s = float(ranks.column("tail_s").min())
+            self._stragglers.update(
+                [
+                    (own_s + tail_s) / self._frontier.plans[plan].time_s
+                    for pipeline, (own_s, plan) in enumerate(
+                        zip(ranks.by_pipeline(computed_s).tolist(), ran.plans, strict=True)
+                    )
+                ]
+            )
+
+    def _expected(self, plan: int) -> tuple[float, float]:
+        """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""
+        known, by_profile = self.statistics, self._frontier.plans[plan]
+        time_s = by_profile.time_s * known.time_ratio
+        return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
+
+    @property
+    def _signals(self) -> Mapping[str, Signal]:
+        watch = self._control.signals
+        return {} if watch is None else watch.signals
+
+    def state(self) -> dict[str, Any]:
+        """Return what is kept for a later start of the job, as plain values."""
+        return _Progress(
+            plan=self.in_force.plan, stretch_factors=self._stragglers.stretch_factors, statistics=self.statistics
+        ).model_dump(mode="json")
+
+    def state_for_other_plans(self) -> dict[str, Any]:
+        """Return the part of :meth:`state` that is as true of the plans of another profile."""
+        stops = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
+        return {**self.state(), "plan": None, "statistics": stops.model_dump(mode="json")}
+
+    def _restore(self) -> int | None:
+        """Take up what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
+        state: Mapping[str, Any] = self._control.progress
+        self._control.progress = {}
+        if not state:
+            return None
+        try:
+            progress = _Progress.model_validate(state)
+        except ValueError as error:  # saved by another version, or damaged
+            logger.warning("perseus: the progress under plans that was kept cannot be read (%r); it is ignored.", error)
+            return None
+        self.statistics = progress.statistics
+        if len(progress.stretch_factors) == len(self._stragglers.stretch_factors):
+            self._stragglers.stretch_factors = progress.stretch_factors
+        if progress.plan is None:
+            self._decision = None
+            return None
+        plan = min(progress.plan, len(self._frontier.plans) - 1)
+        self._decision = replace(self._decision or Decision(plan), plan=plan)
+        return plan

@@ -1,0 +1,434 @@
+"""Decides for one job: takes in what ranks report, and has them run what the modes want.
+
+Everything here happens when a message comes or in :meth:`JobServer.tick`; nothing waits. How messages come and go is
+the business of :mod:`perseus_ds.server.process`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.optimizer.worker import OptimizeWorker
+from perseus_ds.policy.policies import check_deadline
+from perseus_ds.policy.reports import RankReports, shapes_number
+from perseus_ds.policy.signals import SignalWatch
+from perseus_ds.protocol import job_messages as msg
+from perseus_ds.protocol.description import JobDescription, Welcome
+from perseus_ds.protocol.job_messages import Follow, Measured, RankReport, Say, Spans, Times, ToRank, ToServer
+from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.server import modes
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.control_socket import parse_order
+from perseus_ds.server.default_clocks import BackOff
+from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
+from perseus_ds.server.iterations import Run, Seen
+from perseus_ds.server.job import Job
+from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.kinds import UNPLANNED, Kind, Kinds
+from perseus_ds.server.recorder import Recorder, TimelineLog
+from perseus_ds.server.under_plans import look_for_drift
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+logger = logging.getLogger("perseus_ds")
+_FIRST_BACK_OFF = 10
+_MOST_RUNS = 512
+_MOST_OPEN = 64
+"""So many iterations wait for reports of ranks; what is lost is no evidence."""
+_LAST_REPORTS_S = 1.5
+"""How long a job that ends waits for reports after the first rank has left."""
+
+
+@dataclass
+class _Sent:
+    """What the iterations of a kind were last told to run."""
+
+    serial: int
+    key: tuple[Any, ...]
+    follows: Callable[[int, int], Follow]
+
+
+class JobServer:
+    """See the module.
+
+    Attributes:
+        job: The job.
+        control: What the user asks for.
+        recorder: Records what happens.
+        is_over: Whether all is written, and nothing more is to come.
+    """
+
+    def __init__(
+        self,
+        description: JobDescription,
+        send: Callable[[int, ToRank], None],
+        *,
+        state: Mapping[str, Any] | None = None,
+        timebase: Timebase = REAL_TIME,
+        worker: Callable[..., OptimizeWorker] = OptimizeWorker,
+    ) -> None:
+        """Check what can be checked before training.
+
+        Args:
+            description: Of the job.
+            send: Sends a message to a rank.
+            state: What an earlier start of the job has left, as :meth:`state` returned it.
+            timebase: The time in which to wait.
+            worker: Computes plans in another process.
+
+        Raises:
+            PerseusError: The job cannot be trained like this.
+        """
+        self.job, self._warning = _with_permission(Job.of(description))
+        self._notes: list[str] = []
+        config, first = self.job.config, self.job.facts[0]
+        self._send = send
+        self._time = timebase
+        self.recorder = Recorder(
+            self.job.output_dir,
+            simulated=self.job.simulated,
+            send=lambda message: send(0, message),
+            steps_per_print=first.steps_per_print,
+            has_monitor=first.has_monitor,
+        )
+        info = self.job.info.model_copy(update={"streams": ScheduleStreams.of(self.job.schedule)})
+        self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
+        self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
+        self.control.on_order = self.recorder.event
+        self._beside = ExitStack()
+        self._context = ModeContext(self.job, self.recorder, self.control, send, timebase, worker, self._beside)
+        self._serial = 0
+        self._runs: dict[int, Run] = {0: UNPLANNED}
+        self._sent: dict[int, _Sent] = {}
+        self._open: dict[int, dict[int, RankReport]] = {}
+        self._contents: dict[tuple[int, int], bytes] = {}
+        self._completed = 0
+        # The number of steps that the engine has done before the first iteration.
+        self._steps_before = 0
+        self._back_off = BackOff(_FIRST_BACK_OFF)
+        self._left_s: float | None = None
+        self.is_over = False
+        self._has_ended = False
+        self._check(state)
+        self._kinds = Kinds(self._context, self._run, self._has_failed)
+
+    def _check(self, state: Mapping[str, Any] | None) -> None:
+        config = self.job.config
+        if state is not None and state.get("job") == self.job.started().job:
+            kept = state.get("control")
+            if isinstance(kept, Mapping):
+                same_policy = self.control.restore(kept)
+                self.control.progress = state.get("progress") or {} if same_policy else {}
+                self._steps_before = self.control.steps
+        if (steps := self.job.facts[0].steps) is not None:
+            self._steps_before = self.control.steps = steps
+        modes.check(self._context)
+        if config.mode in ("run", "auto"):
+            try:
+                check_deadline(config.policy, self._time.date())
+            except ConfigError as error:
+                if not (self.job.output_dir / FILE_NAME).exists():
+                    raise
+                self._notes.append(f"{error} This job goes on under the fastest plan")
+            self.control.signals = SignalWatch(self._time, self._signal_failed)
+            self._beside.callback(self.control.signals.close)
+            self.control.signals.follow(self.control.policy)
+
+    def _signal_failed(self, problem: str) -> None:
+        self.recorder.warn(problem)
+        self.recorder.event(Failed(event="signal", error=problem))
+
+    def welcome(self) -> Welcome:
+        """Return what all ranks are to know and to do before training."""
+        mode = self.job.config.mode
+        known = mode == "auto" and has_frontier_of_an_earlier_run(self.job)
+        measures_power = mode == "profile" or (mode == "auto" and not known)
+        return Welcome(
+            measures_power=measures_power,
+            measures_counter=mode in ("run", "auto") and not measures_power,
+        )
+
+    def start(self) -> None:
+        """Begin the job's mode."""
+        self.recorder.start(self.job.started())
+        if self._warning:
+            self.recorder.warn(self._warning)
+        for note in self._notes:
+            self.recorder.say(note)
+        self.control.record_policy(self.recorder.event)
+        self._kinds.begin()
+
+    @property
+    def phase(self) -> str:
+        """The phase of the iterations to come of the first order."""
+        return self._kinds.first.wanted.phase
+
+    @property
+    def next(self) -> Run:
+        """What the iterations to come of the first order run."""
+        return self._kinds.first.wanted
+
+    def state(self) -> dict[str, Any]:
+        """Return what is kept for a later start of the job, as plain values."""
+        progress = self._kinds.progress()
+        return {
+            "job": self.job.started().job,
+            "control": self.control.state(),
+            "progress": progress or dict(self.control.progress),
+        }
+
+    def receive(self, rank: int, message: ToServer) -> None:
+        """Take in a message of a rank or its agent."""
+        if not 0 <= rank < self.job.world_size or self.is_over:
+            return
+        state = self.job.states[rank]
+        match message:
+            case RankReport():
+                self._take_in(rank, message)
+            case Spans():
+                found = self._contents.get((message.iteration, rank), b"")
+                self._contents[message.iteration, rank] = found + message.content
+            case msg.ClockRefused():
+                fields = msgspec.structs.asdict(message)
+                self.recorder.event(ClockRefused(rank=rank, **fields))
+            case msg.Latencies():
+                state.latencies = LatencyTable({(mhz, rises): seen_s for mhz, rises, seen_s in message.samples_s})
+            case msg.RankFailed():
+                self._say_to(rank, f"perseus: {message.error}. Training goes on at default clocks.")
+                self.recorder.event(Failed(rank=rank, error=message.error))
+            case msg.RankRecovered():
+                self._say_to(rank, "perseus: the driver works again. This rank runs under plans again.")
+                self.recorder.event(Recovered(rank=rank))
+            case msg.ScheduleRead():
+                self._kinds.has_read(rank, message)
+            case msg.Worked():
+                state.flops = message.passes
+            case Measured():
+                state.measured = message
+            case msg.Steps():
+                self._steps_before = message.steps - message.after
+                self.control.steps = message.steps
+            case msg.Command():
+                self._carry_out(message.content)
+            case msg.Joined():
+                state.is_here, state.issued = True, max(state.issued, message.issued)
+                self._tell_all(rank)
+            case msg.Left():
+                state.has_left, state.is_here = True, False
+                if self._left_s is None:
+                    self._left_s = self._time.now_s()
+                self.tick()
+
+    def tick(self) -> None:
+        """Do what is due without a message."""
+        if self._left_s is None or self.is_over:
+            return
+        late_s = self._time.now_s() - self._left_s
+        all_left = all(state.has_left for state in self.job.states)
+        if not self._has_ended and (all_left or late_s > _LAST_REPORTS_S):
+            self._has_ended = True
+            self._kinds.close()
+            self._beside.close()
+            for number in [*self._sent]:
+                self._tell(number, UNPLANNED, self.job)
+            self.recorder.close()
+            self._send(0, msg.Summarised())
+        self.is_over = all_left
+
+    def lose(self, rank: int) -> None:
+        """A rank's agent is gone."""
+        self.job.states[rank].is_here = False
+
+    # Iterations.
+
+    def _take_in(self, rank: int, message: RankReport) -> None:
+        state, number = self.job.states[rank], message.report.iteration
+        state.issued = max(state.issued, message.report.issued)
+        state.late_s, state.default_mhz = message.late_s, message.default_mhz
+        state.memory_bytes = message.report.memory_bytes
+        if number <= self._completed:
+            return  # it came twice, or after one that was complete
+        reports = self._open.setdefault(number, {})
+        reports.setdefault(rank, message)
+        if len(reports) == self.job.world_size:
+            self._completed = number
+            contents = {of: content for (of_number, of), content in self._contents.items() if of_number == number}
+            self._forget(number)
+            try:
+                self._complete(number, [reports[of] for of in range(len(reports))], contents)
+            except Exception as error:  # of any kind: a mistake in a decision is none of training
+                self._has_failed(error)
+        elif len(self._open) > _MOST_OPEN:
+            self._forget(min(self._open))
+
+    def _forget(self, number: int) -> None:
+        """Forget reports of iterations up to one: those of earlier ones that lack some do not come any more."""
+        self._open = {each: reports for each, reports in self._open.items() if each > number}
+        self._contents = {key: content for key, content in self._contents.items() if key[0] > number}
+
+    def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
+        first = messages[0].report
+        key = first.key
+        run = self._run_of({message.serial for message in messages})
+        seen = Seen(
+            number=self._steps_before + number,
+            iteration=number,
+            run=run,
+            ranks=self._ranks_of(messages),
+            messages=messages,
+            contents=contents,
+            streams=self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ()),
+            pipeline_ranks=[place.pipeline_rank for place in self.job.places],
+            ended=first.ended,
+        )
+        self.control.count_step(seen.number)
+        if run is not None and number % run.every == 0:
+            look_for_drift(self.job, seen)
+        kind, order, shape = self._kinds.route(seen, key)
+        recorded = run or self._runs.get(messages[0].serial) or UNPLANNED
+        self.recorder.add(seen, _without_plan(recorded) if messages[0].has_failed else recorded, order, shape)
+        if run is not None and not (order or shape):
+            self._timelines.add(seen, run, self.job)
+        if not self._has_ended and self._left_s is None:
+            self._kinds.advance(kind, seen)
+
+    def _ranks_of(self, messages: list[RankReport]) -> RankReports:
+        numbers = np.array(
+            [
+                (
+                    message.report.time_s, message.energy_j, message.changes, message.skips, message.has_failed,
+                    message.asked_mhz, message.reached_mhz, message.report.computed_s, message.report.tail_s,
+                    np.nan, np.nan, np.nan, message.limit_w, message.limit_mhz,
+                    shapes_number(rank, message.report.shapes),
+                )
+                for rank, message in enumerate(messages)
+            ],
+            np.float64,
+        )  # fmt: skip
+        return RankReports(numbers, np.array([place.pipeline for place in self.job.places], np.int64))
+
+    def _run_of(self, serials: set[int]) -> Run | None:
+        """Return what all ranks ran, given the serials that they followed; None if that differs or is not known."""
+        runs = [self._runs.get(serial) for serial in sorted(serials)]
+        known = [run for run in runs if run is not None]
+        if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
+            return None
+        return known[0]
+
+    def _run(self, kind: Kind) -> None:
+        """Have the ranks run what a kind wants, from the next iteration on that none of them has begun."""
+        wanted = kind.wanted
+        self._tell(kind.number, wanted, kind.context.job, is_first=kind is self._kinds.first)
+
+    def _tell(self, number: int, wanted: Run, job: Job, *, is_first: bool = False) -> None:
+        times, every = wanted.times, wanted.every
+        if is_first and self._timelines.wants(wanted):
+            times, every = "all", 1
+        key = (*wanted.key, times, every)
+        sent = self._sent.get(number)
+        if sent is not None and sent.key == key:
+            self._runs[sent.serial] = wanted  # which may say something else of what follows
+            return
+        self._serial += 1
+        serial = self._serial
+        self._runs[serial] = wanted
+        if len(self._runs) > _MOST_RUNS:
+            del self._runs[sorted(self._runs)[1]]
+        programs: dict[Any, msg.Program] = {}
+        profiled = set(job.profiled)
+
+        def follow(rank: int, from_iteration: int) -> Follow:
+            place = job.places[rank]
+            if place not in programs:
+                programs[place] = wanted.program(number, place.pipeline, place.pipeline_rank, job.schedule)
+            measured: Times = times if rank in profiled else wanted.otherwise
+            return Follow(
+                programs[place],
+                serial,
+                from_iteration,
+                wanted.phase,
+                wanted.plan,
+                measured,
+                every,
+                wanted.otherwise,
+                wanted.logs_energy and rank in profiled,
+            )
+
+        self._sent[number] = _Sent(serial, key, follow)
+        from_iteration = 1 + max(state.issued for state in job.states)
+        for rank, state in enumerate(job.states):
+            if state.is_here:
+                self._send(rank, follow(rank, from_iteration))
+
+    def _tell_all(self, rank: int) -> None:
+        """Send a rank all that it is to know."""
+        self._send(rank, self._kinds.orders_for(rank))
+        from_iteration = 1 + max(state.issued for state in self.job.states)
+        for sent in self._sent.values():
+            self._send(rank, sent.follows(rank, from_iteration))
+
+    # Faults and orders.
+
+    def _has_failed(self, error: Exception) -> None:
+        """The mode of the job has failed: it begins again later."""
+        logger.debug("perseus: the mode ended", exc_info=error)
+        text = str(error).rstrip(".") or type(error).__name__
+        iterations = self._back_off.next(self.control.steps)
+        self.recorder.warn(f"{text}. Training goes on at default clocks.")
+        self.recorder.event(Failed(error=str(error)))
+        self._kinds.begin_again(iterations)
+
+    def carry_out(self, order: Any) -> dict[str, Any]:
+        """Carry out an order that was checked; return the answer.
+
+        Raises:
+            ValueError: It cannot be done.
+        """
+        return self.control.carry_out(order)
+
+    def _carry_out(self, content: bytes) -> None:
+        try:
+            self.control.carry_out(parse_order(json.loads(content)))
+        except (PerseusError, ValueError) as error:
+            self.recorder.warn(str(error))
+
+    def _status(self) -> dict[str, Any]:
+        """Return the facts of the job, what it runs next, and what its last iteration took."""
+        self.recorder.flush()
+        last, following = self.recorder.last, self._kinds.first.wanted
+        facts = self.recorder.facts().model_dump(mode="json")
+        now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
+        return facts | now
+
+    def _say_to(self, rank: int, text: str) -> None:
+        self._send(rank, Say(text, warns=True))
+
+
+def _without_plan(run: Run) -> Run:
+    return Run(run.phase, next_phase=run.next_phase)
+
+
+def _with_permission(job: Job) -> tuple[Job, str]:
+    """Return the job as it may run, and a warning: where auto mode cannot set the clocks of all ranks, it observes.
+
+    A process may lack the permission, and a virtual GPU the clocks.
+    """
+    config = job.config
+    problem = next((facts.no_permission for facts in job.facts if facts.no_permission), "")
+    if config.mode != "auto" or not problem:
+        return job, ""
+    warning = (
+        f"{problem} This job trains at default clocks, and its time and energy are recorded, as in mode "
+        '"observe". With "required": true this is an error.'
+    )
+    return replace(job, config=config.model_copy(update={"mode": "observe"})), warning

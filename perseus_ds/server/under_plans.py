@@ -1,0 +1,435 @@
+"""Training under plans: iterations as the selector decides, and how they compare with default clocks in this job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.policy.decisions import Forecast
+from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
+from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, reported_drift
+from perseus_ds.protocol.job_messages import Times
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.default_clocks import DefaultIterations
+from perseus_ds.server.iterations import NextPhase, Plans, Run, Seen, iteration
+from perseus_ds.server.job import Job
+from perseus_ds.server.selector import PlanSelector
+from perseus_ds.units import plain
+
+_DRIFT_EVERY = 10
+_INCOMPARABLE = 30
+# A plan from elsewhere runs for so long before it is compared; a job that ends earlier is too short for a comparison.
+_TRIAL_ITERATIONS = 8
+_TRIAL_S = 20.0
+# After so many blocks under a plan they are compared with default clocks of long ago, to notice when it becomes late.
+_WATCHED_BLOCKS = 4
+# When a plan that is kept is compared again, the first time, in iterations; not before so many seconds.
+_COMPARED_AGAIN_AFTER = 500
+_COMPARED_AGAIN_AFTER_S = 120.0
+# So many plans at most have a turn one after the other.
+_MOST_TURNS = 3
+
+
+class Outcome(Enum):
+    """Why there is no verdict on a plan, and something has to be measured again.
+
+    Attributes:
+        PROFILE_OUTDATED: Instructions take longer or shorter than profiled, and no comparison can tell what that means.
+        DEFAULT_OUTDATED: Since default clocks were measured, inputs have other shapes, or GPUs may do less or more.
+    """
+
+    PROFILE_OUTDATED = "profile outdated"
+    DEFAULT_OUTDATED = "default outdated"
+
+
+def look_for_drift(job: Job, seen: Seen) -> None:
+    """Compare the instructions of an iteration under plans with the profile, and add that to its reports."""
+    plans = None if seen.run is None else seen.run.plans
+    if plans is None or not plans.frontier.instruction_times_s:
+        return
+    for rank in job.profiled:
+        place, has_failed = job.places[rank], seen.messages[rank].has_failed
+        plan = plans.of_pipeline(place.pipeline)
+        instructions, clocks_mhz = plan.instructions[place.pipeline_rank], plan.clocks_mhz[place.pipeline_rank]
+        spans = seen.spans(rank)
+        if spans or has_failed:
+            clocks = {} if has_failed else dict(zip(instructions, clocks_mhz, strict=True))
+            seen.set(rank, reported_drift(spans, clocks, plans.frontier.instruction_times_s))
+
+
+class PlanRunner:
+    """Runs the assignment in force, and compares it with default clocks.
+
+    Attributes:
+        selector: Decides on the assignment.
+        profiles_again: Whether to return, to profile again, where instructions take longer or shorter than profiled,
+            and no comparison tells what that means; otherwise the job trains on and only says so.
+        has_drifted: Whether instructions were found to take longer or shorter than profiled.
+        drifts_by_shape: Whether that is because inputs have other shapes.
+    """
+
+    def __init__(self, context: ModeContext, frontier: Frontier, *, default: DefaultIterations | None = None) -> None:
+        """Decide on the first plan.
+
+        Args:
+            context: Of the mode.
+            frontier: The plans.
+            default: Iterations of this job at default clocks; None where savings are relative to the profile.
+        """
+        self._job = context.job
+        self._recorder = context.recorder
+        self._frontier = frontier
+        self.profiles_again = False
+        # Whether the last comparison has kept the plan, and another one is not due yet; then after so many iterations.
+        self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
+        # The limits of GPUs under which default clocks were measured.
+        self._limits: tuple[GpuLimit, ...] = () if default is None else default.limits
+        self._drift = DriftWatch(context.job.config.max_drift)
+        self.has_drifted = False
+        self.drifts_by_shape = False
+        self._default = None if default is None else default.sample
+        self._comparisons = context.comparisons
+        self._kind = {"order": context.order, "shape": context.shape}
+        self._sure: float | None = None
+        # Whether default clocks have just been measured.
+        self._is_fresh = default is not None
+        self._incomparable = 0
+        self._turns = 0
+        # How many times as long iterations take as profiled, since their inputs have other shapes.
+        self._scale = 1.0
+        # Blocks of which the first iteration was left out, which begins at the clocks before.
+        self._begun: IterationSample | None = None
+        self._compared_plan: int | None = None
+        self._dag = Dag.build(context.job.schedule)
+        self.selector = PlanSelector(
+            context.job,
+            frontier,
+            context.control,
+            timebase=context.timebase,
+            record=self._recorder.event,
+            say=self._recorder.say,
+        )
+        if default is not None:
+            self.selector.default_power_w = default.sample.power_w
+        beginning = f"running under plan {self.selector.in_force.plan} of the frontier's {len(frontier.plans)}"
+        if (forecast := self._planned().forecast) is not None:
+            slower, saved = forecast.time_s / forecast.default_time_s, 1 - forecast.energy_j / forecast.default_energy_j
+            beginning += f" (promised {changes(slower - 1, saved)}), against default clocks of this job"
+        self._recorder.say(plain(beginning))
+
+    @property
+    def plan(self) -> FrequencyPlan | None:
+        """The plan of the first pipeline; None while it is paused."""
+        assignment = self.selector.in_force
+        return None if assignment.paused else self._frontier.plans[assignment.plans[0]]
+
+    @property
+    def default(self) -> IterationSample:
+        """Iterations at default clocks, as measured in this job last."""
+        assert self._default is not None, "default clocks are measured first"
+        return self._default
+
+    def compare_with(self, default: DefaultIterations) -> None:
+        """Compare iterations from now on with others at default clocks, which have just been measured."""
+        self._is_fresh, self._incomparable = True, 0
+        self._limits = default.limits
+        self._set_default(default.sample)
+
+    def _set_default(self, default: IterationSample) -> None:
+        self._default, self.selector.default_power_w = default, default.power_w
+
+    async def try_out(self) -> None:
+        """Train under a plan from elsewhere for about as long as a comparison with default clocks takes.
+
+        The first iterations of a job are slower than those after them, so no comparison may use them.
+        """
+        iterations, time_s = 0, 0.0
+        while iterations < _TRIAL_ITERATIONS or time_s < _TRIAL_S:
+            typical_s = time_s / iterations if iterations else 0.0
+            left_s = max(_TRIAL_S - time_s, (_TRIAL_ITERATIONS - iterations) * typical_s)
+            seen = await iteration(self._planned(NextPhase("default", left_s)))
+            self._take_in(seen)
+            iterations, time_s = iterations + 1, time_s + seen.time_s
+
+    def would_be_capped(self) -> bool:
+        """Whether default clocks would draw more than the cap that is asked for now."""
+        return self.selector.would_be_capped()
+
+    def becomes_capped(self) -> bool:
+        """Bring a cap that default clocks would exceed into force at once, if there is one; return whether it is."""
+        if self.would_be_capped():
+            self.selector.decide()
+        return self._is_capped
+
+    @property
+    def _is_capped(self) -> bool:
+        """Whether default clocks would draw more than the cap in force: then all iterations run under plans."""
+        return self.selector.in_force.capped
+
+    async def run_while_kept(self, when_kept: Callable[[], None] = lambda: None) -> Verdict | Outcome:
+        """Train under the policy's plan for as long as it keeps its promise; default clocks have just been measured.
+
+        Where they would draw more than a power cap, nothing is compared, until the cap has ended.
+
+        Args:
+            when_kept: Called each time a comparison keeps the plan.
+
+        Returns:
+            The verdict that drops the plan; or why there is none, and something has to be measured again.
+        """
+        while True:
+            result: Verdict | Outcome | None
+            if self.becomes_capped():
+                when_kept()
+                self._is_fresh = False
+                result = (await self._run(math.inf, capped=True)) or Outcome.DEFAULT_OUTDATED
+            elif self._is_kept:
+                result = await self._run(self._again_in)
+                self._is_kept = False
+                self._again_in *= 2
+            else:
+                result = await self._compare()
+                if isinstance(result, Verdict) and result.kept:
+                    self._again_in = max(self._again_in, math.ceil(_COMPARED_AGAIN_AFTER_S / self.default.time_s))
+                    self.say_compared(result, f"compared again in {self._again_in} iterations")
+                    when_kept()
+                    self._is_kept = True
+                    continue
+            if result is not None:
+                self._again_in = _COMPARED_AGAIN_AFTER
+                return result
+
+    async def _compare(self) -> Verdict | Outcome | None:
+        """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
+
+        There is no verdict where something has to be measured again, or default clocks would draw more than a cap.
+        """
+        self._sure = sure = self._sure or certainty(next(self._comparisons))
+        blocks = [self.default] if self._is_fresh else []
+        self._is_fresh = False
+        while not self._is_capped:
+            is_planned, assignment = len(blocks) % 2 == 1, self.selector.in_force
+            block = self._sample_of_plans() if is_planned else IterationSample(self.default.counter_period_s)
+            outcome = await self._add_block(len(blocks), block, is_planned=is_planned)
+            if outcome is not None:
+                return outcome
+            if is_planned and self.selector.in_force.number != assignment.number:
+                continue  # these iterations ran under several plans
+            if self._is_capped:
+                return None  # the block is cut short
+            blocks.append(block)
+            if not is_planned and len(blocks) // 2 in ANALYSES:
+                is_last = len(blocks) // 2 == ANALYSES[-1]
+                verdict = Verdict.of(PlanComparison.of_blocks(blocks), sure, is_last=is_last)
+                if verdict is not None:
+                    self._set_default(IterationSample.joined(blocks[::2]))
+                    self._sure = None
+                    return verdict
+        return None
+
+    async def _add_block(self, before: int, block: IterationSample, *, is_planned: bool) -> Outcome | None:
+        """Run iterations of a block until they are enough, or another assignment is in force.
+
+        The iterations are added to it, the last one while the next block begins; there were so many blocks before it.
+        """
+        begun = self.selector.in_force.number
+        analysis = next((pairs for pairs in ANALYSES if pairs > (before - 1) // 2), ANALYSES[-1])
+        following = 2 * analysis - before
+        is_over, in_s = False, None
+        while not (is_over or self._is_capped or (is_planned and self.selector.in_force.number != begun)):
+            next_phase = NextPhase("verdict", in_s)
+            if is_planned or self.selector.in_force.paused:
+                run = self._planned(next_phase, block)
+            else:
+                run = self._at_default(next_phase, block)
+            seen = await iteration(run)
+            if outcome := self._take_in(seen):
+                return outcome
+            if self._incomparable >= _INCOMPARABLE:
+                return Outcome.DEFAULT_OUTDATED
+            whole_s = IterationSample(block.counter_period_s).remaining_s(seen.time_s, more=2)
+            in_s = block.remaining_s(seen.time_s, more=1) + following * whole_s
+            # The last iteration is under way when the next block begins, unless an analysis is due now.
+            is_in_flight = following > 0 and self._begun is block
+            is_over = block.is_as_long_as(1, in_flight_s=seen.time_s if is_in_flight else 0.0)
+        return None
+
+    async def _run(self, iterations: float, *, capped: bool = False) -> Outcome | None:
+        """Train under the plan that the policy asks for, for so many iterations or until it breaks its promise.
+
+        Under a power cap that default clocks would exceed nothing is compared; it ends when such a cap begins or ends.
+        """
+        watched, number = self._sample_of_plans(), self.selector.in_force.number
+        while iterations > 0 and self._is_capped is capped:
+            assignment = self.selector.in_force
+            if assignment.number != number:
+                watched, number = self._sample_of_plans(), assignment.number
+            is_watched = not capped and not assignment.paused
+            seen = await iteration(self._planned(block=watched if is_watched else None))
+            if outdated := self._take_in(seen):
+                return outdated
+            iterations -= not assignment.paused
+            if watched.is_as_long_as(_WATCHED_BLOCKS):
+                comparison = PlanComparison.of_samples(self.default, watched)
+                if comparison.is_in_doubt:
+                    return None
+                watched = self._sample_of_plans()
+        return None
+
+    def hurry(self, verdict: Verdict) -> bool:
+        """Give a faster plan its turn after one that takes longer than promised; return whether there is one."""
+        self._turns += 1
+        if not verdict.is_late or self._turns >= _MOST_TURNS:
+            return False
+        if not self.selector.hurry(verdict.comparison.late):
+            return False
+        self.selector.decide()
+        self.say_compared(verdict, "a faster plan has its turn")
+        return True
+
+    def drop(self, verdict: Verdict, then: str) -> None:
+        """Drop a plan for a while: it may save energy later, or another policy's may."""
+        self.say_compared(verdict, then)
+        self.selector.do_not_hurry()
+        self._turns = 0
+
+    def say_compared(self, verdict: Verdict, then: str) -> None:
+        """Say and record how the plan compares with default clocks, and what follows."""
+        figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
+        decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
+        plan = self._compared_plan if self._compared_plan is not None else self.selector.in_force.plan
+        self._recorder.announce(PlanJudged.model_validate({"plan": plan, **self._kind, **decided, **figures}))
+
+    def _take_in(self, seen: Seen) -> Outcome | None:
+        """Take in an iteration, decide on those to come, and return why plans are of no more use, if they are not."""
+        run = seen.run
+        self.selector.learn(seen)
+        outcome = self._outdated(seen)
+        self.selector.decide()
+        if self._default is not None:
+            has_other_shapes = self._default.has_other_shapes(seen.reports)
+            self._incomparable = self._incomparable + 1 if has_other_shapes else 0
+            block = run.block if run is not None else None
+            if block is not None and block is not self._begun:
+                self._begun = block  # the first iteration begins at the clocks before
+            elif block is not None and not has_other_shapes:
+                block.add_reports(seen.reports)
+                if run is not None and run.plan is not None:
+                    self._compared_plan = run.plan
+        return outcome
+
+    def _outdated(self, seen: Seen) -> Outcome | None:
+        """Return why these plans are of no more use, if they are not; say once that instructions have drifted.
+
+        Where iterations can be compared with default clocks, they decide instead: a plan that still saves energy in
+        time stays, whatever its instructions take. Inputs of other shapes and a power cap allow no comparison.
+        """
+        reports = seen.reports
+        if reports.limits != self._limits and not self._is_capped:
+            return Outcome.DEFAULT_OUTDATED
+        if seen.run is None or seen.run.plans is None or math.isnan(reports.drift):
+            return None
+        typical, most = self._drift_and_most(reports)
+        if not self._drift.has_drifted(typical):
+            return None
+        self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(reports)
+        is_compared = not (self.drifts_by_shape or self._is_capped)
+        is_outdated = self.profiles_again and not is_compared
+        if is_outdated or not self.has_drifted:
+            no_longer_fits = "the plans no longer fit: profile the job as it is now"
+            then = "the plan stays as long as it saves energy in time" if is_compared else no_longer_fits
+            self._recorder.announce(Drifted(drift=round(most, 4), then="profiling again" if is_outdated else then))
+        self.has_drifted = True
+        return Outcome.PROFILE_OUTDATED if is_outdated else None
+
+    def _drift_and_most(self, reports: JobReport) -> tuple[float, float]:
+        """Return how far the pipelines are from the profile: typically, and the one that is farthest.
+
+        Where inputs have other shapes than they had at default clocks, a factor that all instructions have in common
+        is not drift: plans stay as good as they were, and what they promise is scaled by it.
+        """
+        default = self._default
+        if default is None or not default.has_shapes_beside(reports):
+            self._scale = 1.0
+            return reports.drift, reports.drift_most
+        if not math.isnan(reports.pace):
+            self._scale = 1.0 if default.varies_in_shape else reports.pace
+        return reports.drift_beside_pace, reports.drift_beside_pace_most
+
+    def _sample_of_plans(self) -> IterationSample:
+        """Return a sample for iterations under the assignment in force, with what it promises."""
+        period_s = self._default.counter_period_s if self._default is not None else 0.0
+        return IterationSample(
+            period_s, self.selector.in_force.promised_slowdown, self.selector.in_force.promised_power
+        )
+
+    def _at_default(self, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
+        """Return an iteration at default clocks, to compare plans with."""
+        return Run(
+            "default",
+            times=self._times,
+            next_phase=next_phase,
+            status=self._status(),
+            progress=self.selector.state,
+            block=block,
+        )
+
+    def _planned(self, next_phase: NextPhase | None = None, block: IterationSample | None = None) -> Run:
+        """Return an iteration by the assignment in force."""
+        assignment = self.selector.in_force
+        if assignment.paused:
+            return Run(
+                "pause",
+                times=self._times,
+                next_phase=next_phase,
+                status=self._status(),
+                progress=self.selector.state,
+                block=block,
+            )
+        return Run(
+            "run",
+            plans=Plans(self._frontier, assignment, self._dag),
+            plan=assignment.plans[self._job.places[0].pipeline],
+            forecast=self._forecast(),
+            times="passes",
+            every=_DRIFT_EVERY,
+            otherwise=self._times,
+            next_phase=next_phase,
+            status=self._status(),
+            progress=self.selector.state,
+            block=block,
+        )
+
+    @property
+    def _times(self) -> Times:
+        """What has to be measured to tell stragglers."""
+        return "ends" if (self._job.info.data_parallel or 1) > 1 else "none"
+
+    def _status(self) -> dict[str, Any]:
+        return {**self.selector.status(), "t_min_s": self._frontier.t_min_s, "t_star_s": self._frontier.t_star_s}
+
+    def _forecast(self) -> Forecast:
+        """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
+
+        They promise a slowdown and a power relative to default clocks; that is the same whether these were measured.
+        """
+        assignment = self.selector.in_force
+        forecast = assignment.forecast(self._frontier, self._job.info.tensor_parallel or 1)
+        default_s, default_j = forecast.default_time_s, forecast.default_energy_j
+        if self._default is not None:
+            default_s, default_j = self._scale * self._default.time_s, self._scale * self._default.energy_j
+        time_s = default_s * (1 + assignment.promised_slowdown)
+        return Forecast(
+            time_s=time_s,
+            energy_j=time_s * assignment.promised_power * default_j / default_s,
+            default_time_s=default_s,
+            default_energy_j=default_j,
+            default_measured=self._default is not None and self._scale == 1.0,
+        )

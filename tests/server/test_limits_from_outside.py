@@ -1,0 +1,236 @@
+"""Somebody outside the job limits GPUs while plans run. GPUs are simulated, in virtual time.
+
+Scenarios run twice with the same limits at the same times, once at default clocks: under plans a job is not slower by
+more than 1 %, and uses no more energy.
+"""
+
+import functools
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client import generate_latest
+from virtual.job import SLOWER, VirtualJob
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.run_records import IterationRecord, LimitsChanged, PlanJudged, ProfileWritten
+from perseus_ds.server.metrics import registry_of
+from perseus_ds.server.progress import JobFacts
+
+ALL, SLOWEST = (0, 1, 2, 3), (3,)
+
+
+def limits(job):
+    return [event.limits for event in job.events(LimitsChanged)]
+
+
+def test_a_power_limit_is_named_within_two_iterations_and_once(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    assert limits(job) == [], "a board that is at its own limit is not limited"
+    job.gpu.limit(power_w=300.0)
+    job.train(2)
+    (found,) = limits(job)
+    assert found == ((0, 299.25, None),)
+    job.train(10)
+    assert len(limits(job)) == 1
+    job.gpu.limit()
+    job.train(2)
+    assert limits(job)[1:] == [()]
+    said = capsys.readouterr().out
+    assert said.count("limited below what was profiled: rank 0's GPU to 299.2 W") == 1
+    assert said.count("no GPU is limited any more") == 1
+
+
+def test_heat_is_named_with_the_clock_that_it_allows(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.gpu.limit(clock_mhz=600)
+    # Of the first changes of a job, those are not read back that are followed by another one before they time out.
+    job.train_while(lambda: not limits(job), most=8)
+    ((limit, *_),) = limits(job)
+    assert limit == (0, None, 600.0)
+    assert "rank 0's GPU to 600 MHz by heat or the machine" in capsys.readouterr().out
+
+
+def test_a_limit_is_shown_by_status_and_as_a_metric(start):
+    job = start(mode="observe")
+    job.train(3)
+    job.gpu.limit(power_w=300.0)
+    job.train(2)
+    status = job.control(command="status")["status"]
+    assert [list(limit) for limit in status["limits"]] == [[0, 299.25, None]]
+    text = generate_latest(registry_of(lambda: JobFacts.model_validate(status))).decode()
+    assert re.search(r'perseus_gpu_power_limit_watts\{.*rank="0".*\} 299.25', text)
+    assert re.search(r"perseus_limited_gpus\{.*\} 1.0", text)
+
+
+TWO = {"stages_s": (0.036, 0.05), "micro_batches": 6}
+FOUR = {"stages_s": (0.036, 0.034, 0.034, 0.05), "micro_batches": 8}
+
+
+@pytest.fixture
+def start_compared(start, frontiers):
+    """A function that starts a job of two stages, whose plan is kept."""
+
+    def start_compared(**shape):
+        job = start(mode="run", frontier=frontiers(**TWO), **TWO, **shape)
+        job.train_until_compared()
+        return job
+
+    return start_compared
+
+
+def at(time_s, ranks, **limit):
+    """A change of limits: when, of which GPUs, and to what; none for the board's own."""
+    return time_s, ranks, limit
+
+
+SCENARIOS = {
+    "one GPU": [at(10, SLOWEST, power_w=300.0), at(150, SLOWEST)],
+    "one GPU that has slack": [at(10, (0,), power_w=250.0), at(150, (0,))],
+    "all GPUs": [at(10, ALL, power_w=280.0), at(150, ALL)],
+    "steps": [at(10 + 60 * n, SLOWEST, power_w=power_w) for n, power_w in enumerate((380.0, 300.0, 380.0, None))],
+    "a ramp": [at(10 + 4 * n, ALL, power_w=475.0 - 10 * abs(15 - abs(n - 15))) for n in range(31)],
+    "heat": [at(10, SLOWEST, clock_mhz=1100), at(150, SLOWEST)],
+    "heat where there is slack": [at(10, (0,), clock_mhz=800), at(150, (0,))],
+}
+
+
+def limit(job, scenario):
+    """Let the limits of a scenario come, beginning now."""
+    begin_s = job.time.now_s()
+
+    def run():
+        for time_s, ranks, limit in scenario:
+            job.time.sleep(max(0.0, begin_s + time_s - job.time.now_s()))
+            for rank in ranks:
+                job.gpus[rank].limit(**limit)
+
+    job.time.thread(run, "site").start()
+
+
+@pytest.fixture(scope="module")
+def frontiers(tmp_path_factory):
+    """A function that returns the frontier of a job of some stages, with the profile that it was made of."""
+
+    @functools.cache
+    def frontier(stages_s, micro_batches):
+        folder = tmp_path_factory.mktemp("profiled")
+        job = VirtualJob(folder, stages_s=stages_s, micro_batches=micro_batches, mode="auto")
+        job.train_until("run")
+        job.close()
+        made = Frontier.load(folder)
+        provenance = made.provenance.model_copy(update={"profile": str(folder / "profile.csv")})
+        return str(replace(made, provenance=provenance).save(folder))
+
+    return frontier
+
+
+@pytest.fixture
+def run(tmp_path, frontiers):
+    """A function that runs a scenario, under plans or in observe mode; returns the job, and each iteration under it."""
+    jobs = []
+
+    def run(scenario, shape=FOUR, *, mode="run", **settings):
+        block = {"frontier": frontiers(**shape)} if mode == "run" else {}
+        job = VirtualJob(tmp_path / mode, mode=mode, **shape, **block, **settings)
+        jobs.append(job)
+        job.train(5) if mode == "observe" else job.train_until_compared()
+        job.train(2)
+        begun, iteration_s = len(job.taken), job.taken[-1][1]
+        limit(job, scenario)
+        job.train(round((scenario[-1][0] + 70) / iteration_s))
+        return job, [(time_s, energy_j) for _, time_s, energy_j in job.taken[begun:]]
+
+    yield run
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture
+def compared(run):
+    """A function that runs a scenario under plans and at default clocks.
+
+    It returns the first job, and by how much more time and energy its iterations took than the same of the other one,
+    as fractions.
+    """
+
+    def compared(*scenario, **settings):
+        _, default = run(*scenario, mode="observe", **settings)
+        job, planned = run(*scenario, **settings)
+        same = min(len(default), len(planned))
+        theirs, ours = (map(sum, zip(*each[:same], strict=True)) for each in (default, planned))
+        return job, *(mine / default - 1 for mine, default in zip(ours, theirs, strict=True))
+
+    return compared
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(name, marks=() if name == "one GPU" else pytest.mark.extended) for name in SCENARIOS],
+)
+def test_under_limits_that_others_set_a_job_is_not_slower_than_at_default_clocks_and_uses_less(compared, scenario):
+    job, slower, more = compared(SCENARIOS[scenario])
+    assert slower < 0.01
+    assert more < 0.0
+    assert limits(job)[-1] == ()
+    job.train_until("run")
+
+
+def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_when_that_has_gone(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("profile")
+    job.train(3)
+    job.gpu.limit(power_w=250.0)
+    job.train_until("run")
+    job.train(60)
+    job.gpu.limit()
+    job.train_while(lambda: len(job.events(ProfileWritten)) < 2, most=150)
+    assert job.train_until_compared(len(job.events(PlanJudged)) + 1)[-1].kept
+
+
+def test_a_plan_is_compared_again_under_a_limit_and_when_it_has_gone(start_compared):
+    job = start_compared()
+    for number, limit in enumerate(({"power_w": 380.0}, {}), start=2):
+        job.gpus[1].limit(**limit)
+        job.train(3)
+        assert job.phase == "default", "default clocks are measured under the same limit"
+        job.train_until_compared(number)
+    assert len(limits(job)) == 2
+    records = [record for record in job.events(IterationRecord) if record.limited]
+    assert {record.phase for record in records} >= {"default", "run"}
+
+
+def test_a_plan_that_is_late_under_a_limit_is_dropped(start_compared):
+    job = start_compared()
+    job.gpus[1].limit(power_w=300.0)
+    job.late_under_plans()
+    job.train_while(lambda: "training goes on at default clocks" not in job.events(PlanJudged)[-1].then)
+    assert set(job.train(20)) == {"observe"}
+
+
+def test_under_a_power_cap_that_default_clocks_exceed_no_iteration_runs_at_them_whatever_limits_come(start_compared):
+    job = start_compared()
+    job.control(command="policy", policy={"name": "power_cap", "watts": 450.0})
+    job.train(4)
+    job.gpus[1].limit(power_w=300.0)
+    assert set(job.train(20)) == {"run"}
+    job.gpus[1].limit()
+    assert set(job.train(20)) == {"run"}
+
+
+def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_without_it(start, frontiers):
+    judged = []
+    for is_limited in (False, True):
+        job = start(str(is_limited), mode="run", frontier=frontiers(**TWO), **TWO)
+        job.train(2)
+        if is_limited:
+            job.gpus[1].limit(power_w=250.0)
+            job.train_while(lambda job=job: job.phase != "default")
+            job.train(8)
+            job.gpus[1].limit()
+        judged.append(job.train_until_compared(1)[-1])
+    without, after = judged
+    assert after.kept
+    assert (after.slowdown, after.saved) == pytest.approx((without.slowdown, without.saved), abs=0.01)

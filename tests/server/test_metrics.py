@@ -1,0 +1,213 @@
+"""Figures for Prometheus: what they are, that no client and no disk disturbs the job, and that files are whole."""
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+
+import pytest
+from forked import free_port
+from live_records import BEGIN, auto_job, planned_iteration, started
+from perseus_ds.runtime import metrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from run_log import GIVE_UP_S, wait_until
+from virtual.job import VirtualJob
+
+from perseus_ds.artifacts.run_records import Ended, Failed, read_records
+from perseus_ds.config import MetricsConfig
+from perseus_ds.server.metrics import MetricsReporter
+from perseus_ds.server.progress import JobLog
+
+ALL = ("perseus_iterations_total", "perseus_energy_joules_total", "perseus_planned_iterations_total")
+
+
+def log_of(records):
+    log = JobLog("gpt3")
+    log.add(records)
+    return log
+
+
+@contextlib.contextmanager
+def reporter(records, **config):
+    """A reporter of records; yields the problems that it told of."""
+    problems = []
+    log = log_of(records)
+    reporter = MetricsReporter(MetricsConfig(**config), lambda: log.facts(BEGIN + 100), problems.append)
+    try:
+        yield problems
+    finally:
+        reporter.close()
+
+
+def values(text):
+    return {
+        (sample.name, sample.labels.get("pipeline") or sample.labels.get("phase")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def get(port, accept="text/plain", host="127.0.0.1"):
+    """Return an answer's text, once the server listens."""
+    request = urllib.request.Request(f"http://{host}:{port}/metrics", headers={"Accept": accept})
+
+    def answer():
+        with contextlib.suppress(ConnectionError, urllib.error.URLError), urllib.request.urlopen(request) as found:
+            return found.headers, found.read().decode()
+        return None
+
+    return wait_until(answer, f"an answer at port {port}")
+
+
+def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
+    port = free_port()
+    facts = log_of(auto_job()).facts(BEGIN + 100)
+    with reporter(auto_job(), port=port):
+        _, text = get(port)
+    found = values(text)
+    assert found["perseus_iterations_total", None] == facts.iterations
+    assert found["perseus_energy_joules_total", "1"] == pytest.approx(facts.pipelines[1].energy_j)
+    saved_j = [found["perseus_saved_joules", pipeline] for pipeline in "01"]
+    assert saved_j == pytest.approx([pipeline.saved_j for pipeline in facts.pipelines])
+    assert found["perseus_plan_slowdown_ratio", None] == pytest.approx(facts.plan.slowdown)
+    assert found["perseus_highest_power_watts", None] == pytest.approx(facts.highest_power_w)
+    assert found["perseus_power_window_seconds", None] == pytest.approx(facts.power_window_s)
+    assert (found["perseus_phase", "run"], found["perseus_phase", "profile"]) == (1.0, 0.0)
+    labels = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
+    assert labels == {"training_job", "simulated", "pipeline", "phase"}
+    assert 'simulated="true"' in text
+
+
+def test_openmetrics_is_served_where_it_is_asked_for_and_nothing_of_the_machine_is_told():
+    port = free_port()
+    with reporter(auto_job(), port=port):
+        headers, text = get(port, "application/openmetrics-text; version=1.0.0")
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert {family.name for family in read_openmetrics(text)} > {"perseus_iterations", "perseus_power_watts"}
+    assert headers["Server"].strip() == "perseus"
+    assert os.uname().nodename not in text + str(headers)
+
+
+def test_counters_survive_a_resume_and_gauges_end_with_the_job(tmp_path):
+    before, after = (values(text_of(tmp_path, records)) for records in (auto_job(), [*auto_job(), started()]))
+    assert all(after[name, key] == before[name, key] for name, key in before if name in ALL)
+    resumed = values(text_of(tmp_path, [*auto_job(), Ended(time=BEGIN + 30), started(), planned_iteration(27)]))
+    assert resumed["perseus_iterations_total", None] == before["perseus_iterations_total", None] + 1
+    ended = values(text_of(tmp_path, [*auto_job(), Ended(time=BEGIN + 30)]))
+    assert ended["perseus_iterations_total", None] == before["perseus_iterations_total", None]
+    assert not {"perseus_power_watts", "perseus_plan", "perseus_silent_seconds"} & {name for name, _ in ended}
+    assert ended["perseus_phase", "run"] == 0.0
+
+
+def text_of(folder, records):
+    """Return the file that is written of records."""
+    with reporter(records, textfile=str(folder / "perseus.prom")):
+        pass
+    return (folder / "perseus.prom").read_text()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is in Debian's package prometheus")
+def test_promtool_finds_nothing_to_complain_of(tmp_path):
+    for records in (auto_job(), [started()], []):
+        text = text_of(tmp_path, records)
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_a_file_is_replaced_whole_and_is_the_only_one_that_node_exporter_sees(tmp_path):
+    path = tmp_path / "textfiles" / "perseus.prom"
+    with reporter(auto_job(), textfile=str(path)):
+        wait_until(path.exists, "the file")
+        first = path.open()
+    with first:  # which keeps its number from being given to another file
+        assert not os.path.samestat(os.fstat(first.fileno()), path.stat()), "written anew at the end"
+    assert [found.name for found in path.parent.iterdir()] == ["perseus.prom"]
+
+
+def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(metrics, "_PERIOD_S", 0.01)
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "perseus.prom"
+    with reporter(auto_job(), textfile=str(path)) as problems, caplog.at_level(logging.WARNING):
+        wait_until(lambda: problems, "the problem")
+        (tmp_path / "file").unlink()
+        wait_until(path.exists, "the file")
+    assert len(problems) == 1
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_port_in_use_ends_neither_start_nor_training(tmp_path, caplog):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        job = VirtualJob(tmp_path, mode="observe", metrics={"port": taken.getsockname()[1]})
+        assert job.train(2) == ["observe"] * 2
+        wait_until(lambda: "nothing is served at 127.0.0.1" in caplog.text, "the warning")
+        job.close()
+    (problem,) = (r for r in read_records(tmp_path) if isinstance(r, Failed))
+    assert problem.event == "metrics"
+    assert "Address already in use" in problem.error
+    assert caplog.text.count("nothing is served") == 1
+
+
+def test_a_job_serves_its_figures_while_it_trains_and_no_longer(tmp_path):
+    port = free_port()
+    job = VirtualJob(tmp_path, mode="observe", metrics={"port": port, "textfile": str(tmp_path / "x.prom")})
+    job.train(4)
+    wait_until(lambda: values(get(port)[1])["perseus_iterations_total", None] == 3.0, "three iterations")
+    job.close()
+    with pytest.raises(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+        pass
+    assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 4.0
+    resumed = VirtualJob(tmp_path, mode="observe", metrics={"textfile": str(tmp_path / "x.prom")})
+    resumed.train(1)
+    resumed.close()
+    assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 5.0
+
+
+def test_clients_that_send_half_a_request_keep_nobody_out_and_are_ended(monkeypatch):
+    monkeypatch.setattr(metrics, "_CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(metrics, "_PAUSE_S", 0.001)
+    port = free_port()
+    with reporter(auto_job(), port=port), contextlib.ExitStack() as clients:
+        get(port)
+        for _ in range(50):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(ConnectionError):  # a busy machine may have ended it already
+                client.sendall(b"GET /metr")
+            time.sleep(0.005)  # of connections that nobody has accepted yet, the kernel keeps a few
+        get(port)
+        client.settimeout(GIVE_UP_S)
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("rubbish", [b"\x00" * 100_000, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"])
+def test_rubbish_is_no_harm(rubbish, capsys):
+    port = free_port()
+    with reporter(auto_job(), port=port) as problems:
+        get(port)
+        with socket.create_connection(("127.0.0.1", port)) as client, contextlib.suppress(OSError):
+            client.sendall(rubbish)
+            client.shutdown(socket.SHUT_WR)
+            client.recv(65536)
+        get(port)
+    assert problems == []
+    assert capsys.readouterr().err == ""
+
+
+def test_it_listens_on_localhost_unless_told_otherwise():
+    port = free_port()
+    with reporter(auto_job(), port=port):
+        get(port)
+        with pytest.raises(ConnectionError):
+            socket.create_connection(("127.0.0.2", port))
+    with reporter(auto_job(), port=port, host="127.0.0.2"):
+        get(port, host="127.0.0.2")

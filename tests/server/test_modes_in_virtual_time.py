@@ -1,0 +1,574 @@
+"""Whole jobs of one rank, from the first iteration to the last, in virtual time."""
+
+import itertools
+import json
+import re
+import shlex
+
+import pytest
+from frontiers import save_true_frontier
+from virtual.gpu import AveragingGpu
+from virtual.job import SLOWER, WorkerAtOnce, in_order
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import (
+    ClockRefused,
+    Drifted,
+    Ended,
+    Failed,
+    PlanChosen,
+    PlanJudged,
+    PolicyChanged,
+    Predicted,
+    ProfileWritten,
+)
+from perseus_ds.errors import ConfigError
+from perseus_ds.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.policy.decisions import decide
+from perseus_ds.report.live import JobFollower
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])
+def start(start, request):
+    """Passes are over when they return, or are only launched, on a stand-in for CUDA."""
+    return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
+
+
+@pytest.fixture
+def first(start, monkeypatch, tmp_path):
+    """A job that runs under a plan of its own, with a cache for later ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = start("first", **CACHED)
+    job.train_until("run")
+    return job
+
+
+CACHED = {"mode": "auto", "cache": True, **SLOWER}
+
+
+def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    phases = job.train_until("run")
+    assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
+    assert phases.count("warm-up") == 4, "the last one has begun when times are known to be steady"
+    job.train_until_compared()
+    job.train(20)
+    records = job.close()
+    assert [record.iteration for record in records] == list(range(1, len(job.taken) + 1)), "each has one record"
+    assert {record.clocks_asked_mhz for record in records if record.phase == "warm-up"} == {None}
+    (asked,), (reached,) = records[-1].clocks_asked_mhz, records[-1].clocks_reached_mhz
+    assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
+    iterations = records[-19:]
+    profile = StageProfile.load(job.folder)
+    (refused,) = [event for event in job.events(ClockRefused) if event.clock_mhz is None]  # at default clocks
+    assert profile.info.default_clock_mhz == refused.reached_mhz
+    assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "the board's power limit keeps it lower"
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        expected_s = job.work_s[0][kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
+        assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
+    assert {r.phase for r in iterations} == {"run"}
+    energy_j = sum(r.energy_j for r in iterations) / len(iterations)
+    assert iterations[-1].time_s / iterations[-1].default_time_s == pytest.approx(1.2, abs=0.02)
+    assert energy_j == pytest.approx(iterations[0].predicted_energy_j, rel=0.02)
+    assert energy_j < 0.9 * iterations[0].default_energy_j
+    assert [event.plan for event in job.events(PlanChosen)] == [iterations[0].plan]
+    (written,) = job.events(ProfileWritten)
+    assert written.iterations == phases.count("profile")
+    assert job.events(Predicted) == []
+    assert "differ from the profile" not in capsys.readouterr().out
+
+
+def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start):
+    job = start(mode="profile", gpu_class=AveragingGpu, profile={"sampling": "stride", "clock_stride": 40})
+    job.train_until("observe", most=400)
+    profile = StageProfile.load(job.folder)
+    waiting_w = job.gpu.model.blocking_power_w
+    assert profile.info.blocking_power_w == pytest.approx(waiting_w, rel=0.02)
+    for clock_mhz in profile.options(0, Kind.FORWARD).clock_mhz:
+        row = profile.at(0, Kind.FORWARD, int(clock_mhz))
+        assert row.energy_j / row.time_s == pytest.approx(job.gpu.model.power_w(clock_mhz, COMPUTE_BOUND), rel=0.1)
+
+
+def test_observe_mode_changes_no_clock_and_names_the_commands_that_show_the_job(start, capsys):
+    job = start("it's here", mode="observe")
+    assert set(job.train(5)) == {"observe"}
+    assert [record.clock_changes for record in job.close()] == [0] * 5
+    lines = capsys.readouterr().out.splitlines()
+    folder = shlex.quote(str(job.folder))
+    assert f"perseus-ds watch {folder}" in lines[0]
+    assert f"perseus-ds report {folder}" in lines[-1]
+
+
+def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_default_clocks(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    phases = job.train(150)
+    records, plans = job.close(), Frontier.load(frontier).plans
+    first, last = records[0], records[-1]
+    assert plans[first.plan].time_s <= 1.2 * plans[0].time_s < plans[first.plan + 1].time_s
+    assert first.predicted_time_s == pytest.approx(plans[first.plan].time_s)
+    assert in_order(phases) == ["run", *["default", "run"] * 3], "by turns, until it is known"
+    (judged,) = job.events(PlanJudged)
+    assert judged.kept
+    default = [r for r in records if r.phase == "default"]
+    assert judged.slowdown == pytest.approx(last.time_s / default[-1].time_s - 1, abs=0.005)
+    assert (first.default_measured, last.default_measured) == (False, True)
+
+
+def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_again_later(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    job.train_until_compared()
+    work = job.work
+    job.late_under_plans()
+    job.train_until("observe", most=400)
+    first, *late = compared = job.events(PlanJudged)
+    assert first.kept
+    assert [event.kept for event in late] == [False] * len(late)
+    assert all(event.slowdown > event.promised_slowdown + 0.05 for event in late)
+    assert late[-1].then == "training goes on at default clocks, tried again in 200 iterations"
+    assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(late)
+    job.work = work
+    assert set(job.train(190)) == {"observe"}
+    job.train_until("run", most=40)
+    assert job.train_until_compared(times=len(compared) + 1)[-1].kept
+
+
+def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_same_promise(start, frontier):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
+    job.late_under_plans(by_s=0.015)
+    first, second = job.train_until_compared(times=2)
+    assert (first.kept, first.then) == (False, "a faster plan has its turn")
+    assert second.kept
+    assert second.plan < first.plan
+    assert second.promised_slowdown == pytest.approx(first.promised_slowdown, abs=0.01)
+    job.train(20)
+    assert job.close()[-1].plan == second.plan
+
+
+def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier, monkeypatch):
+    monkeypatch.setattr("perseus_ds.server.under_plans._COMPARED_AGAIN_AFTER", 100)
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train_until_compared(times=3, most=600)
+    at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
+    gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 50]
+    assert gaps == [pytest.approx(115, abs=15), pytest.approx(2 * gaps[0], abs=20)]
+
+
+@pytest.mark.parametrize("begins", ["at once", "while compared", "while backing off"])
+def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_under_plans(start, frontier, begins):
+    cap = {"name": "power_cap", "watts": 300.0}
+    job = start(mode="run", frontier=frontier, policy=cap if begins == "at once" else SLOWER["policy"])
+    if begins == "while compared":
+        job.train_until("default")
+        job.train(10)
+    elif begins == "while backing off":
+        job.late_under_plans()
+        job.train_until("observe", most=400)
+    if begins != "at once":
+        job.control(command="policy", policy=cap)
+        job.train(3)
+    assert set(job.train(60)) == {"run"}
+    job.control(command="policy", policy=SLOWER["policy"])
+    assert "default" in job.train(40), "compared as soon as default clocks are allowed"
+    records = job.close()
+    capped = [r for r in records if r.iteration <= 60 and r.phase == "run"][-40:]
+    assert sum(r.energy_j for r in capped) / sum(r.time_s for r in capped) <= 300.0
+
+
+@pytest.mark.parametrize("phase", ["default", "observe"])
+def test_ranks_leave_default_clocks_together_when_a_power_cap_begins(start, tmp_path, phase):
+    plans = save_true_frontier(tmp_path / "frontier", stages=2, micro_batches=3, forward_s=0.1)
+    job = start(stages_s=(0.1, 0.1), mode="run", frontier=str(tmp_path / "frontier"), **SLOWER)
+    if phase == "observe":
+        job.late_under_plans()
+    job.train_until(phase, most=400)
+    job.train(5)
+    watts = 0.9 * plans.baseline.energy_j / plans.baseline.time_s
+    job.control(command="policy", policy={"name": "power_cap", "watts": watts})
+    assert job.train(4)[-1] == "run"
+    assert set(job.train(20)) == {"run"}
+
+
+@pytest.mark.parametrize("iterations", range(4, 14))
+def test_a_power_cap_that_ends_a_comparison_before_it_has_measured_is_no_failure(start, frontier, iterations):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    for phase in ("default", "run", "default", "run"):
+        job.train_until(phase)
+    job.train(iterations)
+    job.control(command="policy", policy={"name": "power_cap", "watts": 300.0})
+    job.train(3)
+    assert set(job.train(5)) == {"run"}
+    assert not job.events(Failed)
+
+
+def test_a_clock_that_needs_more_iterations_gets_them(start):
+    job = start(mode="auto", gpu={"counter_period_s": 0.25})
+    phases = job.train_until("optimizing")
+    job.close()
+    rows = json.loads((job.folder / "measured.json").read_text())["rows"]
+    assert phases.count("profile") > len({row["clock_mhz"] for row in rows})
+    assert all(row["samples"] >= 4 for row in rows if row["kind"] == "forward")
+
+
+def test_where_a_cap_allows_no_comparison_instructions_that_drift_are_profiled_again_three_times_at_most(start):
+    """Meanwhile it is not known what less power costs."""
+    job = start(mode="auto", policy={"name": "power_cap", "watts": 300.0})
+    order = {"command": "reduce", "power_fraction": 0.9, "duration_s": 3600.0}
+    for profiles in (1, 2, 3):
+        job.train_until("run")
+        assert "iterations later" in job.control(**order)["done"]
+        job.train(12)
+        assert len(job.events(ProfileWritten)) == profiles
+        job.slowdowns[0] *= 1.3
+        if profiles < 3:
+            job.train_until("profile")
+            assert "not known yet" in job.control(**order)["done"]
+    assert set(job.train(60)) == {"run"}
+    job.close()
+    assert ["profiling again" in event.then for event in job.events(Drifted)] == [True, True, False]
+    assert len(job.events(ProfileWritten)) == 3
+
+
+def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeypatch, caplog):
+    monkeypatch.setattr(WorkerAtOnce, "problem", "no such profile")
+    job = start(mode="auto")
+    job.train_until("observe")
+    job.train(3)
+    assert [record.plan for record in job.close()][-3:] == [None] * 3
+    assert caplog.text.count("optimising failed: no such profile. Training goes on at default clocks") == 1
+    assert [event.error for event in job.events(Failed)] == ["optimising failed: no such profile"]
+
+
+@pytest.mark.parametrize("of", ["selector.PlanSelector.learn", "under_plans.reported_drift"])
+def test_an_unexpected_error_in_a_decision_or_a_report_never_ends_training(start, monkeypatch, caplog, of):
+    """The job trains on at default clocks, and tries again later."""
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(2)
+    monkeypatch.setattr(f"perseus_ds.server.{of}", lambda *_: 1 / 0)
+    job.train(30)
+    assert caplog.text.count("division by zero") == 1
+    last = job.close()[-1]
+    assert (last.plan, last.phase) == (None, "observe")
+
+
+def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):
+    job = start(mode="run", frontier=frontier)
+    job.train_until("run")
+    job.control(command="policy", policy={"name": "power_cap", "watts": 300.0})
+    fail = lambda policy, *about: 1 / 0 if policy.name == "power_cap" else decide(policy, *about)  # noqa: E731
+    monkeypatch.setattr("perseus_ds.server.selector.decide", fail)
+    assert job.train(6)[-1] == "pause"
+    job.settle()
+    assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
+    assert capsys.readouterr().out.count("the policy power_cap fails (ZeroDivisionError") == 1
+    job.control(command="policy", policy={"name": "energy_optimal"})
+    assert job.train(4)[-1] == "run"
+    job.close()
+    problems = [record.problem for record in job.events(PolicyChanged) if record.problem]
+    assert len(problems) == 1
+    assert problems[0].endswith("Running at default clocks")
+
+
+def test_a_job_that_goes_on_runs_the_plan_that_was_next(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train(3)
+    plan = job.server.next.plan
+    job.restart(steps=17)
+    job.train(2)
+    records = job.close()[-2:]
+    assert [(record.iteration, record.plan) for record in records] == [(18, plan), (19, plan)]
+
+
+@pytest.mark.parametrize("mode", ["run", "auto"])
+def test_records_name_the_policy_of_an_order_before_plans_run_and_of_a_checkpoint(start, frontier, mode):
+    job = start(mode=mode, frontier=frontier if mode == "run" else None)
+    job.train(2)
+    job.control(command="policy", policy=SLOWER["policy"])
+    job.train_until("run")
+    job.train(2)
+    assert [event.policy["max_slowdown"] for event in job.events(PolicyChanged)] == [0.2]
+    status = job.control(command="status")["status"]
+    assert (status["policy"]["max_slowdown"], status["pending"]) == (0.2, None)
+    job.restart()
+    job.train(1)
+    assert job.control(command="status")["status"]["policy"]["max_slowdown"] == 0.2
+    job.train_until("run")
+    assert len(job.events(PolicyChanged)) == 2
+
+
+def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, frontier, caplog):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train(2)
+    state = {**job.server.state(), "progress": {"plan": "many"}}
+    job.close()
+    job._start(state)
+    assert set(job.train(2)) == {"run"}
+    assert "cannot be read" in caplog.text
+
+
+def test_pause_and_resume_at_iteration_boundaries(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train_until_compared()
+    job.control(command="pause")
+    assert job.train(4) == ["run", "pause", "pause", "pause"]
+    job.control(command="resume")
+    assert job.train(3) == ["pause", "run", "run"]
+    assert [(event.paused) for event in job.events(PlanChosen)] == [False, True, False]
+
+
+def test_each_phase_says_what_follows_and_about_when(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train_until_compared()
+    job.train(1)
+    iterations = job.close()
+    follows = {
+        record.phase: record.next_phase
+        for record in iterations[:-2]
+        if record.next_in_s != 0 or record.phase == "optimizing"
+    }
+    assert follows == {
+        "warm-up": "profile",
+        "profile": "optimizing",
+        "optimizing": "default",
+        "default": "verdict",
+        "run": "verdict",
+    }
+    assert iterations[-1].next_phase is None  # the verdict is known
+    for phase, most_off in (("warm-up", 0.1), ("profile", 0.4)):
+        ahead = [record for record in iterations if record.phase == phase and record.next_in_s is not None]
+        spent_s = sum(record.time_s for record in ahead[1:])
+        assert ahead[0].next_in_s == pytest.approx(spent_s, rel=most_off, abs=1.2)
+
+
+def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    first = re.search(r"running under plan (\d+) of .*", capsys.readouterr().out).group()
+    assert re.search(r"\+[\d.]+ % time, -[\d.]+ % energy", first)
+    job.train_until_compared()
+    job.train(30)
+    job.control(command="policy", policy={"name": "slowdown", "max_slowdown": 0.1})
+    job.train(30)
+    job.close()
+    said = capsys.readouterr().out
+    assert "training ended before" not in said
+    last = said.splitlines()[-2]
+    takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
+    assert re.search(rf"\d+ under plans: {takes}", last)
+    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
+    (end,) = job.events(Ended)
+    assert sum(plan.iterations for plan in end.plans) == end.planned > 60
+
+
+def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
+    job = start(mode="auto", **SLOWER)
+    order = {"command": "policy", "policy": {"name": "power_cap", "watts": 5.0}}
+    assert job.control(**order)["done"] == "policy power_cap from the next iterations on"
+    job.train_until("run")
+    answer = job.control(**order)["done"]
+    assert "; but a power cap of 5 W cannot be kept: the plan that draws least takes" in answer
+    possible = {"command": "policy", "policy": {"name": "power_cap", "watts": 5000.0}}
+    assert "cannot" not in job.control(**possible)["done"]
+
+
+def test_status_gives_the_facts_of_the_records_and_what_is_next_apart_from_what_was_last(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(3)
+    status = job.control(command="status")["status"]
+    followed = JobFollower(job.folder).facts(0.0).model_dump(mode="json")
+    for not_of_records in ("silent_s", "next_in_s", "remaining_s", "phase", "waits", "busy_s"):
+        followed.pop(not_of_records)
+    assert {key: status[key] for key in followed} == followed
+    assert status["next"]["plan"] == status["last"]["plan"]
+    assert status["last"]["iteration"] == job.server.control.steps
+    assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
+
+
+def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, capsys):
+    job = start(mode="profile", profile={"sampling": "stride", "clock_stride": 20})
+    phases = job.train_until("observe")
+    assert in_order(phases) == ["warm-up", "profile"]
+    assert set(job.train(3)) == {"observe"}
+    job.close()
+    assert "training ended before" not in capsys.readouterr().out
+    profile = StageProfile.load(job.folder)
+    model = job.gpu.model
+    for row in profile.measurements:
+        expected_s = job.work_s[0][row.kind] * model.slowdown(row.clock_mhz)
+        assert row.time_s == pytest.approx(expected_s, rel=0.015)
+        assert row.energy_j == pytest.approx(expected_s * model.power_w(row.clock_mhz), rel=0.03)
+    assert job.runtime.profiled
+    (written,) = job.events(ProfileWritten)
+    assert written.iterations == phases.count("profile")
+
+
+SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(start, factor):
+    """Iterations of 0.05 to 0.2 s with a counter that is refreshed every 100 ms."""
+    work_s = {kind: factor * time_s for kind, time_s in SHORT.items()}
+    job = start(mode="auto", work_s=work_s, **SLOWER)
+    job.train_until("optimizing", most=800)
+    profile = StageProfile.load(job.folder)
+    top_mhz = job.gpu.supported_clocks_mhz()[-1]
+    model = job.gpu.model
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        row = profile.at_highest_clock(0, kind)
+        assert row.clock_mhz == top_mhz
+        assert row.time_s == pytest.approx(work_s[kind] * model.slowdown(top_mhz), rel=0.02)
+        assert row.energy_j / row.time_s == pytest.approx(model.power_w(top_mhz), rel=0.06)
+
+
+def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, capsys):
+    """One stage has no slack: without a slowdown there is nothing to gain."""
+    job = start(mode="auto")
+    job.train_until("run")
+    job.train_until("observe", most=200)
+    assert set(job.train(5)) == {"observe"}
+    (judged,) = job.events(PlanJudged)
+    assert not judged.kept
+    assert "is dropped, since it saves no energy that could be measured" in capsys.readouterr().out
+    answer = job.control(command="pause")
+    assert answer == {"done": "at default clocks; but this job runs no plans now"}
+    assert job.control(command="status")["status"]["phase"] == "observe"
+
+
+def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, first, tmp_path):
+    assert not list((tmp_path / "cache").rglob("frontier.json"))
+    first.train(40)
+    first.close()
+    assert list((tmp_path / "cache").rglob("frontier.json"))
+    second = start("second", max_drift=10.0, **CACHED)
+    assert in_order(second.train_until("run")) == ["default"]
+    second.late_under_plans()
+    assert set(second.train_until("observe", most=400)) == {"run", "default"}
+    second.close()
+    assert second.events(Predicted) == []
+    assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is right, so another policy may win"
+
+
+def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, first, tmp_path):
+    first.train(40)
+    first.close()
+    second = start("second", max_drift=10.0, **CACHED)
+    second.late_under_plans()
+    second.work_s[0][Kind.BACKWARD] *= 1.2
+    phases = second.train_until("observe", most=600)
+    measured = [phase for phase in phases if phase not in ("default", "run")]
+    assert in_order(measured) == ["warm-up", "profile", "optimizing"]
+    second.close()
+    assert [event.corrected for event in second.events(Predicted)] == [False]
+    assert not list((tmp_path / "cache").rglob("frontier.json"))
+
+
+def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(5)
+    job.control(command="policy", policy={"name": "slowdown", "max_slowdown": 0.1})
+    job.train(60)
+    assert job.phase == "run"
+    job.close()
+    (judged,) = job.events(PlanJudged)
+    assert judged.kept
+    assert judged.promised_slowdown == pytest.approx(0.1, abs=0.02)
+    assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
+
+
+def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_known_of_stops_stays(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    for _ in range(12):
+        job.time.sleep(1.0)
+        job.train()
+    job.slowdowns[0] *= 1.3
+    job.late_under_plans()
+    assert "observe" not in job.train_until("profile", most=300)
+    assert job.events(PlanJudged)[-1].then == "training goes on at default clocks, profiling again"
+    kept = job.server.state()["progress"]
+    assert kept["plan"] is None
+    assert kept["statistics"]["stops"] > 12
+    assert kept["statistics"]["times"] == []
+    job.train_until("run")
+    after = job.server.state()["progress"]["statistics"]
+    assert (after["stops"], after["stopped_s"]) == (kept["statistics"]["stops"], kept["statistics"]["stopped_s"])
+
+
+def test_the_clock_returns_to_its_default_where_nothing_is_trained_for_long_or_an_iteration_is_broken_off(
+    start, frontier
+):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train_until("run")
+    for _ in range(2):
+        job.train(1)
+        job.settle()  # on CUDA the host is done before the device has begun
+        assert job.gpu.clock_mhz() < job.gpu.model.top_clock_mhz
+        job.time.sleep(3.0)
+        assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
+    job.train(1)
+    with pytest.raises(KeyError), job.runtime.iteration():
+        raise KeyError
+    job.time.sleep(3.0)
+    assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
+
+
+@pytest.mark.parametrize(
+    ("mode", "phase", "told"),
+    [
+        ("auto", "warm-up", r"before a plan ran, while warming up .*then comes measuring the profile"),
+        ("auto", "profile", r"before a plan ran, while measuring the profile \(about \d+ more iterations\)"),
+        ("auto", "optimizing", r"before a plan ran, while computing plans"),
+        ("auto", "default", r"before a plan ran, while measuring iterations at default clocks"),
+        ("profile", "warm-up", r"before the profile was complete, while warming up"),
+        ("profile", "profile", r"before the profile was complete, while measuring"),
+    ],
+)
+def test_a_job_that_ends_too_early_says_where_it_was(start, capsys, mode, phase, told):
+    job = start(mode=mode)
+    job.train_until(phase)
+    job.train(1)
+    job.close()
+    assert re.search(told, capsys.readouterr().out)
+
+
+def test_a_job_says_in_how_many_iterations_a_plan_runs(start, capsys):
+    job = start(mode="auto")
+    job.train_until("profile")
+    before = job.server.control.steps
+    expected = int(re.search(r"a plan runs in about (\d+) iterations", capsys.readouterr().out)[1])
+    job.train_until("run")
+    assert job.server.control.steps - before == pytest.approx(expected, rel=0.5)
+
+
+def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier)
+    job.train_until("default")
+    capsys.readouterr()
+    phases = job.train_until("run")
+    announced = re.search(r"at default clocks, to compare plans with: about (\d+) to (\d+)", capsys.readouterr().out)
+    least, most = map(int, announced.groups())
+    # Before that, some pass until the time of one is known.
+    assert least <= len(phases) <= most + 3
+
+
+def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_in_an_order_and_not_in_a_resumed_job(
+    start, frontier, capsys
+):
+    policy = {"name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10}
+    with pytest.raises(ConfigError, match=r"2020-01-01T00:00:00.* has passed"):
+        start("new", mode="run", frontier=frontier, policy=policy)
+    job = start("known", mode="run", frontier=frontier)
+    job.train(2)
+    with pytest.raises(ConfigError, match="has passed"):
+        job.control(command="policy", policy=policy)
+    job.close()
+    resumed = start("known", mode="run", frontier=frontier, policy=policy)
+    assert "run" in resumed.train(3)
+    assert "has passed" in capsys.readouterr().out
+    assert resumed.close()[-1].plan == 0

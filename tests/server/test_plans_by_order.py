@@ -1,0 +1,194 @@
+"""Numbers of micro-batches that alternate or grow each get a plan, by one profile of the passes that they share."""
+
+import itertools
+
+import pytest
+from pipelines import one_f_one_b
+from virtual.job import SLOWER, VirtualJob, in_order
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
+from perseus_ds.errors import GpuError, ScheduleError
+from perseus_ds.server import kinds
+from perseus_ds.server.under_plans import PlanRunner
+
+STAGES_S = (0.036, 0.05)
+
+
+@pytest.fixture
+def job(start):
+    """A job of one rank."""
+    return start(mode="auto", micro_batches=8, **SLOWER)
+
+
+def train(job, counts):
+    """Run an iteration of each number of micro-batches; return their phases."""
+    phases = []
+    for count in counts:
+        job.schedule = one_f_one_b(ranks=len(job.schedule.ranks), micro_batches=count)
+        phases += job.train()
+    return phases
+
+
+def of_count(records, counts, count):
+    """The records of the iterations of one number of micro-batches."""
+    return [record for record, number in zip(records, counts, strict=True) if number == count]
+
+
+def test_counts_that_alternate_from_the_start_each_get_a_plan_and_one_profile_is_measured(job):
+    counts = [8, 4] * 110
+    phases = train(job, counts)
+    records = job.close()
+    assert phases[-2:] == ["run", "run"]
+    assert len(job.events(ProfileWritten)) == 1, "passes are the same"
+    (planned,) = job.events(OrderPlanned)
+    assert (planned.micro_batches, planned.shares_profile) == (4, True)
+    assert sorted((event.order, event.kept) for event in job.events(PlanJudged)) == [(0, True), (1, True)]
+    for order, count in ((None, 8), (1, 4)):
+        mine = of_count(records, counts, count)[-10:]
+        assert {(record.order, record.phase) for record in mine} == {(order, "run")}
+        assert mine[-1].time_s == pytest.approx(mine[-1].predicted_time_s, rel=0.02)
+        assert sum(record.energy_j for record in mine) < 0.95 * sum(record.default_energy_j for record in mine)
+        folder = job.folder / "orders" / "1" if order else job.folder
+        assert Frontier.load(folder).provenance.micro_batches == count
+        assert StageProfile.load(folder).info.micro_batches == count
+    assert job.read == 1
+
+
+def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(job):
+    train(job, [8] * 60)
+    assert train(job, [3, 8, 5, 8, 8, 6]) == ["observe", "run", "observe", "run", "run", "observe"]
+    records = job.close()
+    assert [record.order for record in records[-6:]] == [255, None, 255, None, None, 255]
+    assert [record.plan is None for record in records[-6:]] == [True, False, True, False, False, True]
+    assert not (job.folder / "orders").exists()
+    assert job.read == 0
+
+
+def test_a_new_count_in_every_iteration_is_said_once_and_costs_no_memory(job, capsys):
+    train(job, [8] * 60)
+    begun = capsys.readouterr().out
+    assert "differ in their number" not in begun
+    phases = train(job, range(9, 69))
+    job.close()
+    assert set(phases) == {"observe"}
+    assert capsys.readouterr().out.count("differ in their number of micro-batches") == 1
+    assert job.events(OrderPlanned) == []
+    assert job.events(Failed) == []
+
+
+def test_more_orders_than_have_numbers_run_at_default_clocks(job, monkeypatch):
+    monkeypatch.setattr(kinds, "MOST_NUMBERS", 1)
+    train(job, [8] * 60)
+    counts = [8, 4, 5] * 60
+    phases = train(job, counts)
+    job.close()
+    assert phases[-3:] == ["run", "run", "observe"]
+    assert [event.micro_batches for event in job.events(OrderPlanned)] == [4]
+    assert [path.name for path in (job.folder / "orders").iterdir()] == ["1"]
+
+
+def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch):
+    """As in a long ramp of the batch size, whose first order stays."""
+    monkeypatch.setattr(kinds, "MOST_KINDS", 2)
+    monkeypatch.setattr(kinds, "UNUSED", 20)
+    job = start(mode="auto", micro_batches=2, **SLOWER)
+    counts = [2] * 70 + [3] * 60 + [4] * 110
+    train(job, counts)
+    records = job.close()
+    assert [event.micro_batches for event in job.events(OrderPlanned)] == [3, 4]
+    assert records[-1].phase == "run"
+
+
+def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, monkeypatch):
+    train(job, [8] * 60)
+
+    def fail(*_, **__):
+        raise GpuError("the driver is gone for a moment")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PlanRunner, "_advance", fail)
+        train(job, [8])
+    counts = [4] * 40 + [8] * 120
+    train(job, counts)
+    records = job.close()[-160:]
+    assert {record.order for record in of_count(records, counts, 4)} <= {None, 1, 255}
+    assert all(record.phase == "observe" for record in of_count(records, counts, 4) if record.order is None)
+    assert records[-1].phase == "run"
+    assert records[-1].order is None
+    assert Frontier.load(job.folder).provenance.micro_batches == 8
+
+
+def test_a_count_that_grows_gets_a_plan_for_each_step_that_lasts(start):
+    """The ramp of a batch size."""
+    job = start(mode="auto", micro_batches=2, **SLOWER)
+    counts = [2] * 80 + [4] * 60 + [5] * 3 + [6] * 60
+    train(job, counts)
+    records = job.close()
+    assert [event.micro_batches for event in job.events(OrderPlanned)] == [4, 6]
+    assert of_count(records, counts, 4)[-1].phase == of_count(records, counts, 6)[-1].phase == "run"
+    assert {record.phase for record in of_count(records, counts, 5)} == {"observe"}
+    assert len(job.events(ProfileWritten)) == 1
+
+
+def test_a_first_count_that_is_left_before_its_profile_is_done_keeps_no_other_from_a_plan(start):
+    job = start(mode="auto", micro_batches=2, **SLOWER)
+    counts = [2] * 6 + [4] * 160
+    train(job, counts)
+    records = job.close()
+    assert records[-1].phase == "run"
+    (planned,) = job.events(OrderPlanned)
+    assert (planned.micro_batches, planned.shares_profile) == (4, False)
+    (profiled,) = job.events(ProfileWritten)
+    assert profiled.order == 1
+
+
+def test_in_run_mode_the_plan_runs_whenever_the_count_is_the_one_it_was_made_for(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier)
+    train(job, [3] * 50)
+    phases = train(job, [3, 5, 3, 3, 5, 3])
+    records = job.close()
+    assert [phase == "observe" for phase in phases] == [False, True, False, False, True, False]
+    assert [record.plan is None for record in records[-6:]][1::3] == [True, True]
+    assert "the plans are for one number" in capsys.readouterr().out
+
+
+def test_an_order_whose_schedule_cannot_be_read_runs_at_default_clocks_and_the_first_goes_on(job):
+    train(job, [8] * 60)
+
+    def fail(rank, schedule):
+        raise ScheduleError("the passes have no order")
+
+    job.read_order = fail
+    phases = train(job, [8, 4] * 20)
+    job.close()
+    assert set(phases[::2]) == {"run"}
+    assert set(phases[1::2]) == {"observe"}
+    (given_up,) = job.events(OrderPlanned)
+    assert "no order" in given_up.given_up
+    assert job.events(Failed) == []
+
+
+def test_ranks_agree_on_the_order_of_each_iteration_without_a_collective_that_waits(tmp_path):
+    job = VirtualJob(tmp_path, stages_s=STAGES_S, micro_batches=8, mode="auto", **SLOWER)
+    counts = itertools.cycle([8, 4])
+    phases = train(job, itertools.islice(counts, 240))
+    assert phases[-2:] == ["run", "run"]
+    waits = job.waits
+    assert set(train(job, itertools.islice(counts, 10))) == {"run"}
+    assert job.waits == waits
+    records = job.close()
+    assert {record.order for record in records[-10:]} == {None, 1}
+    assert len(job.events(ProfileWritten)) == 1
+
+
+def test_a_checkpoint_is_resumed_in_the_middle(job, start):
+    train(job, [8, 4] * 110)
+    state = job.runtime.state()
+    assert state["progress"]["plan"] is None
+    job.runtime.restore(state, steps=220)
+    assert train(job, [8, 4]) == ["run", "run"]
+    other = start("other", mode="auto", micro_batches=8, **SLOWER)
+    other.runtime.restore(state, steps=220)
+    assert in_order(train(other, [8, 4] * 110)[::2])[-1] == "run"

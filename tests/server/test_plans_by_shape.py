@@ -1,0 +1,206 @@
+"""Shapes of inputs between which the proportions of instructions differ get profiles and plans of their own."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from virtual.job import SLOWER, VirtualJob, WorkerAtOnce, in_order
+
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned
+from perseus_ds.pipeline.instruction import Kind
+
+SHORT = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
+LONG = {Kind.FORWARD: 0.3, Kind.BACKWARD: 0.3, Kind.TAIL: 0.01}
+WORK = {1.0: SHORT, 2.0: LONG}
+
+
+def train(job, shapes):
+    """Run an iteration of each shape; return the phases that ran."""
+    phases = []
+    for shape in shapes:
+        job.shapes, job.work_s = shape, [WORK.get(shape, LONG)]
+        phases += job.train()
+    return phases
+
+
+def alternate(job, iterations):
+    """Run iterations of two shapes in turns; return the phases of each shape."""
+    phases = train(job, [1.0, 2.0] * (iterations // 2))
+    return {1.0: phases[::2], 2.0: phases[1::2]}
+
+
+@pytest.fixture
+def job(start):
+    return start(mode="auto", **SLOWER)
+
+
+def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that_wins(job):
+    phases = alternate(job, 420)
+    records = job.close()
+    assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
+    judged = job.events(PlanJudged)
+    assert [event.kept for event in judged] == [True, True]
+    number_of = {record.shape: shape for record, shape in zip(records, [1.0, 2.0] * 210, strict=True)}
+    for number in (1, 2):
+        work_s = WORK[number_of[number]]
+        profile = StageProfile.load(job.folder / "shapes" / str(number))
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            row = profile.at_highest_clock(0, kind)
+            assert row.time_s == pytest.approx(work_s[kind] * job.gpu.model.slowdown(row.clock_mhz), rel=0.03)
+        mine = [record for record in records if record.shape == number and record.phase == "run"]
+        assert mine[-1].time_s == pytest.approx(mine[-1].predicted_time_s, rel=0.02)
+        assert mine[-1].time_s / mine[-1].default_time_s == pytest.approx(1.2, abs=0.03)
+        energy_j = sum(record.energy_j for record in mine[-20:]) / len(mine[-20:])
+        assert energy_j < 0.95 * mine[-1].default_energy_j
+    assert len(job.events(ProfileWritten)) == 3, "one of both shapes, and one of each"
+
+
+@pytest.mark.extended
+def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_first(job):
+    while job.phase != "run":
+        train(job, [1.0])
+    train(job, [1.0] * 40)
+    train(job, [2.0] * 30)
+    phases = alternate(job, 300)
+    job.close()
+    assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
+    assert "profile" not in phases[1.0], "its profile is known"
+    assert {event.shape for event in job.events(ShapePlanned)} == {0, 1}
+    assert len(job.events(ProfileWritten)) == 2
+
+
+@pytest.mark.extended
+def test_shapes_run_under_their_own_plans_in_any_order_and_one_that_is_seldom_at_default_clocks(job):
+    """Which shape comes next cannot be told from those before."""
+    alternate(job, 420)
+    draw = random.Random(1)
+    shapes = [draw.choice([1.0, 2.0]) for _ in range(60)]
+    assert set(train(job, shapes)) == {"run"}
+    assert train(job, [3.0, 1.0, 2.0, 4.0]) == ["observe", "run", "run", "observe"]
+    records = job.close()
+    without_order = records[-64:-4]
+    assert len({(record.shape, shape) for record, shape in zip(without_order, shapes, strict=True)}) == 2
+    assert max(record.late for record in without_order) < 0.02
+    assert [record.plan for record in records[-4:]].count(None) == 2
+    assert {event.shape for event in job.events(ShapePlanned)} == {1, 2}
+
+
+@pytest.mark.extended
+def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tmp_path):
+    job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto", **SLOWER)
+
+    def train_both(pairs):
+        for number in range(2 * pairs):
+            job.shapes = 1.0 + number % 2
+            job.slowdowns = [job.shapes] * 2
+            job.train(1)
+        return [phase for phase, _, _ in job.taken[-2 * pairs :]]
+
+    while set(train_both(10)) != {"run"}:
+        assert len(job.taken) < 600
+    train_both(20)
+    waits = job.waits
+    assert set(train_both(10)) == {"run"}
+    assert job.waits == waits
+    assert {record.shape for record in job.close()[-20:]} == {1, 2}
+
+
+def test_a_new_shape_in_every_iteration_is_said_once_and_leaves_no_files(job, capsys):
+    """As where sequences are not padded."""
+
+    def train_lengths(numbers):
+        phases = []
+        for number in numbers:
+            length = job.shapes = 1.0 + 0.618034 * number % 1.0
+            job.work_s = [{Kind.FORWARD: 0.1 * length, Kind.BACKWARD: 0.1 * length**3, Kind.TAIL: 0.01}]
+            phases += job.train()
+        return phases
+
+    assert train_lengths(range(260))[-1] == "observe"
+    before = sorted(path.name for path in job.folder.iterdir())
+    phases = train_lengths(range(260, 400))
+    assert set(phases) == {"observe"}
+    assert sorted(path.name for path in job.folder.iterdir()) == before
+    job.close()
+    assert not (job.folder / "shapes").exists()
+    assert capsys.readouterr().out.count("iterations differ in the shapes of their inputs") == 1
+    assert job.events(Failed) == []
+
+
+def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_shape(job):
+    phases = []
+
+    def shapes_of(iteration):
+        return [1.0, 1.0, 1.0] if iteration % 2 else [1.0, 2.0, 2.0]
+
+    for iteration in range(300):
+        job.shapes = shapes_of(iteration)
+        phases += job.train()
+    job.close()
+    assert phases[-1] == "observe"
+    assert [event.given_up for event in job.events(ShapePlanned) if event.given_up is None] == []
+
+
+@pytest.mark.extended
+def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_go_on(start, monkeypatch):
+    job = start(mode="auto", **SLOWER)
+    fails = WorkerAtOnce.__init__
+
+    def fail_for_one_shape(worker, request, log_path):
+        fails(worker, request, log_path)
+        worker.problem = "no such profile" if request.out.name == "2" else None
+
+    monkeypatch.setattr(WorkerAtOnce, "__init__", fail_for_one_shape)
+    phases = alternate(job, 420)
+    job.close()
+    given_up = [event for event in job.events(ShapePlanned) if event.given_up]
+    assert len(given_up) == 1
+    assert "no such profile" in given_up[0].given_up
+    assert {of_shape[-1] for of_shape in phases.values()} == {"run", "observe"}
+    assert job.events(Failed) == []
+
+
+@pytest.mark.extended
+def test_a_checkpoint_is_saved_and_taken_up_in_the_middle(job, start):
+    alternate(job, 420)
+    state = json.loads(json.dumps(job.runtime.state()))
+    assert state["progress"]["plan"] is None
+    assert state["progress"]["statistics"]["stops"] > 0
+    job.runtime.restore(state, steps=420)
+    assert train(job, [1.0, 2.0]) == ["run", "run"]
+    other = start("other", mode="auto", **SLOWER)
+    other.runtime.restore(state, steps=420)
+    while other.phase != "run":
+        train(other, [1.0])
+    assert other.runtime.state()["progress"]["statistics"]["stops"] >= state["progress"]["statistics"]["stops"]
+
+
+@pytest.mark.extended
+def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job):
+    alternate(job, 100)
+    train(job, [float(number) for number in range(1, 10)] * 60)
+    job.close()
+    assert len({event.shape for event in job.events(ShapePlanned)}) == 6
+
+
+def test_shapes_of_inputs_have_the_same_number_in_every_process():
+    program = (
+        "from perseus_ds.runtime.shapes import number_of_inputs;"
+        "print(number_of_inputs((8, None, 'a')), number_of_inputs((8, None, 'b')))"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

@@ -1,0 +1,155 @@
+"""Whole jobs of one rank under policies that know the time, in virtual time."""
+
+import os
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from frontiers import save_true_frontier
+from virtual.job import VirtualJob
+
+from perseus_ds.artifacts.run_records import (
+    Failed,
+    PolicyChanged,
+    PowerCapChanged,
+)
+from perseus_ds.errors import SignalError
+from perseus_ds.pipeline.instruction import Kind
+
+WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}
+BEGIN = datetime(2026, 11, 22, tzinfo=timezone.utc)
+BEGIN_S = 100.0
+"""The job begins at BEGIN plus so much."""
+
+
+@pytest.fixture(scope="module")
+def frontier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frontier")
+    return folder, save_true_frontier(folder, stages=1, micro_batches=3, forward_s=0.1)
+
+
+@pytest.fixture
+def start(tmp_path, frontier):
+    """A function that starts a job under a policy."""
+    jobs = []
+
+    def start(folder="perseus", **policy):
+        block = {"mode": "run", "frontier": str(frontier[0]), "policy": policy}
+        jobs.append(VirtualJob(tmp_path / folder, work_s=dict(WORK_S), **block))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.runtime.close()
+
+
+def date(seconds):
+    return (BEGIN + timedelta(seconds=seconds)).isoformat()
+
+
+def write_signal(path, *values, step_s=60.0, begin_s=BEGIN_S - 60.0):
+    """Write values, each of which holds for a minute; the first one began a minute before the job."""
+    rows = [f"{date(begin_s + n * step_s)},{value}" for n, value in enumerate(values)]
+    text = "\n".join(["time,value", *rows]) + "\n"
+    path.write_text(text)
+    changed_ns = path.stat().st_mtime_ns + 10**9 * len(text)  # whatever the file system's resolution
+    os.utime(path, ns=(changed_ns, changed_ns))
+    return str(path)
+
+
+def cap(path):
+    return {"name": "power_cap", "signal": str(path)}
+
+
+def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, caplog):
+    path = tmp_path / "cap.csv"
+    write_signal(path, 500, 400, 300)
+    job = start(**cap(path))
+    job.train(5)
+    write_signal(path, 300, 350, 500)
+    job.train(6)
+    path.write_text("time,value\nnonsense")
+    job.train(10)
+    (failed,) = job.events(Failed)
+    assert failed.event == "signal"
+    assert str(path) in failed.error
+    assert caplog.text.count("The last good values stay in use") == 1
+    path.unlink()
+    job.train(10)
+    assert "no such file" in job.events(Failed)[-1].error
+    assert [event.watts for event in job.events(PowerCapChanged)] == [400, 350]
+    write_signal(path, 300, 320, 500)
+    job.train(5)
+    assert [event.watts for event in job.events(PowerCapChanged)] == [400, 350, 320]
+
+
+def test_a_signal_that_cannot_be_used_is_an_error_before_training(start, tmp_path):
+    with pytest.raises(SignalError, match=r"cap.csv: no such file"):
+        start(**cap(tmp_path / "cap.csv"))
+    write_signal(tmp_path / "cap.csv", 1, 2, begin_s=-7200)
+    with pytest.raises(SignalError, match=r"cap.csv: all its values are of the past"):
+        start("other", **cap(tmp_path / "cap.csv"))
+
+
+def test_an_order_with_a_bad_signal_is_refused_and_changes_nothing(start, tmp_path):
+    job = start(name="slowdown")
+    job.train(2)
+    with pytest.raises(SignalError, match="no such file"):
+        job.control(command="policy", policy=cap(tmp_path / "cap.csv"))
+    assert job.runtime.state()["policy"]["name"] == "slowdown"
+    job.control(command="policy", policy=cap(write_signal(tmp_path / "cap.csv", 300, 310, 320)))
+    job.train(4)
+    assert [event.watts for event in job.events(PowerCapChanged)] == [310]
+
+
+@pytest.mark.parametrize(("by", "most_s"), [("order", 0.0), ("file", 1.0)])
+def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change_on(
+    start, tmp_path, frontier, by, most_s
+):
+    plans = frontier[1].plans
+    high_w, low_w = (plans[n].energy_j / plans[n].time_s for n in (1, len(plans) * 2 // 3))
+    high_w *= 1.006  # half a percent is kept in reserve
+    path = tmp_path / "cap"
+    path.write_text(f"{high_w}\n")
+    job = start(name="power_cap", **({"signal": str(path)} if by == "file" else {"watts": high_w}))
+    job.train(12)
+    told_s = job.time.seconds
+    if by == "file":
+        path.write_text(f"{low_w:.9f}    \n")
+    else:
+        job.control(command="policy", policy={"name": "power_cap", "watts": low_w})
+    began_s, powers_w = [], {}
+    for iteration in range(13, 37):
+        began_s.append(job.time.seconds)
+        begin_j = job.gpu.true_energy_j
+        job.train()
+        powers_w[iteration] = (job.gpu.true_energy_j - begin_j) / (job.time.seconds - began_s[-1])
+    records = [r for r in job.close() if r.iteration > 12]
+    before, under = [r for r in records if r.plan == 1], [r for r in records if r.plan not in (1, None)]
+    assert [r.iteration for r in before] == list(range(13, 13 + len(before)))
+    assert began_s[len(before)] - told_s <= most_s + 2.05 * before[0].time_s
+    assert len(before) == 2 or by == "file"
+    # The GPU's own energy: its counter moves every 0.1 s, so that the energy of a single iteration is not known.
+    settled = [powers_w[r.iteration] for r in under[10:]]
+    assert sum(settled) / len(settled) <= low_w
+    assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w, "before the profile's power is corrected, too"
+
+
+def test_power_is_reduced_for_as_long_as_ordered_and_training_then_goes_on_as_before(start, frontier):
+    plans = frontier[1]
+    default_w, least_w = plans.baseline.mean_power_w, plans.plans[-1].mean_power_w
+    fraction = (least_w + 0.3 * (default_w - least_w)) / default_w
+    job = start(name="slowdown")
+    job.train(8)
+    order = {"command": "reduce", "power_fraction": fraction, "duration_s": 40.0}
+    answer = job.control(**order)["done"]
+    assert "iterations later" in answer
+    job.train(2)
+    end_s, begin_s, begin_j = job.time.seconds + 30.0, job.time.seconds, job.gpu.true_energy_j
+    while job.time.seconds < end_s:
+        job.train()
+    assert (job.gpu.true_energy_j - begin_j) / (job.time.seconds - begin_s) <= 1.005 * fraction * default_w
+    job.train(25)
+    records = job.close()
+    assert {record.plan for record in records[-3:]} == {0}
+    assert [event.watts is None for event in job.events(PowerCapChanged)] == [False, True]
+    assert [event.policy["name"] for event in job.events(PolicyChanged)] == ["reduce", "slowdown"]

@@ -1,0 +1,128 @@
+"""Iterations at default clocks are compared with what the profile predicts for them, and the profile is corrected."""
+
+from dataclasses import replace
+
+import pytest
+from virtual.job import SLOWER, in_order
+
+from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten, changes, read_records
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.online import OnlineProfiler
+from perseus_ds.server.progress import JobLog
+from perseus_ds.units import plain
+
+
+def mean_energy_j(records):
+    """Energy of an iteration [J]; the counter is refreshed too rarely for a single one."""
+    return sum(record.energy_j for record in records) / len(records)
+
+
+def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_little_off(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.slowdowns[0] = 1.015
+    (judged,) = job.train_until_compared()
+    job.train(5)
+    records = job.close()
+    log = JobLog("job")
+    log.add(read_records(job.folder))
+    promised = changes(judged.promised_slowdown, judged.promised_saved)
+    assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.005)
+    assert judged.saved == pytest.approx(judged.promised_saved, abs=0.02)
+    plan = log.facts(0.0).plan
+    assert changes(plan.promised_slowdown, plan.promised_saving) == promised
+    assert changes(records[0].promised_slowdown, records[0].promised_saving) == promised, (
+        "before default clocks were measured"
+    )
+    assert capsys.readouterr().out.count(f"(promised {plain(promised)})") == 2, "at the start and with the verdict"
+
+
+def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_corrected(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("optimizing")
+    job.work_s[0][Kind.BACKWARD] *= 1.3
+    assert in_order(job.train_until("run")) == ["optimizing", "default", "optimizing"]
+    job.train(100)
+    records = job.close()
+    (predicted,) = job.events(Predicted)
+    assert predicted.corrected
+    assert predicted.parts == {"backward of stage 0": pytest.approx(1.3, rel=0.01)}
+    assert predicted.time_s / predicted.predicted_time_s == pytest.approx(1.2, rel=0.02)
+    assert capsys.readouterr().out.count("backward of stage 0 +30.") == 1
+    assert records[-1].late == pytest.approx(0.0, abs=0.01)
+    assert mean_energy_j(records[-50:]) == pytest.approx(records[-1].predicted_energy_j, rel=0.03)
+    assert job.events(Drifted) == []
+    assert len(job.events(ProfileWritten)) == 1
+
+
+def test_a_tail_that_has_become_longer_is_named_and_corrected(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("optimizing")
+    job.work_s[0][Kind.TAIL] = 0.08
+    job.train_until_compared()
+    job.train(5)
+    records = job.close()
+    (predicted,) = job.events(Predicted)
+    assert predicted.corrected
+    assert predicted.parts == {"tail": pytest.approx(8.0, rel=0.02)}
+    assert records[-1].late == pytest.approx(0.0, abs=0.01)
+
+
+def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(start, monkeypatch):
+    measured = OnlineProfiler.rows
+
+    def too_high(profiler):
+        power_w = job.gpu.model.blocking_power_w
+        return [
+            replace(r, measurement=replace(m, energy_j=m.energy_j + 0.2 * (m.energy_j - power_w * m.time_s)))
+            for r in measured(profiler)
+            for m in [r.measurement]
+        ]
+
+    monkeypatch.setattr(OnlineProfiler, "rows", too_high)
+    job = start(mode="auto", **SLOWER)
+    job.train_until("optimizing")
+    assert in_order(job.train_until("run")) == ["optimizing", "default", "optimizing"]
+    job.train(100)
+    records = job.close()
+    (predicted,) = job.events(Predicted)
+    assert (predicted.parts, predicted.corrected) == ({}, True)
+    assert 1.05 < predicted.predicted_energy_j / predicted.energy_j < 1.2
+    assert mean_energy_j(records[-50:]) == pytest.approx(records[-1].predicted_energy_j, rel=0.02)
+
+
+def test_time_between_instructions_that_no_part_explains_is_said_and_the_profile_stays(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("optimizing")
+    job.wait_s = 0.02
+    assert in_order(job.train_until("run")) == ["optimizing", "default"]
+    job.close()
+    (predicted,) = job.events(Predicted)
+    assert (predicted.parts, predicted.corrected) == ({}, False)
+    assert "no instruction, transfer or tail differs in time" in capsys.readouterr().out
+
+
+def test_default_clocks_below_the_highest_of_the_profile_do_not_change_its_rows(start):
+    job = start(mode="auto", **SLOWER)
+    work = job.work
+
+    def work_slowly_at_default_clocks(rank, instruction):
+        at_default = job.phase in ("warm-up", "optimizing", "default")
+        job.time.sleep(0.1 * job.work_s[0][instruction.kind] if at_default else 0.0)
+        work(rank, instruction)
+
+    job.work = work_slowly_at_default_clocks
+    assert in_order(job.train_until("run"))[-2:] == ["optimizing", "default"]
+    job.close()
+    (predicted,) = job.events(Predicted)
+    assert not predicted.corrected
+    assert predicted.parts["forward of stage 0"] == pytest.approx(1.1, rel=0.02)
+
+
+def test_run_mode_says_where_a_plan_from_elsewhere_does_not_predict_default_clocks(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    job.work_s[0][Kind.FORWARD] *= 1.3
+    job.train(200)
+    job.close()
+    (predicted,) = job.events(Predicted)
+    assert (set(predicted.parts), predicted.corrected) == ({"forward of stage 0"}, False)
+    assert capsys.readouterr().out.count("forward of stage 0 +30.") == 1

@@ -1,0 +1,226 @@
+"""The facts of a job while it runs: one computation, from records as they come; and in words."""
+
+import io
+import json
+
+import pytest
+from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
+from rich.console import Console
+
+from perseus_ds.artifacts.run_records import (
+    Ended,
+    OrderGiven,
+    OrderPlanned,
+    PlanChosen,
+    PolicyChanged,
+    PowerCapChanged,
+)
+from perseus_ds.errors import ConfigError
+from perseus_ds.report.live import JobFollower, Jobs, JobScreen
+from perseus_ds.server.progress import JobFacts, JobLog
+
+
+def facts_of(records, after_s=1.0):
+    log = JobLog("gpt3")
+    log.add(records)
+    last = max((getattr(record, "ended", None) or getattr(record, "time", 0.0) for record in records), default=0.0)
+    return log.facts(last + after_s)
+
+
+def told(facts):
+    """What `watch` and `control status` print of them, without the spaces between columns."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=file, width=10_000).print(JobScreen(facts))
+    file.flush()
+    return " ".join(file.buffer.getvalue().decode().split())
+
+
+def test_totals_are_of_all_iterations_and_savings_of_those_under_plans():
+    facts = facts_of(auto_job())
+    assert (facts.iterations, facts.planned) == (26, 20)
+    assert facts.energy_j == pytest.approx(4 * 100 + 2 * 110 + 20 * 80)
+    assert facts.saved_j == pytest.approx(20 * 20)
+    assert facts.gained_s == pytest.approx(-20 * 0.02)
+    assert (facts.profiling_s, facts.profiling_j) == (0.2, 20.0)
+    assert facts.simulated
+
+
+def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
+    first, second = facts_of(auto_job()).pipelines
+    assert first.saved_j == pytest.approx(20 * (60 - 50))
+    assert second.saved_j == pytest.approx(20 * (40 - 30))
+
+
+def alternating_job():
+    """A job of 8 micro-batches, and of 4 that have plans of their own, and a rare number."""
+    other = {"order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
+    records = [*auto_job(micro_batches=8), OrderPlanned(time=BEGIN + 27, order=1, micro_batches=4)]
+    records += [planned_iteration(number, plan=0, **other) for number in range(27, 37)]
+    return [*records, default_iteration(37, "observe", order=255, energy_j=70.0)]
+
+
+def test_each_kind_of_iterations_says_how_many_ran_under_plans_and_what_they_saved():
+    facts = facts_of(alternating_job())
+    assert [(kind.name, kind.planned, kind.iterations) for kind in facts.kinds] == [
+        ("8 micro-batches", 20, 26),
+        ("4 micro-batches", 10, 10),
+        ("other orders", 0, 1),
+    ]
+    assert [kind.saved for kind in facts.kinds] == [pytest.approx(0.2), pytest.approx(0.4), None]
+    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20), "one number, weighted by what was run"
+    assert facts.saved == pytest.approx((20 * 20 + 10 * 20) / (20 * 100 + 10 * 50))
+    assert "of these 4 micro-batches: 10 of 10 iterations under plans, 40.0 % less energy" in told(facts)
+    log = JobLog("gpt3")
+    log.add(alternating_job())
+    assert "8 micro-batches: 20 of 26 iterations under plans" in log.at_end().in_words()
+
+
+def test_orders_that_are_numbered_anew_after_a_restart_stay_what_they_are():
+    other = {"order": 1, "plan": 0, "time_s": 2.0, "energy_j": 180.0, "default_time_s": 2.0, "default_energy_j": 200.0}
+    records = [*alternating_job(), started(micro_batches=4), *(planned_iteration(n) for n in range(38, 48))]
+    records += [OrderPlanned(time=BEGIN + 48, order=1, micro_batches=8)]
+    records += [planned_iteration(number, **other) for number in range(48, 53)]
+    facts = facts_of(records)
+    assert {kind.micro_batches: kind.iterations for kind in facts.kinds} == {8: 26 + 5, 4: 10 + 10, None: 1}
+    assert {kind.micro_batches: kind.saved for kind in facts.kinds if kind.planned} == {
+        8: pytest.approx((20 * 20 + 5 * 20) / (20 * 100 + 5 * 200)),
+        4: pytest.approx((10 * 20 + 10 * 20) / (10 * 50 + 10 * 100)),
+    }
+    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20 + 10 * 20 + 5 * 20)
+
+
+def test_iterations_that_are_all_alike_are_of_no_kind():
+    assert facts_of(auto_job()).kinds == ()
+
+
+def test_a_resumed_job_goes_on_counting_and_another_job_does_not():
+    first = facts_of(auto_job())
+    resumed = facts_of([*auto_job(), Ended(time=BEGIN + 30), started(), planned_iteration(27)])
+    assert (resumed.iterations, resumed.starts, resumed.planned) == (27, 2, 21)
+    assert resumed.energy_j == pytest.approx(first.energy_j + 80)
+    other = facts_of([*auto_job(), started(job="b"), default_iteration(1)])
+    assert (other.iterations, other.starts, other.energy_j) == (1, 1, 100.0)
+    again = facts_of([*auto_job(), started(job="b"), default_iteration(1), started(), planned_iteration(27)])
+    assert again.iterations == 27
+
+
+def test_what_comes_next_counts_down():
+    record = default_iteration(6, "profile", next_phase="optimizing", next_in_s=12.0)
+    facts = facts_of([started(), record], after_s=5.0)
+    assert (facts.phase, facts.next_phase, facts.next_in_s) == ("profile", "optimizing", 7.0)
+    assert facts_of([started(), record], after_s=500.0).next_in_s == 0.0
+
+
+def test_the_end_is_known_where_the_policy_names_the_steps():
+    policy = {"name": "deadline", "total_steps": 126}
+    facts = facts_of(auto_job(policy=policy), after_s=0.0)
+    assert (facts.step, facts.total_steps) == (26, 126)
+    assert facts.remaining_s == pytest.approx(100.0)  # from end to end of iterations: a second
+    assert facts_of(auto_job()).remaining_s is None
+    changed = [*auto_job(), PolicyChanged(time=BEGIN + 26, policy=policy)]
+    assert facts_of(changed).total_steps == 126
+
+
+def test_a_job_that_has_said_nothing_for_long_is_silent_and_one_that_ended_is_not():
+    assert not facts_of(auto_job(), after_s=59.0).is_silent
+    assert facts_of(auto_job(), after_s=61.0).is_silent
+    ended = facts_of([*auto_job(), Ended(time=BEGIN + 30)], after_s=1000.0)
+    assert (ended.ended, ended.is_silent, ended.phase) == (True, False, None)
+
+
+def test_clocks_and_stragglers_are_those_of_now():
+    late = planned_iteration(40, clocks_asked_mhz=(1410, 1200, None), clocks_reached_mhz=(1410, 900, None))
+    facts = facts_of([*auto_job(), PlanChosen(time=BEGIN, plan=3, plans=(3, 9), straggler=1, slowdown=1.2), late])
+    assert facts.ranks_below_their_clock == [1]
+    assert (facts.straggler, facts.straggler_slowdown, facts.plan.plans) == (1, 1.2, (3, 9))
+    text = told(facts)
+    assert "1200 to 1410 MHz, by rank" in text
+    assert "not reached: rank 1 at 900 of 1200 MHz" in text
+    assert "pipeline 1 takes 1.20 times as long" in text
+
+
+def test_energy_that_cannot_be_read_is_said_and_saves_nothing():
+    blind = [planned_iteration(n, energy_j=None, energy_by_pipeline_j=None) for n in range(1, 6)]
+    facts = facts_of([started(), *blind])
+    assert (facts.without_energy, facts.planned, facts.saved_j, facts.power_w) == (5, 5, 0.0, None)
+    assert facts.plan.slowdown == pytest.approx(0.02)
+    assert facts.plan.saving is None
+    assert "energy of 5 could not be read" in told(facts)
+
+
+@pytest.mark.parametrize("records", [[], [started()], auto_job(), [*auto_job(), Ended(time=BEGIN + 99)]])
+def test_facts_are_json_and_words_at_any_time(records):
+    facts = facts_of(records)
+    assert JobFacts.model_validate(json.loads(facts.model_dump_json())) == facts
+    assert told(facts).startswith("job gpt3")
+
+
+def test_a_follower_takes_up_a_file_that_was_replaced(tmp_path):
+    write(tmp_path, auto_job())
+    follower = JobFollower(tmp_path)
+    assert follower.facts(0.0).iterations == 26
+    (tmp_path / "run.jsonl").unlink()
+    assert follower.facts(0.0).iterations == 26
+    assert "No such file" in follower.problem
+    write(tmp_path, [started(job="b"), default_iteration(1)])
+    assert follower.facts(0.0).iterations == 1
+    assert follower.problem == ""
+
+
+def test_jobs_of_a_folder_are_found_when_they_begin(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run\.jsonl in this folder"):
+        Jobs(tmp_path).followers()
+    write(tmp_path / "a", auto_job())
+    jobs = Jobs(tmp_path)
+    (first,) = jobs.followers()
+    write(tmp_path / "b", auto_job())
+    assert [follower.folder.name for follower in jobs.followers()] == ["a", "b"]
+    assert jobs.followers()[0] is first
+
+
+def test_a_job_of_many_ranks_is_told_in_few_words():
+    by_pipeline = tuple(float(number) for number in range(200))
+    asked, failed = (1400,) * 10_000, {"failed_ranks": tuple(range(16)), "more_failed_ranks": 284}
+    last = planned_iteration(
+        27, energy_by_pipeline_j=by_pipeline, clocks_asked_mhz=asked, clocks_reached_mhz=asked, **failed
+    )
+    text = told(facts_of([started(), last]))
+    assert "15: 15.00 J" in text
+    assert "; 16 to 199: 16.00 J" in text
+    assert "problem fallen back to default clocks: rank 0, 1, 2, 3, 4, 5 and 294 more" in text
+
+
+def test_clocks_by_rank_are_kept_until_a_record_has_them_again():
+    asked = (1400, 1300)
+    with_clocks = planned_iteration(7, clocks_asked_mhz=asked, clocks_reached_mhz=asked, energy_by_rank_j=(40.0, 40.0))
+    assert facts_of([started(), with_clocks, planned_iteration(8)]).clocks_asked_mhz == asked
+    at_default = planned_iteration(8, energy_by_rank_j=(40.0, 40.0))
+    assert facts_of([started(), with_clocks, at_default]).clocks_asked_mhz == ()
+
+
+def test_an_order_is_pending_until_iterations_run_by_it():
+    policy = {"name": "power_cap", "watts": 90.0}
+    records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=policy), OrderGiven(time=BEGIN + 26, paused=True)]
+    assert facts_of(records).pending == "policy power_cap: watts 90.0; pause"
+    assert "pending policy power_cap: watts 90.0; pause" in told(facts_of(records))
+    records += [PolicyChanged(time=BEGIN + 27, policy=policy), default_iteration(27, "pause")]
+    assert facts_of(records).pending is None
+    records += [OrderGiven(time=BEGIN + 28, paused=False)]
+    assert facts_of(records).pending == "resume"
+    assert facts_of([*records, planned_iteration(28)]).pending is None
+
+
+def test_an_order_that_was_in_force_is_pending_no_more_when_another_policy_takes_its_place():
+    ordered = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-01T00:00:00Z", "policy": {"name": "slowdown"}}
+    records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=ordered), PolicyChanged(time=BEGIN + 27, policy=ordered)]
+    records += [PolicyChanged(time=BEGIN + 90, policy={"name": "slowdown"}), planned_iteration(91)]
+    assert facts_of(records).pending is None
+
+
+def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
+    cap = PowerCapChanged(time=BEGIN, watts=90.0, source="/caps/now")
+    records = [*auto_job(), cap, planned_iteration(27, energy_j=91.8)]
+    facts = facts_of(records)
+    assert (facts.present_power_w, facts.cap_w, facts.cap_source) == (pytest.approx(90.0), 90.0, "/caps/now")
+    assert "now 90.00 W, cap 90.00 W by /caps/now" in told(facts)
+    assert facts_of([*records, PowerCapChanged(time=BEGIN)]).cap_w is None

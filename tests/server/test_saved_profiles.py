@@ -1,0 +1,63 @@
+"""What is written of the rows that a job has measured, and the cache of finished profiles."""
+
+import pwd
+from types import SimpleNamespace
+
+import pytest
+from perseus_ds.runtime.frontiers import cached
+from perseus_ds.runtime.profiling import save_profile
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.pipeline.instruction import Kind
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD)
+WAITING_W = 80.0
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that saves a profile of one stage, given the power at each clock [W]."""
+
+    def saved(power_w):
+        rows = [
+            Measurement(0, kind, clock, 0.1, 0.1 * w)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for clock, w in power_w.items()
+        ]
+        quality = [RowQuality(stage=0, kind=row.kind, clock_mhz=row.clock_mhz, samples=9) for row in rows]
+        info = ProfileInfo(rows=quality, blocking_power_w=WAITING_W)
+        profile = StageProfile(rows, info)
+        save_profile(
+            SimpleNamespace(profile_path=tmp_path / "profile.csv"),
+            SimpleNamespace(info=info, tails_of=None, time_s=1.0),
+            profile,
+            profile,
+        )
+        return StageProfile.load(tmp_path / "profile.csv"), StageProfile.load(tmp_path / "measured.csv")
+
+    return saved
+
+
+def test_rows_that_noise_has_put_below_waiting_are_left_out_and_said(saved, caplog):
+    profile, measured = saved({1410: 300.0, 1200: 200.0, 930: 36.0})
+    assert list(profile.options(0, Kind.BACKWARD).clock_mhz) == [1200, 1410]
+    assert {row.clock_mhz for row in profile.info.rows} == {1200, 1410}
+    assert len(measured.measurements) == 6
+    assert "2 rows at 930 MHz are left out" in caplog.text
+
+
+def test_rows_below_waiting_stay_where_fewer_than_two_would_be_left(saved, caplog):
+    profile, _ = saved({1410: 9.0, 1200: 8.0, 930: 7.0})
+    assert len(profile.measurements) == 6
+    assert not caplog.text
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(OSError, match="Set XDG_CACHE_HOME"):
+        cached("key")
