@@ -64,10 +64,12 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         config: The ``perseus`` block of rank 0, as JSON.
+        folder: The current folder of rank 0, to which paths are relative.
         ranks: By global rank.
     """
 
     config: bytes
+    folder: str = "."
     ranks: tuple[RankFacts, ...]
 
 

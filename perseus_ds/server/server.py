@@ -74,6 +74,7 @@ class JobServer:
         send: Callable[[int, ToRank], None],
         *,
         state: Mapping[str, Any] | None = None,
+        is_renewed: bool = False,
         timebase: Timebase = REAL_TIME,
         worker: Callable[..., OptimizeWorker] = OptimizeWorker,
     ) -> None:
@@ -83,6 +84,7 @@ class JobServer:
             description: Of the job.
             send: Sends a message to a rank.
             state: What an earlier start of the job has left, as :meth:`state` returned it.
+            is_renewed: Whether another server of the running job has died.
             timebase: The time in which to wait.
             worker: Computes plans in another process.
 
@@ -94,6 +96,7 @@ class JobServer:
         config, first = self.job.config, self.job.facts[0]
         self._send = send
         self._time = timebase
+        self._is_renewed = is_renewed
         self.recorder = Recorder(
             self.job.output_dir,
             simulated=self.job.simulated,
@@ -122,15 +125,24 @@ class JobServer:
         self._check(state)
         self._kinds = Kinds(self._context, self._run, self._has_failed)
 
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Take up what an earlier start of the job has left, as :meth:`state` returned it; before :meth:`start`."""
+        kept, issued = state.get("control"), state.get("iteration")
+        if state.get("job") != self.job.started().job or not isinstance(kept, Mapping):
+            return
+        same_policy = self.control.restore(kept)
+        self.control.progress = state.get("progress") or {} if same_policy else {}
+        self._steps_before = self.control.steps
+        if self._is_renewed and isinstance(issued, int):  # ranks count on
+            self._steps_before -= issued
+        elif (steps := self.job.facts[0].steps) is not None:
+            self._steps_before = self.control.steps = steps
+
     def _check(self, state: Mapping[str, Any] | None) -> None:
         config = self.job.config
-        if state is not None and state.get("job") == self.job.started().job:
-            kept = state.get("control")
-            if isinstance(kept, Mapping):
-                same_policy = self.control.restore(kept)
-                self.control.progress = state.get("progress") or {} if same_policy else {}
-                self._steps_before = self.control.steps
-        if (steps := self.job.facts[0].steps) is not None:
+        if state is not None:
+            self.go_on(state)
+        elif (steps := self.job.facts[0].steps) is not None:
             self._steps_before = self.control.steps = steps
         modes.check(self._context)
         if config.mode in ("run", "auto"):
@@ -183,6 +195,7 @@ class JobServer:
         progress = self._kinds.progress()
         return {
             "job": self.job.started().job,
+            "iteration": self._completed,
             "control": self.control.state(),
             "progress": progress or dict(self.control.progress),
         }
@@ -409,6 +422,10 @@ class JobServer:
         facts = self.recorder.facts().model_dump(mode="json")
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now
+
+    def say_warning(self, text: str) -> None:
+        """Have rank 0 log a warning; from any thread."""
+        self._send(0, Say(text, warns=True))
 
     def _say_to(self, rank: int, text: str) -> None:
         self._send(rank, Say(text, warns=True))

@@ -1,0 +1,306 @@
+"""The process of a job's server: started by rank 0's agent, it ends with the job.
+
+It reads a :class:`ServerRequest` from its standard input, and answers on its standard output once it listens. All
+connections are encrypted, and only agents that have the job's key are heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from perseus_ds import errors
+from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.protocol import description as described
+from perseus_ds.protocol import places
+from perseus_ds.protocol.job_messages import Say, ToRank, ToServer
+from perseus_ds.protocol.messages import ServerStarted
+from perseus_ds.server.control_socket import ControlServer
+from perseus_ds.server.metrics import MetricsReporter
+from perseus_ds.server.server import JobServer
+from perseus_ds.timebase import REAL_TIME
+
+STATE_FILE, _LOCK_FILE = "state.json", ".perseus.lock"
+_HEARTBEAT_S, _STATE_S, _LOOK_S = 0.5, 1.0, 0.1
+_FIRST_AGENT_S, _NO_AGENT_S = 300.0, 30.0
+_MOST_QUEUED = 100_000
+_RANK = struct.Struct("=I")
+_to_server = msgspec.msgpack.Decoder(ToServer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ServerRequest(msgspec.Struct, frozen=True):
+    """What a server is to do.
+
+    Attributes:
+        description: Of the job.
+        host: Name or address by which agents reach rank 0's node.
+        port: To listen at; 0 for any.
+        epoch: Number of the server in the job, 0 first.
+        server_key: Its public key.
+        server_secret: Its secret key.
+        public_key: That of the agents.
+    """
+
+    description: bytes
+    host: str
+    port: int
+    epoch: int
+    server_key: bytes
+    server_secret: bytes
+    public_key: bytes
+
+
+decode_request = msgspec.msgpack.Decoder(ServerRequest).decode
+
+
+class ServerProcess:
+    """Carries messages between agents and the :class:`~perseus_ds.server.server.JobServer`."""
+
+    def __init__(self, request: ServerRequest) -> None:
+        """Listen, and check what can be checked before training.
+
+        Raises:
+            PerseusError: The job cannot be trained like this, or nothing can be listened at.
+        """
+        self._request = request
+        self._parts = ExitStack()
+        self._lock = threading.RLock()
+        self._agents: dict[bytes, float] = {}
+        self._agent_of: dict[int, bytes] = {}
+        self._outbox: list[tuple[int, ToRank]] = []
+        self._socket = self._listen()
+        job = described.decode_description(request.description)
+        os.chdir(job.folder)
+        self.server = JobServer(job, self._send, state=None)
+        self._own_folder()
+        if (state := self._load()) is not None:
+            self.server.go_on(state)
+        self._state = b""
+        self._state_at_s = self._beat_at_s = 0.0
+        self._heard_s = REAL_TIME.now_s()
+        self._has_heard = False
+
+    @property
+    def address(self) -> str:
+        """Where agents reach it."""
+        port = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2].rstrip("\0")
+        return f"tcp://{_bracketed(self._request.host)}:{port}"
+
+    def _listen(self) -> zmq.Socket[bytes]:
+        context = zmq.Context.instance()
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        self._parts.callback(authenticator.stop)
+        authenticator.configure_curve_callback("*", _OneKey(self._request.public_key))
+        listener: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._parts.callback(listener.close, 1000)
+        listener.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
+        listener.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        listener.setsockopt(zmq.IPV6, 1)
+        listener.curve_server = True
+        listener.curve_publickey = self._request.server_key
+        listener.curve_secretkey = self._request.server_secret
+        is_local = self._request.host in ("localhost", "127.0.0.1", "::1")
+        port = self._request.port or "*"
+        try:
+            listener.bind(f"tcp://127.0.0.1:{port}" if is_local else f"tcp://*:{port}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"perseus.server: port {port} of {socket.gethostname()} cannot be listened at ({error}). Choose "
+                "another one, or leave it out for any free port."
+            ) from None
+        return listener
+
+    def _own_folder(self) -> None:
+        """Keep other jobs out of the output folder.
+
+        Raises:
+            ConfigError: Another job writes there.
+        """
+        folder = self.server.job.output_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._parts.callback(os.close, places.lock(folder / _LOCK_FILE))
+        except BlockingIOError:
+            raise ConfigError(
+                f"perseus.output_dir: another job writes to {folder.resolve()}. Give each job a folder of its own."
+            ) from None
+        except OSError as error:
+            self.server.recorder.warn(f"{folder} cannot be written ({error}); training goes on without records")
+
+    def _load(self) -> dict[str, Any] | None:
+        """Return what an earlier start of the job has left."""
+        path = self.server.job.output_dir / STATE_FILE
+        try:
+            found = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self.server.recorder.warn(f"{path} cannot be read ({error}); the job begins anew")
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _save(self) -> None:
+        """Keep what a later start of the job needs, if it has changed."""
+        content = json.dumps({"epoch": self._request.epoch, **self.server.state()}).encode()
+        if content != self._state:
+            with contextlib.suppress(OSError):  # a full disk: tried again
+                write_atomically(self.server.job.output_dir / STATE_FILE, content.decode() + "\n")
+                self._state = content
+
+    def serve(self) -> None:
+        """Serve until the job ends, or no agent is left."""
+        self.server.start()
+        self._supervise()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self.server.is_over and self._is_needed():
+            poller.poll(1000 * _LOOK_S)
+            with self._lock:
+                self._take_in()
+                self.server.tick()
+                self._beat()
+                self._flush()
+        self._save()
+        self._parts.close()
+
+    def _supervise(self) -> None:
+        """Open the control socket, and begin to report metrics."""
+        server = self.server
+        config = server.job.config
+        if config.mode in ("auto", "run"):
+            try:
+                control = ControlServer(server.job.output_dir, self._carry_out)
+                self._parts.callback(control.close)
+            except OSError as error:
+                server.recorder.warn(f"`perseus-ds control` will not reach this job: {error}")
+                server.recorder.event(Failed(event="control", error=str(error)))
+        if config.metrics is not None:
+
+            def failed(problem: str) -> None:
+                server.recorder.warn(f"metrics: {problem}. Training goes on without them")
+                server.recorder.event(Failed(event="metrics", error=problem))
+
+            self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, failed).close)
+
+    def _carry_out(self, order: Any) -> dict[str, Any]:
+        with self._lock:
+            return self.server.carry_out(order)
+
+    def _is_needed(self) -> bool:
+        silent_s = REAL_TIME.now_s() - self._heard_s
+        return silent_s < (_NO_AGENT_S if self._has_heard else _FIRST_AGENT_S)
+
+    def _take_in(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard_s, self._has_heard = REAL_TIME.now_s(), True
+            agent, *rest = frames
+            if agent not in self._agents:
+                self._agents[agent] = 0.0  # it is answered at once
+                self._beat_at_s = 0.0
+            if len(rest) == 2 and len(rest[0]) == _RANK.size:
+                rank = _RANK.unpack(rest[0])[0]
+                try:
+                    message = _to_server.decode(rest[1])
+                except msgspec.DecodeError as error:
+                    logging.getLogger("perseus_ds").warning("perseus: a message of rank %d is none: %s", rank, error)
+                    continue
+                self._agent_of[rank] = agent
+                self.server.receive(rank, message)
+
+    def _beat(self) -> None:
+        now_s = REAL_TIME.now_s()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + _HEARTBEAT_S
+            for agent in self._agents:
+                self._put(agent, b"%d" % self._request.epoch)
+        if now_s >= self._state_at_s:
+            self._state_at_s = now_s + _STATE_S
+            self._save()
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._outbox.append((rank, message))  # from any thread
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for rank, message in outbox:
+            if rank in self._agent_of:
+                self._put(self._agent_of[rank], _RANK.pack(rank), _encode(message))
+            elif isinstance(message, Say):
+                self._outbox.append((rank, message))  # it waits for the rank
+
+    def _put(self, agent: bytes, *frames: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([agent, *frames], zmq.NOBLOCK)
+
+
+class _OneKey:
+    """Accepts the agents of this job."""
+
+    def __init__(self, public_key: bytes) -> None:
+        self._key = public_key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class _ToRank0(logging.Handler):
+    """Has rank 0 log the warnings of this process."""
+
+    def __init__(self, server: JobServer) -> None:
+        super().__init__(logging.WARNING)
+        self._server = server
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._server.say_warning(record.getMessage())
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def main() -> None:
+    """Be the server of a job."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+    request = decode_request(sys.stdin.buffer.read())
+    try:
+        process = ServerProcess(request)
+        welcome = described.encode(process.server.welcome())
+        started = ServerStarted(process.address, answer=welcome)
+    except PerseusError as error:
+        kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "ConfigError"
+        started = ServerStarted(kind=kind, error=str(error))
+    except Exception as error:
+        started = ServerStarted(kind="PerseusError", error=f"the server cannot start: {error!r}")
+    answer.write(_encode(started))
+    answer.close()
+    if started.kind:
+        os._exit(1)  # threads of a server that does not serve must not keep the process
+    logging.getLogger("perseus_ds").addHandler(_ToRank0(process.server))
+    process.serve()
+    os._exit(0)
