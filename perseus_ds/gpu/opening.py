@@ -1,4 +1,7 @@
-"""Opens a GPU by its address, in a process that may see other GPUs than the one that wrote the address down."""
+"""Opens a GPU by its address.
+
+The process that opens it may see other GPUs than the process that wrote the address.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
 
     Args:
         address: The address.
-        logs: The memory of what a simulated GPU runs, and of its clocks.
+        logs: For a simulated GPU, the memory of its work log and of its clock log.
 
     Raises:
         GpuError: It cannot be opened.
