@@ -1,16 +1,16 @@
-"""Numbers of all ranks to rank 0, and its answer back, while training goes on.
+"""Collectives between all ranks and rank 0 that run during training.
 
-Rank 0 serves a key-value store of torch, beside the job's own; every rank is connected with it, over a CPU's network.
-In an *exchange*, each rank writes what it has to a key of its own; rank 0 reads all of them, computes one answer and
-writes it to another key. A thread of Perseus waits for the answer: the training thread has no part in it, and no GPU
-stream is used. All other collectives are exchanges for whose answer the training thread waits.
+Rank 0 serves a key-value store of torch, separate from that of the job. All ranks connect to it over TCP. In an
+*exchange*, each rank writes its data to its own key. Rank 0 reads all of them, computes one answer and writes it to
+another key. A thread of Perseus waits for the answer, so neither the training thread nor a GPU stream is involved. All
+other collectives are exchanges for which the training thread waits.
 
-A rank that loses its connection, or waits too long, says so in the store, and rank 0 ends the store: so all ranks lose
-their connections, fall back to default clocks, and train on. At an orderly end, the last rank that needs the store no
-more says so instead.
+A rank that loses its connection or waits too long reports this in the store, and rank 0 ends the store. Then all ranks
+lose their connections, return to default clocks, and continue training. At an orderly end, the last rank that needs the
+store ends it in the same way.
 
-Whoever reaches the store's port may write to it. What ranks unpickle is therefore signed with a key that rank 0 has
-given to all ranks by the job's own collectives.
+Any process that can reach the store's port may write to it. Therefore data that ranks unpickle is signed with a key
+that rank 0 has distributed by the job's own collectives.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from perseus_ds.timebase import Timebase
 T = TypeVar("T")
 Numbers: TypeAlias = npt.NDArray[np.float64]
 Reduce: TypeAlias = Callable[[Numbers, list[Any]], T]
-"""Called with the numbers of all ranks, shape (ranks, numbers), and the value of each or None; returns the answer."""
-# Ranks that are all there, which a collective of the job has shown, are connected within this time.
+"""Called with the numbers of all ranks, shape (ranks, numbers), and the value of each or None. Returns the answer."""
+# Running ranks, which a collective of the job has shown to be present, connect within this time.
 _SETUP_TIMEOUT = timedelta(minutes=3)
-# Threads wait until rank 0 ends the store; training threads wait less long.
+# Threads of Perseus wait until rank 0 ends the store. Training threads have a shorter limit.
 _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_S = 10.0
 _SLICE_S = 1.0
 _LONGEST_WAIT_S = 90.0
-# How long a process that ends waits: rank 0 for others that need its store, others for what is under way.
+# Waiting time of a process at its end: rank 0 waits for ranks that need its store, others for pending exchanges.
 _RANK_0_ENDS_S, _RANK_ENDS_S = 5.0, 1.0
-# The first channel, and the key that has why rank 0 ends the store, empty at an orderly end.
+# Name of the first channel, and key of the reason why rank 0 ends the store (empty at an orderly end).
 _FIRST, _END = "perseus", "perseus/end"
 _SIGNATURE = 32  # bytes
 _BARRIERS = 5
-# Beside connections: files of a process.
+# Files that a process may have open in addition to connections.
 _OTHER_FILES = 512
 _THIS_NODE = ("localhost", "127.0.0.1", "::1")
 logger = logging.getLogger("perseus_ds")
@@ -77,9 +77,9 @@ class PipelineTopology:
 
     Attributes:
         pipeline: Global ranks of this rank's pipeline, first stage first.
-        data_parallel_rank: Which pipeline.
+        data_parallel_rank: Number of the pipeline of this rank.
         data_parallel: Number of pipelines.
-        stage_peers: Global ranks that share this rank's stage by tensor parallelism, itself included.
+        stage_peers: Global ranks that share this rank's stage by tensor parallelism, including this rank.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class PipelineTopology:
 
     @property
     def is_shown(self) -> bool:
-        """Whether this rank is in the pipeline whose operations are shown for all: rank 0's."""
+        """True if this rank belongs to rank 0's pipeline, which is the one displayed."""
         return 0 in self.pipeline
 
     @property
@@ -108,12 +108,12 @@ class PipelineTopology:
 
 
 class Communicator:
-    """Collectives among the ranks of a job; every rank makes it, and calls each method, at the same time.
+    """Collectives among the ranks of a job. All ranks construct it and call its methods together.
 
-    Once a connection is lost, all methods raise a ``ConnectionLostError``, on all ranks.
+    After a connection is lost, all methods raise a ``ConnectionLostError`` on all ranks.
 
     Attributes:
-        pipeline_of_rank: On rank 0, the data-parallel pipeline of each rank; elsewhere empty.
+        pipeline_of_rank: On rank 0, the data-parallel pipeline of each rank. Empty on other ranks.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Communicator:
         topology: PipelineTopology | Callable[[Communicator], PipelineTopology],
         channel: StoreChannel | None = None,
     ) -> None:
-        """Connect this rank with rank 0; its position may be found by asking all ranks."""
+        """Connect this rank to rank 0. The topology may be computed with collectives."""
         self._channel = channel or StoreChannel(Connection.of_job())
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
-        # When each was made, by this node's clock, and its line.
+        # Time of each event by this node's clock, and its line.
         self._events: deque[tuple[float, bytes]] = deque()
         self._received: deque[tuple[float, bytes]] = deque()
         self.topology = topology if isinstance(topology, PipelineTopology) else topology(self)
@@ -132,22 +132,25 @@ class Communicator:
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this is rank 0, which writes files and prints for all."""
+        """True on rank 0, which writes files and prints for the job."""
         return self.rank == 0
 
     @property
     def is_connected(self) -> bool:
-        """Whether the job has not ended its process groups."""
+        """True while the job's process groups exist."""
         return dist.is_initialized()
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value on rank 0, an empty list elsewhere."""
+        """Return the values of all ranks on rank 0, and an empty list on the others."""
         values: list[T] = []
         self._all(value, values.extend)
         return values
 
     def computed_on_rank_0(self, compute: Callable[[], T]) -> T:
-        """Return, on all ranks, what rank 0 computes; what it raises is raised on all: an ``OSError`` as it is."""
+        """Return the result of rank 0's computation on all ranks. Its exception is raised on all ranks.
+
+        An ``OSError`` keeps its type.
+        """
         computed: Any = None
         if self.is_rank_0:
             try:
@@ -160,7 +163,10 @@ class Communicator:
         return computed  # type: ignore[no-any-return]
 
     def raise_on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank and return its value; what the first one raises is raised on all."""
+        """Call a function on every rank and return its value.
+
+        The first rank's exception is raised on all ranks.
+        """
         problem: PerseusError | None = None
         try:
             value = function()
@@ -172,7 +178,7 @@ class Communicator:
         return value
 
     def first_not_none(self, value: T | None) -> T | None:
-        """Return the value of the first rank that has one, on all ranks; None if none has."""
+        """Return, on all ranks, the value of the first rank that has one. None if no rank has one."""
         return self._all(value, lambda values: next((found for found in values if found is not None), None))
 
     def all_max(self, value: float) -> float:
@@ -192,9 +198,9 @@ class Communicator:
         return self._all(value, list, self.topology.pipeline)
 
     def ahead_s(self, timebase: Timebase) -> float:
-        """Return how much this rank's time is ahead of its pipeline's first rank's [s]: ranks leave a barrier together.
+        """Return how far this rank's clock is ahead of that of its pipeline's first rank [s].
 
-        Every rank of the pipeline must ask at once.
+        All ranks of the pipeline call this together. It relies on ranks leaving a barrier at the same time.
         """
         moments_s = []
         for _ in range(_BARRIERS):
@@ -204,11 +210,13 @@ class Communicator:
         return statistics.median(own_s - their_s for own_s, their_s in zip(moments_s, first_s, strict=True))
 
     def start_exchange(self, numbers: Sequence[float], reduce: Callable[[Numbers], T]) -> Pending[T | None]:
-        """Begin to send every rank's numbers to rank 0, and its answer back; events of this rank go with them.
+        """Start to send numbers to rank 0, which computes an answer for all ranks.
+
+        Pending events are sent too.
 
         Args:
-            numbers: Of this rank, as many as of every other.
-            reduce: On rank 0, computes the answer, on a thread of Perseus. The answer is None where that fails.
+            numbers: Numbers of this rank, of the same length on all ranks.
+            reduce: Computes the answer on rank 0, on a thread of Perseus. If it fails, the answer is None.
         """
 
         def reduced(numbers: Numbers, events: list[list[tuple[float, bytes]] | None]) -> T:
@@ -219,15 +227,15 @@ class Communicator:
         return self._channel.exchange(numbers, _ages_of(self._events) or None, reduced)
 
     def open_channel(self) -> StoreChannel:
-        """Return a channel for exchanges that may be under way at the same time as others."""
+        """Return a channel for exchanges that may run in parallel to others."""
         return self._channel.another()
 
     def send_event(self, line: bytes) -> None:
-        """Send a line to rank 0 with the next exchange; from any thread."""
+        """Send a line to rank 0 with the next exchange. Thread-safe."""
         self._events.append((time.monotonic(), line.strip()))
 
     def received_events(self) -> list[tuple[float, bytes]]:
-        """Return, on rank 0, the age [s] and the line of each event that has come since this was last called."""
+        """Return, on rank 0, the age [s] and the line of each event received since the last call."""
         return _ages_of(self._received)
 
     def _all(self, value: Any, reduce: Callable[[list[Any]], T], among: Sequence[int] = ()) -> T:
@@ -235,14 +243,14 @@ class Communicator:
 
 
 def _ages_of(events: deque[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
-    """Take events, and return the age [s] and the line of each."""
+    """Remove all events and return the age [s] and the line of each."""
     now_s = time.monotonic()
     taken = [events.popleft() for _ in range(len(events))]
     return [(now_s - made_s, line) for made_s, line in taken]
 
 
 def _known(error: Exception) -> PerseusError:
-    """Return an error that the other ranks can raise too."""
+    """Return an error that other ranks can raise too."""
     if isinstance(error, PerseusError):
         return error
     logger.debug("perseus: unexpected", exc_info=True)
@@ -251,13 +259,13 @@ def _known(error: Exception) -> PerseusError:
 
 @dataclass
 class Connection:
-    """Of this rank with the store that rank 0 serves.
+    """Connection of this rank to the store that rank 0 serves.
 
     Attributes:
         address: Host and port of the store.
-        secret: The same on all ranks: signs what they send.
-        cause: Why it is lost; empty while it is there.
-        longest_wait_s: After which a training thread that waits for other ranks gives it up [s].
+        secret: Key that all ranks share, with which they sign their data.
+        cause: Reason for the loss of the connection. Empty while connected.
+        longest_wait_s: Maximum time for which a training thread waits for other ranks [s].
     """
 
     rank: int
@@ -270,7 +278,10 @@ class Connection:
 
     @classmethod
     def of_job(cls) -> Connection:
-        """Serve a store on rank 0 of a job whose process groups are there; every rank must do so at once."""
+        """Serve a store on rank 0 of a job with initialised process groups, and connect.
+
+        All ranks call this together.
+        """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         server = None
         served: list[Any] = [None]
@@ -286,9 +297,9 @@ class Connection:
         if isinstance(served[0], PerseusError):
             raise served[0]
         (host, port), secret, node = served[0]
-        # Launchers of one node set MASTER_ADDR to an address that means another node elsewhere.
+        # On a single node, launchers set MASTER_ADDR to an address that is different on each node.
         address = (node if host in _THIS_NODE and node != socket.gethostname() else host, port)
-        # Before the job's own collectives, which wait for ranks that wait here, end the job.
+        # Shorter than the timeout of the job's own collectives, which would end the job.
         longest_wait_s = min(_LONGEST_WAIT_S, _timeout_s() / 2)
         connection = cls(rank, world_size, address, secret, longest_wait_s=longest_wait_s)
         if server is not None:
@@ -296,23 +307,23 @@ class Connection:
         return connection
 
     def serve(self, server: Any) -> None:
-        """Keep the store, on rank 0, until a rank says that it is to end."""
+        """Keep the store on rank 0 until a rank requests its end."""
         self._server = server
         _Thread(self, partial(self._keep_until_end, self.open()))
 
     def _keep_until_end(self, store: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended, or a connection of this process is broken
+        with contextlib.suppress(RuntimeError):  # the store has ended, or a connection is broken
             self._end(store.get(_END).decode())
 
     def open(self) -> Any:
-        """Return a client of the store; where it cannot be reached, the error says what to set."""
+        """Return a client of the store. If it cannot be reached, the error describes what to set."""
         self.check()
         host, port = self.address
         try:
             store = _store(host, port)
         except RuntimeError as error:
             raise PerseusError(
-                f"rank {self.rank} cannot be connected with rank 0 at {host}:{port}: {_first_line(error)}. Set "
+                f"rank {self.rank} cannot connect to rank 0 at {host}:{port}: {_first_line(error)}. Set "
                 "MASTER_ADDR, on every node, to an address of rank 0's node that all nodes reach, and let them "
                 "connect with any port there."
             ) from error
@@ -320,27 +331,27 @@ class Connection:
         return store
 
     def seal(self, key: str, value: Any) -> bytes:
-        """Return what is written to a key: a value, with the job's signature."""
+        """Return a signed value for a key."""
         content = zlib.compress(pickle.dumps(value), 1)
         return self._signature(key, content) + content
 
     def unseal(self, key: str, sealed: bytes) -> Any:
-        """Return the value in what was written to a key; it is an error if that is not signed."""
+        """Return the value of a key. Raises an error if it is not signed."""
         signature, content = sealed[:_SIGNATURE], sealed[_SIGNATURE:]
         if not hmac.compare_digest(signature, self._signature(key, content)):
-            raise ConnectionLostError(f"what is in {key} is not signed by this job")
+            raise ConnectionLostError(f"the value of {key} is not signed by this job")
         return pickle.loads(zlib.decompress(content))
 
     def _signature(self, key: str, content: bytes) -> bytes:
         return hmac.digest(self.secret, f"{key} ".encode() + content, "sha256")
 
     def check(self) -> None:
-        """Raise a :class:`~perseus_ds.errors.ConnectionLostError` if it is lost."""
+        """Raise a :class:`~perseus_ds.errors.ConnectionLostError` if the connection is lost."""
         if self.cause:
             raise ConnectionLostError(self.cause)
 
     def lose(self, cause: object) -> ConnectionLostError:
-        """Give up the connection, so that all other ranks lose theirs; return the error that says so."""
+        """Give up the connection, also for all other ranks, and return the error to raise."""
         if not self.cause:
             said = f"rank {self.rank}: {_first_line(cause)}"
             self._end(said)
@@ -349,20 +360,20 @@ class Connection:
         return ConnectionLostError(self.cause)
 
     def _end(self, said: str) -> None:
-        """End the store, on rank 0, and note why the connection is lost, unless this is the orderly end."""
+        """End the store on rank 0. Record the cause, unless this is the orderly end."""
         if said:
             self.cause = self.cause or f"a connection between ranks is lost ({said})"
         self._server = None  # its only reference: the connections of all ranks are closed
 
     def cut(self) -> None:
-        """End all calls to the store that are under way, by breaking this process's connections with it."""
+        """End all pending calls to the store by breaking this process's connections to it."""
         self._end("this process ends")
         host, port = self.address
         peers = set()
         with contextlib.suppress(OSError):
             peers = {address[0] for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # no socket, or one without a peer
+            with contextlib.suppress(OSError):  # not a socket, or one without a peer
                 found = socket.socket(fileno=int(name))
                 try:
                     if found.family != socket.AF_UNIX:
@@ -373,20 +384,20 @@ class Connection:
                     found.detach()
 
     def _say(self, cause: str) -> None:
-        """Have rank 0 end the store, by a new connection."""
-        with contextlib.suppress(OSError, RuntimeError):  # it has, or cannot be reached any more
-            socket.create_connection(self.address, _CONNECT_S).close()  # torch says much about ports that are closed
+        """Request rank 0 to end the store, over a new connection."""
+        with contextlib.suppress(OSError, RuntimeError):  # it has ended, or cannot be reached
+            socket.create_connection(self.address, _CONNECT_S).close()  # torch logs a lot about closed ports
             _store(*self.address).set(_END, cause)
 
 
 class StoreChannel:
-    """Carries one collective after the other by a client of the store, and a thread that waits for them.
+    """Runs collectives one after the other with its own client of the store and its own thread.
 
-    Every rank begins the same ones in the same order.
+    All ranks start the same collectives in the same order.
     """
 
     def __init__(self, connection: Connection, name: str = _FIRST) -> None:
-        """Connect the client; each channel of a connection has a name of its own, the first one the default."""
+        """Connect the client. Each channel of a connection has its own name."""
         self.rank, self.world_size = connection.rank, connection.world_size
         self._connection = connection
         self._name = name
@@ -400,13 +411,13 @@ class StoreChannel:
     def exchange(
         self, numbers: Sequence[float], value: Any, reduce: Reduce[T], among: Sequence[int] = ()
     ) -> Pending[T]:
-        """Begin an exchange.
+        """Start an exchange.
 
         Args:
-            numbers: Of this rank, as many as of every other.
-            value: Anything that can be pickled; None costs nothing.
-            reduce: On the first of the ranks, computes the answer; it is None where that fails.
-            among: Ranks that take part, this one included; all if empty.
+            numbers: Numbers of this rank, of the same length on all ranks.
+            value: Any value that can be pickled. None costs nothing.
+            reduce: Computes the answer on the first of the ranks. If it fails, the answer is None.
+            among: Ranks that participate, including this one. All ranks if empty.
         """
         self._connection.check()
         ranks = among or range(self.world_size)
@@ -426,25 +437,25 @@ class StoreChannel:
                 if self.rank == ranks[0]:
                     answered = self._reduced([f"{group}/{number}/{rank}" for rank in ranks], len(row), reduce)
                     self._store.set(answer, connection.seal(answer, answered))
-                    # All ranks have had it, or they would not have begun this exchange.
+                    # All ranks have read it, otherwise they would not have started this exchange.
                     self._store.delete_key(before)
                 else:
                     answered = connection.unseal(answer, self._store.get(answer))
                 self._store.delete_key(own)
                 future.set_result(answered)
-            except Exception as error:  # the store is gone, or the connection with it
+            except Exception as error:  # the store or the connection is lost
                 future.set_exception(connection.lose(error))
 
         self._tasks.put(run)
         return Pending(future, connection)
 
     def another(self) -> StoreChannel:
-        """Return a channel whose collectives do not wait for those of this one."""
+        """Return a channel with collectives that do not wait for those of this one."""
         self._channels += 1
         return StoreChannel(self._connection, f"{self._name}/{self._channels}")
 
     def _reduced(self, keys: Sequence[str], row: int, reduce: Reduce[T]) -> Any:
-        """Wait for what all ranks bring, which begins with so many bytes of numbers; return the answer."""
+        """Wait for the data of all ranks, which starts with ``row`` bytes of numbers, and return the answer."""
         brought = self._store.multi_get(keys)
         rows = np.frombuffer(b"".join(content[:row] for content in brought)).reshape(len(keys), -1)
         sealed = zip(keys, (content[row:] for content in brought), strict=True)
@@ -457,26 +468,26 @@ class StoreChannel:
 
 
 class Pending(Generic[T]):
-    """A collective that is under way."""
+    """A collective in progress."""
 
     def __init__(self, future: futures.Future[T], connection: Connection) -> None:
         self._future = future
         self._connection = connection
 
     def result(self) -> T:
-        """Wait until it is over; it is an error where a rank has lost its connection, or it takes too long."""
+        """Wait for the answer. Raises an error if a connection is lost or after the maximum waiting time."""
         longest_wait_s = self._connection.longest_wait_s
         waited_s, slice_s = 0.0, min(_SLICE_S, longest_wait_s / 2)
         while True:
             try:
                 return self._future.result(slice_s)
             except futures.TimeoutError:
-                waited_s += slice_s  # not by the clock: a scheduler may stop all ranks for hours
+                waited_s += slice_s  # not by the clock, because a scheduler may suspend all ranks for hours
             if waited_s > longest_wait_s:
                 raise self._connection.lose(f"nothing has arrived for {waited_s:.0f} s")
 
     def is_over_within(self, timeout_s: float) -> bool:
-        """Wait for it for some time [s]; return whether there is nothing left to wait for."""
+        """Wait for at most the given time [s]. Return True if the collective has ended."""
         return bool(futures.wait([self._future], timeout_s).done)
 
 
@@ -486,14 +497,14 @@ _Tasks: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 def _work(tasks: _Tasks, connection: Connection, store: Any, name: str) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # it has the channel, which ends this thread when nobody else has it
+        del task  # it references the channel, and deleting the channel ends this thread
     with contextlib.suppress(RuntimeError):  # the store is gone
         if name == _FIRST and not connection.cause and store.add("perseus/left", 1) == connection.world_size:
             store.set(_END, b"")
 
 
 class _Thread(threading.Thread):
-    """Calls the store, and is ended before the interpreter is: torch aborts a process that ends during its calls."""
+    """Thread that calls the store. It must end before the interpreter: otherwise torch aborts the process."""
 
     def __init__(self, connection: Connection, work: Callable[[], None], tasks: _Tasks | None = None) -> None:
         super().__init__(target=work, name="perseus-ranks", daemon=True)
@@ -517,7 +528,7 @@ def _end_threads() -> None:
 
 
 def _allow_files(count: int) -> None:
-    """Let this process have so many files open, if it may: each connection is one."""
+    """Raise the limit of open files of this process if possible. Each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -530,7 +541,7 @@ def _store(host: str, port: int, *, is_master: bool = False) -> Any:
 
 
 def _timeout_s() -> float:
-    """Return how long the job's own collectives may take."""
+    """Return the timeout of the job's own collectives [s]."""
     try:
         device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
         backend = c10d._get_default_group()._get_backend(device)

@@ -46,7 +46,7 @@ class GpuDriver:
         self._open_gpu = open_gpu
         self._on_change = on_change
         self._time = timebase
-        self._bell = timebase.bell()
+        self._notifier = timebase.notifier()
         self.gpu: Gpu | None = None
         self.error: Exception | None = None
         self._requested = int(record.left_by is not None and not record.is_of_same_job)
@@ -73,12 +73,12 @@ class GpuDriver:
         if self.is_reset:
             self._requested_s = self._answered_s = self._time.now_s()
         self._requested += 1
-        self._bell.ring()
+        self._notifier.notify()
 
     def close(self) -> None:
         """End the thread once its call has returned."""
         self._is_closed = True
-        self._bell.ring()
+        self._notifier.notify()
 
     def _work(self) -> None:
         while not self._is_closed:
@@ -99,7 +99,7 @@ class GpuDriver:
                 pause_s = _RETRY_S if requested != self._done else None
             self._answered_s = self._time.now_s()
             if requested == self._requested:
-                self._bell.wait(pause_s)
+                self._notifier.wait(pause_s)
         with contextlib.suppress(Exception):  # the driver may be gone
             if self.gpu is not None:
                 self.gpu.close()

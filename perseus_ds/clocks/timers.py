@@ -1,7 +1,7 @@
-"""Times the operations of an iteration on the device that the engine computes with.
+"""Times the operations of an iteration on the device of the engine.
 
-There are three kinds: on the host (its clock), on CUDA (events that are read once the device has passed them) and on a
-simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
+There are three kinds of devices: the host (by its clock), CUDA (by events that are read after the device has passed
+them) and a simulated GPU (by the host's clock, where each instruction takes the time that the simulated GPU needs).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation as it ran.
+    """An operation that has run.
 
     Attributes:
-        start_s: From the iteration's start [s].
-        end_s: From the iteration's start [s].
+        start_s: Time since the start of the iteration [s].
+        end_s: Time since the start of the iteration [s].
     """
 
     operation: Operation
@@ -49,13 +49,13 @@ class Span:
 
 
 Mark: TypeAlias = tuple[Operation, DeviceEvent, DeviceEvent]
-"""An operation, when it began and when it ended."""
+"""An operation, its begin and its end."""
 
 
 class FinishedIteration:
-    """An iteration that was issued; the device may still be at it.
+    """An iteration that has been issued, but that the device may not have finished yet.
 
-    Its time and operations are known once its end has passed.
+    Its time and operations are known after its end event has passed.
     """
 
     def __init__(self, start: DeviceEvent, end: DeviceEvent, marks: Sequence[Mark]) -> None:
@@ -64,11 +64,11 @@ class FinishedIteration:
         self._marks = marks
 
     def is_over(self) -> bool:
-        """Return whether the device has done it."""
+        """Return True if the device has finished the iteration."""
         return self.end.query()
 
     def time_s(self) -> float:
-        """Wait for the device and return how long the iteration took [s]."""
+        """Wait for the device and return the duration of the iteration [s]."""
         self.end.synchronize()
         return self.end.since_s(self._start)
 
@@ -80,10 +80,10 @@ class FinishedIteration:
 
 
 class Execution(ABC):
-    """Told of the begin and the end of the operations of this rank that are to be timed; one after the other.
+    """Times the operations of this rank, which do not overlap.
 
     Attributes:
-        needs_all: Whether it has to be told of all others, too.
+        needs_all: Whether untimed operations must be reported as well.
     """
 
     needs_all = False
@@ -94,37 +94,37 @@ class Execution(ABC):
         self._marks: list[Mark] = []
 
     def start_iteration(self) -> DeviceEvent:
-        """Begin another iteration; returns the event at which it begins on the device."""
+        """Begin an iteration and return the event of its begin on the device."""
         self._marks = []
         self._start = self.event()
         return self._start
 
     def finish_iteration(self) -> FinishedIteration:
-        """End the iteration begun last, all of which was issued; returns at once."""
+        """End the current iteration after all of it has been issued. Does not wait for the device."""
         return FinishedIteration(self._start, self.event(), self._marks)
 
     def begin(self, operation: Operation) -> DeviceEvent:
-        """Note that the operation is about to be issued; returns the event at which it begins on the device."""
+        """Return the event of an operation's begin on the device. Called before the operation is issued."""
         self._begun = begun = self.event()
         return begun
 
     def end(self, operation: Operation) -> DeviceEvent:
-        """Note that the operation was issued; returns the event at which it ends on the device."""
+        """Return the event of an operation's end on the device. Called after the operation was issued."""
         ended = self.event()
         self._marks.append((operation, self._begun, ended))
         return ended
 
     @abstractmethod
     def event(self) -> DeviceEvent:
-        """Return the event at which the device will have done what was issued so far."""
+        """Return an event that passes when the device has finished all work issued so far."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the device has done all that was issued."""
+        """Wait until the device has finished all work issued so far."""
 
 
 class HostExecution(Execution):
-    """Operations that are over when the call returns."""
+    """Operations that have ended when their call returns."""
 
     def __init__(self, timebase: Timebase = REAL_TIME) -> None:
         super().__init__()
@@ -135,14 +135,16 @@ class HostExecution(Execution):
         return PassedEvent(self._now_s())
 
     def wait(self) -> None:
-        """Nothing is outstanding."""
+        """Return immediately, because nothing is outstanding."""
 
 
 class CudaExecution(Execution):
-    """Operations that the host only launches: timed by events on the current stream of its device.
+    """Operations that the host only launches.
+
+    They are timed by events on the current stream of the device.
 
     Args:
-        cuda: The module ``torch.cuda``, which makes events and waits for them.
+        cuda: The module ``torch.cuda`` or a replacement.
         wait: Waits for an event.
     """
 
@@ -163,8 +165,8 @@ class CudaExecution(Execution):
         return super().start_iteration()
 
     def _find_stream(self) -> None:
-        """Have events recorded on the current stream of the rank's device, whichever device is the current one."""
-        # To look a stream up takes longer than to record on the current device's.
+        """Record events on the current stream of the rank's device, even if another device is the current one."""
+        # Looking up a stream takes longer than recording on that of the current device.
         is_current = self._cuda.current_device() == self._device
         self._pool.stream = None if is_current else lambda: self._cuda.current_stream(self._device)
 
@@ -176,7 +178,7 @@ class CudaExecution(Execution):
 
 
 _aten = torch.ops.aten
-# PyTorch counts attention on GPUs alone; the processor's kernel takes the same arguments and does the same work.
+# PyTorch counts only attention kernels for GPUs. The CPU kernel takes the same arguments and does the same work.
 _FLOPS_OF = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
@@ -187,16 +189,15 @@ _FLOPS_OF = {
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of kernels without changing which kernels run.
+    """Counts the floating-point operations of kernels without changing the choice of kernels.
 
-    PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
-    ``torch.compile`` compiles as without a counter; its kernels are counted where they are matrix products of their
-    own.
+    PyTorch's ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
+    ``torch.compile`` compiles as it does without a counter. Of its kernels, only separate matrix products are counted.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether ``torch.compile`` compiles in spite of this mode; if not, functions called in it never are."""
+        """Return True, so that ``torch.compile`` compiles functions that are called in this mode."""
         return True
 
     def __init__(self) -> None:
@@ -214,19 +215,18 @@ class FlopCounter(TorchDispatchMode):
 class SimulatedExecution(HostExecution):
     """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
-    How much work an instruction is, relative to the others, follows from the floating-point
-    operations of its kernels the first time it ran on inputs of the same shapes. Until :meth:`calibrate`,
-    nothing is stretched.
+    The work of an instruction relative to the others follows from the floating-point operations of its kernels when it
+    first ran on inputs of the same shapes. Before :meth:`calibrate`, instructions are not stretched.
 
     Attributes:
-        seconds_per_flop: Time of a floating-point operation at the top clock [s]; None before :meth:`calibrate`.
+        seconds_per_flop: Time of a floating-point operation at the top clock [s]. None before :meth:`calibrate`.
         flops: Floating-point operations of each kind of pass so far.
-        input_shapes: Shapes of the inputs of the next forward, where whoever runs passes knows them; the other passes
-            of its micro-batch work on the same.
+        input_shapes: Shapes of the inputs of the next forward, if known. The other passes of its micro-batch use the
+            same.
 
     Args:
-        transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
-        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
+        transfer_s: Time of a transfer after both sides have arrived, in addition to the real time [s].
+        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real time [s].
     """
 
     needs_all = True
@@ -247,11 +247,11 @@ class SimulatedExecution(HostExecution):
         self._counter: FlopCounter | None = None
 
     def calibrate(self, seconds_per_flop: float, flops: Mapping[Hashable, int] = MappingProxyType({})) -> None:
-        """Set how long passes take.
+        """Set the duration of passes.
 
         Args:
             seconds_per_flop: Time of a floating-point operation at the top clock [s].
-            flops: Those of passes where it is not this rank that does most, of the ranks that run in step with it.
+            flops: Floating-point operations of passes of which another rank that runs in step with this one does more.
         """
         self.seconds_per_flop = seconds_per_flop
         self.flops.update({key: count for key, count in flops.items() if key in self.flops})
@@ -281,7 +281,7 @@ class SimulatedExecution(HostExecution):
         return super().end(operation)
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Return what the work of an instruction depends on."""
+        """Return the properties of an instruction that determine its work."""
         work = instruction.stage, instruction.micro_batch
         if instruction.kind is Kind.FORWARD:
             self._shapes[work] = self.input_shapes
@@ -291,7 +291,7 @@ class SimulatedExecution(HostExecution):
         if isinstance(operation, Exchange):
             self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s)
         elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
-            # The tail is several commands; all of its simulated work is done after the first.
+            # The tail consists of several commands. All of its simulated work is done after the first one.
             self._tail_done = True
             self._gpu.begin_work(MEMORY_BOUND)
             self._gpu.finish_work(self._tail_s)

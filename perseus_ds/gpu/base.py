@@ -23,7 +23,7 @@ class GpuState:
 
 
 class Gpu(Protocol):
-    """The GPU on which this process computes.
+    """One GPU, the one this process computes on.
 
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU says that it is simulated.
@@ -31,7 +31,7 @@ class Gpu(Protocol):
         address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu.opening`). None if
             no lock of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
-        settings: Settings of the GPU when it was opened. None if they are not reported.
+        settings: What was set of it when it was opened; None where that is not told.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Gpu(Protocol):
 
     @property
     def has_energy_counter(self) -> bool:
-        """True if :meth:`energy_j` works. It does not before Volta and on many virtual GPUs."""
+        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
 
     @property
     def address(self) -> str | None: ...
@@ -69,10 +69,10 @@ class Gpu(Protocol):
         """
 
     def check_lock_permission(self) -> None:
-        """Check that this process may lock clocks. No clock is locked afterwards.
+        """Check that this process may lock clocks, without leaving one locked.
 
         Raises:
-            GpuPermissionError: It may not. The message gives a remedy.
+            GpuPermissionError: It may not; the message says what to do.
         """
 
     def clock_mhz(self) -> int:
@@ -92,7 +92,7 @@ class Gpu(Protocol):
 
     @property
     def state(self) -> GpuState:
-        """Current temperature and performance state, if the driver reports them."""
+        """Temperature and performance state now, as far as the driver tells."""
 
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""

@@ -246,8 +246,8 @@ class NvmlGpu:
 
     @property
     def settings(self) -> GpuSettings:
-        """Settings of the GPU when this property was first read, if the driver reports them."""
-        # No ``cached_property``: reading takes a second, and until Python 3.12 all GPUs of a process share its lock.
+        """What was set of it when this was first asked, as far as the driver tells."""
+        # No ``cached_property``: it takes a second, and until Python 3.12 all GPUs of a process share its lock.
         if self._settings is None:
             self._settings = self._read_settings()
         return self._settings
@@ -294,9 +294,9 @@ class NvmlGpu:
             )
         if settings.power_profiles:
             found.append(
-                f"its power profile is {', '.join(settings.power_profiles)}: default clocks and power depend on it, "
-                "and plans are valid only while it is set. `nvidia-smi power-profiles --help` describes how to clear "
-                "it."
+                f"its power profile is {', '.join(settings.power_profiles)}: default clocks and powers are those of "
+                "that profile, and plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to "
+                "clear it."
             )
         if settings.power_smoothing:
             values = ", ".join(f"{name} {value}" for name, value in settings.power_smoothing.items())

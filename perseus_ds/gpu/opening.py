@@ -1,7 +1,4 @@
-"""Opens a GPU by its address.
-
-The process that opens it may see other GPUs than the process that wrote the address.
-"""
+"""Opens a GPU by its address, in a process that may see other GPUs than the one that wrote the address down."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ def _zeus_errors(what: str) -> Iterator[None]:
 
 
 def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None = None) -> Gpu:
-    """Open the GPU that CUDA or HIP calls ``ordinal`` in this process.
+    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in this process.
 
     Args:
         ordinal: Number of the device in this process.
-        uuid: UUID of an NVIDIA GPU, if CUDA reports it.
-        pci_address: PCI address of an AMD GPU, if HIP reports it.
+        uuid: An NVIDIA GPU's UUID if CUDA reports it.
+        pci_address: Its PCI address if HIP reports it.
 
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
@@ -64,7 +64,7 @@ def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None
         return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid))
     if is_amd:
         return ZeusAmdGpu(amd_gpu(ordinal, os.environ, _amd_gpus(), pci_address))
-    raise GpuError("Zeus finds neither NVIDIA nor AMD GPUs. Check nvidia-smi or amd-smi.")
+    raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
 
 
 def open_address(identity: str) -> Gpu:

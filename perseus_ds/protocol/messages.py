@@ -1,7 +1,7 @@
 """Messages between a rank's client and the agent of its node.
 
-A message is one packet on a Unix socket. A packet of one byte is :data:`WAKE`, or the number of a signal that the
-client's process received: the interpreter writes it itself (``signal.set_wakeup_fd``).
+A message is one packet on a Unix socket. A packet of one byte is :data:`WAKE` or the number of a signal that the
+client's process received. The interpreter writes the latter (``signal.set_wakeup_fd``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 WAKE = b"\0"
-"""A packet: the client has written something into the memory at which the agent is to look now."""
+"""Packet that requests the agent to read the memory now."""
 LONGEST = 65536
 """Maximum length of a message [bytes]."""
 Reason: TypeAlias = Literal["unusable", "held", "memory"]
@@ -20,7 +20,7 @@ Reason: TypeAlias = Literal["unusable", "held", "memory"]
 class RequestLease(msgspec.Struct, tag=True, frozen=True):
     """A client requests a lease of a GPU.
 
-    The file of its memory comes with the message, and those of the logs of a simulated GPU.
+    The file descriptor of its memory is passed with the message, and those of the logs of a simulated GPU.
 
     Attributes:
         gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
@@ -35,8 +35,8 @@ class LeftLocked(msgspec.Struct, frozen=True):
     """A GPU that an earlier process left locked.
 
     Attributes:
-        pid: The agent of that process.
-        error: Why its clock could not be reset; empty if it was reset.
+        pid: Process ID of the agent of that process.
+        error: Reason why its clock could not be reset. Empty if it was reset.
     """
 
     gpu: str
@@ -45,7 +45,7 @@ class LeftLocked(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """The lease is granted: the agent has opened the GPU and recorded that its clock may be locked.
+    """The lease is granted. The agent has opened the GPU and recorded that its clock may be locked.
 
     Attributes:
         left_locked: What earlier processes of this user left locked; sent to one client.
@@ -71,11 +71,11 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestStatus(msgspec.Struct, tag=True, frozen=True):
-    """Anybody of this user requests the agent's status."""
+    """A process of this user requests the agent's status."""
 
 
 class Status(msgspec.Struct, tag=True, frozen=True):
-    """What the agent does.
+    """Status of the agent.
 
     Attributes:
         leases: GPU and process of each lease.
@@ -85,13 +85,13 @@ class Status(msgspec.Struct, tag=True, frozen=True):
 
 
 class Program(msgspec.Struct, tag=True, frozen=True):
-    """The clocks of a rank in an iteration; iterations name it by its number.
+    """The clocks of a rank in an iteration. Iterations refer to a program by its number.
 
     Attributes:
-        number: From 0 to 254.
-        first_mhz: The clock of the whole iteration if there are no others [MHz]; None for the default.
-        clocks_mhz: The clock of each instruction, by its position in the rank's schedule [MHz].
-        spans_s: When each instruction begins and ends, in an iteration [s]; empty if unknown.
+        number: Number from 0 to 254.
+        first_mhz: Clock of the whole iteration if ``clocks_mhz`` is empty [MHz]. None for default clocks.
+        clocks_mhz: Clock of each instruction, by its position in the rank's schedule [MHz].
+        spans_s: Begin and end of each instruction in an iteration [s]. Empty if unknown.
         time_s: Time of the iteration [s].
     """
 
@@ -103,14 +103,14 @@ class Program(msgspec.Struct, tag=True, frozen=True):
 
 
 class WatchDefaultClocks(msgspec.Struct, tag=True, frozen=True):
-    """The agent is to report for a minute if something keeps the GPU below its highest clock at default clocks."""
+    """Requests a report if the GPU stays below its highest clock at default clocks during the next minute."""
 
 
 class SetProfiledLimit(msgspec.Struct, tag=True, frozen=True):
-    """The power limit with which the agent compares the present one.
+    """Power limit during profiling, with which the agent compares the current one.
 
     Attributes:
-        power_w: As a profile records it [W]; None for the one that is read next.
+        power_w: Limit recorded in a profile [W]. None for the next one that is read.
     """
 
     power_w: float | None
@@ -120,14 +120,14 @@ Question: TypeAlias = Literal["probe", "period", "step", "start", "refreshes", "
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question that the driver of the GPU has to answer.
+    """A question to the driver of the GPU.
 
     Attributes:
-        number: Names the answer.
-        question: ``probe`` has the driver do once all that programs need. ``period`` measures how often the energy
-            counter is refreshed, for at most ``value`` seconds. ``step`` measures how it answers to a step of power,
-            from ``value`` watts. ``start`` begins a log of its refreshes; ``refreshes`` asks for those
-            that are new, and ``stop`` ends it, ``value`` being the number of the question that began it.
+        number: Number that the answer refers to.
+        question: ``probe`` tries each driver call that programs need. ``period`` measures the refresh period of the
+            energy counter, for at most ``value`` seconds. ``step`` measures the response of the counter to a step of
+            power from ``value`` watts. ``start`` starts a log of its refreshes, ``refreshes`` requests the new ones,
+            and ``stop`` ends the log. For the last two, ``value`` is the number of the question that started it.
     """
 
     number: int
@@ -139,8 +139,8 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     """The answer to a question.
 
     Attributes:
-        values: As many as the question has.
-        error: Why there is no answer; empty if there is.
+        values: Values that depend on the question.
+        error: Reason why there is no answer. Empty if there is one.
         is_busy: Whether the driver is only busy.
     """
 
@@ -151,14 +151,14 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refreshes(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``refreshes``: what the counter's log has recorded since the last one.
+    """The answer to ``refreshes``: the refreshes since the last answer.
 
     Attributes:
-        changes: Moment [s] and energy [J] of each refresh.
-        clocks: When the clock was read [s], and the clock [MHz].
-        temperature_c: Of the GPU; None if the driver does not report it.
-        power_state: Likewise.
-        error: Why the counter cannot be read; empty if it can.
+        changes: Time [s] and energy [J] of each refresh.
+        clocks: Time [s] and clock [MHz] of each reading of the clock.
+        temperature_c: Temperature of the GPU. None if the driver does not report it.
+        power_state: Performance state of the GPU. None if the driver does not report it.
+        error: Reason why the counter cannot be read. Empty if it can.
     """
 
     number: int
@@ -173,7 +173,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     """The agent cannot set clocks or read the energy counter.
 
     Attributes:
-        error: Why.
+        error: The reason.
         may_pass: Whether the driver may work again later.
     """
 
@@ -182,11 +182,11 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ClockRefused(msgspec.Struct, tag=True, frozen=True):
-    """A clock that was requested and that the GPU does not reach.
+    """A requested clock that the GPU does not reach.
 
     Attributes:
-        clock_mhz: As requested; None for default clocks.
-        reasons: Why, if the driver reports it, such as ``sw_power_cap``.
+        clock_mhz: Requested clock. None for default clocks.
+        reasons: Throttle reasons such as ``sw_power_cap``, if the driver reports them.
     """
 
     clock_mhz: int | None
@@ -195,10 +195,10 @@ class ClockRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Latencies(msgspec.Struct, tag=True, frozen=True):
-    """Latencies of clocks; see :class:`~perseus_ds.protocol.latencies.LatencyTable`.
+    """Latencies of clocks for a :class:`~perseus_ds.protocol.latencies.LatencyTable`.
 
     Attributes:
-        samples_s: Clock [MHz], whether it was reached from below, and the latencies seen [s].
+        samples_s: Clock [MHz], whether it was reached from below, and the measured latencies [s].
     """
 
     samples_s: tuple[tuple[int, bool, tuple[float, ...]], ...]
@@ -219,12 +219,18 @@ _to_client = msgspec.msgpack.Decoder(ToClient)
 
 
 def decode_to_agent(packet: bytes) -> ToAgent:
-    """Return the message in a packet from a client; a ``msgspec.DecodeError`` if it has another form."""
+    """Return the message in a packet from a client.
+
+    Raises a ``msgspec.DecodeError`` if the packet is invalid.
+    """
     message: ToAgent = _to_agent.decode(packet)
     return message
 
 
 def decode_to_client(packet: bytes) -> ToClient:
-    """Return the message in a packet from an agent; a ``msgspec.DecodeError`` if it has another form."""
+    """Return the message in a packet from an agent.
+
+    Raises a ``msgspec.DecodeError`` if the packet is invalid.
+    """
     message: ToClient = _to_client.decode(packet)
     return message

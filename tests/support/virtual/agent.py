@@ -23,7 +23,7 @@ class DirectLink:
         self.late_s = 0.0
         self._received = []
         self._time = time
-        self._bell = time.bell()
+        self._notifier = time.notifier()
         self._is_waiting = False
         self._clocks = RankClocks(gpu, memory, self._deliver, time)
         memory.on_mark = self._look
@@ -57,7 +57,7 @@ class DirectLink:
     def wait(self, timeout_s):
         self._is_waiting = True
         if not self._received:
-            self._bell.wait(timeout_s)
+            self._notifier.wait(timeout_s)
         self._is_waiting = False
 
     @property
@@ -82,7 +82,7 @@ class DirectLink:
     def _ring(self):
         if self._is_waiting:
             self._is_waiting = False
-            self._bell.ring()
+            self._notifier.notify()
 
 
 class StreamMarks:
