@@ -1,4 +1,4 @@
-"""What each rank reports of an iteration to rank 0, and what rank 0 answers all ranks, while the next one runs."""
+"""Reports of all ranks to rank 0 about an iteration, and rank 0's answer, during the next iteration."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from perseus_ds.ranks import Communicator, Pending
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report of an iteration to rank 0: as numbers, 0 and 1 for truths.
+    """Report of one rank about an iteration. All fields are sent as numbers.
 
     Attributes:
         time_s: Iteration time [s].
-        energy_j: Energy of this rank's GPU [J]; NaN where it cannot be read.
-        clock_changes: Clock changes of this rank's GPU.
-        clock_skips: Clock changes that were left out: too short to be worth it, or a later one was already due.
-        failed: Whether this rank has fallen back to default clocks.
-        asked_mhz: Clock that its GPU was asked for when it was last read back; NaN at default clocks [MHz].
-        reached_mhz: Clock that was read then [MHz].
-        computed_s: When this rank had computed its last pass, from the iteration's start; 0 where not known [s].
-        tail_s: How long its tail took, waiting included; 0 where not known [s].
-        drift: How much farther its instructions are from the profile than they vary, as a fraction; NaN where that was
-            not looked at.
-        pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio:
-            what that is at most; NaN where that was not looked at.
-        pace_high: The same of the kind with the highest ratio: what that is at least. Below ``pace_low`` where all
-            kinds may have one pace.
-        limit_w: Power limit of its GPU; infinite where that is no lower than when the profile was measured [W].
-        limit_mhz: Highest clock that its GPU reaches where something else slows it down, such as heat; infinite where
-            nothing does [MHz].
-        shapes: A whole number that differs when the shapes of the inputs of this rank's forwards differ, and from rank
-            to rank; below 2^48.
-        closed: Whether this rank has been closed, so that all leave the mode.
-        stops: Whether the phase ends, which runs at default clocks until rank 0 says so.
+        energy_j: Energy of this rank's GPU [J]. NaN if it cannot be read.
+        clock_changes: Number of clock changes of this rank's GPU.
+        clock_skips: Number of clock changes that were omitted, because they were too short or a later one was already
+            due.
+        failed: Whether this rank has returned to default clocks after a failure.
+        asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
+        reached_mhz: Clock at the last read-back [MHz].
+        computed_s: End of this rank's last pass, from the start of the iteration [s]. 0 if unknown.
+        tail_s: Duration of this rank's tail, including waits [s]. 0 if unknown.
+        drift: Deviation of its instructions from the profile beyond their variation, as a fraction. NaN if not
+            evaluated.
+        pace_low: Upper bound of the ratio of measured to profiled time, for the kind with the lowest ratio. NaN if not
+            evaluated.
+        pace_high: Lower bound of this ratio, for the kind with the highest ratio. It is below ``pace_low`` if all kinds
+            may have the same ratio.
+        limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
+        limit_mhz: Highest clock that its GPU reaches because of another limit, such as heat [MHz]. Infinite if there is
+            none.
+        shapes: Number that depends on the rank and the shapes of the inputs of its forwards. An integer below 2^48.
+        closed: Whether this rank has been closed, so that all ranks leave the mode.
+        stops: Whether the current phase at default clocks ends. Decided by rank 0.
     """
 
     time_s: float
@@ -74,16 +74,16 @@ class RankReport:
     stops: bool = False
 
     def as_numbers(self) -> list[float]:
-        """Return the fields in their order."""
+        """Return the fields in order."""
         return [*map(float, vars(self).values())]
 
 
 class GpuLimit(NamedTuple):
-    """What the GPU of a rank may do, where that is less than when the profile was measured.
+    """Limits of a rank's GPU that are lower than during profiling.
 
     Attributes:
-        power_w: Its power limit; infinite where that is no lower [W].
-        clock_mhz: The highest clock that it reaches; infinite where only the power limit is in the way [MHz].
+        power_w: Power limit [W]. Infinite if it is not lower.
+        clock_mhz: Highest clock that it reaches [MHz]. Infinite if only the power limit is lower.
     """
 
     rank: int
@@ -96,22 +96,21 @@ class JobReport:
     """Rank 0's answer to the reports of an iteration, with its decision.
 
     Attributes:
-        time_s: Of the slowest rank [s].
-        energy_j: Of all GPUs [J]; NaN where it cannot be read.
-        least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
-        failed: Whether a rank has fallen back to default clocks.
-        closed: Whether a rank has been closed, so that all leave the mode.
-        stops: Whether the phase ends, by rank 0.
-        shapes: A whole number that differs when the shapes of the inputs differ on any rank.
-        drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
-            pipeline alone is a straggler, for which nothing has to be measured again.
-        drift_most: The same of the pipeline that is farthest from it.
-        pace: Time of instructions divided by the time that the profile says, by the median of all ranks; NaN where that
-            was not looked at.
-        drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
-        drift_beside_pace_most: The same of the pipeline that is farthest from it.
-        limits: Of each GPU that may do less than when the profile was measured.
-        decided: What rank 0 has decided on a later iteration; None in phases without plans.
+        time_s: Iteration time of the slowest rank [s].
+        energy_j: Energy of all GPUs [J]. NaN if it cannot be read.
+        least_energy_j: Energy of the GPU that used least [J]. NaN if one cannot be read.
+        failed: Whether a rank has returned to default clocks after a failure.
+        closed: Whether a rank has been closed, so that all ranks leave the mode.
+        stops: Whether the phase ends.
+        shapes: Number that differs if the shapes of the inputs of any rank differ. An integer.
+        drift: Lower median over the pipelines of their deviation from the profile. NaN if not evaluated. A single
+            pipeline with a deviation is a straggler, for which no new profile is needed.
+        drift_most: The largest deviation of a pipeline.
+        pace: Median over all ranks of the ratio of measured to profiled time. NaN if not evaluated.
+        drift_beside_pace: ``drift`` without a factor that all instructions have in common.
+        drift_beside_pace_most: ``drift_most`` without a factor that all instructions have in common.
+        limits: Limits of GPUs that are lower than during profiling.
+        decided: Rank 0's decision for a later iteration. None in phases without plans.
     """
 
     time_s: float
@@ -131,7 +130,7 @@ class JobReport:
 
     @classmethod
     def of(cls, ranks: RankReports, decided: Assignment | None = None) -> JobReport:
-        """Return the answer to the reports of all ranks, with what rank 0 has decided."""
+        """Return the answer to the reports of all ranks, including rank 0's decision."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
@@ -157,11 +156,11 @@ class JobReport:
 
 
 class RankReports:
-    """The reports of all ranks of one iteration, on rank 0.
+    """Reports of all ranks about one iteration, on rank 0.
 
     Args:
-        numbers: Shape (ranks, fields of :class:`RankReport`).
-        pipeline_of_rank: The data-parallel pipeline of each rank; None if there is only one.
+        numbers: Array of shape (ranks, fields of :class:`RankReport`).
+        pipeline_of_rank: Data-parallel pipeline of each rank. None if there is only one.
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64], pipeline_of_rank: npt.NDArray[np.int64] | None = None) -> None:
@@ -169,27 +168,27 @@ class RankReports:
         self.pipeline_of_rank = np.zeros(len(numbers), np.int64) if pipeline_of_rank is None else pipeline_of_rank
 
     def column(self, field: str) -> npt.NDArray[np.float64]:
-        """Return one field of all ranks, shape (ranks,)."""
+        """Return a field of all ranks, shape (ranks,)."""
         return self._numbers[:, _PLACES[field]]
 
     def by_pipeline(self, of_ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the largest value among the ranks of each pipeline, shape (pipelines,)."""
+        """Return the largest value of each pipeline, shape (pipelines,)."""
         largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
         np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
         return largest
 
     def limits(self) -> tuple[GpuLimit, ...]:
-        """Return each GPU that may do less than when the profile was measured."""
+        """Return the limits of GPUs that are lower than during profiling."""
         power_w, clock_mhz = self.column("limit_w"), self.column("limit_mhz")
         ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
         return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)
 
 
 class ReportExchange:
-    """Sends this rank's report of one iteration after the other; every rank does so at the same boundaries.
+    """Exchanges reports between ranks. All ranks call its methods at the same iteration boundaries.
 
     Attributes:
-        ranks: On rank 0, the reports of all ranks that were received last; None elsewhere.
+        ranks: On rank 0, the last reports received from all ranks. None on other ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -198,19 +197,19 @@ class ReportExchange:
         self._pending: Pending[JobReport | None] | None = None
 
     def send(self, report: RankReport, decided: Assignment | None = None) -> None:
-        """Begin to send this rank's report, its events and, from rank 0, what is decided; returns at once."""
+        """Start to send this rank's report, its events and, on rank 0, the decision. Does not wait."""
         self._pending = self._communicator.start_exchange(report.as_numbers(), partial(self._answer, decided))
 
     def received(self) -> JobReport | None:
-        """Return rank 0's answer to the reports sent last; None if there is none, or it was returned already.
+        """Return rank 0's answer to the last reports. None if there is none or it was already returned.
 
-        All ranks sent them an iteration ago, so this hardly waits.
+        All ranks sent their reports an iteration ago, so the wait is short.
         """
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def received_within(self, timeout_s: float) -> JobReport | None:
-        """Return the same without taking it; None too where a rank is gone before it has sent its own."""
+        """Return the answer without removing it. None also if a rank has ended without sending its report."""
         try:
             if self._pending is None or not self._pending.is_over_within(timeout_s):
                 return None
@@ -224,26 +223,29 @@ class ReportExchange:
 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
-# Of the number that a rank reports of its shapes.
+# Upper bound of the number that a rank reports for its shapes.
 SHAPES = 2**48
-# A drift counts where it exceeds so many of its standard errors, and by how much it does.
+# A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
 _DRIFTS_IN_A_ROW = 2
 
 
 def shapes_number(rank: int, shapes: float) -> int:
-    """Return what a rank reports of the shapes of its inputs: the sum over all ranks tells those of the job."""
+    """Return the number that a rank reports for the shapes of its inputs.
+
+    The sum over all ranks is the job's.
+    """
     content = struct.pack("<qd", rank, shapes)
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
 
 
 def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the lower median and the largest."""
+    """Return the lower median and the maximum."""
     return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
 
 
 def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
-    """Return the pace, and how far the typical pipeline is from it and the one that is farthest."""
+    """Return the pace, and the typical and largest deviation of a pipeline from it."""
     low, high = ranks.column("pace_low"), ranks.column("pace_high")
     known = low > 0
     if not known.any():
@@ -254,10 +256,10 @@ def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
 
 
 def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the times of a rank that tell stragglers, as fields of its report; 0 where they are not known.
+    """Return the fields of a rank's report that are used to detect stragglers. They are 0 if unknown.
 
     Returns:
-        When the rank had computed its last, and how long its tail was, waiting included [s].
+        The end of the rank's last pass, and the duration of its tail including waits [s].
     """
     work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
     last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
@@ -268,14 +270,14 @@ def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:
 def reported_drift(
     spans: Sequence[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
 ) -> dict[str, float]:
-    """Return the fields of a rank's report that say how far it is from the profile; without clocks, that it is not.
+    """Return the fields of a rank's report about the deviation from the profile.
 
-    Times of one stage and kind vary about their median; by this, the medians are uncertain.
+    Times of one stage and kind vary about their median. This variation determines the uncertainty of the medians.
 
     Args:
-        spans: One iteration.
-        clocks_mhz: Clock of each instruction; empty where they were not a plan's.
-        expected: The times that the profile says.
+        spans: Operations of one iteration.
+        clocks_mhz: Clock of each instruction. If empty (no plan), no deviation is reported.
+        expected: Times in the profile.
     """
     if not clocks_mhz:
         return {"drift": 0.0}
@@ -304,13 +306,13 @@ def reported_drift(
 
 
 class DriftWatch:
-    """Counts how often in a row the pipelines were found farther from the profile than this fraction."""
+    """Counts consecutive iterations in which pipelines deviated too far from the profile."""
 
     def __init__(self, max_drift: float) -> None:
         self._max_drift = max_drift
         self._in_a_row = 0
 
     def has_drifted(self, drift: float) -> bool:
-        """Return whether the profile is out of date, by the lower median of the pipelines' drift."""
+        """Return True if the profile is out of date, given the lower median of the pipelines' drift."""
         self._in_a_row = self._in_a_row + 1 if drift > self._max_drift else 0
         return self._in_a_row >= _DRIFTS_IN_A_ROW

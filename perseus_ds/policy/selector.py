@@ -1,13 +1,14 @@
-"""Which plan every pipeline runs: from the policy, the reports and the user's orders to the plan in force on all ranks.
+"""Selects the plan of each pipeline from the policy, the reports and the user's orders.
 
-After every iteration rank 0 decides on an assignment of plans to pipelines. An assignment is in one of two states:
+After every iteration rank 0 decides on an assignment of plans to pipelines. An assignment has one of two states:
 
-- *decided*: rank 0 has made it, and numbered it if it differs from the ones before. It is sent with rank 0's report of
-  the iteration that has just ended. Other ranks do not know it.
-- *in force*: all ranks have received it with the reports of that iteration, which arrive during the next one. From the
-  following boundary on they run by it, all at once.
+- *decided*: rank 0 has made it, and given it a new number if it differs from the previous one. It is sent with rank 0's
+  report of the iteration that has just ended. Other ranks do not know it yet.
+- *in force*: all ranks have received it with the reports of that iteration, which arrive during the next one. All ranks
+  use it from the following boundary on.
 
-When a job begins, or goes on from a checkpoint, the first assignment is broadcast and in force at once.
+At the start of a job, or when it continues from a checkpoint, the first assignment is broadcast and in force
+immediately.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ logger = logging.getLogger("perseus_ds")
 _APART = 1.06
 _TOGETHER = 1.03
 _IN_A_ROW = 2
-# A stretch factor is cut as soon as a pipeline would make the others wait, and raised only where it is sure and worth
-# a change of plan.
+# A stretch factor is reduced as soon as a pipeline would delay the others. It is increased only if it is certain and
+# the gain is worth a change of plan.
 _CUT = 0.99
 _RAISE = 1.03
 _SURE_AFTER = 5
 
 
 class StragglerWatch:
-    """Compares the time each pipeline takes by itself with its plan's.
+    """Compares the time of each pipeline, without waits for others, with the time of its plan.
 
-    Its own time is without the wait for others. ``docs/policies.md`` says when stretch factors begin, change and end.
+    ``docs/policies.md`` describes when stretch factors start, change and end.
 
     Attributes:
-        stretch_factors: For each pipeline, how many times as long as the policy's plan its plan may take until it
-            finishes together with the slowest one (T' of the paper, section 3.2), >= 1; all 1 while none straggles.
+        stretch_factors: For each pipeline, the time that its plan may take relative to the policy's plan so that it
+            finishes with the slowest pipeline (T' of the paper, section 3.2), >= 1. All are 1 if no pipeline straggles.
     """
 
     def __init__(self, pipelines: int) -> None:
@@ -70,7 +71,7 @@ class StragglerWatch:
         """Add an iteration and return the stretch factors.
 
         Args:
-            ratios: For each pipeline, its own time over that of the plan it ran, > 0.
+            ratios: For each pipeline, its own time divided by that of its plan, > 0.
         """
         slowest = max(ratios)
         self._seen.append(tuple(slowest / ratio for ratio in ratios))
@@ -82,7 +83,7 @@ class StragglerWatch:
         given = self.stretch_factors
         least, most = _each(min, last), _each(max, last)
         if max(given) == 1:
-            # Two iterations with another straggler each are noise: no pipeline could be stretched in both.
+            # A different straggler in each of two iterations is noise: no pipeline could be stretched in both.
             return least if max(least) > _APART else given
         if max(most) < _TOGETHER:
             return (1.0,) * len(least)
@@ -94,12 +95,12 @@ class StragglerWatch:
 
 
 def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the least or most of each pipeline."""
+    """Return the minimum or maximum for each pipeline."""
     return tuple(choose(factors) for factors in zip(*seen, strict=True))
 
 
 def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) -> tuple[float, ...]:
-    """Return the stretch factors when a user has reported that one pipeline takes longer than its peers usually do."""
+    """Return the stretch factors, combined with a pipeline that a user has reported as a straggler."""
     if reported is None:
         return tuple(stretch_factors)
     slowness = [max(stretch_factors) / factor for factor in stretch_factors]
@@ -109,13 +110,13 @@ def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) 
 
 
 def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
-    """Return the pipeline that all others wait for, if they do."""
+    """Return the pipeline for which all others wait, if any."""
     largest = max(stretch_factors)
     return None if largest == min(stretch_factors) else Straggler(stretch_factors.index(min(stretch_factors)), largest)
 
 
 class _Progress(FileModel):
-    """What a checkpoint keeps; the plan is None where it is not one of these plans."""
+    """State in a checkpoint. The plan is None if it is not one of the current plans."""
 
     plan: Annotated[int, Field(ge=0)] | None
     stretch_factors: tuple[Annotated[float, Field(ge=1)], ...]
@@ -123,13 +124,13 @@ class _Progress(FileModel):
 
 
 class PlanSelector:
-    """Decides on rank 0, and brings what it has decided into force on all ranks at the same boundary.
+    """Decides on rank 0, and brings decisions into force on all ranks at the same boundary.
 
     Attributes:
-        in_force: What the next iteration runs by.
-        decided: On rank 0, its last decision; elsewhere what was in force at the beginning.
-        statistics: Measured over predicted time and power of the last iterations.
-        default_power_w: Of all GPUs at default clocks, as measured in this job; None where it is not known [W].
+        in_force: Assignment of the next iteration.
+        decided: On rank 0, its last decision. On other ranks, the first assignment.
+        statistics: Measured relative to predicted time and power of the last iterations.
+        default_power_w: Power of all GPUs at default clocks, as measured in this job [W]. None if unknown.
     """
 
     def __init__(
@@ -142,15 +143,15 @@ class PlanSelector:
         record: Callable[[Event], None],
         say: Callable[[str], None],
     ) -> None:
-        """Decide on the first assignment; every rank must do so at once.
+        """Decide on the first assignment. All ranks call this together.
 
         Args:
-            communicator: All ranks.
+            communicator: Communicator of all ranks.
             frontier: The plans.
-            control: What the user asks for; the progress that a checkpoint kept is taken from it.
-            timebase: Of the rank.
-            record: Records an event of the job, on rank 0.
-            say: Prints a line for the whole job, on rank 0.
+            control: Orders of the user, and progress from a checkpoint.
+            timebase: Timebase of the rank.
+            record: Records an event of the job on rank 0.
+            say: Prints a line for the whole job on rank 0.
         """
         self._communicator = communicator
         self._frontier = frontier
@@ -174,12 +175,12 @@ class PlanSelector:
         self._announce(None)
 
     def resume(self) -> bool:
-        """Go on from what a checkpoint kept, if anything; what rank 0 decides is in force at once, on all ranks.
+        """Continue from a checkpoint, if there is one. Rank 0's decision is in force immediately.
 
-        Every rank must do so at once.
+        All ranks call this together.
 
         Returns:
-            Whether another assignment is in force.
+            Whether the assignment in force has changed.
         """
         before = self.in_force
         self._go_on_from_checkpoint()
@@ -198,15 +199,15 @@ class PlanSelector:
         self.in_force = self.decided = self._communicator.computed_on_rank_0(decide_first)
 
     def advance(self, reports: JobReport | None, ranks: RankReports | None, ran: Assignment | None) -> bool:
-        """Take in the reports of the iteration before the one that has just ended; decide on a later one.
+        """Process the reports of the iteration before the last one, and decide on a later iteration.
 
         Args:
-            reports: Of that iteration; None where they are not known.
-            ranks: On rank 0, the reports of which they were made.
-            ran: What that iteration ran by; None at default clocks.
+            reports: Answer to the reports of that iteration. None if unknown.
+            ranks: On rank 0, the reports themselves.
+            ran: Assignment of that iteration. None at default clocks.
 
         Returns:
-            Whether another assignment is in force from the next iteration on.
+            Whether the assignment in force changes with the next iteration.
         """
         before = self.in_force
         if reports is not None:
@@ -218,14 +219,14 @@ class PlanSelector:
         return self._announce(before)
 
     def _announce(self, before: Assignment | None) -> bool:
-        """Record the assignment in force if it is another than before; return whether it is."""
+        """Record the assignment in force if it has changed. Return True if it has."""
         is_another = before is None or self.in_force.number != before.number
         if is_another and self._communicator.is_rank_0:
             self._record(PlanChosen.model_validate(self.status()))
         return is_another
 
     def status(self) -> dict[str, Any]:
-        """Return the assignment in force as plain values; on rank 0."""
+        """Return the assignment in force as plain values, on rank 0."""
         now = self.in_force
         straggler = straggler_of(now.stretch_factors)
         return {
@@ -237,11 +238,11 @@ class PlanSelector:
         }
 
     def plan_of_this_rank(self) -> int:
-        """Return the plan in force of this rank's pipeline, as a place on its frontier."""
+        """Return the index of the plan in force for this rank's pipeline."""
         return self.in_force.plans[self._communicator.topology.data_parallel_rank]
 
     def effect_of(self, policy: PolicyConfig) -> Effect:
-        """Return what a policy would do now; from any thread."""
+        """Return the predicted effect of a policy. Thread-safe."""
         decision = self._decide(policy)
         time_s, energy_j = self._expected(decision.plan)
         time_now_s, _ = self._expected(self.in_force.plan)
@@ -250,7 +251,7 @@ class PlanSelector:
         return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
     def _choose(self) -> Assignment:
-        """Return what rank 0 decides on a later iteration, without a number."""
+        """Return rank 0's decision for a later iteration, without a number."""
         control = self._control
         policy = control.policy_now()
         if policy != self._ordered:
@@ -259,7 +260,7 @@ class PlanSelector:
         before, self._decision = self._decision, self._decide(policy)
         decision = self._decision
         self._record_cap(policy, decision.cap, before.cap if before is not None else None)
-        # Before the first colon a problem has no figures that change at every iteration.
+        # The part before the first colon has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
             self._problem = decision.problem
             self._record(PolicyChanged(problem=decision.problem))
@@ -271,7 +272,7 @@ class PlanSelector:
         )
 
     def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None, before: PowerCap | None) -> None:
-        """Record the power cap in force where it is another than before; say what a file's request costs."""
+        """Record the power cap if it has changed, and print the cost of a signal's request."""
         if (cap and cap.watts) == (before and before.watts):
             return
         if isinstance(policy, ReducePolicy) and cap is not None and cap.signal == policy.signal:
@@ -283,7 +284,7 @@ class PlanSelector:
         self._record(PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else ""))
 
     def _is_capped(self, decision: Decision) -> bool:
-        """Whether default clocks would draw more than the power cap in force."""
+        """Return True if default clocks would exceed the power cap in force."""
         if decision.cap is None:
             return False
         ratio = 1.0 if self.default_power_w else self.statistics.power_ratio
@@ -291,11 +292,11 @@ class PlanSelector:
 
     @property
     def _power_at_default_clocks_w(self) -> float:
-        """Of all GPUs of the job, as measured in it, or else by the profile [W]."""
+        """Return the power of all GPUs at default clocks, as measured in the job or from the profile [W]."""
         return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
 
     def would_be_capped(self) -> bool:
-        """Whether default clocks would draw more than the cap of the policy that is asked for now; on rank 0."""
+        """Return True if default clocks would exceed the power cap of the current policy. Only on rank 0."""
         policy = self._control.policy_now()
         return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
 
@@ -313,19 +314,19 @@ class PlanSelector:
         )
         try:
             return decide(policy, self._frontier, situation)
-        except Exception as error:  # whatever an order holds, training goes on
+        except Exception as error:  # an order must not stop training
             return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
 
     def _assign(self, plan: int, **decided: bool) -> Assignment:
         factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
         asked = plan, factors, self._lateness, decided
-        if asked != self._asked:  # most iterations decide as the one before
+        if asked != self._asked:  # most decisions equal the previous one
             self._asked = asked
             self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
         return self._assigned
 
     def hurry(self, late: float) -> bool:
-        """Run plans that are faster by the fraction by which the present ones are late, if there are any; on rank 0."""
+        """Choose plans that are faster by the lateness of the current ones, if there are any. Only on rank 0."""
         now = self.in_force
         hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
         if hurried.plans == now.plans:
@@ -334,11 +335,11 @@ class PlanSelector:
         return True
 
     def do_not_hurry(self) -> None:
-        """Run the policy's own plans again."""
+        """Return to the policy's own plans."""
         self._lateness = 0.0
 
     def _numbered(self, chosen: Assignment) -> Assignment:
-        """Give a decision its number: that of the one in force or of the last one, if it is the same."""
+        """Number a decision, with the number of the assignment in force or last decision if it is equal."""
         for known in (self.in_force, self.decided):
             if chosen == known:
                 return known
@@ -357,7 +358,8 @@ class PlanSelector:
             return
         computed_s = ranks.column("computed_s")
         if computed_s.min() > 0:
-            # The rank that reduces last waits for no other: its tail is the time that the tail takes by itself.
+            # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
+            # itself.
             tail_s = float(ranks.column("tail_s").min())
             self._stragglers.update(
                 [
@@ -369,7 +371,7 @@ class PlanSelector:
             )
 
     def _expected(self, plan: int) -> tuple[float, float]:
-        """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""
+        """Return time [s] and energy of all GPUs [J] of an iteration, from the profile and measurements."""
         known, by_profile = self.statistics, self._frontier.plans[plan]
         time_s = by_profile.time_s * known.time_ratio
         return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
@@ -380,18 +382,18 @@ class PlanSelector:
         return {} if watch is None else watch.signals
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as plain values."""
+        """Return the state for a checkpoint, as plain values."""
         return _Progress(
             plan=self.in_force.plan, stretch_factors=self._stragglers.stretch_factors, statistics=self.statistics
         ).model_dump(mode="json")
 
     def state_for_other_plans(self) -> dict[str, Any]:
-        """Return the part of :meth:`state` that is as true of the plans of another profile."""
+        """Return the part of :meth:`state` that is valid for plans of another profile."""
         stops = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
         return {**self.state(), "plan": None, "statistics": stops.model_dump(mode="json")}
 
     def _restore(self) -> int | None:
-        """Take up what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
+        """Restore the result of :meth:`state`. Return the policy's plan at that time, if known."""
         state: Mapping[str, Any] = self._control.progress
         self._control.progress = {}
         if not state:
@@ -399,7 +401,7 @@ class PlanSelector:
         try:
             progress = _Progress.model_validate(state)
         except ValueError as error:  # saved by another version, or damaged
-            logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
+            logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r) and is ignored.", error)
             return None
         self.statistics = progress.statistics
         if len(progress.stretch_factors) == len(self._stragglers.stretch_factors):

@@ -219,8 +219,8 @@ def test_a_line_without_end_closes_the_connection(folder):
     ("answer", "message"),
     [
         (b"{\n", "expected a JSON object, got b'{"),
-        (b'{"ok": true}', "got 12 bytes without its end"),
-        (b"x" * 5_000_000, "bytes without its end"),
+        (b'{"ok": true}', "got 12 bytes without a newline"),
+        (b"x" * 5_000_000, "bytes without a newline"),
     ],
 )
 def test_a_process_that_answers_something_else_is_named(tmp_path, answer, message):

@@ -377,7 +377,7 @@ def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
     assert job.runtime.carry_out(order)["done"] == "policy power_cap from the next iterations on"
     job.train_until("run")
     answer = job.runtime.carry_out(order)["done"]
-    assert "; but a power cap of 5 W cannot be kept: the plan that draws least takes" in answer
+    assert "However, a power cap of 5 W cannot be kept: the plan with the lowest power draws" in answer
     possible = {"command": "policy", "policy": {"name": "power_cap", "watts": 5000.0}}
     assert "cannot" not in job.runtime.carry_out(possible)["done"]
 
@@ -443,7 +443,7 @@ def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, 
     assert not judged.kept
     assert "is dropped, since it saves no energy that could be measured" in capsys.readouterr().out
     answer = job.runtime.carry_out({"command": "pause"})
-    assert answer == {"done": "at default clocks; but this job runs no plans now"}
+    assert answer == {"done": "at default clocks. However, this job runs no plans now"}
     assert job.runtime.carry_out({"command": "status"})["status"]["phase"] == "observe"
 
 
