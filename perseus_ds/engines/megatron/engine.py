@@ -24,10 +24,10 @@ from perseus_ds.engines.engine import (
     check_before_training,
     fingerprint,
     ranks_of,
+    report_disabled,
     reported_once,
     require,
     sessions,
-    take_no_part,
     topology_of,
 )
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
@@ -57,7 +57,7 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         if not settings.enabled:
-            take_no_part()
+            report_disabled()
             return target
         schedules = importlib.import_module(_SCHEDULES)
         core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
