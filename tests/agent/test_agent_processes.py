@@ -228,7 +228,7 @@ def test_a_gpu_that_no_agent_can_open_is_an_error_that_says_why(stub_nvml: StubN
     start = "from perseus_ds.client.lease import Lease; Lease('nvml:GPU-dead', 'lost')"
     done = stub_nvml.run("-c", start)
     assert done.returncode == 1
-    assert "GpuError: GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
+    assert "GpuError: GPU UUID 'GPU-dead' matches 0 of the GPUs" in done.stderr
     wait_until(lambda: not stub_nvml.agents(), "the end of the agents")
 
 

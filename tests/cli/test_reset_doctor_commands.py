@@ -59,7 +59,7 @@ def test_reset_continues_after_a_gpu_that_refuses(run, gpus):
     ("words", "message"),
     [
         (["--gpus", "9"], "there is no GPU 9 on this node, which has 4"),
-        (["--gpus", "GPU-dead"], "fits 0 of the GPUs"),
+        (["--gpus", "GPU-dead"], "matches 0 of the GPUs"),
         (["--gpus"], "--gpus: expected at least one value"),
         (["--gpu", "1"], "--gpus NAME"),
     ],

@@ -135,7 +135,7 @@ def test_zeusd_is_given_the_number_that_a_gpu_has_on_the_node(stub_nvml: StubNvm
 @pytest.mark.parametrize(
     ("known", "refusal", "numbers"),
     [
-        (gpus_of_a_node({}), ["none of them is at its address"], set()),
+        (gpus_of_a_node({}), ["none of them has its address"], set()),
         (
             [{"id": number, "name": "A100"} for number in range(8)],
             ["cannot be found among the 8 GPUs of zeusd", "Update zeusd to a version that reports PCI addresses"],

@@ -45,7 +45,7 @@ def test_only_the_owner_can_reach_it_and_nothing_is_left_behind(tmp_path):
     server.close()
     assert not path.parent.exists()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="no job is running"):
+    with pytest.raises(ConfigError, match="no job runs with this folder"):
         send_order(tmp_path, {"command": "status"})
 
 

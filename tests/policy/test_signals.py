@@ -80,7 +80,7 @@ def test_what_is_wrong_with_a_signal_is_said_in_few_and_printable_characters(tex
 def test_a_signal_has_at_most_as_many_values_as_a_year_has_quarter_hours(monkeypatch):
     monkeypatch.setattr(signals, "MOST_SIGNAL_VALUES", 3)
     assert len(parse_signal(own(1, 2, 3)).values) == 3
-    with pytest.raises(SignalError, match=r"^4 values, at most 3 are read"):
+    with pytest.raises(SignalError, match=r"^4 values, expected at most 3"):
         parse_signal(own(1, 2, 3, 4))
 
 

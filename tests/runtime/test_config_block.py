@@ -28,7 +28,7 @@ def test_enabled_alone_is_a_complete_block():
         ({"policy": {"name": "slowdwn"}}, "got 'slowdwn'; did you mean 'slowdown'?"),
         (
             {"policy": {"name": "slowdown", "least_swing": False}},
-            'perseus.policy: "least_swing" was removed in 0.2.0; leave it out: plans without it use 0.1 to 0.2 % less',
+            'perseus.policy: "least_swing" was removed in 0.2.0. Omit it: plans without it use 0.1 to 0.2 % less',
         ),
         ({"policy": {"name": "power_cap"}}, 'perseus.policy: expected either "watts" or "signal"'),
         ({"policy": {"name": "power_cap", "watts": 1, "signal": "cap"}}, 'expected either "watts" or "signal"'),

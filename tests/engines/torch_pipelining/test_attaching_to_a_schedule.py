@@ -231,7 +231,7 @@ def test_a_torch_that_is_newer_than_those_that_were_tried_is_one_warning(make, b
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.1.0")
     perseus_ds.attach(make(), block)
     assert [record.getMessage() for record in caplog.records] == [
-        f"perseus: torch 9.1.0 is newer than {NEWEST_TORCH}, the newest whose schedules were tried."
+        f"perseus: torch 9.1.0 is newer than {NEWEST_TORCH}, the newest with tested schedules."
     ]
 
 
