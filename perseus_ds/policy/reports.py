@@ -96,21 +96,22 @@ class JobReport:
     """Rank 0's answer to the reports of an iteration, with its decision.
 
     Attributes:
-        time_s: Iteration time of the slowest rank [s].
-        energy_j: Energy of all GPUs [J]. NaN if it cannot be read.
-        least_energy_j: Energy of the GPU that used least [J]. NaN if one cannot be read.
-        failed: Whether a rank has returned to default clocks after a failure.
-        closed: Whether a rank has been closed, so that all ranks leave the mode.
-        stops: Whether the phase ends.
-        shapes: Number that differs if the shapes of the inputs of any rank differ. An integer.
-        drift: Lower median over the pipelines of their deviation from the profile. NaN if not evaluated. A single
-            pipeline with a deviation is a straggler, for which no new profile is needed.
-        drift_most: The largest deviation of a pipeline.
-        pace: Median over all ranks of the ratio of measured to profiled time. NaN if not evaluated.
-        drift_beside_pace: ``drift`` without a factor that all instructions have in common.
-        drift_beside_pace_most: ``drift_most`` without a factor that all instructions have in common.
-        limits: Limits of GPUs that are lower than during profiling.
-        decided: Rank 0's decision for a later iteration. None in phases without plans.
+        time_s: Of the slowest rank [s].
+        energy_j: Of all GPUs [J]; NaN where it cannot be read.
+        least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
+        failed: Whether a rank has fallen back to default clocks.
+        closed: Whether a rank has been closed, so that all leave the mode.
+        stops: Whether the phase ends, by rank 0.
+        shapes: A whole number that differs when the shapes of the inputs differ on any rank.
+        drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
+            pipeline alone is a straggler, for which nothing has to be measured again.
+        drift_most: The same of the pipeline that is farthest from it.
+        pace: Time of instructions divided by the time that the profile says, by the median of all ranks; NaN where that
+            was not looked at.
+        drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
+        drift_beside_pace_most: The same of the pipeline that is farthest from it.
+        limits: Of each GPU that may do less than when the profile was measured.
+        decided: What rank 0 has decided on a later iteration; None in phases without plans.
     """
 
     time_s: float
@@ -130,7 +131,7 @@ class JobReport:
 
     @classmethod
     def of(cls, ranks: RankReports, decided: Assignment | None = None) -> JobReport:
-        """Return the answer to the reports of all ranks, including rank 0's decision."""
+        """Return the answer to the reports of all ranks, with what rank 0 has decided."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0

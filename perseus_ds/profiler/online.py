@@ -180,9 +180,9 @@ class OnlineProfiler:
 
         Args:
             clock_mhz: The clock.
-            iterations: Operations of each iteration, on the time axis of the readings.
-            readings: Time [s] and value [J] of the energy counter at each of its refreshes.
-            state: State of the GPU at the end.
+            iterations: The operations of each, on the same time axis as the readings.
+            readings: When [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
+            state: Of the GPU at the end.
         """
         self._state[clock_mhz] = state
         computed = [
