@@ -512,7 +512,7 @@ def require(
     missing = [f"{owner}.{name}" for owner, (of, names) in owners.items() for name in names if not hasattr(of, name)]
     if missing or more:
         raise VersionError(
-            f"{package} {version} is not supported: {', '.join([*missing, *more])} is missing. "
+            f"{package} {version} is not supported: it lacks {', '.join([*missing, *more])}. "
             f'Run: pip install --upgrade perseus-ds, or pip install "{package}<={newest}"'
         )
 

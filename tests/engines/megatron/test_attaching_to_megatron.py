@@ -313,7 +313,7 @@ def test_a_megatron_without_what_is_relied_upon_is_told_by_what_it_lacks():
 
     lacking = SimpleNamespace(**{**vars(schedules), "backward_step": backward_step})
     del lacking.get_model_config
-    missing = r"no schedules\.get_model_config.*backward_step\(…, output_tensor_grad\)"
+    missing = r"it lacks schedules\.get_model_config.*backward_step\(…, output_tensor_grad\)"
     with pytest.raises(VersionError, match=missing):
         check_megatron(megatron.core, lacking, parallel_state)
     with pytest.raises(VersionError, match=rf"0\.12\.1 is too old for perseus-ds.*megatron-core>={OLDEST_MEGATRON}"):
