@@ -99,7 +99,7 @@ def split(cfg: DictConfig, data: Dataset, global_batch: int) -> tuple[Dataset, D
     held_out = cfg.evaluation.batches * global_batch
     if len(data) < held_out + global_batch:
         raise ConfigError(
-            f"data: {len(data)} sequences of {cfg.sequence_length} tokens, expected at least {held_out + global_batch}: "
+            f"data: {len(data)} sequences of {cfg.sequence_length} tokens, expected {held_out + global_batch} or more: "
             f"{global_batch} for a step and {held_out} for evaluation (evaluation.batches={cfg.evaluation.batches})."
         )
     if not held_out:

@@ -56,7 +56,7 @@ _SURE_AFTER = 5
 class StragglerWatch:
     """Compares the time of each pipeline, without waits for others, with the time of its plan.
 
-    ``docs/policies.md`` describes when stretch factors start, change and end.
+    ``docs/stragglers.md`` describes when stretch factors start, change and end.
 
     Attributes:
         stretch_factors: For each pipeline, the time that its plan may take relative to the policy's plan so that it
