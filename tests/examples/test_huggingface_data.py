@@ -49,7 +49,7 @@ def test_sources_without_texts_are_errors(train, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="expected one called text"):
         train.pack(datasets.Dataset.from_dict({"words": TEXTS}), ByT5Tokenizer(extra_ids=0), 8)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"data\.path: someone/texts is no file or folder"):
+    with pytest.raises(ConfigError, match=r"data\.path: someone/texts is neither a file nor a folder"):
         texts(train, "someone/texts")
 
 
