@@ -31,9 +31,7 @@ try:
     from transformers import AutoTokenizer, BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 except ModuleNotFoundError as error:
-    sys.exit(
-        f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"'
-    )
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
 INITIAL_STD = 0.02
 LAYER_NORM_EPS = 1e-12

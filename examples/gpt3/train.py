@@ -29,9 +29,7 @@ try:
     from transformers import AutoTokenizer, GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 except ModuleNotFoundError as error:
-    sys.exit(
-        f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"'
-    )
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
 INITIAL_STD = 0.02
 

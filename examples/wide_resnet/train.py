@@ -29,9 +29,7 @@ from perseus_ds.errors import ConfigError
 try:
     import hydra
 except ModuleNotFoundError as error:
-    sys.exit(
-        f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"'
-    )
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
 EXPANSION = 4  # ratio of a bottleneck's output channels to its inner ones (at width factor 1)
 NOISE = 1.0  # standard deviation of the noise of synthetic images, relative to the patterns of their classes
