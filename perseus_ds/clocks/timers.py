@@ -7,7 +7,8 @@ them) and a simulated GPU (by the host's clock, where each instruction takes the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
@@ -58,10 +59,13 @@ class FinishedIteration:
     Its time and operations are known after its end event has passed.
     """
 
-    def __init__(self, start: DeviceEvent, end: DeviceEvent, marks: Sequence[Mark]) -> None:
+    def __init__(
+        self, start: DeviceEvent, end: DeviceEvent, marks: Sequence[Mark], replay: Replay | None = None
+    ) -> None:
         self.end = end
         self._start = start
         self._marks = marks
+        self._replay = replay
 
     def is_over(self) -> bool:
         """Return True if the device has finished the iteration."""
@@ -76,7 +80,75 @@ class FinishedIteration:
         """Wait for the device and return the iteration's operations."""
         self.end.synchronize()
         start = self._start
-        return [Span(operation, begun.since_s(start), ended.since_s(start)) for operation, begun, ended in self._marks]
+        spans = [Span(operation, begun.since_s(start), ended.since_s(start)) for operation, begun, ended in self._marks]
+        return spans if self._replay is None else self._replay.followed_by(spans)
+
+
+class GraphTimes:
+    """Times operations in a CUDA graph by events that each replay records anew.
+
+    Attributes:
+        marks: The operations, and the events at which they begin and end.
+        last: The last replay whose times are asked for; None if nobody has asked yet.
+    """
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        """Take what returns an event that is recorded at this place of the graph."""
+        self._event = event
+        self.marks: list[tuple[Operation, Any, Any]] = []
+        self.last: Replay | None = None
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        """Time an operation while it is captured."""
+        begun = self._event()
+        yield
+        self.marks.append((operation, begun, self._event()))
+
+
+class Replay:
+    """Times the operations in one replay of a graph: they have to be read before the next replay begins.
+
+    Args:
+        graph: The graph's times.
+        start: When the iteration began.
+        over: Passed when the graph has been replayed.
+    """
+
+    def __init__(self, graph: GraphTimes, start: RecordedEvent, over: RecordedEvent) -> None:
+        self._graph = graph
+        self._start = start
+        self._over = over
+        self._spans: list[Span] | None = None
+        self._aligned_s: float | None = None
+
+    def spans(self) -> list[Span]:
+        """Return the operations in the graph; wait for the device the first time."""
+        if self._spans is None:
+            self._over.synchronize()
+            of_start = self._start.event
+            self._spans = [
+                Span(operation, of_start.elapsed_time(begun) / 1e3, of_start.elapsed_time(ended) / 1e3)
+                for operation, begun, ended in self._graph.marks
+            ]
+        return self._spans
+
+    def tail_s(self) -> float:
+        """Return how long the part of the tail takes that is in the graph, such as reducing gradients [s]."""
+        return sum(span.time_s for span in self.spans() if _is_tail(span.operation))
+
+    def align_tail(self, tail_s: float) -> None:
+        """Have this part take as long as it does without waiting [s], right before the rest of the tail."""
+        self._aligned_s = tail_s
+
+    def followed_by(self, after: list[Span]) -> list[Span]:
+        """Return the operations in the graph and those that were issued after it; the tail is one of them."""
+        spans = self.spans()
+        if not (spans and after and _is_tail(spans[-1].operation) and _is_tail(after[0].operation)):
+            return spans + after
+        rest = after[0]
+        begin_s = spans[-1].start_s if self._aligned_s is None else rest.start_s - self._aligned_s
+        return [*spans[:-1], Span(rest.operation, begin_s, rest.end_s), *after[1:]]
 
 
 class Execution(ABC):
@@ -84,9 +156,11 @@ class Execution(ABC):
 
     Attributes:
         needs_all: Whether untimed operations must be reported as well.
+        replay: The times of the graph that is replayed in this iteration; None without one, or if they are not needed.
     """
 
     needs_all = False
+    replay: Replay | None = None
     _start: DeviceEvent
     _begun: DeviceEvent
 
@@ -96,12 +170,21 @@ class Execution(ABC):
     def start_iteration(self) -> DeviceEvent:
         """Begin an iteration and return the event of its begin on the device."""
         self._marks = []
+        self.replay = None
         self._start = self.event()
         return self._start
 
     def finish_iteration(self) -> FinishedIteration:
         """End the current iteration after all of it has been issued. Does not wait for the device."""
-        return FinishedIteration(self._start, self.event(), self._marks)
+        return FinishedIteration(self._start, self.event(), self._marks, self.replay)
+
+    def graph_times(self) -> GraphTimes | None:
+        """Return the timer of the operations in a CUDA graph that is being captured, None if they cannot be timed."""
+        return None
+
+    def replayed(self, graph: GraphTimes) -> None:
+        """Time the operations of a graph whose replay has just been issued."""
+        raise NotImplementedError
 
     def begin(self, operation: Operation) -> DeviceEvent:
         """Return the event of an operation's begin on the device. Called before the operation is issued."""
@@ -170,8 +253,26 @@ class CudaExecution(Execution):
         is_current = self._cuda.current_device() == self._device
         self._pool.stream = None if is_current else lambda: self._cuda.current_stream(self._device)
 
-    def event(self) -> DeviceEvent:
+    def event(self) -> RecordedEvent:
         return RecordedEvent(self._pool)
+
+    def graph_times(self) -> GraphTimes | None:
+        if torch.version.hip is not None:
+            return None
+        try:
+            self._cuda.Event(enable_timing=True, external=True)
+        except TypeError:  # an older torch
+            return None
+        return GraphTimes(self._external_event)
+
+    def _external_event(self) -> Any:
+        event = self._cuda.Event(enable_timing=True, external=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def replayed(self, graph: GraphTimes) -> None:
+        assert isinstance(self._start, RecordedEvent)
+        self.replay = graph.last = Replay(graph, self._start, self.event())
 
     def wait(self) -> None:
         self._cuda.synchronize(self._device)
@@ -299,3 +400,7 @@ class SimulatedExecution(HostExecution):
 
 def _is_pass(operation: Operation) -> TypeGuard[Compute]:
     return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
+
+
+def _is_tail(operation: Operation) -> bool:
+    return isinstance(operation, Compute) and operation.instruction.kind is Kind.TAIL

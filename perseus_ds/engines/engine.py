@@ -8,7 +8,9 @@ An engine is a subclass of :class:`Engine`. It describes the training (:meth:`~E
     session.end_iteration()                     # work since the passes, such as the optimizer's step, is the tail
 
 A session creates the runtime when its engine first trains, stores requests made before, follows schedules that change,
-and is closed with its engine. Nothing below this folder depends on a particular engine.
+and is closed with its engine. While a CUDA graph is captured, nothing is executed: the session has the graph mark and
+time its passes, and each replay of it is an iteration of the captured order. Nothing below this folder depends on a
+particular engine.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ import torch.distributed as dist
 
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
+from perseus_ds.engines.hooks import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.ranks import Communicator, PipelineTopology
+from perseus_ds.runtime.captured import CapturedIteration
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import driver_of
 from perseus_ds.runtime.frontiers import read_frontier
@@ -55,6 +59,11 @@ _LASTS_AFTER = 50
 _DISABLED_JOBS: weakref.WeakSet[Any] = weakref.WeakSet()
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
 _MAY_DIFFER = {"output_dir", "frontier", "simulated"}
+_NOT_CAPTURED = (
+    "a CUDA graph of whole iterations was captured that cannot be followed, so that they run at default clocks. To "
+    "follow them takes a GPU of NVIDIA, a torch whose torch.cuda.Event has external=True, and at least one iteration "
+    "before the capture"
+)
 # Engines share the GPU of the process, so an engine that evaluates must be able to pause the one that trains.
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -144,6 +153,8 @@ class Session:
         self.operation: Callable[..., AbstractContextManager[None]] = _no_operation
         self.follows_transfers = False
         self._open: ExitStack | None = None  # the iteration
+        self._captured: ExitStack | None = None  # the one that is being captured
+        self._graphs = CudaGraphs()
         self._closed = False
         _SESSIONS.add(self)
 
@@ -156,6 +167,11 @@ class Session:
     def follows_operations(self) -> bool:
         """True if the operations of the current iteration must be reported."""
         return self.operation is not _no_operation
+
+    @property
+    def is_captured(self) -> bool:
+        """True while a CUDA graph is captured, so that what the engine runs is not executed."""
+        return self._graphs.capturing is not None
 
     @property
     def phase(self) -> str:
@@ -186,14 +202,25 @@ class Session:
         self._restored = dict(state)
         self._when_started(lambda runtime: runtime.restore(state, steps))
 
+    def start(self, order: Hashable) -> None:
+        """Create the runtime before the first iteration, for its schedule. All ranks call this together."""
+        self._runtime_for(order)
+
     @contextmanager
-    def iteration(self, order: Hashable, samples: int = 0) -> Iterator[None]:
+    def iteration(
+        self, order: Hashable, samples: int = 0, read: Callable[[], Schedule] | None = None
+    ) -> Iterator[None]:
         """Context of the passes of a training iteration. It lasts until :meth:`end_iteration` or the next one.
 
         Args:
             order: Key of the schedule. A schedule with a new key is read.
             samples: Number of samples that the job has seen after the iteration.
+            read: Reads the schedule of this order at any time. By default, it is the engine's ``read``.
         """
+        if self.is_captured:
+            with self._capture(order, read):
+                yield
+            return
         self.end_iteration()
         runtime = self._runtime_for(order)
         if runtime is None:
@@ -202,7 +229,7 @@ class Session:
             return
         with ExitStack() as iteration:
             iteration.callback(self._leave)
-            iteration.enter_context(runtime.iteration(samples, order, self.engine.read))
+            iteration.enter_context(runtime.iteration(samples, order, read or self.engine.read))
             self._open = iteration
             if runtime.follows_operations:
                 self.operation = runtime.operation
@@ -212,15 +239,30 @@ class Session:
 
     def begin_tail(self, stage: int) -> None:
         """Begin the tail of a stage of this rank, which lasts until the end of the iteration."""
-        if self._open is not None and self.runtime is not None:
-            self._open.enter_context(self.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
-            self.runtime.tail_begins()
+        iteration = self._open if self._captured is None else self._captured
+        if iteration is not None and self.runtime is not None:
+            iteration.enter_context(self.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
+            if self._captured is None:
+                self.runtime.tail_begins()
         self.operation = _no_operation
 
     def end_iteration(self) -> None:
         """End the current iteration, if any. All ranks call this together."""
-        if self._open is not None:
+        if self.is_captured:
+            self._graphs.surround_replays(self._end_after)
+        elif self._open is not None:
             self._open.close()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Context of an evaluation, which ends the current iteration and runs at default clocks. For all ranks."""
+        if self.is_captured:
+            self._graphs.surround_replays(self._evaluate)
+            yield
+            return
+        self.end_iteration()
+        with self.paused():
+            yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -242,6 +284,7 @@ class Session:
     def close(self) -> None:
         """Reset the clock and stop. May be called repeatedly."""
         self._closed = True
+        self._graphs.remove()
         atexit.unregister(self._end_with_process)
         if self.runtime is not None:
             self.runtime.close()
@@ -257,6 +300,51 @@ class Session:
 
     def _leave(self) -> None:
         self._open, self.operation = None, _no_operation
+
+    @contextmanager
+    def _capture(self, order: Hashable, read: Callable[[], Schedule] | None) -> Iterator[None]:
+        """Context of the passes of an iteration that is captured and executed by replays of its graph."""
+        runtime = self.runtime
+        captured = None if runtime is None else runtime.capture()
+        if runtime is None or captured is None:
+            if dist.get_rank() == 0:
+                logger.warning("perseus: %s.", _NOT_CAPTURED)
+            yield
+            return
+        self.operation = captured.operation
+        try:
+            with ExitStack() as self._captured:
+                yield
+        finally:
+            self._captured, self.operation = None, _no_operation
+        self._graphs.surround_replays(functools.partial(self._replay, runtime, captured, order, read))
+
+    def _replay(
+        self,
+        runtime: PerseusRuntime,
+        captured: CapturedIteration,
+        order: Hashable,
+        read: Callable[[], Schedule] | None,
+        replay: Run,
+    ) -> Any:
+        """Run a captured iteration."""
+        if runtime is not self.runtime:  # the graph writes its marks into memory that is no longer read
+            with self.evaluation():
+                return replay()
+        with self.iteration(order, read=read):
+            replayed = runtime.replay(captured, replay)
+            if (stage := captured.tail_stage) is not None:
+                self.begin_tail(stage)
+        return replayed
+
+    def _evaluate(self, replay: Run) -> Any:
+        with self.evaluation():
+            return replay()
+
+    def _end_after(self, replay: Run) -> Any:
+        replayed = replay()
+        self.end_iteration()
+        return replayed
 
     def _when_started(self, action: Callable[[PerseusRuntime], None]) -> None:
         if self.runtime is None:
@@ -527,38 +615,6 @@ def fingerprint(modules: Iterable[torch.nn.Module], *settings: object) -> str:
         for module in modules
     ]
     return hashlib.sha256(repr((content, settings)).encode()).hexdigest()
-
-
-class Hooks:
-    """Wraps methods of single objects without changing their classes."""
-
-    def __init__(self) -> None:
-        self._installed: list[tuple[Any, str, Any, bool]] = []
-        self._removed = False
-
-    def surround(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a method of an object by a call of ``around`` with the method and its arguments."""
-        method = getattr(owner, name)
-
-        @functools.wraps(method)
-        def surrounded(*args: Any, **kwargs: Any) -> Any:
-            # Another hook may have stored this function and may call it after the removal.
-            return method(*args, **kwargs) if self._removed else around(method, *args, **kwargs)
-
-        self._installed.append((owner, name, surrounded, name in vars(owner)))
-        setattr(owner, name, surrounded)
-
-    def remove(self) -> None:
-        """Restore the objects. A hook that was installed over one of ours stays."""
-        self._removed = True
-        for owner, name, surrounded, was_own in reversed(self._installed):
-            if vars(owner).get(name) is not surrounded:
-                continue
-            if was_own:
-                setattr(owner, name, surrounded.__wrapped__)
-            else:
-                delattr(owner, name)
-        self._installed.clear()
 
 
 Ranks = tuple[int, ...]

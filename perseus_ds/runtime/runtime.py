@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +32,7 @@ from perseus_ds.policy.job_control import JobControl
 from perseus_ds.protocol import messages
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.ranks import Communicator, PipelineTopology
+from perseus_ds.runtime.captured import CapturedIteration
 from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import clocks_of, execution_on, open_gpu, with_permission
@@ -43,6 +44,7 @@ from perseus_ds.runtime.shapes import InputShapes, length_of_inputs, number_of_i
 from perseus_ds.runtime.supervision import Fallback, Supervision
 from perseus_ds.timebase import REAL_TIME, Timebase
 
+T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
 NOTHING: AbstractContextManager[None] = nullcontext()
 """Surrounds what nobody measures and where no clock changes."""
@@ -335,11 +337,31 @@ class PerseusRuntime:
         if self._simulated is not None:
             self._simulated.input_shapes = inputs
         if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
-            shapes = number_of_inputs(inputs)
-            # The first ones tell what iterations that begin so run.
-            if self._shapes.add(shapes, length_of_inputs(inputs)) and self._driver.choose(shapes) and self._has_clocks:
-                self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
+            self._add_inputs(inputs)
         return self._hooks.around(operation)
+
+    def _add_inputs(self, inputs: Hashable) -> None:
+        """Take in the shapes of a forward's inputs: the first ones select what the iteration runs."""
+        shapes = number_of_inputs(inputs)
+        if self._shapes.add(shapes, length_of_inputs(inputs)) and self._driver.choose(shapes) and self._has_clocks:
+            self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
+
+    def capture(self) -> CapturedIteration | None:
+        """Return what surrounds the operations of an iteration of which a CUDA graph is being captured.
+
+        Returns:
+            None if graphs cannot be followed: this is no GPU of NVIDIA, or torch has no external events.
+        """
+        times = self.rank.timers.graph_times()
+        return None if times is None else CapturedIteration(self.rank.clocks, times)
+
+    def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
+        """Execute the passes of the iteration that has begun by replaying the graph of one that was captured."""
+        if self._driver.unsent is not None:
+            self._driver.send_report_if_known()
+        for inputs in captured.inputs:
+            self._add_inputs(inputs)
+        return self._hooks.replay(captured, replay)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration, as :meth:`operation` does."""
@@ -537,15 +559,36 @@ class OperationHooks:
         self._operation, self._position = operation, position
         return self
 
+    def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
+        """Have a graph execute the passes of this iteration."""
+        if list(self._positions) != captured.instructions[: len(self._positions)]:
+            self.change_plan(ClockPlan())  # its marks are those of another order
+        if captured.times.last is not None:
+            captured.times.last.spans()  # this replay overwrites them
+        replayed = replay()
+        if self._times_passes:
+            self._timers.replayed(captured.times)
+        return replayed
+
+    def _align_tail(self) -> None:
+        """Wait until all ranks begin the tail.
+
+        Within a graph it has begun before, and ranks have waited for each other there, but for the last one.
+        """
+        self._aligns_tail = False
+        self._timers.wait()
+        replay = self._timers.replay
+        with contextlib.suppress(ConnectionLostError):  # the next report says so
+            shortest_s = -self._communicator.all_max(0.0 if replay is None else -replay.tail_s())
+            if replay is not None:
+                replay.align_tail(shortest_s)
+
     def __enter__(self) -> None:
         """An operation is about to be issued."""
         operation = self._operation
         if type(operation) is Compute:
             if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
-                self._aligns_tail = False
-                self._timers.wait()
-                with contextlib.suppress(ConnectionLostError):  # the next report says so
-                    self._communicator.barrier()
+                self._align_tail()
             if self._position is not None:
                 self._clocks.mark(2 * self._position)
             if not self._times_passes:

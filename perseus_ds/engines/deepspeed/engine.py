@@ -19,7 +19,6 @@ from perseus_ds.artifacts.layout import Part
 from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Session,
     attach_to,
     fingerprint,
@@ -27,6 +26,7 @@ from perseus_ds.engines.engine import (
     reported_once,
     require,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind

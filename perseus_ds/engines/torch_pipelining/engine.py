@@ -20,7 +20,6 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Ranks,
     Session,
     attach_to,
@@ -31,6 +30,7 @@ from perseus_ds.engines.engine import (
     require,
     topology_of,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.torch_pipelining.order import (
     KINDS,
     OF_STAGES,
@@ -215,8 +215,7 @@ class TorchSchedule(Engine):
 
     def _step(self, step: Method, *args: Any, **kwargs: Any) -> Any:
         if not self._schedule._has_backward:  # eval()
-            self._session.end_iteration()
-            with self._session.paused():
+            with self._session.evaluation():
                 return step(*args, **kwargs)
         self._until_loss = None
         self._surround_custom_functions()
