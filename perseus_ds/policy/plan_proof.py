@@ -8,7 +8,7 @@ that stalls of the host are no slowdown. At each of several interim analyses the
 - *kept* once it is certain that it is in time and saves energy.
 
 Once the standard errors are small, or the most blocks have run, the estimate of the slowdown decides, and savings that
-are not certain by then count as none. How often that is wrong: ``docs/plans-in-a-job.md``, ``benchmarks/plan_proof.py``.
+are not certain by then count as none. How often that is wrong: ``docs/how-it-works.md``, ``benchmarks/plan_proof.py``.
 
 *Certain* means that the difference exceeds so many standard errors that all interim analyses of all comparisons of a
 job err about lateness with a probability of 5 % together, and about energy as well: the first comparison may spend half
