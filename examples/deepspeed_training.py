@@ -1,4 +1,4 @@
-"""What the examples that train by DeepSpeed and are configured by Hydra have in common."""
+"""Common parts of the examples that train with DeepSpeed and are configured with Hydra."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perseus_ds.errors import ConfigError
 
 
 def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
+    """Return the DeepSpeed configuration with its ``perseus`` block, for the given number of pipelines."""
     sizes = cfg if "global_batch" in cfg else cfg.model
     size = sizes.micro_batch_size
     parts = [cfg.deepspeed, cfg.deepspeed_on_gpu] if torch.cuda.is_available() else [cfg.deepspeed]
@@ -43,17 +43,17 @@ def read_texts(path: str | None) -> Iterator[str]:
 
 
 def _read_saved_dataset(path: str) -> Iterator[str]:
-    """Yield the ``text`` column of what Hugging Face's ``save_to_disk`` wrote."""
+    """Yield the ``text`` column of a dataset that was saved by Hugging Face's ``save_to_disk``."""
     try:
         from datasets import load_from_disk
     except ImportError as error:
         raise ConfigError(
-            f"data.path: to read the folder {path}, pip install datasets; or give a text file."
+            f"data.path: reading the folder {path} requires the package datasets. Install it, or use a text file."
         ) from error
     saved = load_from_disk(path)
     saved = saved.get("train", saved) if isinstance(saved, dict) else saved
     if "text" not in saved.column_names:
-        raise ConfigError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
+        raise ConfigError(f"data.path: {path} has the columns {saved.column_names}, expected one called text.")
     yield from saved["text"]
 
 
@@ -61,11 +61,11 @@ def require_batches(count: int, what: str, cfg: DictConfig, pipelines: int) -> N
     """Check that there is a micro-batch for each data-parallel pipeline."""
     least = cfg.model.micro_batch_size * pipelines
     if count < least:
-        raise ConfigError(f"data: {count} {what}, less than a micro-batch for each pipeline: {least}.")
+        raise ConfigError(f"data: {count} {what}, expected at least {least}, a micro-batch for each pipeline.")
 
 
 def start_ranks() -> int:
-    """Connect the ranks and choose this one's GPU; return how many they are."""
+    """Connect the ranks and select this one's GPU. Return the number of ranks."""
     deepspeed.init_distributed()
     ranks = torch.distributed.get_world_size()
     if torch.cuda.is_available():
@@ -76,7 +76,7 @@ def start_ranks() -> int:
 
 
 def train(engine: Any, cfg: DictConfig) -> None:
-    """Train for as many steps as the configuration says, or until a profile is measured."""
+    """Train for the configured number of steps, or until a profile is measured."""
     profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"
     for _ in range(cfg.steps):
         engine.train_batch()
@@ -86,12 +86,12 @@ def train(engine: Any, cfg: DictConfig) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run an example's main function, which Hydra calls with the configuration of the command line."""
+    """Run an example's main function, which Hydra calls with the configuration."""
     from hydra.errors import HydraException
 
-    # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
+    # DeepSpeed's launcher adds --local_rank, which Hydra does not accept. The environment contains the same value.
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions are not caught, so that one rank prints them without a traceback
     with reported_once(HydraException, OmegaConfBaseException):
         main()

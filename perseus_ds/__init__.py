@@ -1,7 +1,7 @@
-"""Perseus: pipeline-parallel training on less energy, without slowing down.
+"""Perseus: energy-optimal clocks for pipeline-parallel training, without slowing it down.
 
-Importing this package is cheap: each name is imported when it is used, DeepSpeed, PyTorch and Megatron-Core when they
-are needed.
+Importing this package is fast: names are imported at their first use, and DeepSpeed, PyTorch and Megatron-Core when
+they are needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.client.runtime import PerseusRuntime
     from perseus_ds.engines.deepspeed.engine import initialize
     from perseus_ds.engines.deepspeed.huggingface import pipeline_module
     from perseus_ds.engines.torch_pipelining.huggingface import pipeline_stage
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from perseus_ds.optimizer import optimize
     from perseus_ds.pipeline.commands import read_schedule, register_command, schedule_class
     from perseus_ds.pipeline.instruction import Instruction, Kind
-    from perseus_ds.runtime.runtime import PerseusRuntime
 
 T = TypeVar("T")
 __all__ = [
@@ -47,7 +47,7 @@ _MODULES = {
     "Frontier": "perseus_ds.artifacts.frontier",
     "Instruction": "perseus_ds.pipeline.instruction",
     "Kind": "perseus_ds.pipeline.instruction",
-    "PerseusRuntime": "perseus_ds.runtime.runtime",
+    "PerseusRuntime": "perseus_ds.client.runtime",
     "StageProfile": "perseus_ds.artifacts.profile",
     "optimize": "perseus_ds.optimizer",
     "partition": "perseus_ds.huggingface.partition",
@@ -61,27 +61,27 @@ _MODULES = {
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None) -> T:
-    """Let an engine or schedule train under Perseus; every rank must do so at once.
+    """Attach Perseus to an engine or schedule. All ranks call this together.
 
     Args:
         target: An engine of any class derived from DeepSpeed's ``PipelineEngine``, a schedule of
-            ``torch.distributed.pipelining``, or the module ``megatron.core`` or what its
-            ``get_forward_backward_func()`` returns, for all that trains by Megatron-Core in this process.
-        config: A ``perseus`` block; by default that of the engine's config, and without one the default settings. A key
-            of the variable ``PERSEUS`` replaces the same key of it.
-        pipeline: For a schedule, process group or one-dimensional ``DeviceMesh`` of this rank's pipeline; by default
-            its stages' own.
-        data_parallel: For a schedule, the same of the ranks that train the same stages on other data; by default,
-            every pipeline trains on data of its own.
+            ``torch.distributed.pipelining``, or the module ``megatron.core`` or the result of its
+            ``get_forward_backward_func()``, for all training with Megatron-Core in this process.
+        config: A ``perseus`` block. By default that of the engine's config, or the default settings. Keys of the
+            variable ``PERSEUS`` override it.
+        pipeline: For a schedule, process group or one-dimensional ``DeviceMesh`` of this rank's pipeline. By default
+            that of its stages.
+        data_parallel: For a schedule, process group or one-dimensional ``DeviceMesh`` of the ranks that train the same
+            stages on other data. By default, every pipeline has its own data.
 
     Returns:
-        The same object, now with ``target.perseus``; unchanged if the block is disabled. For a function of
-        Megatron-Core, the function to train by; Perseus is ``megatron.core.perseus``.
+        The same object with ``target.perseus``, or unchanged if the block is disabled. For a function of Megatron-Core,
+        the function with which to train. Perseus is then ``megatron.core.perseus``.
 
     Raises:
-        ConfigError: The block or a group is wrong, or the object is none of these.
+        ConfigError: The block or a group is invalid, or the object is of another type.
         ScheduleError: The order of a schedule is not known.
-        VersionError: The installed DeepSpeed, torch or Megatron-Core is not one that Perseus works with.
+        VersionError: The installed DeepSpeed, torch or Megatron-Core is not supported.
     """
     engine = _engine_of(target)
     if engine == "torch_pipelining":
@@ -97,15 +97,15 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
 
 
 def detach(target: T) -> T:
-    """Leave an engine or schedule as it was before :func:`attach`; the clock is the default again.
+    """Restore an engine or schedule to its state before :func:`attach`, and reset the clock.
 
-    The last iteration of a schedule or of Megatron-Core ends here, so every rank must do so at once.
+    All ranks call this together, because the last iteration of a schedule or of Megatron-Core ends here.
     """
     return _function_of(_engine_of(target), "detach")(target)  # type: ignore[no-any-return]
 
 
 def _engine_of(target: object) -> str:
-    """Return the folder in ``engines`` that is for an object; nothing is imported."""
+    """Return the name of the folder in ``engines`` for an object, without importing it."""
     if any(base.__module__.startswith("torch.distributed.pipelining.") for base in type(target).__mro__):
         return "torch_pipelining"
     owners = (getattr(target, "__name__", ""), getattr(target, "__module__", ""), type(target).__module__)
@@ -124,6 +124,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "initialize":
-        # Now, not when it is called: by then deepspeed.initialize may have been replaced by this function.
+        # Not deferred to the call, because deepspeed.initialize may have been replaced by this function then.
         return _function_of("deepspeed", name)
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

@@ -39,6 +39,15 @@ class MetricsConfig(StrictModel):
         return self
 
 
+class ServerConfig(StrictModel):
+    """Where the job's server listens, on rank 0's node."""
+
+    host: str | None = Field(
+        None, min_length=1, description="Name or address by which other nodes reach it; MASTER_ADDR by default."
+    )
+    port: int | None = Field(None, ge=1, le=65535, description="TCP port; any free one by default.")
+
+
 class ProfileConfig(StrictModel):
     """How a profile is measured."""
 
@@ -121,6 +130,7 @@ class PerseusConfig(StrictModel):
         None,
         description='Figures for Prometheus: {"port": 9400} serves them, {"textfile": "…/perseus.prom"} writes them.',
     )
+    server: ServerConfig = Field(default_factory=ServerConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 

@@ -75,10 +75,10 @@ def _attach_to_engines(engine_module: Any) -> None:
         from perseus_ds.engines.deepspeed.contract import require_deepspeed
 
         require_deepspeed()
-        from perseus_ds.engines.deepspeed.engine import attach_if_asked
+        from perseus_ds.engines.deepspeed.engine import attach_if_configured
 
         construct(engine, *args, **kwargs)
-        attach_if_asked(engine)
+        attach_if_configured(engine)
 
     pipeline_engine.__init__ = construct_and_attach
 

@@ -1,7 +1,7 @@
-"""Time as a parameter: code that waits, polls or measures gets the timebase to use.
+"""Time as a parameter of code that waits, polls or measures.
 
-A training job uses :data:`REAL_TIME`. Tests and simulations pass a virtual one, in which minutes pass at once. Two
-threads that wait for each other must do so through bells, conditions and threads of the same timebase.
+A training job uses :data:`REAL_TIME`. Tests and simulations use virtual time, in which minutes pass immediately.
+Threads that wait for each other must use notifiers, conditions and threads of the same timebase.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from datetime import datetime, timezone
 from typing import Protocol
 
 
-class Bell(Protocol):
-    """Wakes a thread that waits for it, from any thread or signal handler.
+class Notifier(Protocol):
+    """Wakes a waiting thread. May be used from any thread and from signal handlers.
 
-    Cheaper for the thread that rings than to notify a condition, whose lock the other thread wants as it wakes.
+    For the notifying thread this is cheaper than a condition, because the two threads do not compete for a lock.
     """
 
-    def ring(self) -> None:
-        """Wake one thread that waits, or else the next that does, at once."""
+    def notify(self) -> None:
+        """Wake one waiting thread, or the next thread that waits if there is none."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it rings, at most for some time [s]."""
+        """Wait until notified, or until the timeout [s]."""
 
 
 class Timebase(Protocol):
-    """A clock to measure with, and the means to wait in it."""
+    """A clock, and functions that wait by it."""
 
     def now_s(self) -> float:
-        """Return the time since some moment in the past [s]; it never decreases."""
+        """Return a time that never decreases [s]."""
 
     def date(self) -> datetime:
-        """Return date and time, which may be set while a job runs."""
+        """Return the date and time of the system, which may be changed while a job runs."""
 
     def sleep(self, seconds: float) -> None: ...
 
-    def bell(self) -> Bell:
-        """Return a new bell whose time-outs pass in this time."""
+    def notifier(self) -> Notifier:
+        """Return a new notifier with timeouts in this timebase."""
 
     def condition(self) -> threading.Condition:
-        """Return a new condition whose time-outs pass in this time; its lock is reentrant."""
+        """Return a new condition with a reentrant lock and timeouts in this timebase."""
 
     def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Return a new daemon thread of this timebase; not started yet."""
+        """Return a new daemon thread of this timebase, which is not started yet."""
 
 
 class RealTime:
-    """The time of ``time.perf_counter``."""
+    """Real time by ``time.perf_counter``."""
 
     now_s = staticmethod(time.perf_counter)
 
@@ -59,8 +59,8 @@ class RealTime:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def bell(self) -> Bell:
-        return _RealBell()
+    def notifier(self) -> Notifier:
+        return _RealNotifier()
 
     def condition(self) -> threading.Condition:
         return threading.Condition()
@@ -72,26 +72,26 @@ class RealTime:
 REAL_TIME = RealTime()
 
 
-class _RealBell:
+class _RealNotifier:
     def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._notifications: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def ring(self) -> None:
-        self._rings.put(None)
+    def notify(self) -> None:
+        self._notifications.put(None)
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
-            self._rings.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
-        except queue.Empty:  # contextlib.suppress() would cost every wait three more calls
+            self._notifications.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+        except queue.Empty:  # contextlib.suppress() would add three calls to each wait
             return
 
 
 class Flag:
-    """A flag that threads wait for, in a timebase; a signal handler may set it."""
+    """A flag for which threads wait. A signal handler may set it."""
 
     def __init__(self, timebase: Timebase) -> None:
         self._timebase = timebase
-        self._bell = timebase.bell()
+        self._notifier = timebase.notifier()
         self._is_set = False
 
     def is_set(self) -> bool:
@@ -99,13 +99,13 @@ class Flag:
 
     def set(self) -> None:
         self._is_set = True
-        self._bell.ring()
+        self._notifier.notify()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the flag is set, at most for some time [s]; returns whether it is."""
+        """Wait until the flag is set or until the timeout [s]. Return True if it is set."""
         end_s = self._timebase.now_s() + timeout_s
         while not self._is_set and (rest_s := end_s - self._timebase.now_s()) > 0:
-            self._bell.wait(rest_s)
+            self._notifier.wait(rest_s)
             if self._is_set:
-                self._bell.ring()  # another thread may wait as well
+                self._notifier.notify()  # another thread may wait as well
         return self._is_set

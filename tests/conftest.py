@@ -1,4 +1,4 @@
-"""Fixtures for every test; in CI a skip that is not expected fails the run."""
+"""Fixtures for every test. In CI an unexpected skip fails the run."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import pytest
 from fail_on_skip import FailOnSkip
 from job import ENVIRONMENT, PlainRuns
 from stub_cuda.fixtures import stub_cuda, stub_cuda_library
-from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_time
+from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_of_agents, stub_time
 
 __all__ = [
     "make_stub_nvml",
@@ -19,6 +19,7 @@ __all__ = [
     "stub_library",
     "stub_nvml",
     "stub_nvml_here",
+    "stub_of_agents",
     "stub_time",
 ]
 
@@ -36,7 +37,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 def disk_with():
-    """A function with which no file of this process can grow beyond so many bytes, as on a full disk."""
+    """A function that limits the size of this process's files, as a full disk would."""
 
     @contextlib.contextmanager
     def disk_with(free_bytes):

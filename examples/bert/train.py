@@ -3,7 +3,7 @@
     deepspeed --num_gpus 4 examples/bert/train.py model=tiny
     torchrun --nproc_per_node 4 examples/bert/train.py model=tiny steps=100 --profile
 
-Configuration: ``configs/bert``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.
+Configuration: ``configs/bert``, with Hydra. ``--profile`` is short for ``perseus.mode=profile``.
 The objective is the masked language model of Devlin et al. (2019), without next-sentence prediction.
 """
 
@@ -31,23 +31,23 @@ try:
     from transformers import AutoTokenizer, BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 except ModuleNotFoundError as error:
-    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
 INITIAL_STD = 0.02
 LAYER_NORM_EPS = 1e-12
-MASKED, REPLACED_BY_MASK, REPLACED_BY_ANY = 0.15, 0.8, 0.1  # the other tenth of the masked stays as it is
+MASKED, REPLACED_BY_MASK, REPLACED_BY_ANY = 0.15, 0.8, 0.1  # a tenth of the masked tokens is not replaced
 NO_LABEL = -100
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; tied, it is the language-model head's matrix as well."""
+    """Token embedding. If tied, it is also the matrix of the language-model head."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INITIAL_STD)
 
 
 class PositionsAndSegments(nn.Module):
-    """Adds the embeddings of each position and of the segment; all tokens are of the first segment."""
+    """Adds the embeddings of positions and segments. All tokens belong to the first segment."""
 
     def __init__(self, model: DictConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(BertLayer):
 
 
 class HeadTransform(nn.Module):
-    """What the language-model head does before it compares with the token embeddings."""
+    """Transform of the language-model head before the comparison with token embeddings."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class HeadTransform(nn.Module):
 
 
 def tied_head(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits of shape (batch, sequence, vocabulary), but for their bias, using the embedding's weights."""
+    """Return the logits without bias, of shape (batch, sequence, vocabulary), from the embedding's weights."""
     return nn.functional.linear(hidden, embedding.weight)
 
 
 class OutputBias(nn.Module):
-    """The bias of each token's logit."""
+    """Bias of the logit of each token."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class OutputBias(nn.Module):
 
 
 def bert_layers(model: DictConfig) -> list[LayerSpec]:
-    """Return the layers of a BERT of the given shape, for a ``PipelineModule`` to build its own share of."""
+    """Return the layers of a BERT, of which a ``PipelineModule`` builds those of its stage."""
     config = BertConfig(
         hidden_size=model.width,
         num_attention_heads=model.heads,
@@ -126,7 +126,7 @@ def bert_layers(model: DictConfig) -> list[LayerSpec]:
 
 
 def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the tokens that were masked."""
+    """Return the mean cross entropy of the masked tokens."""
     total = nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
     )
@@ -135,12 +135,12 @@ def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How texts become tokens.
+    """Conversion of texts to tokens.
 
     Attributes:
         size: Number of tokens.
-        encode: Turns a text into tokens.
-        mask: The token that hides another one.
+        encode: Converts a text to tokens.
+        mask: Token that replaces masked ones.
         begin: Token at the start of each sequence, if any ([CLS]).
         end: Token at the end of each sequence, if any ([SEP]).
     """
@@ -153,11 +153,11 @@ class Vocabulary:
 
 
 def read_vocabulary(path: str | None, largest: int) -> Vocabulary:
-    """Return the vocabulary of a Hugging Face tokenizer's folder; without one, the 256 bytes and a mask."""
+    """Return the vocabulary of a Hugging Face tokenizer's folder. By default, the 256 bytes and a mask."""
     if path is None:
         return Vocabulary(size=257, encode=lambda text: list(text.encode()), mask=256)
     if not Path(path).is_dir():
-        raise ConfigError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
+        raise ConfigError(f"data.tokenizer: {path} is not a folder. Expected the folder of a tokenizer.")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.mask_token_id is None:
         raise ConfigError(f"data.tokenizer: {path} has no mask token, which a masked language model needs.")
@@ -187,10 +187,10 @@ def read_sequences(data: DictConfig, vocabulary: Vocabulary, sequence_length: in
 
 
 def masked_dataset(sequences: torch.Tensor, vocabulary: Vocabulary, seed: int) -> TensorDataset:
-    """Mask once and for all, so that the first stage's tokens and the last stage's labels agree; shuffle.
+    """Mask sequences and shuffle them. The mask is fixed, so that first-stage tokens and last-stage labels agree.
 
-    Of 15 % of the tokens of each sequence, 80 % become the mask, 10 % any token, and 10 % stay; only they have a label.
-    All sequences have equally many, so that the mean over micro-batches gives every label the same weight.
+    Of 15 % of the tokens of each sequence, 80 % become the mask, 10 % any token, and 10 % are kept. Only these have
+    labels. All sequences have equally many, so that the mean over micro-batches gives each label the same weight.
     """
     random = torch.Generator().manual_seed(seed)
     draw = torch.rand(sequences.shape, generator=random)
@@ -207,7 +207,7 @@ def masked_dataset(sequences: torch.Tensor, vocabulary: Vocabulary, seed: int) -
 
 
 def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
-    """Return (masked tokens, labels) as the configuration says, enough for this many data-parallel pipelines."""
+    """Return (masked tokens, labels), enough for the given number of data-parallel pipelines."""
     vocabulary = read_vocabulary(cfg.data.tokenizer, largest=cfg.model.vocabulary)
     data = masked_dataset(read_sequences(cfg.data, vocabulary, cfg.model.sequence_length), vocabulary, cfg.seed)
     require_batches(len(data), "sequences", cfg, pipelines)
@@ -228,7 +228,7 @@ def main(cfg: DictConfig) -> None:
             partition_method=cfg.model.partition,
             activation_checkpoint_interval=1 if cfg.model.activation_checkpointing else 0,
             checkpointable_layers=["Block"],
-            seed_layers=True,  # the same weights however the layers are spread over stages
+            seed_layers=True,  # the same weights for all partitions
             seed_fn=torch.manual_seed,
             base_seed=cfg.seed,
         )

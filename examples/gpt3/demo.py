@@ -1,8 +1,8 @@
-"""The whole workflow on simulated GPUs: profile, optimise, train at default clocks and under the plan.
+"""The whole workflow on simulated GPUs: profile, optimise, train at default clocks and with the plan.
 
     python examples/gpt3/demo.py
 
-Four pipeline stages, each a process with DeepSpeed's real engine; the GPUs are simulated A100s.
+Four pipeline stages, each a process with DeepSpeed's real engine. The GPUs are simulated A100s.
 All files are written to ``runs/demo``.
 """
 
@@ -32,7 +32,7 @@ PROMISED_SAVING, ALLOWED_SLOWDOWN, ALLOWED_ERROR = 0.08, 0.01, 0.05
 
 
 def _short(word: str) -> str:
-    """Write a path as a reader in the repository's root would."""
+    """Return a path relative to the repository's root."""
     return word.replace(f"{BIN}/", "").replace(f"{ROOT}/", "")
 
 
@@ -50,7 +50,7 @@ def run(title: str, command: list[str], log: Path) -> None:
                 print(f"  {shown.group()}", flush=True)
     if process.wait() != 0:
         print(log.read_text(encoding="utf-8")[-3000:])
-        raise SystemExit(f"This step failed with exit code {process.returncode}; its output is in {log}.")
+        raise SystemExit(f"This step failed with exit code {process.returncode}. Its output is in {log}.")
     print(f"  ({time.monotonic() - began_s:.0f} s)", flush=True)
 
 
@@ -88,7 +88,7 @@ def table(frontier: Frontier, measured: Measured) -> str:
     }
     lines += ["", *(f"  [{'ok' if good else 'NOT MET'}] {what}" for what, good in checks.items())]
     if not all(checks.values()):
-        lines.append("  Passes are really computed here: other work on this machine changes their times. Run it again.")
+        lines.append("  Passes are computed for real, so other work on this machine changes their times. Run it again.")
     return "\n".join(lines)
 
 
@@ -98,9 +98,9 @@ def main() -> None:
     OUT.mkdir(parents=True)
     profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
     perseus_ds = str(BIN / "perseus-ds")
-    print("On a machine that is new to it, DeepSpeed first compiles an operator: nothing is shown for about a minute.")
+    print("At its first start on a machine, DeepSpeed compiles an operator, which takes about a minute without output.")
     run(
-        "1. Profile: train at a few well-chosen clocks, one after the other",
+        "1. Profile: train at a few selected clocks, one after the other",
         [*TRAIN, "steps=10000", "--profile", f"perseus.output_dir={OUT}/profile"],
         OUT / "profile.log",
     )

@@ -3,7 +3,7 @@
     deepspeed --num_gpus 4 examples/gpt3/train.py model=tiny
     torchrun --nproc_per_node 4 examples/gpt3/train.py model=tiny steps=100 --profile
 
-Configuration: ``configs/gpt3``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.
+Configuration: ``configs/gpt3``, with Hydra. ``--profile`` is short for ``perseus.mode=profile``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ try:
     from transformers import AutoTokenizer, GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 except ModuleNotFoundError as error:
-    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
 INITIAL_STD = 0.02
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; tied, it is the language-model head as well."""
+    """Token embedding. If tied, it is also the language-model head."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INITIAL_STD)
@@ -52,7 +52,7 @@ class Positions(nn.Embedding):
 
 
 class Block(GPT2Block):
-    """A transformer block; its residual branches start smaller the deeper the model is, as in GPT-2."""
+    """A transformer block. As in GPT-2, initial weights of residual branches are smaller in deeper models."""
 
     def __init__(self, config: GPT2Config, index: int) -> None:
         super().__init__(config, layer_idx=index)
@@ -61,7 +61,7 @@ class Block(GPT2Block):
 
 
 class Head(nn.Linear):
-    """Language-model head with weights of its own."""
+    """Language-model head with its own weights."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INITIAL_STD)
@@ -73,12 +73,12 @@ def tied_head(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy; ``labels`` are the inputs shifted by one token."""
+    """Return the mean cross entropy. ``labels`` are the inputs shifted by one token."""
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
-    """Return the layers of a GPT-3 of the given shape, for a ``PipelineModule`` to build its own share of."""
+    """Return the layers of a GPT-3, of which a ``PipelineModule`` builds those of its stage."""
     config = GPT2Config(
         n_embd=model.width,
         n_layer=model.layers,
@@ -87,7 +87,7 @@ def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
         vocab_size=model.vocabulary,
         attn_pdrop=0.0,
         resid_pdrop=0.0,
-        bos_token_id=None,  # transformers warns of those outside of a tiny vocabulary
+        bos_token_id=None,  # transformers warns if they are outside of a tiny vocabulary
         eos_token_id=None,
         attn_implementation="sdpa",  # causal without a mask; "eager" would need one
     )
@@ -104,7 +104,7 @@ def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
 
 
 def read_tokens(data: DictConfig, vocabulary: int) -> torch.Tensor:
-    """Return the first tokens of the texts that ``data`` names, int64; without a tokenizer, one token a byte."""
+    """Return the first tokens of the configured texts as int64. Without a tokenizer, each byte is a token."""
     encode = tokenizer_encoder(data.tokenizer, vocabulary) if data.tokenizer else lambda text: list(text.encode())
     tokens: list[int] = []
     for text in read_texts(data.path):
@@ -115,9 +115,9 @@ def read_tokens(data: DictConfig, vocabulary: int) -> torch.Tensor:
 
 
 def tokenizer_encoder(path: str, vocabulary: int) -> Callable[[str], list[int]]:
-    """Return what makes tokens of a text, its end marked, by the Hugging Face tokenizer of a folder."""
+    """Return a function that tokenizes a text and appends an end token, with the tokenizer in a folder."""
     if not Path(path).is_dir():
-        raise ConfigError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
+        raise ConfigError(f"data.tokenizer: {path} is not a folder. Expected the folder of a tokenizer.")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -128,7 +128,7 @@ def tokenizer_encoder(path: str, vocabulary: int) -> Callable[[str], list[int]]:
 
 
 def next_token_dataset(tokens: torch.Tensor, sequence_length: int, seed: int) -> TensorDataset:
-    """Cut text into (tokens, next tokens) of ``sequence_length`` each, shuffled."""
+    """Cut text into shuffled pairs (tokens, next tokens) of ``sequence_length``."""
     count = max(0, len(tokens) - 1) // sequence_length
     inputs = tokens[: count * sequence_length].view(count, sequence_length)
     labels = tokens[1 : count * sequence_length + 1].view(count, sequence_length)
@@ -137,7 +137,7 @@ def next_token_dataset(tokens: torch.Tensor, sequence_length: int, seed: int) ->
 
 
 def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
-    """Return (tokens, next tokens) as the configuration says, enough for this many data-parallel pipelines."""
+    """Return (tokens, next tokens), enough for the given number of data-parallel pipelines."""
     data = next_token_dataset(read_tokens(cfg.data, cfg.model.vocabulary), cfg.model.sequence_length, cfg.seed)
     require_batches(len(data), "sequences", cfg, pipelines)
     return data
@@ -157,7 +157,7 @@ def main(cfg: DictConfig) -> None:
             partition_method=cfg.model.partition,
             activation_checkpoint_interval=1 if cfg.model.activation_checkpointing else 0,
             checkpointable_layers=["Block"],
-            seed_layers=True,  # the same weights however the layers are spread over stages
+            seed_layers=True,  # the same weights for all partitions
             seed_fn=torch.manual_seed,
             base_seed=cfg.seed,
         )

@@ -3,7 +3,7 @@
     deepspeed --num_gpus 4 examples/huggingface/train.py model.name=Qwen/Qwen3-0.6B data.path=my_texts lr=1e-5
     torchrun --nproc_per_node 2 examples/huggingface/train.py     # a tiny model, also without GPUs
 
-Configuration: ``configs/huggingface``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.
+Configuration: ``configs/huggingface``, with Hydra. ``--profile`` is short for ``perseus.mode=profile``.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ try:
 
     from perseus_ds.huggingface.stages import read_tokenizer
 except ModuleNotFoundError as error:
-    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
 
 def read_texts(data: DictConfig) -> Dataset:
-    """Return what ``data.path`` names, as a dataset with a column ``text``."""
+    """Return the configured texts as a dataset with a column ``text``."""
     path = Path(data.path or sysconfig.get_path("stdlib"))
     if not path.exists():
         try:
             return load_dataset(data.path, data.subset, split="train")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"data.path: {path} is no file or folder, and the hub gives no data set "
-                f"({str(error).splitlines()[0]}). Give a path that exists, such as a folder that datasets has saved."
+                f"data.path: {path} is neither a file nor a folder, and cannot be read from the hub "
+                f"({str(error).splitlines()[0]}). Use an existing path, such as a folder saved by datasets."
             ) from error
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         saved = load_from_disk(data.path)
         return saved if isinstance(saved, Dataset) else saved["train"]
     files = [path] if path.is_file() else sorted(path.rglob("*.txt") if data.path else path.glob("asyncio/*.py"))
     if not files:
-        raise ConfigError(f"data.path: {path} has no files *.txt, and nothing that datasets has saved.")
+        raise ConfigError(f"data.path: {path} contains neither *.txt files nor a dataset saved by datasets.")
     return load_dataset("text", data_files=[str(file) for file in files], sample_by="document", split="train")
 
 
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-    """Return the texts' tokens, the end of each text marked, as sequences of the same length."""
+    """Return the texts' tokens as sequences of equal length, with an end token after each text."""
     if "text" not in texts.column_names:
-        raise ConfigError(f"data.path: the columns are {texts.column_names}; expected one called text.")
+        raise ConfigError(f"data.path: the columns are {texts.column_names}, expected one called text.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def sequences(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -73,15 +73,15 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dat
 def batches(
     data: Dataset, *, size: int, pipelines: int, pipeline: int, seed: int, start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield one pipeline's micro-batches without end, as tokens and labels; each epoch has an order of its own.
+    """Yield one pipeline's micro-batches endlessly, as tokens and labels. Each epoch has a different order.
 
     Args:
         data: Sequences of tokens.
-        size: Sequences of a micro-batch.
-        pipelines: How many train on the data.
-        pipeline: Which one of them this is.
-        seed: Of the orders.
-        start: How many micro-batches to leave out, which were trained before the checkpoint.
+        size: Sequences per micro-batch.
+        pipelines: Number of pipelines that train on the data.
+        pipeline: Number of this pipeline.
+        seed: Seed of the orders.
+        start: Number of micro-batches to skip, which were trained before the checkpoint.
     """
     per_epoch = len(data) // (size * pipelines)
     first, done = divmod(start, per_epoch)
@@ -95,11 +95,11 @@ def batches(
 
 
 def split(cfg: DictConfig, data: Dataset, global_batch: int) -> tuple[Dataset, Dataset]:
-    """Return sequences to train with, and some for evaluation that are not trained."""
+    """Return sequences for training, and held-out sequences for evaluation."""
     held_out = cfg.evaluation.batches * global_batch
     if len(data) < held_out + global_batch:
         raise ConfigError(
-            f"data: {len(data)} sequences of {cfg.sequence_length} tokens, less than {held_out + global_batch}: "
+            f"data: {len(data)} sequences of {cfg.sequence_length} tokens, expected {held_out + global_batch} or more: "
             f"{global_batch} for a step and {held_out} for evaluation (evaluation.batches={cfg.evaluation.batches})."
         )
     if not held_out:
@@ -109,10 +109,10 @@ def split(cfg: DictConfig, data: Dataset, global_batch: int) -> tuple[Dataset, D
 
 
 def prepare(cfg: DictConfig, ranks: int) -> tuple[PipelineEngine, PreTrainedTokenizerBase, Dataset]:
-    """Return the engine, as it is in the checkpoint if there is one, the tokenizer and the sequences of tokens."""
+    """Return the engine (from a checkpoint if there is one), the tokenizer and the sequences of tokens."""
     stages = cfg.stages or ranks
     name = cfg.data.tokenizer or cfg.model.name
-    tokenizer = read_tokenizer(name) if name else ByT5Tokenizer(extra_ids=0)  # one token a byte
+    tokenizer = read_tokenizer(name) if name else ByT5Tokenizer(extra_ids=0)  # one token per byte
     module = perseus_ds.pipeline_module(
         cfg.model.name or AutoConfig.for_model(**cfg.model.config),
         num_stages=stages,
@@ -138,7 +138,7 @@ def prepare(cfg: DictConfig, ranks: int) -> tuple[PipelineEngine, PreTrainedToke
 
 @hydra.main(version_base="1.3", config_path="../../configs/huggingface", config_name="config")  # type: ignore[untyped-decorator]
 def main(cfg: DictConfig) -> None:
-    """Train, evaluate and save; or measure a profile."""
+    """Train, evaluate and save, or measure a profile."""
     ranks = start_ranks()
     rank = torch.distributed.get_rank()
     if rank > 0:

@@ -1,12 +1,12 @@
-"""Lets Megatron-Core train on the CPU, which it does not do by itself; for trying and for tests, not for training.
+"""Lets Megatron-Core train on the CPU, which it does not support. For trials and tests, not for real training.
 
-Megatron-Core 0.14 to 0.19 asks for CUDA in many places. With these stand-ins it need not have it:
+Megatron-Core 0.14 to 0.19 requires CUDA in many places. These replacements remove the requirement:
 
-- the modules of ``megatron.core`` see a ``torch`` that puts on the CPU what they ask for on CUDA, and whose streams and
-  events are always done;
-- tensors say that their type is one of CUDA, as optimizers and the clipping of gradients ask of them, and may be
-  recorded on a stream;
-- the tracker of CUDA's random states does nothing when it is asked to fork.
+- the modules of ``megatron.core`` use a replacement of ``torch`` that allocates on the CPU instead of CUDA, with
+streams
+  and events that are always finished,
+- tensors report a CUDA type, which optimizers and gradient clipping require, and ignore ``record_stream``,
+- the tracker of CUDA's random states does nothing on ``fork``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron.core import tensor_parallel
 
 
 class Done:
-    """A stream or an event of the CPU, on which all is done when a call returns."""
+    """A stream or event on the CPU, where work has finished when a call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Take what streams and events of CUDA are made of."""
+        """Accept the arguments of CUDA streams and events."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -33,7 +33,7 @@ class Done:
 
 
 class Cuda:
-    """The module ``torch.cuda`` with one device, which is the CPU."""
+    """The module ``torch.cuda`` with the CPU as its only device."""
 
     FloatTensor = torch.FloatTensor
     Stream = Event = Done
@@ -47,14 +47,14 @@ class Cuda:
         return torch.device("cpu")
 
     def synchronize(self, device: Any = None) -> None:
-        """The CPU is done when a call returns."""
+        """Do nothing, because work on the CPU has finished when a call returns."""
 
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
 class CpuTorch:
-    """The module ``torch``, with tensors on the CPU where CUDA is asked for."""
+    """The module ``torch`` with tensors on the CPU instead of CUDA."""
 
     cuda = Cuda()
 
@@ -68,7 +68,7 @@ def _on_cpu(make: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
 
 
 def stand_in_for_cuda() -> None:
-    """Replace what Megatron-Core needs of CUDA, in the modules that are imported by now."""
+    """Replace the parts of CUDA that Megatron-Core uses, in the modules imported so far."""
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and getattr(module, "torch", None) is torch:
             module.torch = CpuTorch()  # type: ignore[attr-defined]

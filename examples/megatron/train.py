@@ -1,9 +1,9 @@
-"""Train a small GPT by Megatron-Core, with nothing of Perseus in the code.
+"""Train a small GPT with Megatron-Core. The code contains nothing of Perseus.
 
     PERSEUS='{"enabled": true}' torchrun --nproc_per_node 2 -m perseus_ds.launch examples/megatron/train.py
 
-Without GPUs the model trains on the CPUs, with gloo and stand-ins for CUDA (cpu.py), and the GPUs whose clocks are set
-are SIMULATED.
+Without GPUs the model trains on CPUs with gloo and replacements of CUDA (cpu.py), and Perseus sets the clocks of
+SIMULATED GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BYTES = 256
 
 
 def make_model(arguments: argparse.Namespace, device: torch.device) -> list[Any]:
-    """Return this rank's parts of the model: one, or one for each of its virtual stages."""
+    """Return this rank's parts of the model: one for each of its (virtual) stages."""
     virtual = arguments.virtual_stages if arguments.virtual_stages > 1 else None
     config = TransformerConfig(
         num_layers=arguments.layers,
@@ -38,7 +38,7 @@ def make_model(arguments: argparse.Namespace, device: torch.device) -> list[Any]
         num_attention_heads=arguments.heads,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=virtual,
-        # The last stage has the head as well, so that equal stages are not equally fast.
+        # The last stage also has the head, so stages with equally many layers are not equally fast.
         num_layers_in_first_pipeline_stage=arguments.first_layers,
         pipeline_model_parallel_layout=arguments.layout,
         tensor_model_parallel_size=arguments.tensor_parallel,
@@ -65,7 +65,7 @@ def make_model(arguments: argparse.Namespace, device: torch.device) -> list[Any]
 
 
 def read_batches(arguments: argparse.Namespace, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield micro-batches of the source of Python's standard library, a token a byte."""
+    """Yield micro-batches from the source of Python's standard library, with one token per byte."""
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py")))
     tokens = torch.tensor(list(text), device=device)
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
@@ -75,13 +75,13 @@ def read_batches(arguments: argparse.Namespace, device: torch.device) -> Iterato
 
 
 def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of a micro-batch, and what to report of it."""
+    """Return the loss of a micro-batch and the values to report."""
     loss = output.float().mean()
     return loss, {"loss": loss.detach().clone()}
 
 
 def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """Run one micro-batch through a part of the model, as Megatron-Core asks for it."""
+    """Run one micro-batch through a part of the model. Called by Megatron-Core."""
     batch = next(batches)
     positions = torch.arange(batch.shape[1] - 1, device=batch.device).expand(batch.shape[0], -1)
     return model(batch[:, :-1], positions, None, labels=batch[:, 1:]), loss_func
@@ -107,7 +107,7 @@ def main() -> None:
     if cuda:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
     model = make_model(arguments, device)
-    # Clipping asks gradients whether they are on CUDA.
+    # Gradient clipping tests whether gradients are on CUDA.
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0 if cuda else 0.0), model
     )
@@ -135,17 +135,17 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, help="ranks of a pipeline; by default all")
-    parser.add_argument("--virtual-stages", type=int, default=1, help="on each rank; interleaved above 1")
+    parser.add_argument("--stages", type=int, help="ranks per pipeline (default: all)")
+    parser.add_argument("--virtual-stages", type=int, default=1, help="stages per rank (interleaved if above 1)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--first-layers", type=int, help="layers of the first stage; the others share the rest")
-    parser.add_argument("--layout", help="parts of each stage, such as Ettt|tL; see perseus-ds partition")
-    parser.add_argument("--vocabulary", type=int, default=BYTES, help="tokens that the model knows, 256 or more")
+    parser.add_argument("--first-layers", type=int, help="layers of the first stage (the others share the rest)")
+    parser.add_argument("--layout", help="parts of each stage, such as Ettt|tL (see perseus-ds partition)")
+    parser.add_argument("--vocabulary", type=int, default=BYTES, help="size of the vocabulary, at least 256")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--log-every", type=int, default=50)

@@ -1,8 +1,8 @@
-"""Train a small GPT by any schedule of torch.distributed.pipelining, with Perseus.
+"""Train a small GPT with any schedule of torch.distributed.pipelining, with Perseus.
 
     torchrun --nproc_per_node 2 examples/torch_pipelining/train.py --schedule ZBVZeroBubble
 
-Without GPUs the model trains on the CPUs, with gloo, and the GPUs whose clocks are set are SIMULATED.
+Without GPUs the model trains on CPUs with gloo, and Perseus sets the clocks of SIMULATED GPUs.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some of the blocks; the first stage has the embeddings as well, the last one the head."""
+    """Some of the blocks. The first stage also has the embeddings, the last one the head."""
 
     def __init__(self, arguments: argparse.Namespace, stage: int, stages: int) -> None:
         super().__init__()
         width = arguments.width
-        # As evenly as it goes: 10 blocks on 4 stages are 3, 3, 2 and 2.
+        # As evenly as possible: 10 blocks on 4 stages are 3, 3, 2 and 2.
         count = len(range(stage, arguments.layers, stages))
         self.tokens = nn.Embedding(BYTES, width) if stage == 0 else None
         self.positions = nn.Embedding(arguments.length, width) if stage == 0 else None
@@ -73,7 +73,7 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def make_schedule(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, list[Stage]]:
-    """Return the schedule of this rank, and its part of the model."""
+    """Return the schedule of this rank and its part of the model."""
     schedule_class = get_schedule_class(arguments.schedule)
     single = issubclass(schedule_class, PipelineScheduleSingle)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -88,7 +88,7 @@ def make_schedule(arguments: argparse.Namespace, device: torch.device) -> tuple[
 
 
 def read_text(device: torch.device) -> torch.Tensor:
-    """Return some of the source of Python's standard library, a token a byte."""
+    """Return part of the source of Python's standard library, with one token per byte."""
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py")))
     return torch.tensor(list(text), device=device)
 
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def table(records: Path) -> str:
-    """Return what Perseus recorded of each phase of the job: median iteration time and energy of all GPUs."""
+    """Return a table of Perseus's records by phase: median iteration time and energy of all GPUs."""
     found: dict[str, list[dict[str, Any]]] = {}
     simulated = False
     for line in records.read_text().splitlines():
@@ -154,10 +154,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per micro-batch")
     parser.add_argument("--mode", choices=["auto", "observe", "profile", "run"], default="auto")
-    parser.add_argument("--out", default="runs/torch_pipelining", help="where Perseus writes")
+    parser.add_argument("--out", default="runs/torch_pipelining", help="output folder of Perseus")
     parser.add_argument("--perseus", default="{}", help="further keys of the perseus block, as JSON")
     return parser.parse_args()
 

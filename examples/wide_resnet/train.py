@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 examples/wide_resnet/train.py model=tiny
     torchrun --nproc_per_node 4 examples/wide_resnet/train.py model=tiny steps=100 --profile
 
-Configuration: ``configs/wide_resnet``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.
-The model is that of Zagoruyko and Komodakis (2016) for ImageNet: a ResNet whose bottlenecks are wider inside.
+Configuration: ``configs/wide_resnet``, with Hydra. ``--profile`` is short for ``perseus.mode=profile``.
+The model is that of Zagoruyko and Komodakis (2016) for ImageNet: a ResNet with wider bottlenecks.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from perseus_ds.errors import ConfigError
 try:
     import hydra
 except ModuleNotFoundError as error:
-    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
+    sys.exit(f'{error}. Install its requirements in the folder of the repository: pip install ".[examples]"')
 
-EXPANSION = 4  # of a bottleneck's channels, from its narrow middle (at width factor 1) to its output
-NOISE = 1.0  # of synthetic images, relative to what tells their classes apart
+EXPANSION = 4  # ratio of a bottleneck's output channels to its inner ones (at width factor 1)
+NOISE = 1.0  # standard deviation of the noise of synthetic images, relative to the patterns of their classes
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution that keeps the image's size but for the stride, and its batch normalisation."""
+    """Return a convolution with batch normalisation. With stride 1 it keeps the image's size."""
     conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
 
 class Stem(nn.Module):
-    """From an image to the first block's channels, at a quarter of its height and width."""
+    """Reduces an image to the first block's channels, at a quarter of its height and width."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stem(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around a shortcut; the middle one is what a wide ResNet widens."""
+    """Three convolutions and a shortcut. A wide ResNet has more channels in the middle one."""
 
     def __init__(self, inputs: int, width: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
 
 
 class Head(nn.Module):
-    """From the last block's channels to a logit for each class."""
+    """Computes a logit for each class from the last block's channels."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Head(nn.Module):
 
 
 def wide_resnet_layers(model: DictConfig) -> list[LayerSpec]:
-    """Return the layers of a Wide-ResNet of the given shape, for a ``PipelineModule`` to build its own share of."""
+    """Return the layers of a Wide-ResNet, of which a ``PipelineModule`` builds those of its stage."""
     layers, inputs = [LayerSpec(Stem, model.channels)], model.channels
     for group, blocks in enumerate(model.blocks):
         channels = model.channels * 2**group
@@ -100,9 +100,9 @@ def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 class Pipeline(PipelineModule):
-    """A pipeline whose stages may also begin at layers given by hand.
+    """A pipeline with a partition that may be given explicitly.
 
-    ``[0, 7, 16, 25, 35]`` gives four stages the layers 0 to 6, 7 to 15, 16 to 24 and 25 to 34, the last.
+    ``[0, 7, 16, 25, 35]`` assigns the layers 0 to 6, 7 to 15, 16 to 24 and 25 to 34 to four stages.
     """
 
     def _partition_layers(self, method: str | ListConfig) -> None:
@@ -121,7 +121,7 @@ class Pipeline(PipelineModule):
 
 
 class SyntheticImages(Dataset):
-    """Noise on top of one pattern for each class, made when asked for."""
+    """Noise on top of one pattern for each class, generated on access."""
 
     def __init__(self, count: int, size: int, classes: int, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -140,7 +140,10 @@ class SyntheticImages(Dataset):
 
 
 class StoredImages(Dataset):
-    """Arrays of a folder, left on disk: ``images`` (count, 3, height, width) and ``labels`` (count,), .npy or .pt."""
+    """Arrays in a folder, not loaded into memory: ``images`` (count, 3, height, width) and ``labels`` (count,).
+
+    The files are .npy or .pt.
+    """
 
     def __init__(self, folder: str, classes: int) -> None:
         self.images, self.labels = self._load(folder, "images"), self._load(folder, "labels").long()
@@ -172,7 +175,7 @@ class StoredImages(Dataset):
 
 
 def training_data(cfg: DictConfig, pipelines: int) -> Subset:
-    """Return images and their classes in random order, enough for this many data-parallel pipelines."""
+    """Return images and labels in random order, enough for the given number of data-parallel pipelines."""
     classes, size = cfg.model.classes, cfg.model.image_size
     stored, count = cfg.data.path, cfg.data.images
     images: Any = StoredImages(stored, classes) if stored else SyntheticImages(count, size, classes, cfg.seed)
@@ -193,7 +196,7 @@ def main(cfg: DictConfig) -> None:
         num_stages=stages,
         loss_fn=classification_loss,
         partition_method=cfg.model.partition,
-        seed_layers=True,  # the same weights however the layers are spread over stages
+        seed_layers=True,  # the same weights for all partitions
         seed_fn=torch.manual_seed,
         base_seed=cfg.seed,
     )

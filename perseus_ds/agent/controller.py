@@ -167,7 +167,7 @@ class ClockController:
         self._requested_mhz: int | None = None
         self._is_idle = False
         self._idle_at_s = 0.0
-        self._bell = timebase.bell()
+        self._notifier = timebase.notifier()
         # Notified when the thread ends a call after the end, and when the default clock is restored.
         self._changed = timebase.condition()
         self._is_waiting = False
@@ -284,7 +284,7 @@ class ClockController:
         """
         self._closing, self.is_closed = threading.current_thread(), True
         self._is_restored = True
-        self._bell.ring()
+        self._notifier.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Restore the default clock for good; from any thread, a signal's handler included.
@@ -300,7 +300,7 @@ class ClockController:
                     self._wait_until(lambda: self._is_restored, timeout_s)
                 return
             self._closing, self.is_closed = threading.current_thread(), True
-            self._bell.ring()
+            self._notifier.notify()
             self._wait_until(lambda: self._called_s is None, timeout_s)
         try:
             if self._called_s is None and self._clock_mhz is not None:
@@ -340,7 +340,7 @@ class ClockController:
         """Have the thread look at once, if it waits."""
         if self._is_waiting:  # otherwise the thread looks before it waits
             self._is_waiting = False  # once is enough, however late the thread goes on
-            self._bell.ring()
+            self._notifier.notify()
 
     # From here on, the clocks' thread.
 
@@ -384,7 +384,7 @@ class ClockController:
         """Wait until there are more items, or something else has changed; at most for some time [s]."""
         self._is_waiting = True
         if len(self._items) <= count and not self.is_closed:
-            self._bell.wait(timeout_s)
+            self._notifier.wait(timeout_s)
         self._is_waiting = False
 
     def _due_in_s(self) -> float | None:
@@ -425,7 +425,7 @@ class ClockController:
             if due_in_s is not None and due_in_s <= 0:
                 self._do_what_is_due()
             elif not event.query():
-                self._bell.wait(_sooner(due_in_s, event.look_again_s()))
+                self._notifier.wait(_sooner(due_in_s, event.look_again_s()))
             self._is_waiting = False
             has_passed = event.query()
         # The sooner it is asked, the better the events after it are known.

@@ -24,19 +24,28 @@ import socket
 import struct
 import sys
 import syslog
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from perseus_ds.agent.gpu_driver import GpuDriver
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
+from perseus_ds.agent.job_server import SILENT_S, JobServerChild
 from perseus_ds.agent.rank_clocks import RankClocks
+from perseus_ds.agent.uplink import Uplink
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
-from perseus_ds.gpu.opening import open_gpu
+from perseus_ds.gpu.opening import find_gpu, open_gpu
 from perseus_ds.protocol import layout, messages, places
+from perseus_ds.protocol.job_messages import Left, ToServer
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import (
+    Connect,
+    FindGpu,
+    Found,
+    GpuDescription,
     Granted,
     LeftLocked,
     Refused,
@@ -44,12 +53,17 @@ from perseus_ds.protocol.messages import (
     Released,
     RequestLease,
     RequestStatus,
+    ServerStarted,
+    StartServer,
     Status,
 )
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES, _MOST_UNSENT = 3, 100
+_LONGEST_DESCRIPTION = 1 << 30
+_COUNTED_S = 1.0
+"""Of the time between two looks at the server at most so much counts as silence."""
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
@@ -108,12 +122,16 @@ class _Rank:
         self.memory_file: int | None = None
         self.clocks: RankClocks | None = None
         self.look_at_s = 0.0
-        self.is_renewal = False
+        self.is_finding = self.is_renewal = False
+        self.describes = self.checks_permission = False
         self.progress = Progress()
         self.is_connected, self.disconnected_s = True, 0.0
         self.awaits_reset = False
         self.is_granted = self.is_released = False
         self.ended_s: float | None = None
+        # The connection with the job's server, and the rank's number in the job.
+        self.uplink: Uplink | None = None
+        self.number = 0
         self._outbox: deque[bytes] = deque(maxlen=_MOST_UNSENT)
 
     @property
@@ -138,6 +156,11 @@ class _Rank:
         """
         self._outbox.append(messages.encode(message))
         self.flush()
+
+    def tell(self, message: ToServer) -> None:
+        """Send a message to the job's server; from any thread."""
+        if self.uplink is not None:
+            self.uplink.send(self.number, message)
 
     def flush(self) -> None:
         """Send what there was no room for."""
@@ -191,6 +214,7 @@ class Agent:
         self,
         name: str,
         open_gpu: Callable[..., Gpu] = open_gpu,
+        find_gpu: Callable[[FindGpu], Gpu] = find_gpu,
         timebase: Timebase = REAL_TIME,
     ) -> None:
         """Reset what earlier processes of this user left locked, and wait for ranks.
@@ -198,6 +222,7 @@ class Agent:
         Args:
             name: By which clients find it; see :func:`perseus_ds.protocol.places.agent_name`.
             open_gpu: Opens a GPU by its address, and by its logs if it is simulated.
+            find_gpu: Opens a GPU by its number in a client.
             timebase: The time in which to wait.
 
         Raises:
@@ -206,6 +231,7 @@ class Agent:
         self._name = name
         self._listener = places.listen(name)
         self._open_gpu = open_gpu
+        self._find_gpu = find_gpu
         self._time = timebase
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -219,6 +245,11 @@ class Agent:
         self._left: dict[str, tuple[int, GpuDriver]] = {}
         self._began_s = self._look_at_s = self._next_s = timebase.now_s()
         self._has_served = self.terminates = False
+        self._uplinks: list[Uplink] = []
+        self._server: JobServerChild | None = None
+        # Ranks that wait until the server has started.
+        self._server_waits: list[_Rank] = []
+        self._server_looked_s, self._server_silent_s = timebase.now_s(), 0.0
         # GPUs of the agent before this one, whose ranks will request their leases again; and those that were reset
         # because none did, although a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
@@ -235,6 +266,8 @@ class Agent:
         """Serve until the last rank is gone, or none came."""
         while self._is_needed():
             self.step()
+        for uplink in self._uplinks:
+            uplink.close()
         if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
             gpus = ", ".join(given_up)
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
@@ -248,8 +281,11 @@ class Agent:
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
                     self._look_at_s = 0.0
+                elif key.data is not None:
+                    pass  # of the server, which is looked at below
                 else:
                     self._receive(key.fd)
+            self._look_at_servers()
             now_s = self._time.now_s()
             if self._look_at_s <= now_s or self.terminates:
                 self._look()
@@ -265,7 +301,7 @@ class Agent:
 
     def _is_needed(self) -> bool:
         now_s = self._time.now_s()
-        if self._inherited or any(rank.memory_file is not None for rank in self._ranks.values()):
+        if self._inherited or any(rank.is_finding or rank.memory_file is not None for rank in self._ranks.values()):
             return True
         if any(not driver.is_reset and not driver.has_given_up for driver in self._drivers.values()):
             return True
@@ -320,32 +356,115 @@ class Agent:
         elif isinstance(message, RequestStatus):
             granted = [each for each in self._ranks.values() if each.is_granted and each.gpu is not None]
             rank.send(Status(tuple((str(each.gpu), each.pid) for each in granted)))
+        elif isinstance(message, FindGpu):
+            rank.is_finding = True
+            # A driver may hang, and other ranks need this thread.
+            threading.Thread(target=self._find, args=(rank, message), name="perseus-find", daemon=True).start()
+        elif isinstance(message, Connect):
+            self._follow_server(rank, message)
+        elif isinstance(message, StartServer):
+            self._start_server(rank, message, files)
         elif not isinstance(message, RequestLease):
             if rank.clocks is not None:
                 rank.clocks.receive(message)
         elif rank.gpu is None and files:
-            try:
-                if not message.gpu.isprintable() or "/" in message.gpu:
-                    raise GpuError(f"{message.gpu!r} is no address of a GPU.")
-                rank.map(files.pop(0))
-                rank.is_renewal = message.is_renewal
-                self._forget_former(rank)
-                if message.gpu not in self._drivers:
-                    is_simulated = message.gpu.startswith("simulated:")
-                    record = UnrecordedGpu(message.gpu) if is_simulated else GpuRecord(message.gpu, self._name)
-                    self._drive(record, [_mapped(file, 0) for file in files])
-            except GpuHeldError as error:
-                self._refuse(rank, "held", str(error))
-            except GpuError as error:
-                self._refuse(rank, "memory", str(error))
-            except (OSError, RuntimeError) as error:
-                self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
-            else:
-                rank.gpu = message.gpu
-                record = self._drivers[message.gpu].record
-                if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
-                    self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
-                self._has_served = True
+            self._register(rank, message, files)
+
+    def _register(self, rank: _Rank, message: RequestLease, files: list[int]) -> None:
+        """Accept a request for a lease, which is granted when the GPU is open."""
+        try:
+            if not message.gpu.isprintable() or "/" in message.gpu:
+                raise GpuError(f"{message.gpu!r} is no address of a GPU.")
+            rank.map(files.pop(0))
+            rank.is_finding = False
+            rank.is_renewal = message.is_renewal
+            rank.describes, rank.checks_permission = message.describes, message.checks_permission
+            self._forget_former(rank)
+            if message.gpu not in self._drivers:
+                is_simulated = message.gpu.startswith("simulated:")
+                record = UnrecordedGpu(message.gpu) if is_simulated else GpuRecord(message.gpu, self._name)
+                self._drive(record, [_mapped(file, 0) for file in files])
+        except GpuHeldError as error:
+            self._refuse(rank, "held", str(error))
+        except GpuError as error:
+            self._refuse(rank, "memory", str(error))
+        except (OSError, RuntimeError) as error:
+            self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
+        else:
+            rank.gpu = message.gpu
+            record = self._drivers[message.gpu].record
+            if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
+                self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
+            self._has_served = True
+
+    def _follow_server(self, rank: _Rank, server: Connect) -> None:
+        """Connect a rank with the server of its job."""
+        rank.uplink = next((uplink for uplink in self._uplinks if uplink.is_to(server)), None)
+        if rank.uplink is None:
+            rank.uplink = Uplink(server, self._time)
+            self._uplinks.append(rank.uplink)
+            self._selector.register(rank.uplink.file, selectors.EVENT_READ, rank.uplink)
+        rank.number = server.rank
+        memory = rank.memory
+        rank.uplink.join(rank.number, lambda: 0 if memory is None else memory.iteration)
+
+    def _start_server(self, rank: _Rank, request: StartServer, files: list[int]) -> None:
+        """Start the server of the job, or another one for a job that starts anew."""
+        if not files or not 0 < request.length <= _LONGEST_DESCRIPTION:
+            rank.send(ServerStarted(kind="PerseusError", error="the job was not described"))
+            return
+        description = bytes(_mapped(files[0], request.length)[: request.length])
+        if self._server is not None:
+            self._server.end()
+        self._server = JobServerChild(request, description)
+        self._server_waits.append(rank)
+        assert self._server.file is not None
+        self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
+
+    def _look_at_servers(self) -> None:
+        """Take in what servers have sent, and replace one that is silent."""
+        for uplink in self._uplinks:
+            ranks = {rank.number: rank for rank in self._ranks.values() if rank.uplink is uplink}
+            for number, message in uplink.look():
+                if number in ranks and (clocks := ranks[number].clocks) is not None:
+                    clocks.obey(message)
+            if uplink.has_become_silent():
+                for rank in ranks.values():
+                    if rank.clocks is not None:
+                        rank.clocks.forget_server()
+        if (server := self._server) is None:
+            return
+        file = server.file
+        if file is not None and (answer := server.answer()) is not None:
+            self._selector.unregister(file)
+            for rank in self._server_waits:
+                rank.send(answer)
+            self._server_waits.clear()
+        # A machine that was paused has paused the server as well.
+        now_s = self._time.now_s()
+        self._server_silent_s += min(now_s - self._server_looked_s, _COUNTED_S)
+        self._server_looked_s = now_s
+        if file is not None or any(uplink.heard_s > now_s - 1.0 for uplink in self._uplinks):
+            self._server_silent_s = 0.0
+        elif self._server_silent_s > SILENT_S and self._is_needed():
+            self._server_silent_s = 0.0
+            server.restart()
+            assert server.file is not None
+            self._selector.register(server.file, selectors.EVENT_READ, server)
+
+    def _find(self, rank: _Rank, place: FindGpu) -> None:
+        try:
+            # A number may be that of another GPU here, whose clocks would be changed.
+            if place.uuid is None and place.pci_address is None and place.cgroups != places.cgroups():
+                raise GpuError(f"GPU {place.ordinal} of a process of other control groups cannot be identified.")
+            gpu = self._find_gpu(place)
+            address = gpu.address
+            gpu.close()
+            assert address is not None
+            rank.send(Found(address))
+        except Exception as error:  # of any kind: the client waits for an answer
+            rank.send(Refused("unusable", str(error)))
+            self._has_served, rank.is_finding = True, False
 
     def _forget_former(self, rank: _Rank) -> None:
         """Forget the former connection of a process that has connected again, as when this agent was stopped."""
@@ -367,6 +486,10 @@ class Agent:
         self._forget(rank)
 
     def _forget(self, rank: _Rank) -> None:
+        if rank.uplink is not None:
+            rank.tell(Left())
+            rank.uplink.leave(rank.number)
+            rank.uplink.look()
         del self._ranks[rank.connection.fileno()]
         if rank.is_connected:
             self._selector.unregister(rank.connection)
@@ -375,6 +498,11 @@ class Agent:
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_writer.send(b"x")
+
+    def _look_soon(self, rank: _Rank) -> None:
+        """Look at a rank; from any thread."""
+        rank.look_at_s = 0.0
+        self._wake()
 
     def _revoke(self, rank: _Rank) -> None:
         """Return a GPU to its default clock before its rank ends."""
@@ -428,25 +556,40 @@ class Agent:
         if (problem := driver.problem()) is not None:
             self._refuse(rank, "unusable", str(problem))
             return
+        if rank.describes and not driver.is_described(rank.checks_permission):
+            driver.describe(rank.checks_permission)
+            return
+        if rank.describes and isinstance(driver.description, Exception):
+            self._refuse(rank, "unusable", str(driver.description))
+            return
         is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
         if driver.gpu is not None and rank.memory is not None and driver.is_reset and is_clear:
-            record = driver.record
-            record.set_locked(True)
+            driver.record.set_locked(True)
             rank.is_granted = True
-            rank.clocks = RankClocks(driver.gpu, rank.memory, rank.send, self._time, may_lock=lambda: record.is_current)
+            if rank.checks_permission:
+                for other in self._others(rank):
+                    if other.memory is not None:
+                        other.memory.count_reset()
+            rank.clocks = RankClocks(
+                driver.gpu,
+                rank.memory,
+                rank.send,
+                rank.tell,
+                self._time,
+                may_lock=driver.may_lock,
+                on_record=partial(self._look_soon, rank),
+            )
             if rank.is_renewal:
                 rank.clocks.take_over()
-            left = [
-                LeftLocked(gpu, pid, "" if each.is_reset else str(each.error or "its driver does not answer"))
-                for gpu, (pid, each) in self._left.items()
-            ]
+            left = [LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
             self._inherited.discard(rank.gpu)
             if rank.gpu in self._abandoned and rank.memory is not None:
                 self._abandoned.discard(rank.gpu)
                 rank.memory.count_reset()
             driver.record.left_by = None
             self._left = {}
-            rank.send(Granted(tuple(left)))
+            description = driver.description if rank.describes else None
+            rank.send(Granted(tuple(left), description if isinstance(description, GpuDescription) else None))
 
     def _others(self, rank: _Rank) -> list[_Rank]:
         """Return the other ranks that use the GPU of a rank."""
@@ -485,7 +628,7 @@ class Agent:
         """Forget a GPU that no rank uses, once it is reset."""
         is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
         if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
-            if gpu not in self._abandoned:
+            if gpu not in self._abandoned and not driver.left_error:
                 driver.record.set_locked(False)
             driver.close()
             driver.record.close()

@@ -7,6 +7,7 @@ clocks; when it is heard again, or another one in its place, ranks join it anew.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -47,6 +48,7 @@ class Uplink:
         self._socket.curve_secretkey = server.secret_key
         self._socket.connect(server.address)
         self._ranks: dict[int, Callable[[], int]] = {}
+        self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
         self._epoch = b""
         self.is_heard = False
         self.heard_s = timebase.now_s()
@@ -71,8 +73,11 @@ class Uplink:
         self._ranks.pop(rank, None)
 
     def send(self, rank: int, message: ToServer) -> None:
-        """Send a message of a rank; it is lost if the server has not taken in thousands before it."""
-        self._send(_RANK.pack(rank), _encode(message))
+        """Send a message of a rank when :meth:`look` is called next; from any thread.
+
+        It is lost if the server has not taken in thousands before it.
+        """
+        self._outbox.append((_RANK.pack(rank), _encode(message)))
 
     def look(self) -> list[tuple[int, ToRank]]:
         """Return what has come for ranks, and send a heartbeat if it is due."""
@@ -85,6 +90,8 @@ class Uplink:
             self._hear(frames)
             if len(frames) == 2 and len(frames[0]) == _RANK.size:
                 found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
+        while self._outbox:
+            self._send(*self._outbox.popleft())
         now_s = self._time.now_s()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + HEARTBEAT_S

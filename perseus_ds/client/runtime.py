@@ -14,26 +14,36 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.devices import peak_memory_bytes
 from perseus_ds.client.inputs import InputShapes, length_of_inputs, number_of_inputs
+from perseus_ds.client.measuring import measure_counter, measure_gpu
+from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, meet
 from perseus_ds.clocks.timers import Execution, FinishedIteration, SimulatedExecution
-from perseus_ds.errors import PerseusError
+from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.errors import GpuError, PerseusError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.pipeline.span import Span, encode
 from perseus_ds.protocol import job_messages as msg
+from perseus_ds.protocol.description import decode_welcome
 from perseus_ds.protocol.job_messages import Follow, Program, Report, Times
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
+from perseus_ds.protocol.messages import Connect
 from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import log_printable, printable
 
+T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
 logger.addFilter(log_printable)
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -43,12 +53,6 @@ UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, "observe")
 _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_UNSENT = 64
-
-
-class Monitor(Protocol):
-    """DeepSpeed's monitor, or anything like it."""
-
-    def write_events(self, event_list: list[tuple[str, float, int]]) -> None: ...
 
 
 class _Ran(NamedTuple):
@@ -126,15 +130,86 @@ class PerseusRuntime:
         self._worked = 0
         atexit.register(self.close)
 
+    @classmethod
+    def start(
+        cls,
+        config: PerseusConfig,
+        facts: EngineFacts,
+        read: Callable[[], Schedule],
+        check: Callable[[Schedule], object] = lambda schedule: None,
+    ) -> PerseusRuntime:
+        """Start Perseus on a rank that is about to train. All ranks call this together.
+
+        The arguments are those of :func:`~perseus_ds.client.meeting.meet`.
+
+        Raises:
+            PerseusError: On all ranks, the error of the first rank that has one.
+        """
+        opened, rank = Opened(), dist.get_rank()
+        try:
+            answer = meet(config, facts, read, check, opened)
+            clocks = opened.clocks
+            assert clocks is not None
+            runtime = cls(
+                clocks,
+                opened.timers,
+                opened.schedule,
+                is_rank_0=rank == 0,
+                monitor=facts.monitor,
+                memory_bytes=lambda: peak_memory_bytes(facts.device),
+            )
+            clocks.follow(Connect(rank, answer.address, answer.server_key, answer.public_key, answer.secret_key))
+            welcome = decode_welcome(answer.answer)
+            if welcome.measures_power:
+                place, ranks = facts.pipeline.index(rank), len(facts.pipeline)
+                load = load_of(opened.gpu, facts.device)
+                clocks.send(measure_gpu(clocks, load, facts.device, pipeline_rank=place, pipeline_ranks=ranks))
+            elif welcome.measures_counter:
+                with suppress(GpuError):
+                    clocks.send(measure_counter(clocks))
+        except BaseException:
+            opened.close()
+            raise
+        return runtime
+
+    @classmethod
+    def for_loop(
+        cls,
+        block: Mapping[str, Any],
+        schedule: Schedule,
+        *,
+        pipeline: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> PerseusRuntime:
+        """Start Perseus on a rank for a user's own training loop on ``torch.distributed``.
+
+        Surround each iteration with :meth:`iteration` and each forward and backward in it with :meth:`instruction`.
+        Call :meth:`close` at the end.
+
+        Args:
+            block: A ``perseus`` block.
+            schedule: The operations of every rank of a pipeline in one iteration, such as
+                ``read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=8)``.
+            pipeline: Global ranks of this rank's pipeline, first stage first.
+            device: Where the rank's tensors live.
+
+        Raises:
+            ConfigError: The block is wrong.
+            PerseusError: On all ranks, the error of the first rank that has one.
+        """
+        facts = EngineFacts(pipeline=tuple(pipeline), copies=None, device=torch.device(device))
+        own = replace(schedule, ranks=(schedule.ranks[facts.pipeline.index(dist.get_rank())],))
+        return cls.start(parse_block(block), facts, lambda: own)
+
+    @property
+    def profiled(self) -> bool:
+        """True if there is nothing left to measure."""
+        return self.phase in ("observe", "run", "pause")
+
     @property
     def phase(self) -> str:
         """The phase of the iteration that has begun last, or of the first one."""
         return self.follow.phase
-
-    @property
-    def profiled(self) -> bool:
-        """Whether there is nothing left to measure."""
-        return self.phase in ("observe", "run", "pause")
 
     @contextmanager
     def iteration(
@@ -224,10 +299,30 @@ class PerseusRuntime:
         if self._simulated is not None:
             self._simulated.input_shapes = inputs
         if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
-            shape = number_of_inputs(inputs)
-            if self._shapes.add(shape, length_of_inputs(inputs)) and self._key in self._by_shape:
-                self._choose_by_shape(shape)
+            self._add_inputs(inputs)
         return self._hooks.around(operation)
+
+    def _add_inputs(self, inputs: Hashable) -> None:
+        """Take in the shapes of a forward's inputs: the first ones select what the iteration runs."""
+        shape = number_of_inputs(inputs)
+        if self._shapes.add(shape, length_of_inputs(inputs)) and self._key in self._by_shape:
+            self._choose_by_shape(shape)
+
+    def capture(self) -> CapturedIteration | None:
+        """Return what surrounds the operations of an iteration of which a CUDA graph is being captured.
+
+        Returns:
+            None if graphs cannot be followed: this is no GPU of NVIDIA, or torch has no external events.
+        """
+        times = self._timers.graph_times()
+        return None if times is None else CapturedIteration(self._clocks, times)
+
+    def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
+        """Execute the passes of the iteration that has begun by replaying the graph of one that was captured."""
+        self._send_reports()
+        for inputs in captured.inputs:
+            self._add_inputs(inputs)
+        return self._hooks.replay(captured, replay)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration, as :meth:`operation` does."""
@@ -346,7 +441,7 @@ class PerseusRuntime:
             return
 
     def _tell_monitor(self, observed: msg.Observed) -> None:
-        if self._monitor is None or not torch.distributed.is_initialized():  # DeepSpeed's asks for its rank
+        if self._monitor is None or not dist.is_initialized():  # DeepSpeed's asks for its rank
             return
         try:
             self._monitor.write_events([(tag, value, observed.samples) for tag, value in observed.figures])
@@ -471,6 +566,17 @@ class OperationHooks:
             return NOTHING
         self._operation, self._position = operation, position
         return self
+
+    def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
+        """Have a graph execute the passes of this iteration."""
+        if list(self._positions) != captured.instructions[: len(self._positions)]:
+            self._clocks.change_order(DEFAULT_CLOCKS)  # its marks are those of another order
+        if captured.times.last is not None:
+            captured.times.last.spans()  # this replay overwrites them
+        replayed = replay()
+        if self._times_passes:
+            self._timers.replayed(captured.times)
+        return replayed
 
     def __enter__(self) -> None:
         """An operation is about to be issued."""

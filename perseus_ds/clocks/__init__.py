@@ -1,1 +1,1 @@
-"""Clocks while training: controller, transitions, read-back and timers."""
+"""Timing of operations on the device: events and timers."""

@@ -1,6 +1,6 @@
-"""Events in the GPU's own progress, between which time is measured.
+"""Events on the device, between which time is measured.
 
-What has passed already is an event as well: simulated GPUs and CUDA go through the same code.
+An event that has already passed has the same interface, so that simulated GPUs and CUDA share their code.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ _POLL_S = 0.0005
 
 
 class DeviceEvent(Protocol):
-    """A point in the GPU's own progress."""
+    """A point in the progress of the device."""
 
     def synchronize(self) -> object:
-        """Wait until the GPU has passed it."""
+        """Wait until the device has passed the event."""
 
     def query(self) -> bool:
-        """Return whether the GPU has passed it."""
+        """Return True if the device has passed the event."""
 
     def since_s(self, start: Any) -> float:
-        """Return the time from another event of the same device to this one, both of which have passed [s]."""
+        """Return the time from another event of the same device to this one [s]. Both must have passed."""
 
 
 class PassedEvent(float):
-    """An event that is over, made of when it was [s]; a number, so that making one calls nothing written in Python."""
+    """An event that has passed, stored as its time [s]. A ``float``, because that is fast to create."""
 
     __slots__ = ()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return immediately, because the event has passed."""
 
     def query(self) -> bool:
         return True
@@ -44,23 +44,26 @@ class PassedEvent(float):
 
 
 def wait_by_polling(event: torch.cuda.Event) -> None:
-    """Wait until the GPU has passed an event, without keeping a core busy as the driver's own function does."""
+    """Wait until the GPU has passed an event.
+
+    Unlike the driver's function, this does not keep a core busy.
+    """
     while not event.query():
         time.sleep(_POLL_S)
 
 
 class EventPool:
-    """Events of CUDA that are recorded again once nobody refers to them any more.
+    """Reuses CUDA events that are no longer referenced.
 
-    Creating and destroying one can contend for the context's lock for milliseconds.
+    Creating and destroying an event can contend for the context's lock for milliseconds.
 
     Args:
-        create: Makes an event. Not a blocking one: an H100 accepted 28 launches in advance with two blocking events
-            after each, and 512 with an event that is not blocking (docs/evidence.md).
+        create: Creates an event. It must not be a blocking one: an H100 accepted 28 launches in advance with two
+            blocking events after each, and 512 with an event that is not blocking (docs/evidence.md).
         wait: Waits for an event.
 
     Attributes:
-        stream: Returns the stream on which to record; None for the current stream of the current device.
+        stream: Returns the stream on which to record. None for the current stream of the current device.
     """
 
     def __init__(self, create: Callable[[], torch.cuda.Event], wait: Callable[[torch.cuda.Event], object]) -> None:
@@ -70,7 +73,7 @@ class EventPool:
         self.free: deque[torch.cuda.Event] = deque()
 
     def record(self) -> torch.cuda.Event:
-        """Return an event that is recorded now, and that :attr:`free` is to get back."""
+        """Record an event and return it. The caller must append it to :attr:`free` after use."""
         try:
             event = self.free.popleft()
         except IndexError:
@@ -83,7 +86,7 @@ class EventPool:
 
 
 class RecordedEvent:
-    """An event of a pool, to which it returns when this object is gone; on whichever thread that is."""
+    """An event of a pool. It returns to the pool when this object is deleted, on any thread."""
 
     __slots__ = ("_pool", "event")
 

@@ -1,13 +1,14 @@
-"""Times the operations of an iteration on the device that the engine computes with.
+"""Times the operations of an iteration on the device of the engine.
 
-There are three kinds: on the host (its clock), on CUDA (events that are read once the device has passed them) and on a
-simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
+There are three kinds of devices: the host (by its clock), CUDA (by events that are read after the device has passed
+them) and a simulated GPU (by the host's clock, where each instruction takes the time that the simulated GPU needs).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -30,26 +31,29 @@ from perseus_ds.pipeline.span import Span
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 Mark: TypeAlias = tuple[Operation, DeviceEvent, DeviceEvent]
-"""An operation, when it began and when it ended."""
+"""An operation, its begin and its end."""
 
 
 class FinishedIteration:
-    """An iteration that was issued; the device may still be at it.
+    """An iteration that has been issued, but that the device may not have finished yet.
 
-    Its time and operations are known once its end has passed.
+    Its time and operations are known after its end event has passed.
     """
 
-    def __init__(self, start: DeviceEvent, end: DeviceEvent, marks: Sequence[Mark]) -> None:
+    def __init__(
+        self, start: DeviceEvent, end: DeviceEvent, marks: Sequence[Mark], replay: Replay | None = None
+    ) -> None:
         self.end = end
         self._start = start
         self._marks = marks
+        self._replay = replay
 
     def is_over(self) -> bool:
-        """Return whether the device has done it."""
+        """Return True if the device has finished the iteration."""
         return self.end.query()
 
     def time_s(self) -> float:
-        """Wait for the device and return how long the iteration took [s]."""
+        """Wait for the device and return the duration of the iteration [s]."""
         self.end.synchronize()
         return self.end.since_s(self._start)
 
@@ -57,17 +61,87 @@ class FinishedIteration:
         """Wait for the device and return the iteration's operations."""
         self.end.synchronize()
         start = self._start
-        return [Span(operation, begun.since_s(start), ended.since_s(start)) for operation, begun, ended in self._marks]
+        spans = [Span(operation, begun.since_s(start), ended.since_s(start)) for operation, begun, ended in self._marks]
+        return spans if self._replay is None else self._replay.followed_by(spans)
+
+
+class GraphTimes:
+    """Times operations in a CUDA graph by events that each replay records anew.
+
+    Attributes:
+        marks: The operations, and the events at which they begin and end.
+        last: The last replay whose times are asked for; None if nobody has asked yet.
+    """
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        """Take what returns an event that is recorded at this place of the graph."""
+        self._event = event
+        self.marks: list[tuple[Operation, Any, Any]] = []
+        self.last: Replay | None = None
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        """Time an operation while it is captured."""
+        begun = self._event()
+        yield
+        self.marks.append((operation, begun, self._event()))
+
+
+class Replay:
+    """Times the operations in one replay of a graph: they have to be read before the next replay begins.
+
+    Args:
+        graph: The graph's times.
+        start: When the iteration began.
+        over: Passed when the graph has been replayed.
+    """
+
+    def __init__(self, graph: GraphTimes, start: RecordedEvent, over: RecordedEvent) -> None:
+        self._graph = graph
+        self._start = start
+        self._over = over
+        self._spans: list[Span] | None = None
+        self._aligned_s: float | None = None
+
+    def spans(self) -> list[Span]:
+        """Return the operations in the graph; wait for the device the first time."""
+        if self._spans is None:
+            self._over.synchronize()
+            of_start = self._start.event
+            self._spans = [
+                Span(operation, of_start.elapsed_time(begun) / 1e3, of_start.elapsed_time(ended) / 1e3)
+                for operation, begun, ended in self._graph.marks
+            ]
+        return self._spans
+
+    def tail_s(self) -> float:
+        """Return how long the part of the tail takes that is in the graph, such as reducing gradients [s]."""
+        return sum(span.time_s for span in self.spans() if _is_tail(span.operation))
+
+    def align_tail(self, tail_s: float) -> None:
+        """Have this part take as long as it does without waiting [s], right before the rest of the tail."""
+        self._aligned_s = tail_s
+
+    def followed_by(self, after: list[Span]) -> list[Span]:
+        """Return the operations in the graph and those that were issued after it; the tail is one of them."""
+        spans = self.spans()
+        if not (spans and after and _is_tail(spans[-1].operation) and _is_tail(after[0].operation)):
+            return spans + after
+        rest = after[0]
+        begin_s = spans[-1].start_s if self._aligned_s is None else rest.start_s - self._aligned_s
+        return [*spans[:-1], Span(rest.operation, begin_s, rest.end_s), *after[1:]]
 
 
 class Execution(ABC):
-    """Told of the begin and the end of the operations of this rank that are to be timed; one after the other.
+    """Times the operations of this rank, which do not overlap.
 
     Attributes:
-        needs_all: Whether it has to be told of all others, too.
+        needs_all: Whether untimed operations must be reported as well.
+        replay: The times of the graph that is replayed in this iteration; None without one, or if they are not needed.
     """
 
     needs_all = False
+    replay: Replay | None = None
     _start: DeviceEvent
     _begun: DeviceEvent
 
@@ -75,37 +149,46 @@ class Execution(ABC):
         self._marks: list[Mark] = []
 
     def start_iteration(self) -> DeviceEvent:
-        """Begin another iteration; returns the event at which it begins on the device."""
+        """Begin an iteration and return the event of its begin on the device."""
         self._marks = []
+        self.replay = None
         self._start = self.event()
         return self._start
 
     def finish_iteration(self) -> FinishedIteration:
-        """End the iteration begun last, all of which was issued; returns at once."""
-        return FinishedIteration(self._start, self.event(), self._marks)
+        """End the current iteration after all of it has been issued. Does not wait for the device."""
+        return FinishedIteration(self._start, self.event(), self._marks, self.replay)
+
+    def graph_times(self) -> GraphTimes | None:
+        """Return the timer of the operations in a CUDA graph that is being captured, None if they cannot be timed."""
+        return None
+
+    def replayed(self, graph: GraphTimes) -> None:
+        """Time the operations of a graph whose replay has just been issued."""
+        raise NotImplementedError
 
     def begin(self, operation: Operation) -> DeviceEvent:
-        """Note that the operation is about to be issued; returns the event at which it begins on the device."""
+        """Return the event of an operation's begin on the device. Called before the operation is issued."""
         self._begun = begun = self.event()
         return begun
 
     def end(self, operation: Operation) -> DeviceEvent:
-        """Note that the operation was issued; returns the event at which it ends on the device."""
+        """Return the event of an operation's end on the device. Called after the operation was issued."""
         ended = self.event()
         self._marks.append((operation, self._begun, ended))
         return ended
 
     @abstractmethod
     def event(self) -> DeviceEvent:
-        """Return the event at which the device will have done what was issued so far."""
+        """Return an event that passes when the device has finished all work issued so far."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the device has done all that was issued."""
+        """Wait until the device has finished all work issued so far."""
 
 
 class HostExecution(Execution):
-    """Operations that are over when the call returns."""
+    """Operations that have ended when their call returns."""
 
     def __init__(self, timebase: Timebase = REAL_TIME) -> None:
         super().__init__()
@@ -116,14 +199,16 @@ class HostExecution(Execution):
         return PassedEvent(self._now_s())
 
     def wait(self) -> None:
-        """Nothing is outstanding."""
+        """Return immediately, because nothing is outstanding."""
 
 
 class CudaExecution(Execution):
-    """Operations that the host only launches: timed by events on the current stream of its device.
+    """Operations that the host only launches.
+
+    They are timed by events on the current stream of the device.
 
     Args:
-        cuda: The module ``torch.cuda``, which makes events and waits for them.
+        cuda: The module ``torch.cuda`` or a replacement.
         wait: Waits for an event.
     """
 
@@ -144,20 +229,38 @@ class CudaExecution(Execution):
         return super().start_iteration()
 
     def _find_stream(self) -> None:
-        """Have events recorded on the current stream of the rank's device, whichever device is the current one."""
-        # To look a stream up takes longer than to record on the current device's.
+        """Record events on the current stream of the rank's device, even if another device is the current one."""
+        # Looking up a stream takes longer than recording on that of the current device.
         is_current = self._cuda.current_device() == self._device
         self._pool.stream = None if is_current else lambda: self._cuda.current_stream(self._device)
 
-    def event(self) -> DeviceEvent:
+    def event(self) -> RecordedEvent:
         return RecordedEvent(self._pool)
+
+    def graph_times(self) -> GraphTimes | None:
+        if torch.version.hip is not None:
+            return None
+        try:
+            self._cuda.Event(enable_timing=True, external=True)
+        except TypeError:  # an older torch
+            return None
+        return GraphTimes(self._external_event)
+
+    def _external_event(self) -> Any:
+        event = self._cuda.Event(enable_timing=True, external=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def replayed(self, graph: GraphTimes) -> None:
+        assert isinstance(self._start, RecordedEvent)
+        self.replay = graph.last = Replay(graph, self._start, self.event())
 
     def wait(self) -> None:
         self._cuda.synchronize(self._device)
 
 
 _aten = torch.ops.aten
-# PyTorch counts attention on GPUs alone; the processor's kernel takes the same arguments and does the same work.
+# PyTorch counts only attention kernels for GPUs. The CPU kernel takes the same arguments and does the same work.
 _FLOPS_OF = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
@@ -168,16 +271,15 @@ _FLOPS_OF = {
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of kernels without changing which kernels run.
+    """Counts the floating-point operations of kernels without changing the choice of kernels.
 
-    PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
-    ``torch.compile`` compiles as without a counter; its kernels are counted where they are matrix products of their
-    own.
+    PyTorch's ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
+    ``torch.compile`` compiles as it does without a counter. Of its kernels, only separate matrix products are counted.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether ``torch.compile`` compiles in spite of this mode; if not, functions called in it never are."""
+        """Return True, so that ``torch.compile`` compiles functions that are called in this mode."""
         return True
 
     def __init__(self) -> None:
@@ -195,19 +297,18 @@ class FlopCounter(TorchDispatchMode):
 class SimulatedExecution(HostExecution):
     """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
-    How much work an instruction is, relative to the others, follows from the floating-point
-    operations of its kernels the first time it ran on inputs of the same shapes. Until :meth:`calibrate`,
-    nothing is stretched.
+    The work of an instruction relative to the others follows from the floating-point operations of its kernels when it
+    first ran on inputs of the same shapes. Before :meth:`calibrate`, instructions are not stretched.
 
     Attributes:
-        seconds_per_flop: Time of a floating-point operation at the top clock [s]; None before :meth:`calibrate`.
+        seconds_per_flop: Time of a floating-point operation at the top clock [s]. None before :meth:`calibrate`.
         flops: Floating-point operations of each kind of pass so far.
-        input_shapes: Shapes of the inputs of the next forward, where whoever runs passes knows them; the other passes
-            of its micro-batch work on the same.
+        input_shapes: Shapes of the inputs of the next forward, if known. The other passes of its micro-batch use the
+            same.
 
     Args:
-        transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
-        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
+        transfer_s: Time of a transfer after both sides have arrived, in addition to the real time [s].
+        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real time [s].
     """
 
     needs_all = True
@@ -228,11 +329,11 @@ class SimulatedExecution(HostExecution):
         self._counter: FlopCounter | None = None
 
     def calibrate(self, seconds_per_flop: float, flops: Mapping[Hashable, int] = MappingProxyType({})) -> None:
-        """Set how long passes take.
+        """Set the duration of passes.
 
         Args:
             seconds_per_flop: Time of a floating-point operation at the top clock [s].
-            flops: Those of passes where it is not this rank that does most, of the ranks that run in step with it.
+            flops: Floating-point operations of passes of which another rank that runs in step with this one does more.
         """
         self.seconds_per_flop = seconds_per_flop
         self.flops.update({key: count for key, count in flops.items() if key in self.flops})
@@ -262,7 +363,7 @@ class SimulatedExecution(HostExecution):
         return super().end(operation)
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Return what the work of an instruction depends on."""
+        """Return the properties of an instruction that determine its work."""
         work = instruction.stage, instruction.micro_batch
         if instruction.kind is Kind.FORWARD:
             self._shapes[work] = self.input_shapes
@@ -272,7 +373,7 @@ class SimulatedExecution(HostExecution):
         if isinstance(operation, Exchange):
             self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s)
         elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
-            # The tail is several commands; all of its simulated work is done after the first.
+            # The tail consists of several commands. All of its simulated work is done after the first one.
             self._tail_done = True
             self._gpu.begin_work(MEMORY_BOUND)
             self._gpu.finish_work(self._tail_s)
@@ -280,3 +381,7 @@ class SimulatedExecution(HostExecution):
 
 def _is_pass(operation: Operation) -> TypeGuard[Compute]:
     return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
+
+
+def _is_tail(operation: Operation) -> bool:
+    return isinstance(operation, Compute) and operation.instruction.kind is Kind.TAIL

@@ -1,1 +1,1 @@
-"""Who trains: the interface of engines (``engine.py``), and a folder for each engine behind it."""
+"""Training engines: the interface (``engine.py``), and a folder for each engine that implements it."""

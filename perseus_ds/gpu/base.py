@@ -1,4 +1,4 @@
-"""The interface that every GPU has, real or simulated."""
+"""The interface of a GPU, real or simulated."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class GpuState:
     """The state of a GPU.
 
     Attributes:
-        temperature_c: None where the driver does not tell.
-        power_state: Its performance state, such as ``P0``; None where the driver does not tell.
+        temperature_c: None if the driver does not report it.
+        power_state: Performance state, such as ``P0``. None if the driver does not report it.
     """
 
     temperature_c: float | None = None
     power_state: str | None = None
 
 
-class Gpu(Protocol):
-    """One GPU, the one this process computes on.
+class KnownGpu(Protocol):
+    """What a training process knows of its GPU.
 
     Attributes:
-        name: Product name, such as ``NVIDIA A100-SXM4-80GB``; a simulated one says so.
+        name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU says that it is simulated.
         driver: Driver version, or None.
-        address: How another process on this node opens it (:mod:`perseus_ds.gpu.opening`); None if no lock
-            of its clock outlives this process.
+        address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu.opening`). None if
+            no lock of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
-        settings: What was set of it when it was opened; None where that is not told.
+        settings: What was set of it when it was opened; None if the driver does not report it.
     """
 
     name: str
@@ -42,55 +42,66 @@ class Gpu(Protocol):
     def settings(self) -> GpuSettings | None: ...
 
     @property
-    def has_energy_counter(self) -> bool:
-        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
-
-    @property
     def address(self) -> str | None: ...
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Return the SM clocks that can be locked, ascending [MHz]."""
-
-    def lock_clock(self, clock_mhz: int) -> None:
-        """Request a fixed SM clock; it takes effect a little later and limits may keep it lower.
+        """Return the SM clocks that can be locked, ascending [MHz].
 
         Raises:
-            GpuPermissionError: This process may not.
-            GpuError: The driver refused; the message says why and what to do.
+            GpuError: The driver lists none.
+        """
+
+    def check_lock_permission(self) -> None:
+        """Check that clocks may be locked, without leaving one locked.
+
+        Raises:
+            GpuPermissionError: They may not; the message says what to do.
+            GpuError: The driver refused.
+        """
+
+    def close(self) -> None:
+        """Release the driver. The clock stays as it is."""
+
+
+class Gpu(KnownGpu, Protocol):
+    """One GPU, whose driver this process calls."""
+
+    @property
+    def has_energy_counter(self) -> bool:
+        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        """Request a fixed SM clock.
+
+        The clock changes after some milliseconds. Power and thermal limits may keep it lower.
+
+        Raises:
+            GpuPermissionError: This process may not lock clocks.
+            GpuError: The driver refused. The message gives the reason and a remedy.
         """
 
     def reset_clock(self) -> None:
-        """Return the clock to the driver's own management, the default.
+        """Remove the lock, so that the driver manages the clock again.
 
         Raises:
             GpuError: As for :meth:`lock_clock`.
         """
 
-    def check_lock_permission(self) -> None:
-        """Check that this process may lock clocks, without leaving one locked.
-
-        Raises:
-            GpuPermissionError: It may not; the message says what to do.
-        """
-
     def clock_mhz(self) -> int:
-        """Return the SM clock now [MHz]."""
+        """Return the current SM clock [MHz]."""
 
     def throttle_reasons(self) -> tuple[str, ...]:
-        """Return why the clock is not higher now, such as ``sw_power_cap``; empty where it is not reported."""
+        """Return the reasons that limit the current clock, such as ``sw_power_cap``. Empty if not reported."""
 
     def power_limit_w(self) -> float | None:
-        """Return the power limit in force now, whoever has set it [W]; None where it is not told."""
+        """Return the power limit in force [W]. None if it is not reported."""
 
     def energy_j(self) -> float:
-        """Return the energy used since some moment in the past [J]; refreshed about every 100 ms."""
+        """Return a counter of the energy used [J], which is refreshed about every 100 ms."""
 
     def power_w(self) -> float:
-        """Return the power drawn now [W]."""
+        """Return the current power [W]."""
 
     @property
     def state(self) -> GpuState:
         """Temperature and performance state now, as far as the driver tells."""
-
-    def close(self) -> None:
-        """Release the driver. The clock stays as it is."""

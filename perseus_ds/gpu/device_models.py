@@ -1,7 +1,7 @@
-"""Models of GPUs to simulate: how fast they are and what they draw at each clock.
+"""Models of simulated GPUs: speed and power as functions of the clock.
 
 The constants of a :class:`DeviceModel` are fitted to published measurements. For A100-SXM and A40 these are the GPT-3
-175B stage profiles of the Perseus paper's artifact (SOSP '24); for the others the source is stated with the device.
+175B stage profiles of the Perseus paper's artifact (SOSP '24). For the others the source is stated with the device.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WORKLOADS = (COMPUTE_BOUND, MEMORY_BOUND)
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """How fast a GPU is and what it draws at each SM clock ``f`` [MHz].
+    """Speed and power of a GPU at each SM clock ``f`` [MHz].
 
-    An instruction takes ``t(f) = t(top) * (compute_share * top / f + 1 - compute_share)``: a part
-    that scales with the clock and a part, bound by memory, that does not. Power while computing is
-    ``static + dynamic * f * v(f)^2`` with a relative voltage ``v`` that is flat up to ``knee`` and
-    then rises, ``1 + curvature * (f - knee)^2``. At the power limit the board lowers the clock.
-    These figures are those of a forward or backward; other work is described by a :class:`Workload`.
+    An instruction takes ``t(f) = t(top) * (compute_share * top / f + 1 - compute_share)``: one part scales with the
+    clock and the other, bound by memory, does not. Power while computing is ``static + dynamic * f * v(f)^2`` with a
+    relative voltage ``v`` that is constant up to ``knee`` and then rises, ``1 + curvature * (f - knee)^2``. At the
+    power limit the board lowers the clock. The constants are those of a forward or backward. A :class:`Workload`
+    describes other work.
     """
 
     name: str
@@ -57,7 +57,7 @@ class DeviceModel:
         return tuple(range(self.lowest_clock_mhz, self.top_clock_mhz + 1, self.clock_step_mhz))
 
     def unlimited_power_w(self, clock_mhz: float, workload: Workload) -> float:
-        """Return the power while computing if there were no limit [W]."""
+        """Return the power while computing without a power limit [W]."""
         voltage = 1 + self.curvature_per_mhz2 * max(0.0, clock_mhz - self.knee_mhz) ** 2
         return self.static_power_w + workload.dynamic_share * self.dynamic_w_per_mhz * clock_mhz * voltage**2
 
@@ -66,7 +66,7 @@ class DeviceModel:
         return {w: self.highest_clock_mhz(self.power_limit_w, w) for w in WORKLOADS}
 
     def highest_clock_mhz(self, power_w: float, workload: Workload) -> float:
-        """Return the highest clock at which the board draws no more than some power [MHz]."""
+        """Return the highest clock at which the board draws at most the given power [MHz]."""
         low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
         if self.unlimited_power_w(high, workload) <= power_w:
             return high
@@ -76,7 +76,7 @@ class DeviceModel:
         return low
 
     def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
-        """Return the clock that the board runs at under its power limit [MHz]."""
+        """Return the clock at which the board runs under its power limit [MHz]."""
         return min(clock_mhz, self._limited_clocks_mhz[workload])
 
     def power_w(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:

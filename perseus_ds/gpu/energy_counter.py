@@ -1,4 +1,7 @@
-"""The energy counter: how often it is refreshed, how late it follows a step, and what takes its place without one."""
+"""The energy counter of a GPU: its refresh period and its delay after a step of the load.
+
+GPUs without a counter get a :class:`PowerIntegrator`.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _POLL_S = 5e-4
-# A call on the clocks' thread that takes longer would be taken for a driver that hangs.
+# A call that takes longer would be reported as a driver that hangs.
 _LONGEST_ANSWER_S = 2.5
 _STEADY_REFRESHES = 8
-# Powers are alike within this share of the step, or of themselves.
-_LEFT_OF_A_STEP, _VARIES = 0.05, 0.05
+# Powers count as equal if they differ by less than this share of the step, or of the power.
+_STEP_TOLERANCE, _POWER_TOLERANCE = 0.05, 0.05
 
 
 @dataclass(frozen=True)
 class CounterAnswer:
-    """How an energy counter answers to the end of a load.
+    """Response of an energy counter to the end of a load.
 
     Attributes:
-        period_s: How often it is refreshed [s]; None if that was not seen.
-        settle_s: How long it still counts what was drawn before [s]: about a second where it adds up averages.
+        period_s: Refresh period [s]. None if fewer than two refreshes were seen.
+        settle_s: Time for which the counter still includes power drawn before the step [s]. About a second if it
+            integrates averages.
     """
 
     period_s: float | None
@@ -34,12 +38,12 @@ class CounterAnswer:
 
 
 class PowerIntegrator:
-    """A GPU whose energy is integrated from its power readings on a thread; in all else the GPU itself.
+    """Wraps a GPU without an energy counter and integrates its power readings on a thread.
 
-    Less exact than a counter: boards average the power they report, some over a second.
+    This is less exact than a counter: boards average the power that they report, some over a second.
 
     Args:
-        gpu: A GPU before Volta, or a virtual one, that has no counter.
+        gpu: A GPU without a counter: older than Volta, or virtual.
     """
 
     has_energy_counter = True
@@ -57,8 +61,11 @@ class PowerIntegrator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
+    def __str__(self) -> str:
+        return str(self._gpu)
+
     def energy_j(self) -> float:
-        """Return the energy used since this began [J].
+        """Return the energy used since the thread started [J].
 
         Raises:
             GpuError: Power could not be read.
@@ -68,7 +75,7 @@ class PowerIntegrator:
         return self._energy_j
 
     def close(self) -> None:
-        """Stop reading, and release the driver."""
+        """Stop the thread and release the driver."""
         self._stop.set()
         self._thread.join()
         self._gpu.close()
@@ -85,16 +92,16 @@ class PowerIntegrator:
 
 
 def with_energy(gpu: Gpu, timebase: Timebase = REAL_TIME) -> Gpu:
-    """Return a GPU that reports its energy, whether it has a counter or not."""
+    """Return the GPU, wrapped in a :class:`PowerIntegrator` if it has no energy counter."""
     return gpu if gpu.has_energy_counter else PowerIntegrator(gpu, timebase=timebase)
 
 
 def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REAL_TIME) -> float | None:
-    """Return how often the energy counter is refreshed [s]; None if fewer than two refreshes were seen.
+    """Return the refresh period of the energy counter [s]. None if fewer than two refreshes were seen.
 
     Args:
-        gpu: The GPU; while it draws power, its counter changes at every refresh.
-        duration_s: How long to read the counter [s].
+        gpu: The GPU. While it draws power, its counter changes at every refresh.
+        duration_s: Time for which the counter is read [s].
         timebase: The GPU's timebase.
 
     Raises:
@@ -104,7 +111,7 @@ def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REA
 
 
 def answer_to_a_step(gpu: Gpu, before_w: float, timebase: Timebase = REAL_TIME) -> CounterAnswer:
-    """Read the counter of a GPU whose load has just ended, until the power that it tells is steady.
+    """Read the counter of a GPU after its load has ended, until the power derived from it is steady.
 
     Raises:
         GpuError: The counter is missing, or the driver refused.
@@ -118,20 +125,20 @@ def answer_to_a_step(gpu: Gpu, before_w: float, timebase: Timebase = REAL_TIME) 
     period_s = _period_s(seen)
     if period_s is None:
         return CounterAnswer(None, 0.0)
-    # Up to a period passes before the first refresh, however fast the counter is.
+    # Even without a delay the first refresh can take a whole period.
     return CounterAnswer(period_s, max(0.0, seen[_steady_from(seen, before_w)][0] - begin_s - period_s))
 
 
 def _steady_from(seen: Sequence[tuple[float, float]], before_w: float) -> int:
-    """Return the first refresh after which all powers are alike, compared with the step to the last ones."""
+    """Return the index of the first refresh after which the power no longer changes."""
     powers_w = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in itertools.pairwise(seen)]
     last_w = statistics.fmean(powers_w[-_STEADY_REFRESHES:])
-    tolerance_w = max(_LEFT_OF_A_STEP * abs(before_w - last_w), _VARIES * last_w)
+    tolerance_w = max(_STEP_TOLERANCE * abs(before_w - last_w), _POWER_TOLERANCE * last_w)
     return max((n + 1 for n, power_w in enumerate(powers_w) if abs(power_w - last_w) > tolerance_w), default=0)
 
 
 def _refreshes(gpu: Gpu, duration_s: float, timebase: Timebase) -> Iterator[tuple[float, float]]:
-    """Yield when the counter was refreshed [s], and its value then [J]."""
+    """Yield the time [s] and the new value [J] of each refresh."""
     end_s = timebase.now_s() + duration_s
     last_j = gpu.energy_j()
     while (now_s := timebase.now_s()) < end_s:

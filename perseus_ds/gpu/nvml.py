@@ -1,11 +1,14 @@
-"""NVIDIA's GPUs through NVML, by the module pynvml from the package ``nvidia-ml-py``; only this module knows it."""
+"""NVIDIA GPUs through NVML.
+
+Only this module uses ``pynvml``, which the package ``nvidia-ml-py`` provides.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,7 +45,7 @@ _REMEDIES = {
     pynvml.NVML_ERROR_RESET_REQUIRED: "The GPU must be reset before it is usable: `nvidia-smi --gpu-reset` as root.",
     pynvml.NVML_ERROR_TIMEOUT: "The driver did not answer in time: check `nvidia-smi` and dmesg, then try again.",
     pynvml.NVML_ERROR_NOT_SUPPORTED: (
-        "This GPU or its driver lacks the function (vGPUs and GPUs before Volta often do): use another GPU, "
+        "This GPU or its driver lacks the function, as many vGPUs and GPUs before Volta do: use another GPU, "
         + _ANOTHER_DEVICE
     ),
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The driver is too old to have the function: update the NVIDIA driver.",
@@ -74,7 +77,7 @@ _MODULE = getattr(pynvml, "NVML_POWER_SCOPE_MODULE", 1)
 _MODULE_WINDOW_S = 1.0
 _MODULE_POLL_S = 0.05
 _MODULE_ADDS = 1.1
-"""A module that draws no more than so many times what its GPU draws is the GPU: NVML has told the same for both."""
+"""Below this ratio of module power to GPU power, NVML reports the same power for both."""
 _SMOOTHING = (
     "ACTIVE_PRESET_PROFILE",
     "APPLIED_TMP_CEIL",
@@ -85,9 +88,9 @@ _SMOOTHING = (
     "ADMIN_OVERRIDE_RAMP_DOWN_HYST_VAL",
 )
 _NOT_SET = 2**31
-"""From here on, such as with all bits set, a number is no setting."""
+"""Values from here on, such as all bits set, mean that nothing is set."""
 _VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""Of what NVML keeps by number, by the number of its type."""
+"""Members of NVML's union of field values, indexed by the value type."""
 _POWER_PROFILE = "NVML_POWER_PROFILE_"
 _POWER_PROFILES = {
     number: name.removeprefix(_POWER_PROFILE)
@@ -99,23 +102,23 @@ _POWER_PROFILES = {
 class NvmlGpu:
     """One NVIDIA GPU.
 
-    NVML may be called from several threads at once, and so may this class. A call can take tens of milliseconds
-    (setting a clock) or hang with the driver: make it on a thread that may wait.
+    NVML and this class are thread-safe. Setting a clock can take tens of milliseconds, and any call can hang if the
+    driver hangs. Call it only from threads that may wait.
 
     Attributes:
-        index: NVML's index of the GPU, which is nvidia-smi's.
+        index: NVML's index of the GPU, which nvidia-smi uses too.
     """
 
     simulated = False
 
     def __init__(self, index: int, timebase: Timebase = REAL_TIME) -> None:
-        """Open a GPU by NVML's own index (:func:`index_of_cuda_device` finds it).
+        """Open a GPU by NVML's index (see :func:`index_of_cuda_device`).
 
         Raises:
-            GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
+            GpuError: NVML, the driver or the GPU is missing, or the GPU is split into MIG devices.
         """
         self._time = timebase
-        self._settings: GpuSettings | None = None
+        self._settings: dict[str, Any] | None = None
         _start_nvml()
         self._open = True
         try:
@@ -131,42 +134,42 @@ class NvmlGpu:
 
     @property
     def pci_address(self) -> str:
-        """Its place in this machine, such as ``00000000:07:00.0``, in a container too."""
-        bus_id = self._ask("Reading the PCI address", "nvmlDeviceGetPciInfo").busId
+        """PCI address on this machine, such as ``00000000:07:00.0``, also inside a container."""
+        bus_id = self._call("Reading the PCI address", "nvmlDeviceGetPciInfo").busId
         return bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
 
     @property
     def address(self) -> str:
-        """By which another process, the agent, opens this GPU."""
+        """Address by which the agent opens this GPU."""
         return f"nvml:{self.uuid}"
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
 
-    def _ask(self, what: str, function: str, *arguments: Any) -> Any:
+    def _call(self, what: str, function: str, *arguments: Any) -> Any:
         if not self._open:
-            raise GpuError(f"{what} of {self} failed: it was closed.")
+            raise GpuError(f"{what} of {self} failed: it is closed.")
         return call(f"{what} of {self}", function, self._handle, *arguments)
 
     def _refuse_mig(self) -> None:
-        mode = self._optional("nvmlDeviceGetMigMode")  # a GPU or driver without MIG has no slices
+        mode = self._optional("nvmlDeviceGetMigMode")
         if mode is not None and mode[0]:
             raise GpuError(
-                f"{self} is split into MIG devices: a clock would change for all of them. "
+                f"{self} is split into MIG devices, and a clock change would affect all of them. "
                 f'Switch MIG off (`nvidia-smi -i {self.index} -mig 0`) or set "device": "simulated".'
             )
 
     @cached_property
     def _clocks_mhz(self) -> tuple[int, ...]:
         memory_clocks = self._clocks_listed("memory", "nvmlDeviceGetSupportedMemoryClocks")
-        # The other entries belong to idle states; training runs at the highest memory clock.
+        # Training runs at the highest memory clock. The others belong to idle states.
         return tuple(sorted(self._clocks_listed("SM", "nvmlDeviceGetSupportedGraphicsClocks", max(memory_clocks))))
 
     def _clocks_listed(self, kind: str, function: str, *arguments: int) -> set[int]:
         what = f"Reading the {kind} clocks"
-        if clocks := self._ask(what, function, *arguments):
+        if clocks := self._call(what, function, *arguments):
             return set(map(int, clocks))
-        raise GpuError(f"{what} of {self} failed: the driver lists none. Use another GPU.")
+        raise GpuError(f"{what} of {self} failed: the driver lists no clocks. Use another GPU.")
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         return self._clocks_mhz
@@ -174,29 +177,31 @@ class NvmlGpu:
     def _check_clock(self, clock_mhz: int) -> None:
         if clock_mhz not in self._clocks_mhz:
             nearest = min(self._clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
-            raise GpuError(f"Locking the clock of {self} failed: it has no {clock_mhz} MHz; the nearest is {nearest}.")
+            raise GpuError(
+                f"Locking the clock of {self} failed: {clock_mhz} MHz is not supported. The nearest is {nearest} MHz."
+            )
 
     def lock_clock(self, clock_mhz: int) -> None:
         self._check_clock(clock_mhz)
-        self._ask(f"Locking {clock_mhz} MHz as the clock", "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz)
+        self._call(f"Locking {clock_mhz} MHz as the clock", "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz)
 
     def reset_clock(self) -> None:
-        self._ask("Resetting the clock", "nvmlDeviceResetGpuLockedClocks")
+        self._call("Resetting the clock", "nvmlDeviceResetGpuLockedClocks")
 
     def check_lock_permission(self) -> None:
         """Check that this process may lock clocks, by resetting the clock.
 
-        A reset needs the same permission as a lock and does nothing where no clock is locked. A lock that
-        somebody else set (``nvidia-smi -lgc``) is lost, as it would be at the end of a run.
+        A reset needs the same permission as a lock and has no effect if no clock is locked. A lock that an
+        administrator has set (``nvidia-smi -lgc``) is removed, as it would be at the end of a run.
         """
-        self._ask("Checking the permission to lock the clock", "nvmlDeviceResetGpuLockedClocks")
+        self._call("Checking the permission to lock the clock", "nvmlDeviceResetGpuLockedClocks")
 
     def clock_mhz(self) -> int:
-        return int(self._ask("Reading the SM clock", "nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM))
+        return int(self._call("Reading the SM clock", "nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM))
 
     @cached_property
     def has_energy_counter(self) -> bool:
-        """Whether the GPU counts the energy it uses (Volta and later; many vGPUs do not)."""
+        """True if the GPU has an energy counter. Volta and later do, many vGPUs do not."""
         try:
             self.energy_j()
         except GpuError as error:
@@ -207,20 +212,20 @@ class NvmlGpu:
         return True
 
     def energy_j(self) -> float:
-        """Return the energy used since the driver was loaded [J]; refreshed about every 100 ms."""
-        return float(self._ask("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
+        """Return the energy used since the driver was loaded [J], which is refreshed about every 100 ms."""
+        return float(self._call("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
     def power_w(self) -> float:
-        """Return the power drawn now [W]; recent GPUs whose driver tells no other average it over about a second."""
+        """Return the current power [W], an average over about a second if the driver reports no instant power."""
         power_mw = self._field(_POWER)
         if power_mw is None:
-            power_mw = self._ask("Reading the power", "nvmlDeviceGetPowerUsage")
+            power_mw = self._call("Reading the power", "nvmlDeviceGetPowerUsage")
         return power_mw / 1e3
 
     def throttle_reasons(self) -> tuple[str, ...]:
         mask = self._optional("nvmlDeviceGetCurrentClocksEventReasons")
-        if mask is None:  # drivers before 535 have it under its old name
-            mask = self._ask("Reading the throttle reasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        if mask is None:  # drivers before 535 have only the old name
+            mask = self._call("Reading the throttle reasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
 
     def power_limit_w(self) -> float | None:
@@ -231,7 +236,7 @@ class NvmlGpu:
 
     @property
     def state(self) -> GpuState:
-        """Temperature and performance state now, as far as the driver tells."""
+        """Current temperature and performance state, if the driver reports them."""
         temperature_c = self._optional("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
         state = self._optional("nvmlDeviceGetPerformanceState")
         return GpuState(
@@ -242,67 +247,68 @@ class NvmlGpu:
     @property
     def settings(self) -> GpuSettings:
         """What was set of it when this was first asked, as far as the driver tells."""
-        # No ``cached_property``: it takes a second, and until Python 3.12 all GPUs of a process share its lock.
-        if self._settings is None:
-            self._settings = self._read_settings()
-        return self._settings
-
-    def _read_settings(self) -> GpuSettings:
         from perseus_ds.artifacts.profile import GpuSettings
 
-        limit_w = self.power_limit_w()
-        clock_mhz = self._optional("nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM)
-        return GpuSettings(
-            power_limit_w=None if limit_w is None else round(limit_w),
-            application_clock_mhz=clock_mhz or None,
-            power_profiles=self._power_profiles(),
-            power_smoothing=self._power_smoothing(),
-            whole_module=self._counts_whole_module(),
-        )
+        return GpuSettings(**self.read_settings())
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the fields of :attr:`settings`, which takes a second if the GPU is a part of a module."""
+        # No ``cached_property``: until Python 3.12 all GPUs of a process share its lock.
+        if self._settings is None:
+            limit_w = self.power_limit_w()
+            clock_mhz = self._optional("nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM)
+            self._settings = {
+                "power_limit_w": None if limit_w is None else round(limit_w),
+                "application_clock_mhz": clock_mhz or None,
+                "power_profiles": self._power_profiles(),
+                "power_smoothing": self._power_smoothing(),
+                "whole_module": self._counts_whole_module(),
+            }
+        return self._settings
 
     @property
     def administrator_settings(self) -> list[str]:
-        """What somebody has set that changes default clocks or what the GPU draws, a sentence each.
+        """Settings by an administrator that change default clocks or power, one sentence for each.
 
-        A clock that somebody has locked cannot be asked for: it is seen under load only, where the clock stays below
-        the highest and nothing limits it.
+        NVML does not report a locked clock. It shows only under load, when the clock stays below the highest one
+        without a throttle reason.
         """
-        found, settings = [], self.settings
+        found, settings = [], self.read_settings()
         top_mhz = 0
-        with suppress(GpuError):  # a GPU whose clocks are not listed can be observed
+        with suppress(GpuError):  # a GPU that lists no clocks can still be observed
             top_mhz = self._clocks_mhz[-1]
-        application_mhz = settings.application_clock_mhz
+        application_mhz = settings["application_clock_mhz"]
         usual_mhz = self._optional("nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM)
-        # Some GPUs have a default application clock below the highest, and exceed it as long as nobody sets another.
+        # Some GPUs have a default application clock below the highest, and exceed it unless another one is set.
         if application_mhz is not None and application_mhz < top_mhz and application_mhz != usual_mhz:
             found.append(
-                f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks stay below that, and a "
-                f"lock by Perseus does not. `nvidia-smi -i {self.index} -rac` resets it."
+                f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks do not exceed it, but "
+                f"clocks locked by Perseus may. `nvidia-smi -i {self.index} -rac` resets it."
             )
         default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit")
-        limit_w, default_w = settings.power_limit_w, None if default_mw is None else round(default_mw / 1e3)
+        limit_w, default_w = settings["power_limit_w"], None if default_mw is None else round(default_mw / 1e3)
         if limit_w is not None and default_w is not None and limit_w < default_w:
             found.append(
-                f"its power limit is {limit_w:g} W of {default_w} W: plans are made for that limit, and again where it "
-                f"becomes lower. `nvidia-smi -i {self.index} -pl {default_w}` resets it, unless it was set from "
+                f"its power limit is {limit_w:g} W of {default_w} W: plans are computed for this limit, and again if "
+                f"it is lowered. `nvidia-smi -i {self.index} -pl {default_w}` resets it, unless it was set from "
                 "outside the node."
             )
-        if settings.power_profiles:
+        if settings["power_profiles"]:
             found.append(
-                f"its power profile is {', '.join(settings.power_profiles)}: default clocks and powers are those of "
+                f"its power profile is {', '.join(settings['power_profiles'])}: default clocks and powers are those of "
                 "that profile, and plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to "
                 "clear it."
             )
-        if settings.power_smoothing:
-            values = ", ".join(f"{name} {value}" for name, value in settings.power_smoothing.items())
+        if settings["power_smoothing"]:
+            values = ", ".join(f"{name} {value}" for name, value in settings["power_smoothing"].items())
             found.append(
-                f"power smoothing is on ({values}): a GPU that waits draws more than otherwise, and plans hold as long "
-                "as that stays. `nvidia-smi power-smoothing --help` says how to switch it off."
+                f"power smoothing is on ({values}): a waiting GPU draws more power, and plans are valid only while it "
+                "is on. `nvidia-smi power-smoothing --help` describes how to switch it off."
             )
         return found
 
     def _power_profiles(self) -> list[str]:
-        """Return the workload power profiles in force, by NVML's names; none where the GPU has no such profiles."""
+        """Return NVML's names of the workload power profiles in force."""
         kind = getattr(pynvml, "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t", None)
         if kind is None:  # an older binding
             return []
@@ -313,16 +319,16 @@ class NvmlGpu:
         return [_POWER_PROFILES.get(number, f"number {number}") for number in numbers]
 
     def _power_smoothing(self) -> dict[str, int]:
-        """Return what is applied of power smoothing, by NVML's names; empty where it is off, or there is none."""
+        """Return the settings of power smoothing by NVML's names. Empty if it is off or not supported."""
         if not self._field("NVML_FI_PWR_SMOOTHING_ENABLED"):
             return {}
         read = {name: self._field(f"NVML_FI_PWR_SMOOTHING_{name}") for name in _SMOOTHING}
         return {name.lower(): value for name, value in read.items() if value is not None and 0 <= value < _NOT_SET}
 
     def _counts_whole_module(self) -> bool:
-        """Return whether the energy counter follows the power of the module rather than that of the GPU in it.
+        """Return whether the energy counter measures the whole module instead of the GPU in it.
 
-        NVML tells the power of both where a GPU is a part of a module, and the energy of one of them.
+        If a GPU is part of a module, NVML reports the power of both but the energy of only one of them.
         """
         if self._field(_POWER, _MODULE) is None or not self.has_energy_counter:
             return False
@@ -337,7 +343,7 @@ class NvmlGpu:
         return whole_w > _MODULE_ADDS * alone_w and counted_w > (alone_w + whole_w) / 2
 
     def _field(self, name: str, scope: int = 0) -> int | None:
-        """Return a value that NVML keeps by number; None where the GPU, its driver or the binding does not have it."""
+        """Return a field value of NVML. None if the GPU, its driver or the binding does not support it."""
         number = getattr(pynvml, name, None)
         values = None if number is None else self._optional("nvmlDeviceGetFieldValues", [(number, scope)])
         if values is None or values[0].nvmlReturn:
@@ -345,9 +351,9 @@ class NvmlGpu:
         return int(getattr(values[0].value, _VALUE_TYPES[values[0].valueType]))
 
     def _optional(self, function: str, *arguments: Any) -> Any:
-        """Return what a function says; None where the GPU or its driver does not have it."""
+        """Return the result of a function. None if the GPU or its driver does not support it."""
         try:
-            return self._ask("Reading", function, *arguments)
+            return self._call("Reading", function, *arguments)
         except GpuError:
             return None
 
@@ -358,12 +364,17 @@ class NvmlGpu:
 
 
 def call(what: str, function: str, *arguments: Any) -> Any:
-    """Call one of pynvml's functions; ``what`` begins the message if it fails, such as ``Opening GPU 0``.
+    """Call a function of pynvml.
+
+    Args:
+        what: Start of the error message if the call fails, such as ``Opening GPU 0``.
+        function: Name of the function.
+        arguments: Arguments of the function.
 
     Raises:
-        GpuPermissionError: This process may not.
-        GpuBusyError: NVML may do it later.
-        GpuError: Anything else that NVML refused.
+        GpuPermissionError: This process lacks the permission.
+        GpuBusyError: The call failed temporarily.
+        GpuError: The call failed for another reason.
     """
     try:
         return getattr(pynvml, function)(*arguments)
@@ -374,12 +385,12 @@ def call(what: str, function: str, *arguments: Any) -> Any:
 
 
 def _start_nvml() -> None:
-    """Start NVML, which counts its users: each must call ``nvmlShutdown`` later.
+    """Start NVML. Each call must be followed by an ``nvmlShutdown`` later, because NVML counts its users.
 
     Raises:
         GpuError: The binding, the library or the driver is missing.
     """
-    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # such as the package pynvml before 12, which hides NVIDIA's
+    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # the unofficial package pynvml before version 12
         raise GpuError(
             f"The module pynvml at {getattr(pynvml, '__file__', '?')} is not NVIDIA's binding. "
             f"Run `pip uninstall pynvml` and then `pip install --force-reinstall nvidia-ml-py`."
@@ -389,7 +400,7 @@ def _start_nvml() -> None:
 
 @contextmanager
 def _nvml() -> Iterator[None]:
-    """Start NVML, and stop it afterwards unless a GPU is open (it counts its users)."""
+    """Start NVML and stop it afterwards, unless a GPU is open."""
     _start_nvml()
     try:
         yield
@@ -398,7 +409,7 @@ def _nvml() -> Iterator[None]:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this node has, visible to CUDA or not.
+    """Return the number of GPUs of this node, including those hidden from CUDA.
 
     Raises:
         GpuError: NVML or the driver is missing.
@@ -408,29 +419,30 @@ def gpu_count() -> int:
 
 
 def index_of_uuid(uuid: str) -> int:
-    """Return the index of a GPU by its full or abbreviated UUID, whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """Return the index of a GPU by its full or abbreviated UUID. ``CUDA_VISIBLE_DEVICES`` is ignored.
 
     Raises:
-        GpuError: No GPU, or more than one, has it.
+        GpuError: No GPU has this UUID, or several do.
     """
     return by_uuid(uuid, _node_gpus()).number
 
 
-def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
-    """Return the index of the GPU that CUDA calls ``cuda_index`` in this process.
+def index_of_cuda_device(cuda_index: int, uuid: str | None = None, environment: Mapping[str, str] | None = None) -> int:
+    """Return the index of the GPU that CUDA calls ``cuda_index`` in a process.
 
     Args:
         cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
         uuid: The GPU's UUID if CUDA reports it (``torch.cuda.get_device_properties(i).uuid``).
+        environment: Environment variables of the process; by default those of this one.
 
     Raises:
-        GpuError: There is no such GPU, it is a MIG device, or the order of unlike GPUs is not certain.
+        GpuError: There is no such GPU, it is a MIG device, or the order of different GPUs is not certain.
     """
-    return nvidia_gpu(cuda_index, os.environ, _node_gpus(), uuid).number
+    return nvidia_gpu(cuda_index, os.environ if environment is None else environment, _node_gpus(), uuid).number
 
 
 def _node_gpus() -> list[NodeGpu]:
-    """Return the GPUs that NVML sees; one that is lost keeps its place."""
+    """Return the GPUs that NVML lists, including lost ones."""
 
     def identify(index: int) -> NodeGpu:
         try:

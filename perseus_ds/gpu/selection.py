@@ -1,8 +1,8 @@
-"""Finds the GPU that a process computes on among the GPUs of its node.
+"""Finds the GPU on which a process computes among the GPUs of its node.
 
-The surest source comes first: the UUID or the PCI address that CUDA or HIP reports of the device. Without it, the
-variables that hide and renumber GPUs are read as the runtimes read them. A match that is not certain is an error,
-because it would change the clock of another job's GPU.
+The most reliable source comes first: the UUID or the PCI address that CUDA or HIP reports for the device. Without it,
+the environment variables that hide and renumber GPUs are interpreted in the same way as the runtimes do. A match that
+is not certain is an error, because it could change the clock of another job's GPU.
 
 Sources: CUDA programming guide, "CUDA Environment Variables"; ROCm documentation, "GPU isolation techniques"; HIP's
 runtime, which reads ``CUDA_VISIBLE_DEVICES`` if ``HIP_VISIBLE_DEVICES`` is empty.
@@ -22,10 +22,10 @@ class NodeGpu:
     """A GPU of the node.
 
     Attributes:
-        number: Its number for its driver: NVML's index, or HIP's if nothing is hidden.
-        uuid: Such as ``GPU-1b2c…``; empty if the driver does not report one.
-        pci_address: Such as ``0000:c1:00.0``; empty likewise.
-        name: Its product name.
+        number: NVML's index, or HIP's index if no GPU is hidden.
+        uuid: UUID such as ``GPU-1b2c…``. Empty if the driver does not report it.
+        pci_address: PCI address such as ``0000:c1:00.0``. Empty if the driver does not report it.
+        name: Product name.
     """
 
     number: int
@@ -35,7 +35,7 @@ class NodeGpu:
 
 
 def pci_numbers(address: str) -> tuple[int, ...]:
-    """Return the numbers of a PCI address, which is written with four or eight digits for the domain."""
+    """Return the numbers of a PCI address. Its domain may have four or eight digits."""
     return tuple(int(part, 16) for part in re.split("[:.]", address))
 
 
@@ -46,18 +46,18 @@ def nvidia_gpu(
 
     Args:
         ordinal: CUDA's number of the device.
-        environment: Variables of the process.
-        gpus: GPUs that NVML sees, in its order, which is that of PCI addresses.
-        uuid: What CUDA reports (``torch.cuda.get_device_properties(i).uuid``), if it does.
+        environment: Environment variables of the process.
+        gpus: GPUs that NVML lists, in NVML's order, which is that of PCI addresses.
+        uuid: UUID that CUDA reports (``torch.cuda.get_device_properties(i).uuid``), if any.
 
     Raises:
-        GpuError: There is no such GPU, it is a slice of one, or the match is not certain.
+        GpuError: There is no such GPU, it is a MIG device, or the match is not certain.
     """
     value = environment.get("CUDA_VISIBLE_DEVICES")
     if value is not None and any(entry.strip().startswith("MIG-") for entry in value.split(",")):
         raise GpuError(
             f"CUDA_VISIBLE_DEVICES={value!r} names a MIG device: clocks belong to the whole GPU and cannot be set for "
-            'one slice. Use whole GPUs, or set "device": "simulated".'
+            'one MIG device. Use whole GPUs, or set "device": "simulated".'
         )
     if uuid is not None:
         return by_uuid(uuid, gpus)
@@ -78,13 +78,14 @@ def amd_gpu(
 ) -> NodeGpu:
     """Return the GPU that HIP calls ``ordinal`` in a process.
 
-    ``ROCR_VISIBLE_DEVICES`` hides GPUs from HIP and renumbers them; ``HIP_VISIBLE_DEVICES`` does so once more.
+    ``ROCR_VISIBLE_DEVICES`` hides GPUs from HIP and renumbers them. ``HIP_VISIBLE_DEVICES`` then does the same with
+    the remaining ones.
 
     Args:
         ordinal: HIP's number of the device.
-        environment: Variables of the process.
-        gpus: The node's GPUs in the order in which HIP numbers them if nothing is hidden.
-        pci_address: What HIP reports of the device, if it does.
+        environment: Environment variables of the process.
+        gpus: The node's GPUs in the order in which HIP numbers them if none is hidden.
+        pci_address: PCI address that HIP reports for the device, if any.
 
     Raises:
         GpuError: There is no such GPU, or the match is not certain.
@@ -95,8 +96,9 @@ def amd_gpu(
     if len({value for value in read.values() if value}) > 1 or read["GPU_DEVICE_ORDINAL"]:
         shown = ", ".join(f"{name}={value!r}" for name, value in read.items() if value)
         raise GpuError(
-            f"It is not certain which GPU HIP's device {ordinal} is: {shown}, and this torch does not report its PCI "
-            "address. Set HIP_VISIBLE_DEVICES alone or use a newer torch, or another job's GPU would be changed."
+            f"Cannot determine which GPU HIP's device {ordinal} is: {shown}, and this torch does not report its PCI "
+            "address. Perseus could change the clock of another job's GPU. Set only HIP_VISIBLE_DEVICES or use a newer "
+            "torch."
         )
     rocr = environment.get("ROCR_VISIBLE_DEVICES")
     visible = _listed("ROCR_VISIBLE_DEVICES", rocr, gpus)
@@ -109,10 +111,10 @@ _OF_HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def by_uuid(uuid: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
-    """Return the one GPU with a UUID that begins with ``uuid``, with or without the prefix ``GPU-``.
+    """Return the GPU with the UUID that starts with ``uuid``. The prefix ``GPU-`` is optional.
 
     Raises:
-        GpuError: None or several do.
+        GpuError: No GPU matches, or several do.
     """
     wanted = uuid.lower().removeprefix("gpu-")
     found = [gpu for gpu in gpus if wanted and gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
@@ -123,7 +125,7 @@ def by_pci_address(address: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
     """Return the GPU at a PCI address.
 
     Raises:
-        GpuError: There is none.
+        GpuError: There is no GPU at this address.
     """
     found = [gpu for gpu in gpus if gpu.pci_address and pci_numbers(gpu.pci_address) == pci_numbers(address)]
     return _the_one(found, f"PCI address {address}", [gpu.pci_address for gpu in gpus])
@@ -132,17 +134,17 @@ def by_pci_address(address: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
 def _the_one(found: Sequence[NodeGpu], wanted: str, known: Sequence[str]) -> NodeGpu:
     if len(found) != 1:
         raise GpuError(
-            f"{wanted} fits {len(found)} of the GPUs that the driver reports ({', '.join(known) or 'none'}); expected "
-            "exactly one. `nvidia-smi -L` or `amd-smi list` shows them."
+            f"{wanted} matches {len(found)} of the GPUs that the driver reports ({', '.join(known) or 'none'}). "
+            "Expected exactly one. `nvidia-smi -L` or `amd-smi list` shows them."
         )
     return found[0]
 
 
 def _listed(name: str, value: str | None, gpus: Sequence[NodeGpu]) -> Sequence[NodeGpu]:
-    """Return the GPUs that a variable shows, in its order.
+    """Return the GPUs that an environment variable makes visible, in its order.
 
-    A list ends at its first invalid entry, and a repeated one empties it. The first entry decides whether CUDA reads
-    numbers or UUIDs.
+    CUDA and HIP ignore the entries from the first invalid one on. A repeated entry makes no GPU visible. CUDA expects
+    only UUIDs if the first entry is a UUID, otherwise only numbers.
     """
     if value is None:
         return gpus

@@ -1,12 +1,12 @@
-"""A simulated GPU: a clock, a power limit, a lock with latency and an energy counter.
+"""A simulated GPU with a clock, a power limit, lock latency and an energy counter.
 
 Only the physics is simulated. The rank that owns the GPU computes for real and then waits until the simulated GPU has
-done the same work, at the speed of the clock that it has at each moment. On request, conditions make the GPU as
-unpleasant as a real one may be; their sizes are assumptions, except where a source is given.
+done the same work at the speed of its current clock. Optional conditions reproduce difficulties of real GPUs. Their
+sizes are assumptions unless a source is given.
 
-What ran and which clock holds are two logs, each with one writer, which different processes may share. Everything else
-(progress, clock reached, power, temperature, energy and its counter) is computed from the logs and the device model,
-and does not depend on who reads it or when.
+The work that ran and the clocks that were set are two logs, which several processes may share and each of which has
+one writer. All else (progress, clock reached, power, temperature, energy and its counter) is computed from the logs
+and the device model, and does not depend on the reader or the time of reading.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Condition = Literal[
 ]
 
 CONDITIONS: dict[Condition, str] = {
-    "lock-contention": "the node's driver serves the clock-setting calls of its GPUs one after the other",
+    "lock-contention": "the node's driver serves the clock-setting calls of its GPUs one at a time",
     "slow-transfers": "a transfer takes 10 ms longer for each change of the GPU's clock in the last 50 ms",
-    "sampled-counter": "the energy counter looks at power during a quarter of the time",
+    "sampled-counter": "the energy counter samples power during a quarter of the time",
     "warming": "power rises by 0.1 % per kelvin while the GPU warms up, for minutes",
     "duty-limit": "the board holds its mean power over a second at 85 % of its limit",
     "low-clock-waiting": "blocking power falls by up to half towards the lowest clock",
 }
 
-# NVIDIA/nccl#1551 reports that collectives were delayed when clocks were locked about every 50 ms, not by how much.
+# NVIDIA/nccl#1551 reports delayed collectives when clocks were locked about every 50 ms. The size is not reported.
 _DISTURBED_S, _DELAY_S = 0.05, 0.01
 # The A100's and H100's power readings cover 25 ms of 100 ms (arXiv 2312.02741).
 _SAMPLED = 0.25
@@ -60,18 +60,18 @@ _SUSTAINED = 0.85
 _GAIN = 4.0
 _STEP_S = 0.02
 
-_DONE_S = 1e-9  # rounding errors of the sum of times
-_LOOK_EVERY_S = 0.005
+_DONE_S = 1e-9  # above the rounding errors of a sum of times
+_POLL_S = 0.005
 _LONGEST_CALL_S = 60.0
 LogKind = Literal["work", "clock"]
 _MAGIC: dict[LogKind, bytes] = {"work": b"PDSSIMwk", "clock": b"PDSSIMck"}
 
 
 class Log:
-    """A ring of the newest entries, of four numbers each, which one process writes and others read.
+    """A ring buffer of entries of four numbers, with one writing process and any number of readers.
 
-    An entry is complete before the counter of entries includes it. An entry that is overwritten before a reader reads
-    it is lost to that reader; the next one still says what holds.
+    An entry is complete before the counter of entries includes it. A reader may miss entries that are overwritten
+    before it reads them. The next entry still gives the current state.
 
     Attributes:
         began_s: Time at which the log begins [s].
@@ -79,10 +79,10 @@ class Log:
 
     Args:
         memory: A buffer that contains a log, such as shared memory.
-        kind: The log that is expected.
+        kind: Expected kind of log.
 
     Raises:
-        GpuError: The buffer contains something else.
+        GpuError: The buffer does not contain such a log.
     """
 
     _HEADER = struct.Struct("=8sIIQd")  # magic and kind, version, capacity, entries written, begin
@@ -95,7 +95,9 @@ class Log:
     def __init__(self, memory: Any, kind: LogKind) -> None:
         self._bytes = memoryview(memory).cast("B")
         if self._bytes.nbytes < self._HEADER.size:
-            raise GpuError(f"The log of a simulated GPU has {self._bytes.nbytes} bytes: too few.")
+            raise GpuError(
+                f"The log of a simulated GPU has {self._bytes.nbytes} bytes, expected at least {self._HEADER.size}."
+            )
         found, version, self.capacity, _, self.began_s = self._HEADER.unpack_from(self._bytes)
         size = self._HEADER.size + self.capacity * self._ENTRY.size
         if found != _MAGIC[kind] or version != self._VERSION or not self.capacity or size > self._bytes.nbytes:
@@ -120,19 +122,19 @@ class Log:
         return self._words[self._COUNT]
 
     def append(self, *entry: float) -> None:
-        """Publish an entry. Only one process may do so."""
+        """Publish an entry. Only one process may append entries."""
         count = self._words[self._COUNT]
         self._ENTRY.pack_into(self._bytes, self._offset(count), *entry)
         self._words[self._COUNT] = count + 1  # one aligned store, after the entry
 
     def since(self, count: int) -> tuple[int, list[tuple[float, ...]]]:
-        """Return the number of entries written, and those after the first ``count`` that are still there."""
+        """Return the number of entries written, and the available ones after the first ``count``."""
         written = self.count
         if written == count:
             return written, []
         first = max(count, written - self.capacity)
         entries = [self._ENTRY.unpack_from(self._bytes, self._offset(number)) for number in range(first, written)]
-        overwritten = self.count - self.capacity + 1 - first  # while they were read, including the one in progress
+        overwritten = self.count - self.capacity + 1 - first  # during the reading, including the entry in progress
         return written, entries[max(0, overwritten) :]
 
     def _offset(self, number: int) -> int:
@@ -140,31 +142,31 @@ class Log:
 
 
 class Physics:
-    """The state of a simulated GPU, as a function of its two logs and its model.
+    """State of a simulated GPU, computed from its two logs and its model.
 
-    Time advances in closed form from one entry to the next, so that the result does not depend on when it is read. The
-    state is that of one moment and contains all that earlier entries did: memory does not grow.
+    Time advances in closed form from one entry to the next, so that the result does not depend on when it is read.
+    Memory does not grow, because the state includes the effects of all earlier entries.
 
     Args:
-        model: The kind of GPU.
-        work_log: What ran: time, number of the workload (0: none), factor of its power, and at its end the amount of
-            work that was done [s at the top clock].
-        clock_log: Which clock holds: time from which on, 0, the clock [MHz]; or the time, 1, the power limit [W] and
-            the highest clock that heat allows [MHz].
+        model: Device model of the GPU.
+        work_log: Entries with time [s], number of the workload (0 for none), factor of its power, and, at its end, the
+            amount of work done [s at the top clock].
+        clock_log: Entries with time [s], 0 and the clock [MHz], or with time [s], 1, the power limit [W] and the
+            highest clock allowed by the temperature [MHz].
         conditions: See :data:`CONDITIONS`.
         counter_period_s: Refresh period of the energy counter [s].
 
     Attributes:
-        at_s: The moment of this state [s].
-        workload: What runs; None if nothing does.
-        progress_s: How much of it is done [s at the top clock].
-        locked_mhz: The clock that is set [MHz].
-        reached_mhz: The clock at which the GPU runs [MHz].
-        coolest_mhz: The highest clock that heat allows [MHz].
-        power_limit_w: The power limit in force [W].
-        energy_j: The energy used [J].
-        counter_j: The energy that the counter shows [J].
-        changes_s: When the clock last changed [s].
+        at_s: Time of this state [s].
+        workload: Workload that runs, or None.
+        progress_s: Amount of its work done [s at the top clock].
+        locked_mhz: Clock that is set [MHz].
+        reached_mhz: Clock at which the GPU runs [MHz].
+        thermal_mhz: Highest clock allowed by the temperature [MHz].
+        power_limit_w: Power limit in force [W].
+        energy_j: Energy used [J].
+        counter_j: Energy that the counter shows [J].
+        changes_s: Times of the last clock changes [s].
     """
 
     def __init__(
@@ -179,17 +181,17 @@ class Physics:
         self._rise_per_c = _RISE_PER_C if "warming" in self._conditions else 0.0
         self._work_log, self._clock_log = work_log, clock_log
         self._work_read = self._clocks_read = 0
-        self._coming: list[tuple[float, ...]] = []
+        self._pending: list[tuple[float, ...]] = []
         self.at_s = max(work_log.began_s, clock_log.began_s)
         self.workload: Workload | None = None
         self._power_factor = 1.0
         self.progress_s = self.energy_j = self._counted_j = self.counter_j = 0.0
-        self.locked_mhz, self.coolest_mhz = model.top_clock_mhz, math.inf
+        self.locked_mhz, self.thermal_mhz = model.top_clock_mhz, math.inf
         self.power_limit_w = model.power_limit_w
         self.changes_s: deque[float] = deque(maxlen=16)
         self._warmer_c = _C_PER_W * model.blocking_power_w
         self._mean_w = model.blocking_power_w
-        self._decide()
+        self._update_clock_and_power()
 
     @property
     def power_w(self) -> float:
@@ -208,23 +210,23 @@ class Physics:
 
     @property
     def next_change_s(self) -> float:
-        """Until when the present clock holds, as far as is known [s]."""
-        return min(self._decides_again_s, self._coming[0][0] if self._coming else math.inf)
+        """Time of the next known change of the clock [s]."""
+        return min(self._next_update_s, self._pending[0][0] if self._pending else math.inf)
 
     def remaining_s(self, work_s: float) -> float:
-        """Return how long the rest of some work takes at the present clock [s]."""
+        """Return the time that the rest of some work takes at the current clock [s]."""
         assert self.workload is not None
         return (work_s - self.progress_s) * self._model.slowdown(self.reached_mhz, self.workload)
 
     def advance(self, until_s: float) -> None:
-        """Advance the state to a moment, by all entries up to it.
+        """Apply all entries up to a point in time.
 
-        An entry that is found later than it says counts from the moment that the state has reached.
+        An entry that arrives late takes effect at the time that the state has already reached.
 
         Raises:
-            GpuError: A log contains what cannot be.
+            GpuError: A log contains an invalid entry.
         """
-        # The log of work is read first, so that the clocks at which that work ran are in the other log by then.
+        # The work log is read first, so that the clocks at which this work ran are in the other log by then.
         self._work_read, work = self._work_log.since(self._work_read)
         self._clocks_read, clocks = self._clock_log.since(self._clocks_read)
         latest_s = until_s + _LONGEST_CALL_S
@@ -233,44 +235,43 @@ class Physics:
             lowest_mhz, top_mhz = self._model.lowest_clock_mhz, self._model.top_clock_mhz
             is_valid = lowest_mhz <= first <= top_mhz if what == 0 else what == 1 and first > 0 and second > 0
             _require(is_valid and 0 <= at_s <= latest_s, "clock", entry)
-            insort(self._coming, entry, key=itemgetter(0))
+            insort(self._pending, entry, key=itemgetter(0))
         for entry in work:
             at_s, number, factor, _ = entry
             _require(number in range(len(WORKLOADS) + 1) and 0 <= factor < 100 and 0 <= at_s <= latest_s, "work", entry)
-            self._pass_to(at_s)
+            self._advance_to(at_s)
             self.workload = WORKLOADS[int(number) - 1] if number else None
             self._power_factor = factor
             self.progress_s = 0.0
-            self._decide()
-        self._pass_to(until_s)
+            self._update_clock_and_power()
+        self._advance_to(until_s)
 
-    def _pass_to(self, until_s: float) -> None:
+    def _advance_to(self, until_s: float) -> None:
         while (change_s := self.next_change_s) <= until_s:
             self._integrate(change_s)
-            while self._coming and self._coming[0][0] <= change_s:
-                _, what, first, second = self._coming.pop(0)
+            while self._pending and self._pending[0][0] <= change_s:
+                _, what, first, second = self._pending.pop(0)
                 if what:
-                    self.power_limit_w, self.coolest_mhz = min(first, self._model.power_limit_w), second
+                    self.power_limit_w, self.thermal_mhz = min(first, self._model.power_limit_w), second
                 else:
                     self.locked_mhz = int(first)
                     self.changes_s.append(change_s)
-            self._decide()
+            self._update_clock_and_power()
         self._integrate(until_s)
 
-    def _decide(self) -> None:
-        """Set clock and power to those that hold from now on."""
+    def _update_clock_and_power(self) -> None:
         model, workload = self._model, self.workload
         self.reached_mhz = float(self.locked_mhz)
-        self._decides_again_s = math.inf
+        self._next_update_s = math.inf
         if workload is None:
             self._cold_w = model.blocking_power_w
             if "low-clock-waiting" in self._conditions:
                 self._cold_w *= 0.5 + 0.5 * self.locked_mhz / model.top_clock_mhz
             return
-        self.reached_mhz = min(model.reached_clock_mhz(self.locked_mhz, workload), self.coolest_mhz)
+        self.reached_mhz = min(model.reached_clock_mhz(self.locked_mhz, workload), self.thermal_mhz)
         allowed_w = self.power_limit_w
         if "duty-limit" in self._conditions:
-            self._decides_again_s = self.at_s + _STEP_S
+            self._next_update_s = self.at_s + _STEP_S
             sustained_w = _SUSTAINED * allowed_w
             held_w = max(0.5 * sustained_w, sustained_w + _GAIN * (sustained_w - self._mean_w))
             allowed_w = min(allowed_w, held_w)
@@ -279,7 +280,7 @@ class Physics:
         self._cold_w = model.power_w(self.reached_mhz, workload) * self._power_factor
 
     def _integrate(self, until_s: float) -> None:
-        """Account for the time up to a moment, at the clock that holds."""
+        """Add energy, progress and heat up to a point in time at the current clock."""
         time_s, from_s = until_s - self.at_s, self.at_s
         if time_s <= 0:
             return
@@ -304,15 +305,15 @@ class Physics:
         self.at_s = until_s
 
     def _warming(self) -> tuple[float, float]:
-        """Return what the temperature rises to above a cold board [K], and how fast [1/s].
+        """Return the final temperature rise above a cold board [K] and its rate [1/s].
 
-        Power rises with the temperature, and the temperature with power: an exponential with a rate of its own.
+        Power rises with the temperature and the temperature with power, which gives an exponential with its own rate.
         """
         feedback = _C_PER_W * self._cold_w * self._rise_per_c
         return _C_PER_W * self._cold_w / (1 - feedback), (1 - feedback) / _WARMS_IN_S
 
     def _energy_j(self, time_s: float) -> float:
-        """Return the energy used in the next seconds at this clock [J]."""
+        """Return the energy used in the given time at the current clock [J]."""
         if not self._rise_per_c:
             return self._cold_w * time_s
         final_c, rate = self._warming()
@@ -320,7 +321,7 @@ class Physics:
         return self._cold_w * (time_s + self._rise_per_c * kelvin_s)
 
     def _sampled(self, from_s: float, until_s: float) -> float:
-        """Return the energy that the counter adds between two moments, relative to the energy used."""
+        """Return the energy that the counter adds in a time window, relative to the energy used."""
         return (self._sampled_s(until_s) - self._sampled_s(from_s)) / (until_s - from_s)
 
     def _sampled_s(self, moment_s: float) -> float:
@@ -335,14 +336,14 @@ def _require(is_valid: bool, kind: LogKind, entry: tuple[float, ...]) -> None:
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """A log-normal distribution of the time of one call, with a tail.
+    """Log-normal distribution of the duration of a clock-setting call, with a tail.
 
     Attributes:
-        lowest_s: Median towards the lowest clock [s]; between the clocks it is interpolated.
-        highest_s: Median towards the highest clock [s].
+        lowest_s: Median for the lowest target clock [s]. Medians in between are interpolated.
+        highest_s: Median for the highest target clock [s].
         spread: Standard deviation of the logarithm.
-        slow_share: Share of calls that are slow.
-        slow_factor: How many times as long these take.
+        slow_share: Share of slow calls.
+        slow_factor: Factor by which slow calls take longer.
     """
 
     lowest_s: float
@@ -352,11 +353,11 @@ class LatencyModel:
     slow_factor: float = 1.0
 
     def sample_s(self, target: float, source: random.Random) -> float:
-        """Return the time of one call [s].
+        """Return the duration of one call [s].
 
         Args:
-            target: The target clock, from 0 for the lowest to 1 for the highest.
-            source: Of randomness.
+            target: Target clock, from 0 for the lowest to 1 for the highest.
+            source: Source of randomness.
         """
         median_s = self.lowest_s + (self.highest_s - self.lowest_s) * target
         factor = self.slow_factor if source.random() < self.slow_share else 1.0
@@ -364,44 +365,44 @@ class LatencyModel:
 
 
 LATENCIES = {
-    # 10 to 20 ms, by the maintainer of Zeus (github.com/ml-energy/zeus, issue 29). Assumed: how it is spread.
+    # 10 to 20 ms, by the maintainer of Zeus (github.com/ml-energy/zeus, issue 29). Assumed: the spread.
     "a100": LatencyModel(0.013, 0.017, spread=0.12),
     # Under a compute load 3.2 ms at the median towards low clocks, 6.0 ms towards high ones; over 18 950 calls 4.5 ms
     # at the median, 9.2 ms at the 95th percentile, 11.5 ms at the 99th (github.com/thynics/gpu_ctl_probe, d577316).
     "v100": LatencyModel(0.0032, 0.0060, spread=0.36),
-    # Assumed, to see what a job bears: two calls of a hundred take ten times as long.
+    # Assumed, to test robustness: two of a hundred calls take ten times as long.
     "heavy-tail": LatencyModel(0.013, 0.017, spread=0.12, slow_share=0.02, slow_factor=10.0),
 }
 
 
 class SimulatedConfig(StrictModel):
-    """The GPU to simulate where there is none."""
+    """The GPU to simulate on machines without GPUs."""
 
     gpu: str = Field("a100-sxm", description="Device model: a100-sxm, a40, h100-sxm or h200.")
     longest_instruction_s: float = Field(
         0.1,
         gt=0,
-        description="Time of the pipeline's longest forward or backward at the top clock [s]; the others follow "
+        description="Time of the pipeline's longest forward or backward at the top clock [s]. The others follow "
         "from their floating-point operations.",
     )
     flops_per_s: float | None = Field(
         None,
         gt=0,
-        description="Floating-point operations in a second at the top clock, in place of longest_instruction_s: "
-        "layouts of one model can then be compared.",
+        description="Floating-point operations per second at the top clock, instead of longest_instruction_s. "
+        "Allows to compare layouts of one model.",
     )
     transfer_s: float = Field(0.0, ge=0, description="Time of a transfer between two stages [s].")
     tail_s: float = Field(0.0, ge=0, description="Time of gradient reduction and optimizer step at the top clock [s].")
     lock_latency_s: float = Field(0.015, ge=0, description="Time of a clock-setting call [s].")
     lock_latency: Literal["a100", "v100", "heavy-tail"] | None = Field(
-        None, description="Distribution of that time, by target clock, instead of a constant."
+        None, description="Distribution of the call's duration by target clock, instead of a constant."
     )
     counter_period_s: float = Field(0.1, gt=0, description="Refresh period of the energy counter [s].")
     time_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of instruction times.")
     power_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of power.")
     conditions: list[Condition] = Field(
         [],
-        description="Conditions to simulate that make things harder: "
+        description="Difficulties of real GPUs to simulate: "
         + "; ".join(f"{name}: {text}" for name, text in CONDITIONS.items())
         + ".",
     )
@@ -409,14 +410,14 @@ class SimulatedConfig(StrictModel):
 
 
 def open_address(identity: str, logs: Sequence[memoryview]) -> SimulatedGpu:
-    """Open a GPU by the part of its address after ``simulated:``, which another process shares.
+    """Open a GPU of another process by the part of its address after ``simulated:``.
 
     Args:
-        identity: The settings of :meth:`SimulatedGpu.shared`, as JSON.
-        logs: The memory of what runs, and of the clocks.
+        identity: Settings of :meth:`SimulatedGpu.shared` as JSON.
+        logs: Memory of the work log and of the clock log.
 
     Raises:
-        GpuError: The settings or the memory are those of no simulated GPU.
+        GpuError: The settings or the memory are invalid.
     """
     try:
         work, clock = logs
@@ -435,28 +436,27 @@ def open_address(identity: str, logs: Sequence[memoryview]) -> SimulatedGpu:
 
 @contextmanager
 def turn_on_node() -> Iterator[None]:
-    """Surround a clock-setting call that waits for those of other processes of this node with the same parent.
-
-    The ranks that a launcher has started on a node are such processes.
-    """
+    """Wait for clock-setting calls of the other ranks of this node, which have the same parent process."""
     path = Path(tempfile.gettempdir()) / f"perseus-ds-simulated-driver-{os.getuid()}-{os.getppid()}"
-    with open_without_links(path, append=True) as file:  # others can guess the name
+    with open_without_links(path, append=True) as file:  # other users can predict the name
         if os.fstat(file.fileno()).st_uid != os.getuid():
-            raise GpuError(f"{path}: it belongs to another user. Remove it, or set TMPDIR to another folder.")
+            raise GpuError(f"{path} belongs to another user. Remove it, or set TMPDIR to another folder.")
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 class SimulatedGpu:
-    """A GPU whose physics is simulated; see :class:`perseus_ds.gpu.base.Gpu`.
+    """A GPU with simulated physics. It implements :class:`perseus_ds.gpu.base.Gpu`.
+
+    The arguments that are not described here are those of :class:`SimulatedConfig`.
 
     Args:
-        model: The kind of GPU.
-        driver_turn: Surrounds each clock-setting call, such as :func:`turn_on_node`.
-        seed: Of the noise. The others are those of :class:`SimulatedConfig`.
-        work_log: What runs, in memory that this process shares with another one; by default in its own memory. Either
-            process may run the work, but only one of them.
-        clock_log: As ``work_log``, of the clocks and limits. Work looks at it every 5 ms, as another process may write.
+        model: Device model of the GPU.
+        driver_turn: Context of each clock-setting call, such as :func:`turn_on_node`.
+        seed: Seed of the noise.
+        work_log: Work log in memory shared with another process. Only one of them may run work. By default in private
+            memory.
+        clock_log: Clock log in shared memory. Running work polls it every 5 ms, because another process may write it.
     """
 
     simulated = True
@@ -464,7 +464,7 @@ class SimulatedGpu:
     has_energy_counter = True
     address: str | None = None
     files: tuple[int, ...] = ()
-    """The files of its logs' memory, if another process shares them."""
+    """File descriptors of the memory of its logs, if another process shares them."""
 
     def __init__(
         self,
@@ -497,7 +497,7 @@ class SimulatedGpu:
         self._random = random.Random(seed)
         self.timebase = timebase
         self._changed = timebase.condition()
-        self._look_every_s = math.inf if clock_log is None else _LOOK_EVERY_S
+        self._poll_s = math.inf if clock_log is None else _POLL_S
         began_s = timebase.now_s()
         self._work_log = work_log or Log.create("work", began_s)
         self._clock_log = clock_log or Log.create("clock", began_s)
@@ -505,23 +505,23 @@ class SimulatedGpu:
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> SimulatedGpu:
-        """Make one of :data:`DEVICES`.
+        """Create a GPU of one of the :data:`DEVICES`.
 
         Raises:
             ConfigError: There is no such device model.
         """
         if name not in DEVICES:
-            raise ConfigError(f"perseus.simulated.gpu is {name!r}; expected one of {', '.join(sorted(DEVICES))}.")
+            raise ConfigError(f"perseus.simulated.gpu is {name!r}, expected one of {', '.join(sorted(DEVICES))}.")
         return cls(DEVICES[name], **settings)
 
     @classmethod
     def shared(cls, work: memoryview, clock: memoryview, **settings: Any) -> SimulatedGpu:
-        """Make one whose logs are in shared memory, so that another process can open it by its address.
+        """Create a GPU with logs in shared memory, which another process can open by its address.
 
         Args:
-            work: Empty memory for the log of what runs.
-            clock: Empty memory for the log of clocks.
-            settings: As for :meth:`named`; plain values only.
+            work: Empty memory for the work log.
+            clock: Empty memory for the clock log.
+            settings: Settings as for :meth:`named`, which must be serializable as JSON.
         """
         began_s = REAL_TIME.now_s()
         logs = {"work_log": Log.create("work", began_s, work), "clock_log": Log.create("clock", began_s, clock)}
@@ -544,12 +544,12 @@ class SimulatedGpu:
         if not self._may_lock:
             raise GpuPermissionError(
                 f"{self.name}: this process may not set clocks (perseus.simulated.may_lock is false). "
-                "Set it to true, or see what a real GPU requires: root, CAP_SYS_ADMIN or zeusd."
+                "Set it to true. A real GPU requires root, CAP_SYS_ADMIN or zeusd."
             )
 
     @property
     def locked_clock_mhz(self) -> int:
-        """The clock that is set, by default the highest one [MHz]."""
+        """Clock that is set, by default the highest one [MHz]."""
         with self._changed:
             gpu = self._physics_now()
             return gpu.locked_mhz
@@ -566,7 +566,7 @@ class SimulatedGpu:
                 return ("idle",)
             if gpu.reached_mhz >= gpu.locked_mhz:
                 return ()
-            return ("sw_thermal_slowdown",) if gpu.reached_mhz >= gpu.coolest_mhz else ("sw_power_cap",)
+            return ("sw_thermal_slowdown",) if gpu.reached_mhz >= gpu.thermal_mhz else ("sw_power_cap",)
 
     def power_limit_w(self) -> float:
         with self._changed:
@@ -574,11 +574,11 @@ class SimulatedGpu:
             return gpu.power_limit_w
 
     def limit(self, power_w: float | None = None, clock_mhz: float | None = None) -> None:
-        """Change what the board may do, as an administrator, a power manager or heat would, from any thread.
+        """Limit the board as an administrator, a power manager or heat would. Thread-safe.
 
         Args:
-            power_w: The power limit; None for the board's own [W].
-            clock_mhz: The highest clock that heat allows; None for any [MHz].
+            power_w: Power limit [W]. None for the board's own limit.
+            clock_mhz: Highest clock allowed by the temperature [MHz]. None for no limit.
         """
         self._log_clock(self.timebase.now_s(), 1, power_w or math.inf, clock_mhz or math.inf)
 
@@ -589,27 +589,27 @@ class SimulatedGpu:
 
     @property
     def true_energy_j(self) -> float:
-        """The energy used up to now, whatever the counter shows [J]."""
+        """Energy used up to now, independent of the counter [J]."""
         with self._changed:
             gpu = self._physics_now()
             return gpu.energy_j
 
     @property
     def state(self) -> GpuState:
-        """Temperature and performance state now."""
+        """Current temperature and performance state."""
         with self._changed:
             gpu = self._physics_now()
             return GpuState(round(gpu.temperature_c), "P0")
 
     @property
     def transfer_delay_s(self) -> float:
-        """How much longer than usual a transfer takes that begins now [s]."""
+        """Delay of a transfer that begins now, caused by recent clock changes [s]."""
         if not self._delays_transfers:
             return 0.0
         with self._changed:
             gpu = self._physics_now()
             ages_s = (gpu.at_s - changed_s for changed_s in gpu.changes_s)
-            # A change at the very moment at which the transfer begins does not delay it.
+            # A change at the same time as the start of the transfer does not delay it.
             return _DELAY_S * sum(_DONE_S < age_s < _DISTURBED_S for age_s in ages_s)
 
     def power_w(self) -> float:
@@ -618,26 +618,25 @@ class SimulatedGpu:
             return gpu.power_w
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because there is nothing to release."""
 
     def begin_work(self, workload: Workload = COMPUTE_BOUND) -> None:
-        """Start computing: from now on power is that of computing."""
+        """Start some work. Until it ends, power is that of computing."""
         with self._changed:
             factor = max(0.0, 1 + self._power_noise * self._random.gauss(0, 1))
             self._append(self._work_log, self.timebase.now_s(), 1 + WORKLOADS.index(workload), factor, 0.0)
 
     def finish_work(self, top_clock_time_s: float) -> None:
-        """Wait until the work begun is done.
+        """Wait until the started work is done, at the speed of the current clocks.
 
         Args:
-            top_clock_time_s: How long it takes at the top clock without a power limit [s]. It progresses at the
-                speed of the clock that the GPU has at each moment.
+            top_clock_time_s: Duration of the work at the top clock without a power limit [s].
         """
         work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
         with self._changed:
             gpu = self._physics_now()
             while (remaining_s := gpu.remaining_s(work_s)) > _DONE_S:
-                self._changed.wait(min(remaining_s, max(0.0, gpu.next_change_s - gpu.at_s), self._look_every_s))
+                self._changed.wait(min(remaining_s, max(0.0, gpu.next_change_s - gpu.at_s), self._poll_s))
                 gpu.advance(self.timebase.now_s())
             self._append(self._work_log, gpu.at_s, 0, 1.0, work_s)
 

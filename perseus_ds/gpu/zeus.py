@@ -1,8 +1,8 @@
-"""GPUs through Zeus's device layer: clocks without privileges through its daemon zeusd, and AMD's GPUs.
+"""GPUs through Zeus's device layer: AMD GPUs, and clocks without privileges by the daemon zeusd.
 
-The package ``zeus`` is optional (``pip install perseus-ds[zeus]``). With ``ZEUSD_SOCK_PATH`` or ``ZEUSD_HOST_PORT``
-set, Zeus asks zeusd to change clocks; without, it calls the driver itself. Reading needs no privilege, so NVIDIA's
-GPUs are read through NVML, which offers more readings than Zeus does.
+The package ``zeus`` is optional (``pip install perseus-ds[zeus]``). If ``ZEUSD_SOCK_PATH`` or ``ZEUSD_HOST_PORT`` is
+set, Zeus sends clock changes to zeusd. Otherwise it calls the driver itself. Readings need no privilege, so NVIDIA
+GPUs are read through NVML, which offers more readings than Zeus.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_
 from perseus_ds.gpu.selection import NodeGpu, amd_gpu, by_pci_address, pci_numbers
 
 _AMD_STEP_MHZ = 25
-"""AMD accepts any clock in a range; with this step there are about as many clocks as NVIDIA's GPUs have."""
+"""AMD accepts any clock in a range. This step gives about the number of clocks that NVIDIA GPUs have."""
 
 
 @contextmanager
 def _zeus_errors(what: str) -> Iterator[None]:
-    """Turn Zeus's errors, and those of its connection to zeusd, into ours."""
+    """Convert errors of Zeus and of its connection to zeusd to :class:`GpuError`."""
     try:
         from httpx import HTTPError
         from zeus.device.gpu.common import ZeusGPUNoPermissionError
@@ -39,17 +39,23 @@ def _zeus_errors(what: str) -> Iterator[None]:
         ) from error
     except (ZeusBaseError, HTTPError, OSError) as error:
         is_connection = isinstance(error, (ZeusdConnectionError, HTTPError, OSError))
-        kind = GpuBusyError if is_connection else GpuError  # zeusd may just be starting again
+        kind = GpuBusyError if is_connection else GpuError  # zeusd may be restarting
         raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
 
 
-def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None = None) -> Gpu:
-    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in this process.
+def open_zeus_gpu(
+    ordinal: int,
+    uuid: str | None = None,
+    pci_address: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Gpu:
+    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in a process.
 
     Args:
-        ordinal: Number of the device in this process.
+        ordinal: Number of the device in that process.
         uuid: An NVIDIA GPU's UUID if CUDA reports it.
         pci_address: Its PCI address if HIP reports it.
+        environment: Environment variables of the process; by default those of this one.
 
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
@@ -61,17 +67,18 @@ def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None
         is_nvidia = nvml_is_available()
         is_amd = not is_nvidia and amdsmi_is_available()
     if is_nvidia:
-        return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid))
+        return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid, environment))
     if is_amd:
-        return ZeusAmdGpu(amd_gpu(ordinal, os.environ, _amd_gpus(), pci_address))
+        variables = os.environ if environment is None else environment
+        return ZeusAmdGpu(amd_gpu(ordinal, variables, _amd_gpus(), pci_address))
     raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
 
 
 def open_address(identity: str) -> Gpu:
-    """Open a GPU by the part of its address after ``zeus:``, in a process that sees every GPU.
+    """Open a GPU by the part of its address after ``zeus:``, in a process that sees all GPUs of the node.
 
     Raises:
-        GpuError: As :func:`open_zeus_gpu`.
+        GpuError: As for :func:`open_zeus_gpu`.
     """
     if identity.startswith("GPU-"):
         return ZeusNvidiaGpu(index_of_uuid(identity))
@@ -79,7 +86,7 @@ def open_address(identity: str) -> Gpu:
 
 
 class ZeusNvidiaGpu(NvmlGpu):
-    """An NVIDIA GPU whose clock Zeus changes; see :class:`perseus_ds.gpu.nvml.NvmlGpu`."""
+    """An NVIDIA GPU that is read through NVML and locked through Zeus."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -113,22 +120,22 @@ class ZeusNvidiaGpu(NvmlGpu):
 
 
 class _GpuOfZeusd:
-    """A GPU as zeusd knows it, by the number that it has on the node.
+    """A GPU of zeusd, identified by its number on the node.
 
-    In a container, or a job with a part of a node, NVML numbers GPUs from 0 whichever they are.
+    In a container or a job that has only some GPUs of the node, NVML numbers these from 0, so NVML's index may differ.
     """
 
     def __init__(self, gpu: NvmlGpu, config: Any) -> None:
-        """Find the GPU.
+        """Find the GPU among those of zeusd.
 
         Raises:
-            GpuError: zeusd does not say which of its GPUs this one is.
+            GpuError: No GPU of zeusd can be identified with this one.
         """
         from zeus.utils.zeusd import ZeusdClient, require_capabilities
 
         self._client = ZeusdClient(config)
         require_capabilities(self._client, control_gpu=True)
-        with config.make_client() as http:  # Zeus's own client drops what it does not know
+        with config.make_client() as http:  # Zeus's own client drops fields that it does not know
             known = http.get(config.url("/discover")).json()["gpus"]
         self._numbers = [_number_of(gpu, known)]
 
@@ -140,30 +147,34 @@ class _GpuOfZeusd:
 
 
 def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of a GPU among those that zeusd knows.
+    """Return the number that zeusd gives a GPU.
 
     Raises:
-        GpuError: It cannot be told.
+        GpuError: The GPU cannot be identified.
     """
     for each in known:
         address = each.get("pci_address")
         if each.get("uuid") == gpu.uuid or (address and pci_numbers(address) == pci_numbers(gpu.pci_address)):
             return int(each["id"])
-    tells = any(each.get("uuid") or each.get("pci_address") for each in known)
-    # One that tells neither numbers GPUs as NVML does, which is the same here where all of them are visible.
-    if not tells and len(known) == gpu_count():
+    has_addresses = any(each.get("uuid") or each.get("pci_address") for each in known)
+    # An old zeusd reports neither and uses NVML's indices, which are the same here if this process sees all GPUs.
+    if not has_addresses and len(known) == gpu_count():
         return gpu.index
-    why = "none of them is at its address" if tells else "this process does not see all of them, and zeusd says no more"
+    why = (
+        "none of them has its address"
+        if has_addresses
+        else "zeusd reports no addresses, and this process does not see all GPUs"
+    )
     raise GpuError(
-        f"{gpu} at {gpu.pci_address} cannot be found among the {len(known)} GPUs of zeusd: {why}. Update zeusd to a "
-        "version that reports PCI addresses, or give the job all GPUs of the node; otherwise clocks of other jobs' "
-        "GPUs would be changed."
+        f"{gpu} at {gpu.pci_address} cannot be found among the {len(known)} GPUs of zeusd: {why}. Perseus could change "
+        "clocks of other jobs' GPUs. Update zeusd to a version that reports PCI addresses, or give the job all GPUs of "
+        "the node."
     )
 
 
 def _amd_gpus() -> list[NodeGpu]:
-    """Return AMD's GPUs of the node in the order of HIP."""
-    with _zeus_errors("Listing AMD's GPUs"):
+    """Return the AMD GPUs of the node in HIP's order."""
+    with _zeus_errors("Listing AMD GPUs"):
         import amdsmi
 
         gpus = []
@@ -176,7 +187,7 @@ def _amd_gpus() -> list[NodeGpu]:
 
 @contextmanager
 def _shown_to_zeus(gpu: NodeGpu) -> Iterator[None]:
-    """Show Zeus one GPU by HIP's number: it reads HIP_VISIBLE_DEVICES alone, and no UUIDs."""
+    """Make one GPU visible to Zeus, which reads only HIP_VISIBLE_DEVICES and only numbers in it."""
     before = os.environ.get("HIP_VISIBLE_DEVICES")
     os.environ["HIP_VISIBLE_DEVICES"] = str(gpu.number)
     try:
@@ -189,7 +200,7 @@ def _shown_to_zeus(gpu: NodeGpu) -> Iterator[None]:
 
 
 class ZeusAmdGpu:
-    """An AMD GPU; its clock can be anything in a range. Written from Zeus's interface, not yet run on a real one."""
+    """An AMD GPU, which accepts any clock in a range. Not yet tried on a real AMD GPU."""
 
     simulated = False
     settings = None
@@ -199,7 +210,7 @@ class ZeusAmdGpu:
         """Open a GPU of the node.
 
         Raises:
-            GpuError: Zeus or the driver refuses.
+            GpuError: Zeus or the driver refused.
         """
         self._gpu = gpu
         with _zeus_errors(f"Opening GPU {gpu.number} through Zeus"), _shown_to_zeus(gpu):
@@ -212,7 +223,7 @@ class ZeusAmdGpu:
 
     @property
     def address(self) -> str:
-        """By which another process, the agent, opens this GPU."""
+        """Address by which the agent opens this GPU."""
         return f"zeus:{self._gpu.pci_address}"
 
     def __str__(self) -> str:
@@ -224,14 +235,14 @@ class ZeusAmdGpu:
     def lock_clock(self, clock_mhz: int) -> None:
         if clock_mhz not in self._clocks_mhz:
             raise GpuError(
-                f"Locking the clock of {self} failed: {clock_mhz} MHz is not one of its clocks, which go from "
+                f"Locking the clock of {self} failed: {clock_mhz} MHz is not one of its clocks. Expected one from "
                 f"{self._clocks_mhz[0]} to {self._clocks_mhz[-1]} MHz in steps of {_AMD_STEP_MHZ}."
             )
         with _zeus_errors(f"Locking {clock_mhz} MHz as the clock of {self}"):
             self._zeus.set_gpu_locked_clocks(clock_mhz, clock_mhz)
 
     def reset_clock(self) -> None:
-        # Zeus after 0.16 resets AMD's clocks, those of the memory too, by another method, and refuses the other one.
+        # Zeus after 0.16 has another method, which resets memory clocks too, and refuses the old one for AMD.
         reset = getattr(self._zeus, "reset_locked_clocks", None) or self._zeus.reset_gpu_locked_clocks
         with _zeus_errors(f"Resetting the clock of {self}"):
             reset()
@@ -250,11 +261,11 @@ class ZeusAmdGpu:
         return ()
 
     def power_limit_w(self) -> None:
-        """Zeus does not tell it."""
+        """Return None, because Zeus does not report it."""
 
     @property
     def has_energy_counter(self) -> bool:
-        """Whether Zeus found that the GPU's energy counter agrees with its power."""
+        """True if Zeus has found that the energy counter agrees with the power readings."""
         return bool(self._zeus.supports_get_total_energy_consumption())
 
     def energy_j(self) -> float:
@@ -267,7 +278,7 @@ class ZeusAmdGpu:
 
     @property
     def state(self) -> GpuState:
-        """Zeus does not tell it."""
+        """An empty state, because Zeus does not report it."""
         return GpuState()
 
     def close(self) -> None:

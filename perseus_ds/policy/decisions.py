@@ -1,4 +1,4 @@
-"""Chooses the plan of the next iteration, by the user's policy, the frontier and the progress of the run."""
+"""Chooses the plan of the next iteration by the policy, the frontier and the progress of the job."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from perseus_ds.policy.policies import (
 )
 from perseus_ds.policy.signals import Signal
 
-# Times and powers are known this well; of what there is to use up, this much is left.
+# Relative uncertainty of times and powers. This share of a limit is kept in reserve.
 MARGIN = 0.005
-# Of a plan that draws exactly the cap: an energy counter is refreshed every 0.1 s or so, and the largest of several
-# averages of ten iterations may still be this much below the real one.
+# An energy counter is refreshed about every 0.1 s. If a plan draws exactly the cap, the largest of several averages of
+# ten iterations may be this much below the real power.
 _READING = 0.002
 _REMEMBERED = 10
 _LEAST_POWERS = 4
@@ -36,13 +36,13 @@ _Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
 
 @dataclass(frozen=True)
 class PowerCap:
-    """A power cap in force, and how near to it a faster plan may come.
+    """A power cap in force.
 
     Attributes:
-        watts: Of all GPUs of the job.
-        headroom: A faster plan is taken only if it would draw less than the cap by this fraction of it.
-        raised: Whether a faster plan was taken after a slower one.
-        signal: The file that asks for it; empty where an order or the policy does.
+        watts: Limit for all GPUs of the job [W].
+        headroom: A faster plan is chosen only if its power is below the cap by this fraction.
+        raised: Whether a faster plan was chosen after a slower one.
+        signal: Signal file that requests the cap. Empty if an order or the policy does.
     """
 
     watts: float
@@ -53,13 +53,13 @@ class PowerCap:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to run.
+    """A decision of a policy.
 
     Attributes:
-        plan: Place on the frontier.
-        problem: The condition of the policy that cannot be met; empty if it is met.
-        failed: Whether nothing could be decided; then the job runs at default clocks.
-        cap: The power cap in force; None for none, or where it cannot be read.
+        plan: Index of the plan on the frontier.
+        problem: Condition of the policy that cannot be met. Empty if it is met.
+        failed: Whether the decision failed, so that the job runs at default clocks.
+        cap: Power cap in force. None if there is none or it cannot be read.
     """
 
     plan: int
@@ -70,17 +70,17 @@ class Decision:
 
 @dataclass(frozen=True)
 class Situation:
-    """The progress of the run.
+    """Progress of the job.
 
     Attributes:
-        step: Steps done, those before a checkpoint included.
-        time_ratio: Measured over predicted iteration time.
-        power_ratio: Measured over predicted power.
+        step: Number of finished steps, including those before a checkpoint.
+        time_ratio: Measured divided by predicted iteration time.
+        power_ratio: Measured divided by predicted power.
         stopped_s: Time between iterations [s].
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
-        default_power_w: What they draw at default clocks: as measured in the job, or by the profile [W].
-        signals: Last good values of the signals, by file.
-        before: What was decided last; None at the start.
+        default_power_w: Power of all GPUs at default clocks, as measured in the job or from the profile [W].
+        signals: Last valid values of the signals, by file.
+        before: Previous decision. None at the start.
     """
 
     step: int
@@ -95,14 +95,14 @@ class Situation:
 
 
 class RunStatistics(FileModel):
-    """Measured over predicted values of the last iterations; a checkpoint keeps it.
+    """Measured relative to predicted values of the last iterations. Checkpoints contain it.
 
     Attributes:
-        stopped_s: What an iteration's end and the next one's beginning have between them, such as evaluations and
-            checkpoints, on the average of all iterations so far [s].
-        stops: Of how many iterations.
-        times: Iteration times over those of the plans that the policy asked for.
-        powers: Power as measured and by these plans [W].
+        stopped_s: Average time between the end of an iteration and the begin of the next, including evaluations and
+            checkpoints [s].
+        stops: Number of iterations in this average.
+        times: Iteration times divided by those of the policy's plans.
+        powers: Measured power and power of these plans [W].
     """
 
     stopped_s: float = Field(0.0, ge=0, le=_LARGEST)
@@ -111,14 +111,14 @@ class RunStatistics(FileModel):
     powers: tuple[tuple[Annotated[float, Field(ge=0, le=_LARGEST)], _Positive], ...] = ()
 
     def add_stop(self, time_s: float) -> None:
-        """Take in the time between two iterations [s]."""
+        """Add the time between two iterations [s]."""
         self.stops += 1
         self.stopped_s += (max(0.0, time_s) - self.stopped_s) / self.stops
 
     def add_iteration(
         self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
     ) -> None:
-        """Take in an iteration: of the job, and of the plan that the policy asked for [s, J]."""
+        """Add the measured time [s] and energy [J] of an iteration, and those of the policy's plan."""
         self.times = (*self.times[1 - _REMEMBERED :], time_s / promised_time_s)
         if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
             power_w = energy_j / time_s, promised_energy_j / promised_time_s
@@ -126,12 +126,15 @@ class RunStatistics(FileModel):
 
     @property
     def time_ratio(self) -> float:
-        """Iteration time, 1 where it is not known; a median, since single iterations may be held up."""
+        """Iteration time ratio, 1 if unknown. It is a median, because single iterations may be delayed."""
         return statistics.median(self.times or [1.0])
 
     @property
     def power_ratio(self) -> float:
-        """Power, 1 where few are known; of sums, since counters are refreshed more rarely than iterations end."""
+        """Power ratio, 1 if few powers are known.
+
+        It is a ratio of sums, because counters may be refreshed less often than iterations end.
+        """
         powers = self.powers
         if len(powers) < _LEAST_POWERS:
             return 1.0
@@ -143,8 +146,8 @@ class Forecast:
     """Time and energy of one iteration of the whole job.
 
     Attributes:
-        time_s: Iteration time that the plans promise [s].
-        energy_j: Energy of all GPUs that they promise [J].
+        time_s: Iteration time promised by the plans [s].
+        energy_j: Energy of all GPUs promised by the plans [J].
         default_time_s: Iteration time at default clocks [s].
         default_energy_j: Energy of all GPUs at default clocks [J].
         default_measured: Whether time and energy at default clocks were measured in this job.
@@ -159,17 +162,17 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the pipelines run, as rank 0 has decided.
+    """Assignment of plans to pipelines, decided by rank 0.
 
     Attributes:
-        plan: What the policy asks for, as a place on the frontier.
+        plan: Index of the policy's plan on the frontier.
         paused: Whether to run at default clocks.
-        capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
-        stretch_factors: Of each pipeline: how many times as long as the policy's plan its plan may take.
-        plans: Of each pipeline.
-        promised_slowdown: Of the whole job against default clocks, by the profile.
-        promised_power: Relative to default clocks, with which plans keep both of their promises.
-        number: Another one whenever anything else is another.
+        capped: Whether default clocks would exceed the power cap in force. Then all iterations run under plans.
+        stretch_factors: For each pipeline, the time that its plan may take relative to that of the policy's plan.
+        plans: Index of each pipeline's plan.
+        promised_slowdown: Slowdown of the whole job relative to default clocks, from the profile.
+        promised_power: Power relative to default clocks at which plans keep their promises of time and energy.
+        number: Number that differs whenever another field differs.
     """
 
     plan: int = 0
@@ -191,15 +194,15 @@ class Assignment:
         lateness: float = 0.0,
         **decided: bool,
     ) -> Assignment:
-        """Give every pipeline its plan: as slow as it may be without making the others wait.
+        """Assign each pipeline the slowest plan that does not delay the others.
 
         Args:
             frontier: The plans.
-            plan: The policy's.
-            stretch_factors: Of every pipeline.
-            lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
-                keep what the policy's plan promises.
-            decided: Whether it is ``paused`` and ``capped``.
+            plan: Index of the policy's plan.
+            stretch_factors: Stretch factor of each pipeline.
+            lateness: Fraction by which plans take longer than promised in this job. Plans that are faster by this
+                fraction are chosen, so that the job keeps the promise of the policy's plan.
+            decided: Values of ``paused`` and ``capped``.
         """
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
@@ -216,18 +219,17 @@ class Assignment:
         return replace(assignment, promised_slowdown=time_ratio - 1, promised_power=power)
 
     def forecast(self, frontier: Frontier, gpus_per_stage: int) -> Forecast:
-        """Return time and energy of the job's iteration, under these plans and at default clocks.
+        """Return time and energy of an iteration of the job, under these plans and at default clocks.
 
-        A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
-        others wait for the slowest at blocking power: the accounting of the paper's emulation. ``gpus_per_stage`` GPUs
-        of one pipeline share a stage.
+        As in the emulation of the paper, a pipeline that takes ``s`` times as long uses ``s`` times its plan's energy,
+        and the others wait for the slowest at blocking power. In each pipeline, ``gpus_per_stage`` GPUs share a stage.
         """
         time_s, energy_j = self._of_job([frontier.plans[number] for number in self.plans], frontier)
         default_time_s, default_energy_j = self._of_job([frontier.baseline] * len(self.plans), frontier)
         return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
 
     def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
-        """Return time [s] and energy [J], one GPU a stage, of pipelines as slow as they are under these plans."""
+        """Return time [s] and energy [J] with one GPU per stage, given the slowness of each pipeline."""
         slowness = [max(self.stretch_factors) / factor for factor in self.stretch_factors]
         times_s = [plan.time_s * slow for plan, slow in zip(plans, slowness, strict=True)]
         energies_j = [plan.energy_j * slow for plan, slow in zip(plans, slowness, strict=True)]
@@ -236,7 +238,7 @@ class Assignment:
 
 
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the plan that a policy asks for now."""
+    """Return the decision of a policy."""
     if isinstance(policy, SlowdownPolicy):
         return Decision(frontier.plans.index(frontier.within(policy.max_slowdown)))
     if isinstance(policy, EnergyOptimalPolicy):
@@ -249,17 +251,17 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
     watts = policy.watts if signal is None else signal.held_at(situation.now.timestamp())
     if watts is not None:
         return _under_cap(watts, policy.signal or "", frontier, situation)
-    problem = f"the power cap cannot be read from {policy.signal}. Running the plan that draws least"
+    problem = f"the power cap cannot be read from {policy.signal}. Running the plan with the lowest power"
     return Decision(len(frontier.plans) - 1, problem)
 
 
 class Reduction(NamedTuple):
-    """Less power, as it is asked for now.
+    """A requested reduction of power.
 
     Attributes:
-        power_fraction: Of the power at default clocks.
-        until_s: When it ends or changes [Unix seconds]; infinity where that is not known.
-        signal: The file that asks for it; empty where an order or the policy does.
+        power_fraction: Fraction of the power at default clocks.
+        until_s: Time when it ends or changes [Unix seconds]. Infinite if unknown.
+        signal: Signal file that requests it. Empty if an order or the policy does.
     """
 
     power_fraction: float
@@ -268,7 +270,7 @@ class Reduction(NamedTuple):
 
 
 def reduction_of(policy: ReducePolicy, now: datetime, signals: Mapping[str, Signal]) -> Reduction | None:
-    """Return what a policy asks for now, by itself or by its file; None for no reduction."""
+    """Return the reduction that a policy or its signal requests now. None for no reduction."""
     now_s = now.timestamp()
     until_s = math.inf if policy.until is None else policy.until.timestamp()
     asked = [Reduction(policy.fraction_until(now), until_s)]
@@ -279,7 +281,7 @@ def reduction_of(policy: ReducePolicy, now: datetime, signals: Mapping[str, Sign
 
 
 def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the plan that the policy asks for, or a slower one that draws no more than the reduction allows."""
+    """Return the plan of the base policy, or a slower one that meets the reduction."""
     asked = decide(policy.policy, frontier, situation)
     reduction = reduction_of(policy, situation.now, situation.signals)
     if reduction is None:
@@ -291,12 +293,12 @@ def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> 
 
 
 def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
-    """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*).
+    """Return the plan of a pipeline that may take ``factor`` times as long as a plan: that of min(T', T*).
 
     Args:
         frontier: The plans.
-        plan: The policy's.
-        factor: Below 1, the plan is a faster one, or the fastest.
+        plan: Index of the policy's plan.
+        factor: Time relative to this plan. If it is below 1, a faster plan is chosen.
     """
     deadline_s = frontier.plans[plan].time_s * factor * (1 - MARGIN)
     if factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
@@ -309,13 +311,14 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
     if left <= 0:
         return Decision(len(frontier.plans) - 1)
     seconds = (policy.finish_by - situation.now).total_seconds()
-    # One step in reserve: what an iteration takes more than the one before is only known afterwards.
+    # One step is kept in reserve, because the duration of a longer iteration is known only afterwards.
     allowed_s = (seconds / (left + 1) - situation.stopped_s) / situation.time_ratio
     fastest_s = frontier.plans[0].time_s
     if allowed_s >= fastest_s:
         most = _slowest(frontier, allowed_s)
         running = most if situation.before is None else situation.before.plan
-        # Within this range, the plan that changes least: small fluctuations do not change plans.
+        # Within this range, choose the plan that is nearest to the current one, so that small fluctuations have no
+        # effect.
         return Decision(min(max(running, _slowest(frontier, allowed_s * (1 - MARGIN))), most))
     needed_s = left * (fastest_s * situation.time_ratio + situation.stopped_s)
     return Decision(0, "" if needed_s <= seconds else _too_late(policy, situation, needed_s))
@@ -325,15 +328,15 @@ def _too_late(policy: DeadlinePolicy, situation: Situation, needed_s: float) -> 
     left_s = max(0.0, (policy.finish_by - situation.now).total_seconds())
     return (
         f"the deadline {policy.finish_by.isoformat()} cannot be met: {policy.total_steps - situation.step} steps take "
-        f"{needed_s:.0f} s at the fastest, {left_s:.0f} s are left. Running the fastest plan"
+        f"at least {needed_s:.0f} s, {left_s:.0f} s remain. Running the fastest plan"
     )
 
 
 def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situation) -> Decision:
     """Return the fastest plan under the cap.
 
-    Measured power is noisy, so a slower plan is taken once the power may exceed the cap, and a faster one only where it
-    would stay below it by the headroom, which doubles each time that this was wrong.
+    Measured power is noisy. A slower plan is chosen when the power may exceed the cap. A faster one is chosen only if
+    it stays below the cap by the headroom, which doubles each time that this was wrong.
     """
     last = len(frontier.plans) - 1
     scale = situation.gpus_per_rank * situation.power_ratio
@@ -353,7 +356,7 @@ def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situati
         else:
             plan = running
     problem = (
-        f"a power cap of {watts:.0f} W cannot be kept: the plan that draws least takes {powers_w[last]:.0f} W. "
+        f"a power cap of {watts:.0f} W cannot be kept: the plan with the lowest power draws {powers_w[last]:.0f} W. "
         "Running it"
         if powers_w[last] > watts
         else ""

@@ -66,16 +66,16 @@ class RankReport:
     shapes: float = 0.0
 
     def as_numbers(self) -> list[float]:
-        """Return the fields in their order."""
+        """Return the fields in order."""
         return [*map(float, vars(self).values())]
 
 
 class GpuLimit(NamedTuple):
-    """What the GPU of a rank may do, where that is less than when the profile was measured.
+    """Limits of a rank's GPU that are lower than during profiling.
 
     Attributes:
-        power_w: Its power limit; infinite where that is no lower [W].
-        clock_mhz: The highest clock that it reaches; infinite where only the power limit is in the way [MHz].
+        power_w: Power limit [W]. Infinite if it is not lower.
+        clock_mhz: Highest clock that it reaches [MHz]. Infinite if only the power limit is lower.
     """
 
     rank: int
@@ -143,8 +143,8 @@ class RankReports:
     """The reports of all ranks of one iteration.
 
     Args:
-        numbers: Shape (ranks, fields of :class:`RankReport`).
-        pipeline_of_rank: The data-parallel pipeline of each rank; None if there is only one.
+        numbers: Array of shape (ranks, fields of :class:`RankReport`).
+        pipeline_of_rank: Data-parallel pipeline of each rank. None if there is only one.
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64], pipeline_of_rank: npt.NDArray[np.int64] | None = None) -> None:
@@ -152,7 +152,7 @@ class RankReports:
         self.pipeline_of_rank = np.zeros(len(numbers), np.int64) if pipeline_of_rank is None else pipeline_of_rank
 
     def column(self, field: str) -> npt.NDArray[np.float64]:
-        """Return one field of all ranks, shape (ranks,)."""
+        """Return a field of all ranks, shape (ranks,)."""
         return self._numbers[:, _PLACES[field]]
 
     def set(self, rank: int, fields: Mapping[str, float]) -> None:
@@ -161,39 +161,42 @@ class RankReports:
             self._numbers[rank, _PLACES[name]] = value
 
     def by_pipeline(self, of_ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the largest value among the ranks of each pipeline, shape (pipelines,)."""
+        """Return the largest value of each pipeline, shape (pipelines,)."""
         largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
         np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
         return largest
 
     def limits(self) -> tuple[GpuLimit, ...]:
-        """Return each GPU that may do less than when the profile was measured."""
+        """Return the limits of GPUs that are lower than during profiling."""
         power_w, clock_mhz = self.column("limit_w"), self.column("limit_mhz")
         ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
         return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)
 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
-# Of the number that a rank reports of its shapes.
+# Upper bound of the number that a rank reports for its shapes.
 SHAPES = 2**48
-# A drift counts where it exceeds so many of its standard errors, and by how much it does.
+# A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
 _DRIFTS_IN_A_ROW = 2
 
 
 def shapes_number(rank: int, shapes: float) -> int:
-    """Return what a rank reports of the shapes of its inputs: the sum over all ranks tells those of the job."""
+    """Return the number that a rank reports for the shapes of its inputs.
+
+    The sum over all ranks is the job's.
+    """
     content = struct.pack("<qd", rank, shapes)
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
 
 
 def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the lower median and the largest."""
+    """Return the lower median and the maximum."""
     return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
 
 
 def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
-    """Return the pace, and how far the typical pipeline is from it and the one that is farthest."""
+    """Return the pace, and the typical and largest deviation of a pipeline from it."""
     low, high = ranks.column("pace_low"), ranks.column("pace_high")
     known = low > 0
     if not known.any():
@@ -206,14 +209,14 @@ def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
 def reported_drift(
     spans: Sequence[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
 ) -> dict[str, float]:
-    """Return the fields of a rank's report that say how far it is from the profile; without clocks, that it is not.
+    """Return the fields of a rank's report about the deviation from the profile.
 
-    Times of one stage and kind vary about their median; by this, the medians are uncertain.
+    Times of one stage and kind vary about their median. This variation determines the uncertainty of the medians.
 
     Args:
-        spans: One iteration.
-        clocks_mhz: Clock of each instruction; empty where they were not a plan's.
-        expected: The times that the profile says.
+        spans: Operations of one iteration.
+        clocks_mhz: Clock of each instruction. If empty (no plan), no deviation is reported.
+        expected: Times in the profile.
     """
     if not clocks_mhz:
         return {"drift": 0.0}
@@ -242,13 +245,13 @@ def reported_drift(
 
 
 class DriftWatch:
-    """Counts how often in a row the pipelines were found farther from the profile than this fraction."""
+    """Counts consecutive iterations in which pipelines deviated too far from the profile."""
 
     def __init__(self, max_drift: float) -> None:
         self._max_drift = max_drift
         self._in_a_row = 0
 
     def has_drifted(self, drift: float) -> bool:
-        """Return whether the profile is out of date, by the lower median of the pipelines' drift."""
+        """Return True if the profile is out of date, given the lower median of the pipelines' drift."""
         self._in_a_row = self._in_a_row + 1 if drift > self._max_drift else 0
         return self._in_a_row >= _DRIFTS_IN_A_ROW

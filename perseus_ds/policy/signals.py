@@ -1,7 +1,7 @@
-"""Signals: a power cap or a fraction of power over time, from files that may change.
+"""Signals: power caps or fractions of power over time, read from files that may change.
 
-A file holds one number, or CSV with the columns ``time`` and ``value``. Rank 0 reads it again when it changes, on a
-thread of its own.
+A file contains one number, or CSV with the columns ``time`` and ``value``. A thread on rank 0 reads it again when it
+changes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from perseus_ds.policy.policies import PolicyConfig, SignalUse, signal_files
 from perseus_ds.timebase import Flag, Timebase
 
 MOST_SIGNAL_VALUES = 40_000
-"""A year of quarter-hours."""
+"""A year of values for each quarter of an hour."""
 _MOST_BYTES = 8 * MIB
 _MOST_VALUE = 1e9
 _HEADER = ["time", "value"]
 _FIRST_YEAR, _LAST_YEAR = 1970, 2200
 _FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
 _LONGEST_MESSAGE = 600
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _PATIENCE_S = 10.0
 _Signature = tuple[int, int, int]
 _NEVER: _Signature = (0, 0, 0)
@@ -40,12 +40,12 @@ _NEVER: _Signature = (0, 0, 0)
 
 @dataclass(frozen=True)
 class Signal:
-    """Values over time: each holds until the next one begins.
+    """Values over time. Each is valid until the next one begins.
 
     Attributes:
-        begins_s: When each value begins, ascending [Unix seconds].
-        values: As many.
-        end_s: When the last value ends [Unix seconds].
+        begins_s: Begin of each value, ascending [Unix seconds].
+        values: The values.
+        end_s: End of the last value [Unix seconds].
     """
 
     begins_s: tuple[float, ...]
@@ -53,15 +53,15 @@ class Signal:
     end_s: float
 
     def held_at(self, time_s: float) -> float:
-        """Return the value at a time [Unix seconds]; the last one where the signal has ended."""
+        """Return the value at a time [Unix seconds]. After the end it is the last value."""
         return self.values[max(0, bisect.bisect_right(self.begins_s, time_s) - 1)]
 
     def fraction_at(self, time_s: float) -> float:
-        """Return the fraction of power asked for at a time [Unix seconds]; 1 before it begins and after its end."""
+        """Return the requested fraction of power at a time [Unix seconds]. It is 1 before begin and after end."""
         return self.held_at(time_s) if self.begins_s[0] <= time_s < self.end_s else 1.0
 
     def next_change_s(self, time_s: float) -> float:
-        """Return when the next value begins, or the last one ends [Unix seconds]; infinity after that."""
+        """Return when the next value begins or the last one ends [Unix seconds]. Infinite after the end."""
         following = bisect.bisect_right(self.begins_s, time_s)
         if following < len(self.begins_s):
             return self.begins_s[following]
@@ -69,16 +69,15 @@ class Signal:
 
 
 def read_signal(path: Path, use: SignalUse = "cap", now: datetime | None = None) -> Signal:
-    """Read a signal; a file with nothing but one number is a signal that does not change.
+    """Read a signal. A file with a single number is a constant signal.
 
     Args:
         path: The file.
-        use: What its values are.
-        now: The time that it must have a value for; None if any will do, as of a fraction, which is 1 at all others.
+        use: Meaning of its values.
+        now: Time for which it must have a value. None for fractions, which are 1 at all other times.
 
     Raises:
-        SignalError: The file is missing, is of another form, or has values that cannot be used; the message names
-            file and row.
+        SignalError: The file is missing or invalid. The message names file and row.
     """
     text = read_text(path, SignalError, "file of a signal", _MOST_BYTES)
     try:
@@ -90,7 +89,7 @@ def read_signal(path: Path, use: SignalUse = "cap", now: datetime | None = None)
 
 
 def _check(signal: Signal, use: SignalUse, now: datetime | None) -> None:
-    """Check that a signal can be used as :func:`read_signal` says."""
+    """Check that a signal meets the requirements of :func:`read_signal`."""
     if use == "fraction":
         if wrong := [value for value in signal.values if not 0 < value <= 1]:
             raise SignalError(
@@ -98,16 +97,16 @@ def _check(signal: Signal, use: SignalUse, now: datetime | None) -> None:
                 f"got {wrong[0]:g}."
             )
     elif now is not None and now.timestamp() >= signal.end_s:
-        raise SignalError(f"all its values are of the past: it ended at {_text(signal.end_s)}.")
+        raise SignalError(f"all its values are in the past: it ended at {_text(signal.end_s)}.")
     elif now is not None and now.timestamp() < signal.begins_s[0]:
-        raise SignalError(f"it has no value for the present: it begins at {_text(signal.begins_s[0])}.")
+        raise SignalError(f"it has no value for the current time: it begins at {_text(signal.begins_s[0])}.")
 
 
 def parse_signal(text: str) -> Signal:
-    """Return the signal that the contents of a file describe.
+    """Parse the contents of a signal file.
 
     Raises:
-        SignalError: They are of another form, or cannot be used; the message names the row.
+        SignalError: They are invalid. The message names the row.
     """
     if not text:
         raise SignalError("the file is empty.")
@@ -116,7 +115,7 @@ def parse_signal(text: str) -> Signal:
         return Signal((-math.inf,), (constant,), math.inf)
     try:
         return _from_csv(text)
-    except SignalError as error:  # which repeats what the file holds
+    except SignalError as error:  # its message quotes the file
         raise SignalError(str(error)[:_LONGEST_MESSAGE]) from None
 
 
@@ -128,7 +127,7 @@ def _from_csv(text: str) -> Signal:
     if [name.strip().lower() for name in header] != _HEADER:
         raise SignalError(f'expected one number, or the columns "time,value", found {",".join(header)!r}.')
     if len(rows) > MOST_SIGNAL_VALUES:
-        raise SignalError(f"{len(rows)} values, at most {MOST_SIGNAL_VALUES} are read. Remove those of the past.")
+        raise SignalError(f"{len(rows)} values, expected at most {MOST_SIGNAL_VALUES}. Remove those in the past.")
     begins_s: list[float] = []
     values: list[float] = []
     for number, row in enumerate(rows, start=2):
@@ -145,12 +144,12 @@ def _from_csv(text: str) -> Signal:
     if not begins_s:
         raise SignalError("it has no values.")
     if len(begins_s) == 1:
-        raise SignalError("it has one value only, so that it is not known how long it holds: give at least two.")
+        raise SignalError("it has only one value, so its end is unknown. Add a second row.")
     return Signal(tuple(begins_s), tuple(values), begins_s[-1] + _usual_step_s(begins_s))
 
 
 def _entry(row: Sequence[str]) -> tuple[float, float]:
-    """Return when the value of a row begins [Unix seconds], and the value."""
+    """Return the begin [Unix seconds] and the value of a row."""
     if len(row) != len(_HEADER):
         raise SignalError(f"expected time and value, got {','.join(row)!r}.")
     time, value = (cell.strip() for cell in row)
@@ -169,7 +168,7 @@ def _usual_step_s(begins_s: Sequence[float]) -> float:
 
 
 def _number(text: str) -> float | None:
-    """Return a number that is not too large, or None if it is none."""
+    """Return the number in a text. None if it is not a number or too large."""
     try:
         value = float(text)
     except ValueError:
@@ -179,7 +178,7 @@ def _number(text: str) -> float | None:
 
 def _instant(text: str) -> float:
     try:
-        # Before Python 3.11, "Z" was not understood.
+        # Python before 3.11 does not accept "Z".
         time = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
     except ValueError:
         raise SignalError(f"expected a time such as 2026-11-22T08:00:00+01:00, got {text!r}.") from None
@@ -193,20 +192,18 @@ def _text(time_s: float) -> str:
 
 
 class SignalWatch:
-    """Keeps the last good values of the signals of a policy.
-
-    Training threads never read a file: they take the values that are there.
+    """Keeps the last valid values of a policy's signals, so that training threads never read a file.
 
     Attributes:
-        signals: The last good values, by file.
+        signals: Last valid values, by file.
     """
 
     def __init__(self, timebase: Timebase, on_problem: Callable[[str], None]) -> None:
-        """Watch nothing yet.
+        """Create a watch without files.
 
         Args:
-            timebase: The rank's time.
-            on_problem: Called with what is wrong with a file that has changed; on another thread.
+            timebase: Timebase of the rank.
+            on_problem: Called on another thread with the problem of a file that has changed.
         """
         self.signals: Mapping[str, Signal] = {}
         self._timebase = timebase
@@ -214,7 +211,7 @@ class SignalWatch:
         self._changed = timebase.condition()
         self._is_closed = False
         self._is_watching = False
-        # The contents that are in use, or that a problem was reported of; and those found to be wrong once.
+        # Signatures of contents that are in use or were reported, and of those found invalid once.
         self._known: dict[str, _Signature | None] = {}
         self._uses: Mapping[str, SignalUse] = {}
         self._suspects: dict[str, _Signature | None] = {}
@@ -223,13 +220,13 @@ class SignalWatch:
         """Read the signals of a policy, and watch their files from now on.
 
         Raises:
-            SignalError: A file cannot be used; the signals are those from before.
+            SignalError: A file cannot be used. The signals are unchanged.
         """
         uses = signal_files(policy)
         found = {file: self._read_beside(file, use) for file, use in uses.items()}
         with self._changed:
             self._known = {file: signature for file, (signature, _) in found.items()}
-            # The policy from before may decide once more.
+            # The previous policy may make one more decision.
             self._uses = uses
             read = {file: signal for file, (_, signal) in found.items()}
             self.signals = {**self.signals, **read}
@@ -239,20 +236,20 @@ class SignalWatch:
             self._timebase.thread(self._watch, "perseus-signals").start()
 
     def follow_if_possible(self, policy: PolicyConfig) -> None:
-        """Do the same, but only report a file that cannot be used."""
+        """Follow a policy, but only report files that cannot be used."""
         try:
             self.follow(policy)
         except SignalError as error:
             self._on_problem(str(error))
 
     def close(self) -> None:
-        """Stop; harmless when called again."""
+        """Stop the thread. May be called repeatedly."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _read_beside(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
-        """Read a file on another thread, since a file system may hang."""
+        """Read a file on another thread, because a file system may hang."""
         done = Flag(self._timebase)
         found: list[tuple[_Signature | None, Signal] | SignalError] = []
 
@@ -277,13 +274,13 @@ class SignalWatch:
             return read_signal(Path(file), use, self._timebase.date())
         except SignalError:
             raise
-        except Exception as error:  # whatever a file holds, the thread goes on
+        except Exception as error:  # no content of a file may end the thread
             raise SignalError(f"{file}: the signal cannot be read ({error!r}).") from error
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait(_LOOK_EVERY_S)
+                self._changed.wait(_POLL_S)
                 if self._is_closed:
                     return
                 known, uses = self._known, self._uses
@@ -291,7 +288,10 @@ class SignalWatch:
                 self._look(path, use, known)
 
     def _look(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
-        """Read a file that has changed; one that is wrong may be half written, and is reported if it stays so."""
+        """Read a file that has changed.
+
+        An invalid one may be half written, so it is reported only if it persists.
+        """
         signature = _signature(path)
         if signature == known[path]:
             return
@@ -300,7 +300,7 @@ class SignalWatch:
         except SignalError as error:
             if signature == self._suspects.get(path, _NEVER):
                 known[path] = signature
-                self._on_problem(f"{error} The last good values stay in use")
+                self._on_problem(f"{error} The last valid values stay in use")
             self._suspects[path] = signature
             return
         known[path] = signature
@@ -310,9 +310,9 @@ class SignalWatch:
 
 
 def _signature(path: str) -> _Signature | None:
-    """Return what differs when a file has changed; None if it is not there."""
+    """Return a signature of a file that changes with its contents. None if there is no file."""
     try:
         status = os.stat(path)
-    except (OSError, ValueError):  # a name may hold characters that no name has
+    except (OSError, ValueError):  # the name may contain invalid characters
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,4 +1,4 @@
-"""Which clocks to measure: all, every n-th, or a few, chosen from the rows measured so far."""
+"""Chooses the clocks to measure: all, every n-th, or a few, selected from the rows measured so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perseus_ds.profiler.online import MeasuredRow, combine_rows
 
 # Distance between the clocks of the descent, relative to the clock.
 _STEP = 0.1
-# The descent goes on while a step saves this fraction of effective energy (instructions with slack use low clocks).
+# The descent continues while a step saves this fraction of effective energy (instructions with slack use low clocks).
 _SAVING_PER_STEP = 0.01
 # It does not stop before instructions are slower than the fastest by this factor.
 _SLOWED = 1.1
@@ -26,18 +26,18 @@ _RISES_TO_STOP = 5
 # A clock is measured if it might save plans this fraction of the energy of all instructions.
 _SMALLEST_GAIN = 0.0005
 _BATCH = 2
-# Possible gains assume that a clock is better than estimated by this many standard deviations.
+# Possible gains assume that the energy at a clock is this many standard errors lower than estimated.
 _OPTIMISM = 1.5
 
 
 class Sweep:
-    """Measures one clock after the other until energy has risen five times in a row."""
+    """Measures clocks one after the other until energy has risen five times in a row."""
 
     def __init__(self, clocks_mhz: Sequence[int]) -> None:
         self._left = list(clocks_mhz)
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
-        """Return the clock to measure next [MHz]; none when enough is known."""
+        """Return the clock to measure next [MHz]. Empty if the sweep is finished."""
         energies_j = [energy_j for _, (_, energy_j) in sorted(_sums_by_clock(rows).items(), reverse=True)]
         last = energies_j[-_RISES_TO_STOP - 1 :]
         rising = len(last) > _RISES_TO_STOP and all(a < b for a, b in pairwise(last))
@@ -45,20 +45,20 @@ class Sweep:
 
 
 class AdaptiveSampler:
-    """Measures clocks in coarse steps down until energy rises, then those that may improve plans the most.
+    """Measures clocks in coarse steps down until energy rises, then those that may improve plans most.
 
-    Above the clock that the GPU reaches under load there is nothing to measure but the highest clock, which stands for
-    all of them.
+    Of the clocks above the one that the GPU reaches under load, only the highest is measured, because all of them give
+    the same results.
 
-    Plans use, of every (stage, kind), the clocks on the lower convex hull of effective energy over time. After the
-    descent, the next clock is the one that may lie farthest below the hull of the measured ones, within the error bars
-    of the fitted profile.
+    For each (stage, kind), plans use the clocks on the lower convex hull of effective energy over time. After the
+    descent, the next clock is the one that may lie farthest below the hull of the measured clocks, within the error
+    bars of the fitted profile.
 
     Args:
-        clocks_mhz: The clocks that may be measured, ascending.
-        blocking_power_w: Power of a GPU that waits [W].
-        budget: Most clocks to measure.
-        default_mhz: The clock that GPUs reach under load where none is set; None where that is not known.
+        clocks_mhz: Clocks that may be measured, ascending.
+        blocking_power_w: Power of a waiting GPU [W].
+        budget: Maximum number of clocks to measure.
+        default_mhz: Clock that GPUs reach under load at default clocks. None if unknown.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AdaptiveSampler:
         self._asked: set[int] = set()
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
-        """Return the clocks to measure next, the highest first [MHz]; none when enough is known."""
+        """Return the clocks to measure next, the highest first [MHz]. Empty if the search is finished."""
         sums = _sums_by_clock(rows)
         left = self._budget - len(self._asked)
         chosen = (self._descend(sums) or self._refine(rows, sums))[: max(0, left)]
@@ -93,7 +93,7 @@ class AdaptiveSampler:
         return [min(below, key=lambda clock: abs(clock - target_mhz))]
 
     def _descended(self, sums: dict[int, tuple[float, float]]) -> bool:
-        """Whether instructions are slower, their energy has risen, and their effective energy no longer falls."""
+        """Return True if instructions are slower, energy has risen, and effective energy no longer falls."""
         if len(sums) < 3:
             return False
         (time_s, energy_j), (before_s, before_j), *_ = (found for _, found in sorted(sums.items()))
@@ -111,18 +111,18 @@ class AdaptiveSampler:
         gain = self._possible_gains(rows, candidates)
         while gain and len(chosen) < _BATCH:
             best = max(gain, key=lambda clock: gain[clock])
-            # A fit to few rows has error bars that are too small, so half of the budget is used in any case.
+            # The error bars of a fit to few rows are too small, so half of the budget is always used.
             if gain[best] < _SMALLEST_GAIN and 2 * len(self._asked) >= self._budget:
                 break
             chosen.append(best)
-            # The next one lies in another gap between measured clocks.
+            # The next clock is chosen from another gap between measured clocks.
             below = max(c for c in self._asked if c < best)
             above = min(c for c in self._asked if c > best)
             gain = {c: p for c, p in gain.items() if not below < c < above}
         return chosen
 
     def _possible_gains(self, rows: Sequence[Measurement], candidates: Sequence[int]) -> dict[int, float]:
-        """Return how much each clock may improve plans, as a fraction of the energy of all instructions."""
+        """Return the possible saving by each clock, as a fraction of the energy of all instructions."""
         profile = StageProfile(rows)
         fitted = estimate_all(profile, candidates)
         found = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
@@ -134,7 +134,7 @@ class AdaptiveSampler:
             measured = np.isin(options.clock_mhz, list(self._asked))
             order = np.flatnonzero(measured)[np.lexsort((cost_j[measured], options.time_s[measured]))]
             hull = order[lower_hull(options.time_s[order], cost_j[order])]
-            # Between its corners lie the lowest effective energies of mixtures of clocks.
+            # On the lines between its corners lie the lowest effective energies of mixtures of clocks.
             hull_j = np.interp(options.time_s, options.time_s[hull], cost_j[hull])
             for number in np.flatnonzero(~measured):
                 clock = int(options.clock_mhz[number])
@@ -146,9 +146,9 @@ class AdaptiveSampler:
 
 
 def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]]:
-    """Return, by clock, the summed time [s] and energy [J] of one instruction of each stage and kind, without tails.
+    """Return, by clock, the total time [s] and energy [J] of one instruction of each stage and kind.
 
-    A clock at which one of them has no row would seem faster and more frugal than it is, and is left out.
+    Clocks without a row of each stage and kind are omitted, because their sums would be too small.
     """
     by_clock: dict[int, list[Measurement]] = defaultdict(list)
     for row in rows:
@@ -165,8 +165,8 @@ def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]
 class ClockSearch:
     """Chooses clocks to measure until the profile is accurate enough.
 
-    Rows are written to ``measured.csv`` after every clock. If ``measured.csv`` has rows of the same job, and no
-    profile was finished after them, the search continues the interrupted one.
+    Rows are written to ``measured.csv`` after every clock. The search continues an interrupted one if ``measured.csv``
+    has rows of the same job and no profile was written after them.
 
     Args:
         sampler: Chooses the clocks, from the rows measured so far.
@@ -174,7 +174,7 @@ class ClockSearch:
         directory: Where the profile will be written.
 
     Attributes:
-        resumed: How many clocks an interrupted search had measured.
+        resumed: Number of clocks that an interrupted search had measured.
     """
 
     def __init__(self, sampler: AdaptiveSampler | Sweep, info: ProfileInfo, directory: Path) -> None:
@@ -210,7 +210,7 @@ class ClockSearch:
         self.measured(self._info).save(self._directory / "measured.csv")
 
     def finished(self, info: ProfileInfo) -> StageProfile:
-        """Return the same as :meth:`measured`, and log the clocks without rows because a rank lacks them.
+        """Return :meth:`measured`, and log the clocks that are omitted because a rank lacks their rows.
 
         Raises:
             ProfileError: There are no rows, or none of a stage's forward or backward.

@@ -1,8 +1,8 @@
-"""Durations of the operations that have no clock to choose: loads, transfers and unprofiled tails.
+"""Durations of the operations without a clock to choose: loads, transfers and unprofiled tails.
 
-A transfer that a schedule launches and waits for later is not surrounded by anything that could be timed. It is over
-when the pass that waits for it begins, and it begins at the end of the pass whose result it sends; if the receiving
-rank was still computing then, at the end of that.
+A transfer that a schedule launches and awaits later cannot be timed directly. It ends when the pass that waits for it
+begins. It begins at the end of the pass that produced its data, or at the end of the pass that the receiving rank was
+computing then, whichever is later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ K = TypeVar("K", bound=Any)
 Iterations = Sequence[Sequence[Span]]
 """Spans of one rank, by iteration."""
 Passes = Mapping[Instruction, tuple[float, float]]
-"""When the instructions of one iteration began and ended, on all ranks, on a time axis that they have in common [s]."""
+"""Begin and end of the instructions of one iteration, on all ranks, on a common time axis [s]."""
 
 
 def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
     """Add the time that the engine spends between operations to the loads, transfers and tails next to it.
 
-    The time before the tail is not added to an operation: there, ranks wait for each other.
+    The time before the tail is not added to an operation, because ranks wait for each other there.
     """
     result: list[Span] = []
     for before, span, after in zip([None, *spans], spans, [*spans[1:], None], strict=False):
@@ -47,12 +47,15 @@ def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
 
 
 def _begins_tail(before: Span, span: Span) -> bool:
-    """Whether the tail begins between the two spans; ranks that begin it together wait for each other there."""
+    """Return True if the tail begins between two spans.
+
+    Ranks that begin it together wait for each other there.
+    """
     return _is_tail(span) and not _is_tail(before)
 
 
 def medians(found: Iterable[tuple[K, float]]) -> dict[K, float]:
-    """Return the median of the numbers of each key, by ascending key."""
+    """Return the median of the numbers of each key, in ascending order of the keys."""
     by_key: dict[K, list[float]] = defaultdict(list)
     for key, number in found:
         by_key[key].append(number)
@@ -65,7 +68,7 @@ def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
 
 
 def other_durations_s(ranks: Sequence[Iterations]) -> dict[tuple[str, int], float]:
-    """Return the median duration of each command that perseus-ds does not know, by command and stage [s]."""
+    """Return the median duration of each command unknown to perseus-ds, by command and stage [s]."""
     others = ((s.operation, s.time_s) for s in all_spans(ranks) if isinstance(s.operation, Other))
     return medians(((other.command, other.stage), time_s) for other, time_s in others)
 
@@ -73,8 +76,8 @@ def other_durations_s(ranks: Sequence[Iterations]) -> dict[tuple[str, int], floa
 def transfer_durations_s(ranks: Sequence[Iterations]) -> dict[Boundary, float]:
     """Return the median transfer over each boundary and direction, without waiting for the other rank [s].
 
-    Both sides of a transfer end together. The side that begins last does not wait, so the shorter
-    of the two spans is the duration of the transfer itself.
+    Both sides of a transfer end together. The side that begins last does not wait, so the shorter of the two spans is
+    the duration of the transfer itself.
     """
     shorter: dict[tuple[int, Transfer], float] = {}
     for rank in ranks:
@@ -88,7 +91,10 @@ def transfer_durations_s(ranks: Sequence[Iterations]) -> dict[Boundary, float]:
 
 
 def tail_durations_s(iterations: Iterations) -> dict[int, float]:
-    """Return the median tail of each stage of a rank, waits within it included [s]; ranks began their tails at once."""
+    """Return the median tail of each stage of a rank [s], including waits.
+
+    Ranks begin their tails together.
+    """
     return medians(tail for spans in iterations for tail in tails_s(spans).items())
 
 
@@ -137,12 +143,12 @@ def all_spans(ranks: Sequence[Iterations]) -> list[Span]:
 
 
 def launches_transfers(schedule: Schedule) -> bool:
-    """Return whether ranks go on after they have launched a transfer."""
+    """Return True if ranks continue after they have launched a transfer."""
     return any(isinstance(operation, Launch) for stream in schedule.ranks for operation in stream)
 
 
 def passes_of(ranks: Iterable[tuple[Sequence[Span], float]]) -> Passes:
-    """Return the passes of one iteration, given each rank's operations and when it began the iteration [s]."""
+    """Return the passes of one iteration, given the operations and the begin [s] of each rank."""
     return {
         span.operation.instruction: (begin_s + span.start_s, begin_s + span.end_s)
         for spans, begin_s in ranks
@@ -154,8 +160,8 @@ def passes_of(ranks: Iterable[tuple[Sequence[Span], float]]) -> Passes:
 def launched_transfer_durations_s(schedule: Schedule, iterations: Iterable[Passes]) -> dict[Boundary, float]:
     """Return the median transfer over each boundary and direction [s].
 
-    A transfer for which its receiver was waiting shows how long it takes; only where there is none such do those count
-    that went on while the receiver computed.
+    Only transfers for which the receiver was waiting show their duration. If there are none, those that ran while the
+    receiver computed are used.
     """
     sides = _sides(schedule)
     found: dict[Boundary, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
@@ -173,8 +179,8 @@ def _sides(schedule: Schedule) -> dict[Transfer, tuple[Instruction, Instruction,
     """Return the instructions around each transfer.
 
     Returns:
-        The last one before it is sent, on the sending rank; the first one after it is waited for, on the receiving
-        rank; and the one before that, on the receiving rank, None if there is none.
+        By transfer: the last instruction before it on the sending rank, the first one that needs its data on the
+        receiving rank, and the one before that on the receiving rank (None if there is none).
     """
     made_by: dict[Transfer, Instruction] = {}
     needed_by: dict[Transfer, tuple[Instruction, Instruction | None]] = {}

@@ -1,8 +1,9 @@
-"""A profile at default clocks alone, of a job that was only observed: from its timeline and its energy by rank.
+"""A profile at default clocks of an observed job, from its timeline and the energy of each rank.
 
-No clock was changed, so the energy of single instructions was not measured. It follows from each rank's power: waiting
-takes blocking power, and computing takes the rest. If blocking power is not given, it is the one that explains the
-powers of all ranks best while computing takes the same power on each. Ranks that wait equally long do not determine it.
+Clocks were not changed, so the energy of single instructions was not measured. It follows from each rank's power: a
+waiting GPU draws blocking power, and computing takes the rest. Without a given blocking power, it is fitted to the
+powers of all ranks, assuming the same power for computing on each. If all ranks wait equally long, it cannot be
+determined.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Load, Transfer
 
 _LEAST_SPREAD = 0.05
-"""Ranks whose waiting differs by less than this part of an iteration do not tell blocking power."""
+"""If the waiting of ranks differs by less than this share of an iteration, blocking power is not fitted."""
 UNREAD_CLOCK_MHZ = 1000
-"""Stands for the default clock, which nobody has read."""
+"""Placeholder for the default clock, which was not read."""
 
 
 def observed_profile(file: TimelineFile, powers_w: Sequence[float], *, blocking_power_w: float | None) -> StageProfile:
-    """Return the profile of the iterations at default clocks; without blocking power, no energy of it is known.
+    """Return the profile of the iterations at default clocks.
+
+    It has no energies if blocking power is unknown.
 
     Args:
-        file: The job's timeline.
-        powers_w: Mean power of each pipeline rank's GPU [W]; empty where it is not known.
-        blocking_power_w: What a waiting GPU draws [W], if it is known.
+        file: Timeline of the job.
+        powers_w: Mean power of each pipeline rank's GPU [W]. Empty if unknown.
+        blocking_power_w: Power of a waiting GPU [W], if known.
 
     Raises:
-        ConfigError: It has no iteration at default clocks.
+        ConfigError: The timeline has no iteration at default clocks.
     """
     iterations = [iteration for iteration in file.iterations if iteration.plan is None]
     if not iterations:
@@ -78,7 +81,10 @@ def _operations(iterations: Sequence[MeasuredIteration]) -> Iterator[MeasuredOpe
 
 
 def _blocking_power_w(waits: Sequence[float], powers_w: Sequence[float]) -> float | None:
-    """Return the power of a waiting GPU that explains the powers of all ranks best [W]; None if they do not tell."""
+    """Return the blocking power that fits the powers of all ranks best [W].
+
+    None if they do not determine it.
+    """
     if len(powers_w) < 2 or max(waits) - min(waits) < _LEAST_SPREAD:
         return None
     (_, waiting_w), _ = nnls(np.array([[1 - wait, wait] for wait in waits]), np.array(powers_w))
@@ -97,7 +103,7 @@ def _fixed(iterations: Sequence[MeasuredIteration], durations_s: dict[tuple[int,
                 case Transfer() as transfer:
                     sides[transfer].append(operation)
         for transfer, both in sides.items():
-            if len(both) == 2:  # neither waits any more once both have begun
+            if len(both) == 2:  # neither side waits after both have begun
                 taken_s = min(op.end_s for op in both) - max(op.start_s for op in both)
                 transfers_s[transfer.payload, transfer.source, transfer.target].append(max(0.0, taken_s))
     return FixedDurations(

@@ -1,8 +1,8 @@
-"""Measures time and energy of instructions while training goes on, one clock an iteration.
+"""Measures time and energy of instructions during training, with one clock per iteration.
 
 Times are those of the instructions as they ran. Energies come from the energy counter: between two refreshes, the
-energy used is blocking power times the time passed, plus the sum over kinds of their power beyond blocking power times
-the time spent in them. The powers are therefore estimated by least squares over all refreshes at all clocks.
+energy used is blocking power times the elapsed time, plus the sum over all kinds of their power beyond blocking power
+times the time spent in them. The powers are estimated by least squares over all refreshes at all clocks.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from perseus_ds.profiler.fixed_durations import tails_s
 
 Floats = npt.NDArray[np.float64]
 
-# Error of the moment at which the counter was refreshed [s]; relative variation of power from instruction to
-# instruction, at least. Where it varies by more, the residuals show that.
+# Error of the time of a refresh [s], and lower bound of the relative variation of power between instructions. A larger
+# variation shows in the residuals.
 _DELAY_S = 0.0006
 _POWER_VARIATION = 0.02
-# Relative variance of power among kinds, which is not the counter's.
+# Relative variance of power between kinds, which is not an error of the counter.
 _KIND_VARIATION = 0.1**2
 # Dividing the energy among kinds adds an error of about this size.
 _LEAST_ERROR = 0.01
-# Prior knowledge of power, as relative standard deviations: of waiting from blocking power; of the kinds from each
-# other, common to all clocks; and of a kind at one clock from its ratio common to all clocks.
+# Prior knowledge of power, as relative standard deviations: of the power while waiting from blocking power, of the
+# kinds from each other at all clocks, and of a kind at one clock from its common ratio.
 _WAITING_SPREAD = 0.1
 _WAITING_SPREAD_AT_LOW_CLOCKS = 0.5
 _KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
 _KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
-# Shares of its period in which a counter may look at power: all of it, or the last part of it (a quarter on A100 and
-# H100, arXiv 2312.02741). Another share than all is believed where the squares of the residuals are this much smaller.
+# Share of its period in which a counter samples power: all of it, or only the last part (a quarter on A100 and H100,
+# arXiv 2312.02741). A share below 1 is assumed only if it reduces the squared residuals by this factor.
 _ALWAYS, _SHARES, _CLEARLY = 1.0, (1.0, 0.5, 0.25, 0.1), 0.5
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A measurement and how well it was made."""
+    """A measurement and its quality."""
 
     measurement: Measurement
     quality: RowQuality
@@ -57,12 +57,12 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class _Part:
-    """Iterations at one clock, one right after the other.
+    """Consecutive iterations at one clock.
 
     Attributes:
         computed: Their instructions.
-        moments_s: When the energy counter was refreshed [s].
-        energy_j: Its values then [J].
+        moments_s: Times at which the energy counter was refreshed [s].
+        energy_j: Values of the counter after each refresh [J].
     """
 
     computed: list[tuple[Span, Key]]
@@ -70,11 +70,11 @@ class _Part:
     energy_j: Floats
 
     def spent_s(self, keys: Sequence[Key], share: float) -> Floats:
-        """Return the time spent in each kind and, last, outside of them, from refresh to refresh [s].
+        """Return the time spent in each kind and, last, outside of all kinds, between refreshes [s].
 
         Args:
             keys: The kinds.
-            share: The counter looks at power in the last part of each period only; this is its share.
+            share: Share of its period, at the end, in which the counter samples power.
         """
         passed_s, end_s = np.diff(self.moments_s), self.moments_s[1:]
         begin_s = end_s - share * passed_s
@@ -87,12 +87,12 @@ class _Part:
 
 
 class _Refreshes:
-    """What the refreshes of the energy counter at one clock say, given in which share of its period it looks at power.
+    """Refreshes of the energy counter at one clock, for a given share of its period that it samples.
 
     Attributes:
-        spent_s: Seconds spent in each kind and, last, outside of them, from refresh to refresh; of each part.
-        residuals_s: By how much the energies from refresh to refresh differ from those if all kinds had the same power,
-            as the time that such energy takes at that power [s].
+        spent_s: For each part, seconds spent in each kind and, last, outside of all kinds, between refreshes.
+        residuals_s: Deviation of the energies between refreshes from those if all kinds had the same power, expressed
+            as time at that power [s].
     """
 
     def __init__(self, parts: Sequence[_Part], keys: Sequence[Key], share: float, blocking_power_w: float) -> None:
@@ -102,18 +102,18 @@ class _Refreshes:
         spent_s = np.vstack(self.spent_s)
         used_j = np.concatenate([np.diff(part.energy_j - blocking_power_w * part.moments_s) for part in parts])
         columns = np.column_stack([spent_s[:, :-1].sum(axis=1), spent_s[:, -1]])
-        # If refreshes cannot distinguish computing from waiting, this divides the power among both, and residuals are
-        # larger relative to it.
+        # If refreshes cannot distinguish computing from waiting, this distributes the power over both, which
+        # makes the relative residuals larger.
         power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
         self.residuals_s: Floats = (used_j - columns @ power_w) / max(power_w[0], 1e-9)
         self._computed_s, self._power_w = columns[:, 0], float(power_w[0])
 
     @cached_property
     def variation_s(self) -> float:
-        """The variance that the energy counted gains in a second, relative to the power beyond blocking [s].
+        """Variance that the counted energy gains per second, relative to the power beyond blocking power [s].
 
-        It is that of the residuals from refresh to refresh, if all kinds had the same power, and at least that of
-        powers that vary from instruction to instruction.
+        It is that of the residuals if all kinds had the same power, but at least the natural variation between
+        instructions.
         """
         least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in self._parts for span, _ in part.computed)
         if self._power_w <= 0:
@@ -124,7 +124,7 @@ class _Refreshes:
 
     @cached_property
     def power_error(self) -> float:
-        """Relative error of the mean power beyond blocking power; infinite where that is not above 0."""
+        """Relative error of the mean power beyond blocking power. Infinite if that power is not above 0."""
         if self._power_w <= 0:
             return math.inf
         spent_s = np.vstack(self.spent_s)
@@ -133,10 +133,10 @@ class _Refreshes:
 
     @cached_property
     def equations(self) -> tuple[Floats, Floats]:
-        """Linear equations, weighted to errors of about 1 times the power.
+        """Linear equations, weighted so that their errors are about 1 times the power.
 
-        The first array is of shape (refreshes, kinds + 1), seconds spent in each kind and, last, outside of them; the
-        second of shape (refreshes,), the energy beyond blocking power times the time passed [J].
+        The first array has shape (refreshes, kinds + 1): seconds spent in each kind and, last, outside of them. The
+        second has shape (refreshes,): energy beyond blocking power times the elapsed time [J].
         """
         spent, beyond = [], []
         for part, spent_s in zip(self._parts, self.spent_s, strict=True):
@@ -147,7 +147,7 @@ class _Refreshes:
         return np.concatenate(spent), np.concatenate(beyond)
 
     def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
-        """Return the power beyond blocking power of a kind whose ratio is 1 [W]; 0 where nothing ran meanwhile."""
+        """Return the power beyond blocking power of a kind with ratio 1 [W]. 0 if nothing ran."""
         spent_s, beyond_j = self.equations
         seconds = spent_s[:, :-1] @ ratio
         if not seconds.any():
@@ -158,7 +158,7 @@ class _Refreshes:
 
 
 class OnlineProfiler:
-    """Collects iterations of one rank and computes rows from them, given what its GPU draws while it waits."""
+    """Collects iterations of one rank and computes rows from them."""
 
     def __init__(self, blocking_power_w: float) -> None:
         self._blocking_power_w = blocking_power_w
@@ -166,7 +166,7 @@ class OnlineProfiler:
         self._state: dict[int, GpuState] = {}
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
         self._seen: dict[int, list[_Part]] = defaultdict(list)
-        # By clock and share; what a clock's refreshes say does not change until it is visited again.
+        # By clock and share. An entry stays valid until its clock is used again.
         self._known: dict[tuple[int, float], _Refreshes] = {}
 
     def add(
@@ -176,7 +176,7 @@ class OnlineProfiler:
         readings: Sequence[tuple[float, float]],
         state: GpuState = GpuState(),  # noqa: B008  # immutable
     ) -> None:
-        """Add iterations that ran at one clock, one right after the other.
+        """Add consecutive iterations at one clock.
 
         Args:
             clock_mhz: The clock.
@@ -207,11 +207,11 @@ class OnlineProfiler:
             self._seen[clock_mhz].append(_Part(computed, moments, energy_j))
 
     def power_error(self, clock_mhz: int) -> float:
-        """Return the relative error of the mean power beyond blocking power at a clock, by the counter's residuals."""
+        """Return the relative error of the mean power beyond blocking power at a clock, from the residuals."""
         return self._refreshes(clock_mhz, self._share()).power_error if clock_mhz in self._seen else math.inf
 
     def rows(self) -> list[MeasuredRow]:
-        """Return one row for every kind and clock whose power could be estimated, by clock."""
+        """Return a row for each kind and clock for which the power could be estimated, in order of the clocks."""
         share = self._share()
         refreshes = {clock_mhz: self._refreshes(clock_mhz, share) for clock_mhz in self._seen}
         powers_w = self._powers_w(refreshes)
@@ -240,11 +240,11 @@ class OnlineProfiler:
         return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)
 
     def _powers_w(self, refreshes: dict[int, _Refreshes]) -> dict[int, Floats]:
-        """Return, by clock, the power in each kind [W].
+        """Return the power of each kind at each clock [W].
 
-        A few refreshes determine the common power of all kinds well; their differences need many. So
-        the ratios between kinds are estimated from all clocks at once, and the power of a kind at one
-        clock deviates from its ratio only as far as the refreshes at that clock require.
+        A few refreshes determine the common power of all kinds well, but their differences need many. So the ratios
+        between kinds are estimated from all clocks together, and the power of a kind at one clock deviates from its
+        ratio only as far as the refreshes at that clock require.
         """
         ratio = np.ones(len(self._keys))
         common_w: dict[int, float] = {}
@@ -260,12 +260,15 @@ class OnlineProfiler:
         }
 
     def _waiting_spread_w(self, clock_mhz: int) -> float:
-        """Return how far power while waiting may be from blocking power, which was measured at default clocks [W]."""
+        """Return the standard deviation of power while waiting from blocking power [W].
+
+        Blocking power was measured at default clocks only.
+        """
         below_top = 1 - clock_mhz / max(self._seen)
         return max(1.0, self._blocking_power_w) * (_WAITING_SPREAD + _WAITING_SPREAD_AT_LOW_CLOCKS * below_top)
 
     def _ratio(self, refreshes: dict[int, _Refreshes], common_w: dict[int, float]) -> Floats:
-        """Return the power beyond blocking power of each kind relative to the others, common to all clocks."""
+        """Return the power beyond blocking power of each kind relative to the others, for all clocks."""
         spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
         matrix = [found.equations[0][:, :-1] for found in refreshes.values()]
         values = [found.equations[1] / common_w[clock] for clock, found in refreshes.items()]
@@ -276,7 +279,7 @@ class OnlineProfiler:
     ) -> Floats:
         expected_w = ratio * common_w
         spread = np.array([_KIND_SPREAD_AT_A_CLOCK[kind] for _, kind in self._keys])
-        # Regularised towards the power expected in each kind, and blocking power outside of them.
+        # Regularised towards the expected power of each kind, and towards blocking power outside of them.
         prior_w = np.append(expected_w, 0.0)
         spread_w = np.append(spread * np.maximum(expected_w, 1.0), waiting_spread_w)
         scale = float(expected_w.max())
@@ -292,7 +295,7 @@ class OnlineProfiler:
         return self._known[clock_mhz, share]
 
     def _share(self) -> float:
-        """Return in which share of its period the counter looks at power, which its residuals show."""
+        """Return the share of its period in which the counter samples power, according to the residuals."""
         squares = {
             share: sum(float(np.sum(self._refreshes(clock, share).residuals_s ** 2)) for clock in self._seen)
             for share in _SHARES
@@ -302,10 +305,10 @@ class OnlineProfiler:
 
 
 def _weights(moments_s: Floats, variation_s: float) -> Floats:
-    """Return the matrix after which errors of readings are independent, of size 1, and free of a common offset.
+    """Return the matrix that whitens the errors of readings and removes their common offset.
 
-    A refresh is seen with a random delay. Power varies from instruction to instruction, and the
-    resulting deviation of the energy accumulates, so later readings share that of earlier ones.
+    Each refresh is seen with a random delay. Power varies between instructions, and the resulting deviation of the
+    energy accumulates, so later readings include that of earlier ones.
     """
     accumulated = variation_s * (np.minimum.outer(moments_s, moments_s) - moments_s[0])
     factor = np.linalg.cholesky(accumulated + _DELAY_S**2 * np.eye(len(moments_s)))
@@ -315,7 +318,7 @@ def _weights(moments_s: Floats, variation_s: float) -> Floats:
 
 
 def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
-    """Return the median and its relative standard error, which outliers do not change; None from one or two times."""
+    """Return the median and its relative standard error (None for fewer than three times)."""
     median_s = statistics.median(times_s)
     deviations_s = [time_s - median_s for time_s in times_s]
     return median_s, error_of_median(deviations_s, len(times_s)) / median_s if len(times_s) > 2 else None
@@ -324,13 +327,12 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
 def combine_rows(
     by_rank: Mapping[str, Iterable[MeasuredRow]], blocking_power_w: float
 ) -> tuple[list[MeasuredRow], list[Incomplete]]:
-    """Combine the rows of ranks that share a stage into one per kind and clock.
+    """Combine the rows of ranks that share a stage into one row for each kind and clock.
 
-    Its time is the slowest rank's, for which the others wait, such as those whose experts have fewer tokens; its energy
-    is the mean, that of waiting included.
+    The time is that of the slowest rank, for which the others wait. The energy is the mean, including that of waiting.
 
     Returns:
-        The rows, by stage, kind and clock, and the clocks without one because a rank lacks it.
+        The rows, sorted by stage, kind and clock, and the clocks that are omitted because a rank lacks their row.
     """
     by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
     measured: dict[Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))

@@ -1,1 +1,1 @@
-"""What clients and agents share: the layout of shared memory, messages, and where an agent is found."""
+"""Protocol of clients and agents: layout of shared memory, messages, and location of agents."""

@@ -1,4 +1,4 @@
-"""How late clocks follow their requests, as the agent has measured it."""
+"""Latencies of clock changes, as measured by the agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _ENOUGH, _POOLED = 3, 5
-"""Below so many latencies nothing is known; those of the clocks next to a clock are added until there are so many."""
+"""Minimum number of latencies, and the number up to which those of neighbouring clocks are added."""
 _PERCENTILE = 0.9
 
 
@@ -14,39 +14,39 @@ _PERCENTILE = 0.9
 class LatencyTable:
     """Times from the driver's call until the GPU runs at the clock.
 
-    A clock that was not requested, or seldom, has the latencies of the clocks next to it.
+    Clocks with few or no measurements use the latencies of neighbouring clocks.
 
     Attributes:
-        samples_s: By clock [MHz] and whether it was reached from below: the latencies seen [s]. One that timed out is
-            how late the clock is at least.
+        samples_s: Latencies [s] by clock [MHz] and whether it was reached from below. A latency that timed out is a
+            lower bound.
     """
 
     samples_s: Mapping[tuple[int, bool], Sequence[float]] = field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
-        """Whether enough latencies were seen."""
+        """True if enough latencies were measured."""
         return sum(map(len, self.samples_s.values())) >= _ENOUGH
 
     def latest_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return the 90th percentile of the latencies of a clock; 0 if they are not known [s]."""
+        """Return the 90th percentile of the latencies of a clock [s]. 0 if unknown."""
         seen_s = self._near(clock_mhz, rises)
         return seen_s[int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
 
     def soonest_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return their 10th percentile [s]."""
+        """Return the 10th percentile of the latencies of a clock [s]. 0 if unknown."""
         seen_s = self._near(clock_mhz, rises)
         return seen_s[-1 - int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
 
     def lead_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return how long before it is due a clock is requested [s].
+        """Return how long before its time a clock is requested [s].
 
-        A higher clock may come too soon, a lower one too late: both cost some energy, and no time.
+        A higher clock may take effect too early and a lower one too late. Both cost some energy but no time.
         """
         return self.latest_s(clock_mhz, rises=True) if rises else self.soonest_s(clock_mhz, rises=False)
 
     def dwell_s(self, clock_mhz: int) -> float:
-        """Return how long to stay at a clock at least, twice its latency: once to begin and once to end [s]."""
+        """Return the minimum time to stay at a clock [s], which is twice its latency."""
         return 2 * max(self.latest_s(clock_mhz, rises=rises) for rises in (False, True))
 
     def _near(self, clock_mhz: int, rises: bool) -> list[float]:
@@ -60,7 +60,7 @@ class LatencyTable:
 
 
 def _nearest(clock_mhz: int, by_clock: Mapping[int, Sequence[float]]) -> Iterator[float]:
-    """Return latencies of a clock and of those next to it, as many as are pooled."""
+    """Yield latencies of a clock and of neighbouring clocks, up to the number that is pooled."""
     count = 0
     for clock in sorted(by_clock, key=lambda clock: abs(clock - clock_mhz)):
         if count >= _POOLED:

@@ -1,44 +1,129 @@
 """Messages between a rank's client and the agent of its node.
 
-A message is one packet on a Unix socket. A packet of one byte is :data:`WAKE`, or the number of a signal that the
-client's process received: the interpreter writes it itself (``signal.set_wakeup_fd``).
+A message is one packet on a Unix socket. A packet of one byte is :data:`WAKE` or the number of a signal that the
+client's process received. The interpreter writes the latter (``signal.set_wakeup_fd``).
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from perseus_ds import errors
+from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import FromClient, ToRank
 
 WAKE = b"\0"
-"""A packet: the client has written something into the memory at which the agent is to look now."""
+"""Packet that requests the agent to read the memory now."""
 LONGEST = 65536
 """Maximum length of a message [bytes]."""
 Reason: TypeAlias = Literal["unusable", "held", "memory"]
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """An error of a GPU or its driver.
+
+    Attributes:
+        kind: Name of its class in :mod:`perseus_ds.errors`.
+    """
+
+    kind: Literal["GpuError", "GpuPermissionError", "GpuBusyError"]
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Fault:
+        """Return an error as a message."""
+        kinds: tuple[Literal["GpuPermissionError", "GpuBusyError"], ...] = ("GpuPermissionError", "GpuBusyError")
+        kind = next((name for name in kinds if isinstance(error, getattr(errors, name))), None)
+        return cls(kind or "GpuError", str(error))
+
+    def error(self) -> GpuError:
+        """Return the error, to be raised."""
+        error: GpuError = getattr(errors, self.kind)(self.text)
+        return error
+
+
+class FindGpu(msgspec.Struct, tag=True, frozen=True):
+    """A client requests the address of the GPU that CUDA or HIP gives a number in its process.
+
+    Attributes:
+        device: ``zeus`` for Zeus's device layer.
+        ordinal: The number.
+        uuid: What CUDA reports; None if it does not.
+        pci_address: What HIP reports; None likewise.
+        variables: Those environment variables of the process that hide or renumber GPUs.
+        cgroups: Control groups of the process, which decide which GPUs it can open.
+    """
+
+    device: Literal["nvml", "zeus"]
+    ordinal: int
+    uuid: str | None = None
+    pci_address: str | None = None
+    variables: dict[str, str] = {}
+    cgroups: str = ""
+
+
+class Found(msgspec.Struct, tag=True, frozen=True):
+    """The answer to :class:`FindGpu`.
+
+    Attributes:
+        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
+    """
+
+    gpu: str
+
+
+class GpuDescription(msgspec.Struct, frozen=True):
+    """A GPU as its agent found it.
+
+    Attributes:
+        text: The GPU in messages.
+        name: Product name.
+        driver: Version of the driver; None if unknown.
+        settings: Fields of :class:`~perseus_ds.artifacts.profile.GpuSettings`; None if the driver reports none.
+        notices: What an administrator has set that affects plans, one sentence each.
+        clocks_mhz: The SM clocks that can be locked, ascending [MHz].
+        clocks_fault: Why there are none.
+        permission_fault: Why clocks cannot be set; None if they can, or if it was not checked.
+        is_permission_checked: Whether it was.
+    """
+
+    text: str
+    name: str
+    driver: str | None
+    settings: dict[str, Any] | None
+    notices: tuple[str, ...]
+    clocks_mhz: tuple[int, ...]
+    clocks_fault: Fault | None
+    permission_fault: Fault | None
+    is_permission_checked: bool
+
+
 class RequestLease(msgspec.Struct, tag=True, frozen=True):
     """A client requests a lease of a GPU.
 
-    The file of its memory comes with the message, and those of the logs of a simulated GPU.
+    The file descriptor of its memory is passed with the message, and those of the logs of a simulated GPU.
 
     Attributes:
         gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
         is_renewal: Whether another agent, which is gone, had granted it to this process.
+        describes: Whether the answer is to describe the GPU.
+        checks_permission: Whether also to check that clocks may be set, which resets the clock.
     """
 
     gpu: str
     is_renewal: bool = False
+    describes: bool = False
+    checks_permission: bool = False
 
 
 class LeftLocked(msgspec.Struct, frozen=True):
     """A GPU that an earlier process left locked.
 
     Attributes:
-        pid: The agent of that process.
-        error: Why its clock could not be reset; empty if it was reset.
+        pid: Process ID of the agent of that process.
+        error: Reason why its clock could not be reset. Empty if it was reset.
     """
 
     gpu: str
@@ -47,17 +132,19 @@ class LeftLocked(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """The lease is granted: the agent has opened the GPU and recorded that its clock may be locked.
+    """The lease is granted. The agent has opened the GPU and recorded that its clock may be locked.
 
     Attributes:
         left_locked: What earlier processes of this user left locked; sent to one client.
+        gpu: The GPU, if the client has requested its description.
     """
 
     left_locked: tuple[LeftLocked, ...] = ()
+    gpu: GpuDescription | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The lease is refused.
+    """The lease is refused, or the GPU was not found.
 
     Attributes:
         reason: ``unusable`` if this agent cannot use the GPU, ``held`` if another job holds it, ``memory`` if the
@@ -73,11 +160,11 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestStatus(msgspec.Struct, tag=True, frozen=True):
-    """Anybody of this user requests the agent's status."""
+    """A process of this user requests the agent's status."""
 
 
 class Status(msgspec.Struct, tag=True, frozen=True):
-    """What the agent does.
+    """Status of the agent.
 
     Attributes:
         leases: GPU and process of each lease.
@@ -90,7 +177,7 @@ Question: TypeAlias = Literal["period", "step", "start", "refreshes", "stop"]
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question that the driver of the GPU has to answer.
+    """A question to the driver of the GPU.
 
     Attributes:
         number: Names the answer.
@@ -109,8 +196,8 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     """The answer to a question.
 
     Attributes:
-        values: As many as the question has.
-        error: Why there is no answer; empty if there is.
+        values: Values that depend on the question.
+        error: Reason why there is no answer. Empty if there is one.
         is_busy: Whether the driver is only busy.
     """
 
@@ -121,14 +208,14 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refreshes(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``refreshes``: what the counter's log has recorded since the last one.
+    """The answer to ``refreshes``: the refreshes since the last answer.
 
     Attributes:
-        changes: Moment [s] and energy [J] of each refresh.
-        clocks: When the clock was read [s], and the clock [MHz].
-        temperature_c: Of the GPU; None if the driver does not report it.
-        power_state: Likewise.
-        error: Why the counter cannot be read; empty if it can.
+        changes: Time [s] and energy [J] of each refresh.
+        clocks: Time [s] and clock [MHz] of each reading of the clock.
+        temperature_c: Temperature of the GPU. None if the driver does not report it.
+        power_state: Performance state of the GPU. None if the driver does not report it.
+        error: Reason why the counter cannot be read. Empty if it can.
     """
 
     number: int
@@ -167,10 +254,16 @@ class StartServer(msgspec.Struct, tag=True, frozen=True):
     """The agent is to start the server of the job, and to start it again if it dies.
 
     The file of the job's description comes with the message.
+
+    Attributes:
+        host: Name or address by which agents reach this node.
+        port: To listen at. 0 for any.
+        length: Of the description [bytes].
     """
 
     host: str
-    port: int = 0
+    port: int
+    length: int
 
 
 class ServerStarted(msgspec.Struct, tag=True, frozen=True):
@@ -193,8 +286,8 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
 
 ToClocks: TypeAlias = Ask | FromClient
 """What the agent's part for one rank receives from its client."""
-ToAgent: TypeAlias = RequestLease | Release | RequestStatus | Connect | StartServer | ToClocks
-ToClient: TypeAlias = Granted | Refused | Released | Status | Answer | Refreshes | ServerStarted | ToRank
+ToAgent: TypeAlias = FindGpu | RequestLease | Release | RequestStatus | Connect | StartServer | ToClocks
+ToClient: TypeAlias = Found | Granted | Refused | Released | Status | Answer | Refreshes | ServerStarted | ToRank
 
 encode = msgspec.msgpack.Encoder().encode
 _to_agent = msgspec.msgpack.Decoder(ToAgent)
@@ -202,12 +295,18 @@ _to_client = msgspec.msgpack.Decoder(ToClient)
 
 
 def decode_to_agent(packet: bytes) -> ToAgent:
-    """Return the message in a packet from a client; a ``msgspec.DecodeError`` if it has another form."""
+    """Return the message in a packet from a client.
+
+    Raises a ``msgspec.DecodeError`` if the packet is invalid.
+    """
     message: ToAgent = _to_agent.decode(packet)
     return message
 
 
 def decode_to_client(packet: bytes) -> ToClient:
-    """Return the message in a packet from an agent; a ``msgspec.DecodeError`` if it has another form."""
+    """Return the message in a packet from an agent.
+
+    Raises a ``msgspec.DecodeError`` if the packet is invalid.
+    """
     message: ToClient = _to_client.decode(packet)
     return message

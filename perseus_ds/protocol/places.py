@@ -1,4 +1,4 @@
-"""Where an agent is found: a folder of this user on the node, locked files in it, and the agent's socket."""
+"""Location of an agent: a folder of this user on the node, lock files in it, and the agent's socket."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _FLOCK = "hhqqi0q"
 
 
 def user_folder() -> Path:
-    """Return the folder of this user's files, which others can neither read nor write.
+    """Return the folder of this user's files, which other users can neither read nor write.
 
-    It is in memory, so it is gone after a reboot, as locked clocks are.
+    It is in memory, so a reboot removes it, as it removes locks of clocks.
 
     Raises:
-        OSError: There is none.
+        OSError: There is no such folder.
     """
-    # Schedulers hand on the variable of the node where the job was submitted; the folder need not be on this one.
+    # Schedulers pass the variable on from the node of the job's submission, so its folder may not exist on this node.
     named = Path(os.environ.get("XDG_RUNTIME_DIR") or IN_MEMORY)
     parents = [parent for parent in (named, IN_MEMORY) if parent.is_dir()] or [Path("/tmp")]
     own = f"perseus-ds-{os.getuid()}"
-    # Users of several containers, which may share the folder, can have the same number.
+    # Users of different containers may share the folder and have the same number.
     names = own, f"{own}-{os.stat('/proc/self/ns/user').st_ino}"
     for folder in [parent / name for parent in parents for name in names]:
-        with contextlib.suppress(OSError):  # such as the variable of another user
+        with contextlib.suppress(OSError):  # for example, the folder of another user
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
@@ -43,19 +43,27 @@ def user_folder() -> Path:
 
 
 def agent_name(job: str | None = None, gpu: str = "") -> str:
-    """Return the name of an agent, which the ranks of a job on one node share.
+    """Return the name of an agent, which is the same for all ranks of a job on one node.
 
     Args:
-        job: Text that is the same for all these ranks; by default from ``MASTER_ADDR`` and ``MASTER_PORT``, or this
-            process alone.
-        gpu: Address of the one GPU that the agent serves, if ranks do not see each other's GPUs.
+        job: Text that is the same for all these ranks. By default it is made from ``MASTER_ADDR`` and ``MASTER_PORT``,
+            or from the number of this process.
+        gpu: Address of the only GPU that the agent serves, if ranks do not see each other's GPUs.
     """
     if job is None:
         port = os.environ.get("MASTER_PORT")
         job = f"{os.environ.get('MASTER_ADDR')}:{port}" if port else f"process {os.getpid()}"
-    # Containers may share the folder and see different processes. Agents of other versions are never connected to.
+    # Containers may share the folder but see different processes. Agents of different versions do not share a name.
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(f"{VERSION}/{namespace}/{job}/{gpu}".encode()).hexdigest()[:16]
+
+
+def cgroups() -> str:
+    """Return a text that is the same for processes of the same control groups, which can open the same GPUs."""
+    try:
+        return hashlib.sha256(Path("/proc/self/cgroup").read_bytes()).hexdigest()[:16]
+    except OSError:  # such as /proc of another PID namespace
+        return ""
 
 
 def agent_lock_path(name: str) -> Path:
@@ -66,10 +74,10 @@ def agent_lock_path(name: str) -> Path:
 def lock(path: Path) -> int:
     """Create or open a file and lock it until this process ends or the file is closed.
 
-    A process that opens its own file a second time, and closes it, loses the lock.
+    If a process opens its own lock file again and closes it, it loses the lock.
 
     Raises:
-        OSError: Another process has locked it.
+        OSError: Another process has locked the file.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_CREAT, 0o600)
@@ -84,16 +92,16 @@ def lock(path: Path) -> int:
 
 
 def is_at(path: Path, file: int) -> bool:
-    """Return whether an open file is the one at a path."""
+    """Return True if an open file is the one at the path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.lstat(path), os.fstat(file))
     return False
 
 
 def holder(file: int) -> int | None:
-    """Return the process that has locked an open file, 0 if it is not visible from here; None if no other has.
+    """Return the process that has locked an open file. 0 if it is not visible here, None if there is none.
 
-    The kernel ends the lock of a process with its last thread, and a forked process does not inherit it.
+    The kernel releases the lock when the last thread of the process ends. A forked process does not inherit it.
     """
     query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
@@ -101,9 +109,11 @@ def holder(file: int) -> int | None:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the process that has locked the file at a path, as :func:`holder`; None if there is no file.
+    """Return the process that has locked the file at a path, as :func:`holder` does.
 
-    A process that holds the lock itself must not ask: it would lose it.
+    None if there is no file.
+
+    A process that holds the lock itself must not call this function, because it would lose the lock.
     """
     with contextlib.suppress(FileNotFoundError):
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -115,7 +125,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def listen(name: str) -> socket.socket:
-    """Return the socket of an agent, which takes the place of one that a dead agent left.
+    """Return the socket of an agent. It replaces one that a dead agent left.
 
     Raises:
         OSError: It cannot be created.
@@ -134,7 +144,7 @@ def connect(name: str) -> socket.socket:
     """Connect to an agent.
 
     Raises:
-        OSError: There is none.
+        OSError: There is no agent.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
@@ -148,15 +158,15 @@ def connect(name: str) -> socket.socket:
 
 
 def agents() -> list[str]:
-    """Return the names of agents of this user on this node, of which some may be dead."""
+    """Return the names of agents of this user on this node. Some of them may be dead."""
     return [path.name.partition(".")[2] for path in user_folder().glob("agent.*")]
 
 
 def forget_dead(own: str) -> None:
-    """Remove the files of agents that are dead; ``own`` is the name of the agent that asks."""
+    """Remove the files of dead agents. ``own`` is the name of the calling agent."""
     for name in agents():
         if name != own:
-            with contextlib.suppress(OSError):  # it lives
+            with contextlib.suppress(OSError):  # it is alive
                 file = lock(agent_lock_path(name))
                 forget(name)
                 os.close(file)
@@ -171,7 +181,7 @@ def forget(name: str) -> None:
 
 @contextlib.contextmanager
 def _short(name: str) -> Iterator[str]:
-    """Yield a path of a socket that is shorter than the 108 bytes which an address can have."""
+    """Yield a path of a socket that is within the limit of 108 bytes for an address."""
     folder = os.open(user_folder(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/socket.{name}"

@@ -1,8 +1,8 @@
-"""Orders to a running job from outside, over a Unix socket that only its owner and root can use.
+"""Orders to a running job, over a Unix socket that only its owner and root can use.
 
-A client sends one JSON object on a line and receives one: ``{"command": "status"}`` is answered by ``{"ok": true,
-"status": {...}}`` or ``{"ok": false, "error": "..."}``. Orders take effect at one of the next iteration boundaries, at
-the same one on all ranks.
+A client sends one line with a JSON object and receives one: ``{"command": "status"}`` is answered by ``{"ok": true,
+"status": {...}}`` or ``{"ok": false, "error": "..."}``. An order takes effect at a later iteration boundary, which is
+the same for all ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from perseus_ds.policy.policies import PolicyConfig, fraction_not_percentage
 
 ADDRESS_FILE = "control.json"
 _TIMEOUT_S, _CLIENT_TIMEOUT_S = 15.0, 5.0
-# A longer line is no message of ours, and must not fill the memory; the status of a job has figures of every rank.
+# Longer lines are not orders, and must not fill the memory. The status of a job has figures of every rank.
 _LONGEST_ORDER, _LONGEST_ANSWER = 1 << 16, 1 << 22
-# Between clients, so that many of them do not take the interpreter away from training.
+# Pause between clients, so that many of them cannot slow training down.
 _PAUSE_S = 0.02
 
 
@@ -54,7 +54,7 @@ class SetPolicy(_Order):
 
 
 class SetStraggler(_Order):
-    """Expect a pipeline to take this many times as long; 1 says that it has recovered."""
+    """Expect a pipeline to take ``slowdown`` times as long. A slowdown of 1 ends the report."""
 
     command: Literal["straggler"]
     pipeline: int = Field(ge=0, lt=2**31)
@@ -75,7 +75,7 @@ class Resume(_Order):
 
 
 class Reduce(_Order):
-    """Draw less power for a while, then run as before."""
+    """Draw less power for a given time."""
 
     command: Literal["reduce"]
     power_fraction: Annotated[float, BeforeValidator(fraction_not_percentage)] = Field(gt=0, le=1)
@@ -89,10 +89,10 @@ _ORDER: TypeAdapter[AnyOrder] = TypeAdapter(Order)
 
 
 def parse_order(words: object) -> AnyOrder:
-    """Return an order that was checked.
+    """Validate an order.
 
     Raises:
-        ConfigError: It is not a valid order; the message names the key.
+        ConfigError: It is not a valid order. The message names the key.
     """
     try:
         return _ORDER.validate_python(words)
@@ -101,7 +101,7 @@ def parse_order(words: object) -> AnyOrder:
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """Answers one line of a client."""
+    """Answers one line from a client."""
 
     server: ControlServer
     request: socket.socket
@@ -112,11 +112,11 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Listens on rank 0 until closed, and answers so many clients a second that training does not notice.
+    """Listens on rank 0 until closed. The rate of answers is limited to protect training.
 
     Args:
-        directory: The job's output folder, where ``perseus-ds control`` finds the address.
-        carry_out: Carries out an order and returns what to answer; called on a thread of the server, one at a time.
+        directory: The job's output folder, in which ``perseus-ds control`` finds the address.
+        carry_out: Carries out an order and returns the answer. Called on a thread of the server, one call at a time.
     """
 
     daemon_threads = True
@@ -127,12 +127,12 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         """Start to listen.
 
         Raises:
-            OSError: The socket or the address file cannot be made.
+            OSError: The socket or the address file cannot be created.
         """
         self._carry_out = carry_out
         self._one_at_a_time = threading.Lock()
         self._address_file = directory / ADDRESS_FILE
-        # Paths of sockets must be short, so they cannot lie in just any folder; this one is made with mode 0700.
+        # A socket's path must be short, so it cannot be in the output folder. This folder is created with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
         path = str(self._folder / "control.sock")
         try:
@@ -146,15 +146,15 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         threading.Thread(target=self.serve_forever, name="perseus-control", daemon=True).start()
 
     def verify_request(self, request: Any, client_address: object) -> bool:
-        """Return whether a client may be served: this user and root may."""
+        """Return True if the client runs as this user or root."""
         time.sleep(_PAUSE_S)
         return user_of(request) in (os.getuid(), 0)
 
     def handle_error(self, request: Any, client_address: object) -> None:
-        """Ignore a client that is gone, or sends no line."""
+        """Ignore clients that disconnect or send no line."""
 
     def close(self) -> None:
-        """Stop listening and remove the socket and its address; harmless when called again."""
+        """Stop listening and remove the socket and its address file. May be called repeatedly."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self.shutdown()
@@ -165,11 +165,11 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
                 self._address_file.unlink()
 
     def answer(self, line: bytes) -> dict[str, Any]:
-        """Return the answer to a line of a client."""
+        """Return the answer to a line from a client."""
         try:
             with self._one_at_a_time:
                 return {"ok": True, **self._carry_out(parse_order(_parse(line)))}
-        except Exception as error:  # whatever is wrong with an order, the job goes on
+        except Exception as error:  # a wrong order must not stop the job
             return {"ok": False, "error": str(error) or type(error).__name__}
 
 
@@ -177,11 +177,11 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     """Send an order to the job that writes to a folder, and return its answer.
 
     Raises:
-        ConfigError: No job is running there, or it refused the order.
+        ConfigError: No job is running there, or the job refused the order.
     """
     path = directory / ADDRESS_FILE
     if not path.is_file():
-        raise ConfigError(f"{path}: no job is running that writes there, or it still starts, or has no plans.")
+        raise ConfigError(f"{path}: no job runs with this folder, or the job is still starting or has no plans.")
     address = read_json(path, ConfigError, ADDRESS_FILE)
     try:
         with _connect(str(address.get("socket"))) as connection:
@@ -191,7 +191,7 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
             connection.sendall(json.dumps(order).encode() + b"\n")
             answer = _parse(receive_line(connection, _LONGEST_ANSWER, _TIMEOUT_S))
     except PermissionError:
-        raise ConfigError(f"{path}: the job belongs to another user, who alone can control it.") from None
+        raise ConfigError(f"{path}: the job belongs to another user. Only that user can control it.") from None
     except OSError as error:
         raise ConfigError(
             f"{path}: process {address.get('pid')} does not answer ({error}). Run this on the node of rank 0; if the "
@@ -203,10 +203,10 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _connect(address: str) -> socket.socket:
-    """Return a connection to the process that listens at an address; else raise an ``OSError``."""
+    """Return a connection to the process that listens at an address. Raises an ``OSError`` on failure."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        # A connect with Python's time-out fails at once where the listener's queue is full; this one waits.
+        # With Python's timeout, a connect fails immediately if the listener's queue is full. This one waits.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_TIMEOUT_S), 0))
         connection.connect(address)
     except OSError:
@@ -216,13 +216,13 @@ def _connect(address: str) -> socket.socket:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return the user id of the other end, as the kernel recorded it."""
+    """Return the user ID of the peer, as recorded by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
 
 def receive_line(connection: socket.socket, most_bytes: int, timeout_s: float) -> bytes:
-    """Return the line that the other end sends next; else, or if it takes too long, raise an ``OSError``."""
+    """Return the next line from the peer. Raises an ``OSError`` on failure or timeout."""
     line, end_s = b"", time.monotonic() + timeout_s
     while b"\n" not in line:
         if (left_s := end_s - time.monotonic()) <= 0:
@@ -231,13 +231,13 @@ def receive_line(connection: socket.socket, most_bytes: int, timeout_s: float) -
         received = connection.recv(_LONGEST_ORDER)
         line += received
         if not received or len(line) > most_bytes:
-            raise OSError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
+            raise OSError(f"expected a line with a JSON object, got {len(line)} bytes without a newline")
     connection.settimeout(timeout_s)
     return line.partition(b"\n")[0]
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """Return the object of a line; else raise an ``OSError``."""
+    """Return the JSON object of a line. Raises an ``OSError`` if there is none."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.context import ModeContext
@@ -27,15 +28,25 @@ _SWITCH_COST_J = 0.5
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
-def read_frontier(path: Path) -> Frontier:
+def read_frontier(path: Path, gpu: KnownGpu | None = None) -> Frontier:
     """Return the frontier of a file on rank 0's node.
 
     Raises:
-        PerseusError: There is no such file, or it is wrong.
+        PerseusError: There is no such file, it is wrong, or it was measured on simulated GPUs and this one is real.
     """
     if not path.exists():
         raise ConfigError(f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".')
-    return Frontier.load(path)
+    frontier = Frontier.load(path)
+    if gpu is not None and not gpu.simulated:
+        _check_real(frontier, path, gpu.name)
+    return frontier
+
+
+def _check_real(frontier: Frontier, path: Path, gpu: str) -> None:
+    if frontier.provenance.simulated:
+        raise PlanError(
+            f'{path} was measured on simulated GPUs, this job runs on {gpu}. Measure a profile here: "mode": "profile".'
+        )
 
 
 def load_frontier(job: Job, path: Path) -> Frontier:
@@ -45,11 +56,8 @@ def load_frontier(job: Job, path: Path) -> Frontier:
         PerseusError: The file is wrong, or its plans do not fit the schedule or the GPUs of a job.
     """
     frontier = read_frontier(path)
-    if frontier.provenance.simulated and not job.simulated:
-        raise PlanError(
-            f"{path} was measured on simulated GPUs, this job runs on {job.facts[0].gpu}. "
-            'Measure a profile here: "mode": "profile".'
-        )
+    if not job.simulated:
+        _check_real(frontier, path, job.facts[0].gpu)
     check_instructions(frontier.instructions, job.schedule.instructions)
     job.check_clocks([clock for plan in frontier.plans for clocks in plan.clocks_mhz for clock in clocks])
     return frontier

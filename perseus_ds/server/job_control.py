@@ -21,13 +21,13 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts
 
 logger = logging.getLogger("perseus_ds")
-# Iterations that end under the old plan after an order: the one under way, and the one after it.
+# Iterations that end under the old plan after an order: the current one and the one after it.
 _FOLLOWED_AFTER = 2
 _HOUR_S = 3600.0
 
 
 class Straggler(NamedTuple):
-    """A pipeline that all others wait for, and how many times as long as it would it takes."""
+    """A pipeline for which all others wait, and its slowdown as a factor."""
 
     pipeline: int
     slowdown: float
@@ -35,15 +35,15 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True)
 class Effect:
-    """What a policy would do now, as measured so far in the job.
+    """Predicted effect of a policy, using measurements of the job.
 
     Attributes:
         time_s: Iteration time [s].
         time_now_s: Iteration time under the plan in force [s].
-        without_s: Iteration time without a reduction, by the policy beside it [s].
-        power_w: Of all GPUs of the job [W].
-        default_power_w: The same at default clocks [W].
-        problem: The condition that no plan meets; empty if there is none.
+        without_s: Iteration time without a reduction, under the base policy [s].
+        power_w: Power of all GPUs of the job [W].
+        default_power_w: Power of all GPUs at default clocks [W].
+        problem: Condition that no plan meets. Empty if there is none.
     """
 
     time_s: float
@@ -57,19 +57,19 @@ class Effect:
 def cost_in_words(
     effect: Effect | None, power_fraction: float, duration_s: float, until_s: float, within_s: float | None = None
 ) -> str:
-    """Return what less power costs.
+    """Describe the cost of a reduction of power.
 
     Args:
-        effect: What the job does then; None where that is not known.
-        power_fraction: What is asked for, of the power at default clocks.
-        duration_s: For how long [s]; infinity where that is not known.
-        until_s: When it ends [Unix seconds].
-        within_s: How soon it is needed [s].
+        effect: Effect of the reduced policy. None if unknown.
+        power_fraction: Requested fraction of the power at default clocks.
+        duration_s: Duration of the reduction [s]. Infinite if unknown.
+        until_s: End of the reduction [Unix seconds].
+        within_s: Time until when the reduction must take effect [s].
     """
     until = f" until {datetime.fromtimestamp(until_s, timezone.utc):%FT%TZ}" if math.isfinite(until_s) else ""
     share = f"at most {power_fraction:.0%} of the power at default clocks{until}"
     if effect is None:
-        return f"{share}, once the job runs under plans: what that costs is not known yet"
+        return f"{share}, once the job runs under plans. Its cost is not known yet"
     waits_s = _FOLLOWED_AFTER * effect.time_now_s
     too_late = f", later than the {duration(within_s)} asked for" if waits_s > (within_s or math.inf) else ""
     known_s = duration_s if math.isfinite(duration_s) else _HOUR_S
@@ -77,16 +77,16 @@ def cost_in_words(
     late = late_s / effect.without_s
     each = ", if it trains as long" if math.isfinite(duration_s) else " for each hour of it"
     longer = percent(max(0.0, effect.time_s / effect.without_s - 1)).lstrip("+")
-    problem = f"; but {effect.problem}" if effect.problem else ""
+    problem = f". However, {effect.problem}" if effect.problem else ""
     return (
-        f"{share} ({watts(power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, in at most "
-        f"{duration(waits_s)}{too_late}; iterations take {longer} longer, which "
+        f"{share} ({watts(power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, after at most "
+        f"{duration(waits_s)}{too_late}. Iterations take {longer} longer, which "
         f"makes the job {duration(late_s)} or {late:.{0 if late >= 10 else 1}f} iterations later{each}{problem}"
     )
 
 
 class JobControl:
-    """Changed by users at any time, from any thread; read at iteration boundaries.
+    """State that users may change at any time from any thread, and that is read at iteration boundaries.
 
     Attributes:
         steps: Steps done, those of earlier starts of the job included.
@@ -104,13 +104,13 @@ class JobControl:
         job_status: Callable[[], Mapping[str, Any]] = dict,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Begin with the configured policy.
+        """Start with the configured policy.
 
         Args:
-            policy: The configured one.
+            policy: Configured policy.
             pipelines: Number of data-parallel pipelines.
-            job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one; from any thread.
-            timebase: Of the job.
+            job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one. Thread-safe.
+            timebase: Timebase of the job.
         """
         self.policy = policy
         self._configured = self._recorded = policy
@@ -127,11 +127,11 @@ class JobControl:
         self._reported: dict[int, tuple[int, float]] = {}
 
     def plans_are_dropped(self, progress: Mapping[str, Any]) -> None:
-        """Keep the progress under plans for those of another profile, until which no effect is known."""
+        """Keep the progress for the plans of another profile. Until then no effect is known."""
         self.progress, self.effect_of = progress, _not_known
 
     def policy_now(self) -> PolicyConfig:
-        """Return the policy; that beside a reduction replaces it when its time is over."""
+        """Return the policy in force. A reduction that has ended is replaced by its base policy."""
         with self._lock:
             if isinstance(self.policy, ReducePolicy) and self.policy.is_over(self._timebase.date()):
                 self.policy = self.policy.policy
@@ -149,21 +149,19 @@ class JobControl:
         self.own_steps += 1
 
     def straggler(self) -> Straggler | None:
-        """Return the slowest of the reported stragglers, if one is due."""
+        """Return the slowest reported straggler that is in effect, if any."""
         with self._lock:
             due = [Straggler(p, slowdown) for p, (step, slowdown) in self._reported.items() if self.steps >= step]
         return max(due, key=lambda straggler: straggler.slowdown, default=None)
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
-        """Add the report of a straggler.
+        """Report a straggler.
 
         Raises:
             ValueError: There is no such pipeline, or the slowdown is below 1.
         """
         if not 0 <= pipeline < self._pipelines:
-            raise ValueError(
-                f"pipeline: there is no pipeline {pipeline}; they are numbered 0 to {self._pipelines - 1}."
-            )
+            raise ValueError(f"pipeline: there is no pipeline {pipeline}, expected 0 to {self._pipelines - 1}.")
         if not 1 <= slowdown < math.inf:
             raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
         with self._lock:
@@ -173,10 +171,10 @@ class JobControl:
                 self._reported[pipeline] = (self.steps + after_iterations, slowdown)
 
     def carry_out(self, order: AnyOrder) -> dict[str, Any]:
-        """Carry out an order from outside; return the answer.
+        """Carry out an order and return the answer.
 
         Raises:
-            ValueError: It cannot be done; nothing has changed.
+            ValueError: The order cannot be carried out. Nothing has changed.
         """
         job = self._job_status()
         if isinstance(order, Status):
@@ -187,7 +185,7 @@ class JobControl:
             self.on_order(OrderGiven(policy=self.policy.model_dump(mode="json")))
         elif isinstance(order, Pause | Resume):
             self.on_order(OrderGiven(paused=self.paused))
-        return {"done": done + ("; but this job runs no plans now" if _runs_no_plans(job) else "")}
+        return {"done": done + (". However, this job runs no plans now" if _runs_no_plans(job) else "")}
 
     def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume, job: Mapping[str, Any]) -> str:
         if isinstance(order, Reduce):
@@ -199,12 +197,12 @@ class JobControl:
             with self._lock:
                 self.policy = order.policy
             effect = self.effect_of(order.policy)
-            but = f"; but {effect.problem}" if effect is not None and effect.problem else ""
+            but = f". However, {effect.problem}" if effect is not None and effect.problem else ""
             return f"policy {order.policy.name} from the next iterations on{but}"
         if isinstance(order, SetStraggler):
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
             if order.slowdown == 1:
-                return f"pipeline {order.pipeline} counts as recovered"
+                return f"pipeline {order.pipeline} is treated as recovered"
             return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"
         self.paused = isinstance(order, Pause)
         if not self.paused:
@@ -213,14 +211,16 @@ class JobControl:
         return "at default clocks" if at_once else "at default clocks, once the job has profiled itself"
 
     def _reduced(self, order: Reduce) -> str:
-        """Reduce power for a while; return what that costs."""
+        """Reduce power for a given time and return a description of the cost."""
         until = self._timebase.date() + timedelta(seconds=order.duration_s)
         policy = reduced(self.policy, order.power_fraction, until)
         effect = self.effect_of(policy)
         with self._lock:
             self.policy = policy
         cost = cost_in_words(effect, order.power_fraction, order.duration_s, until.timestamp(), order.within_s)
-        return cost + ("; but it is paused, and runs at default clocks until it is resumed" if self.paused else "")
+        return cost + (
+            ". However, the job is paused, and runs at default clocks until it is resumed" if self.paused else ""
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what is kept for later starts of the job, as plain values."""

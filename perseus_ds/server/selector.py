@@ -36,21 +36,21 @@ logger = logging.getLogger("perseus_ds")
 _APART = 1.06
 _TOGETHER = 1.03
 _IN_A_ROW = 2
-# A stretch factor is cut as soon as a pipeline would make the others wait, and raised only where it is sure and worth
-# a change of plan.
+# A stretch factor is reduced as soon as a pipeline would delay the others. It is increased only if it is certain and
+# the gain is worth a change of plan.
 _CUT = 0.99
 _RAISE = 1.03
 _SURE_AFTER = 5
 
 
 class StragglerWatch:
-    """Compares the time each pipeline takes by itself with its plan's.
+    """Compares the time of each pipeline, without waits for others, with the time of its plan.
 
-    Its own time is without the wait for others. ``docs/policies.md`` says when stretch factors begin, change and end.
+    ``docs/stragglers.md`` describes when stretch factors start, change and end.
 
     Attributes:
-        stretch_factors: For each pipeline, how many times as long as the policy's plan its plan may take until it
-            finishes together with the slowest one (T' of the paper, section 3.2), >= 1; all 1 while none straggles.
+        stretch_factors: For each pipeline, the time that its plan may take relative to the policy's plan so that it
+            finishes with the slowest pipeline (T' of the paper, section 3.2), >= 1. All are 1 if no pipeline straggles.
     """
 
     def __init__(self, pipelines: int) -> None:
@@ -61,7 +61,7 @@ class StragglerWatch:
         """Add an iteration and return the stretch factors.
 
         Args:
-            ratios: For each pipeline, its own time over that of the plan it ran, > 0.
+            ratios: For each pipeline, its own time divided by that of its plan, > 0.
         """
         slowest = max(ratios)
         self._seen.append(tuple(slowest / ratio for ratio in ratios))
@@ -73,7 +73,7 @@ class StragglerWatch:
         given = self.stretch_factors
         least, most = _each(min, last), _each(max, last)
         if max(given) == 1:
-            # Two iterations with another straggler each are noise: no pipeline could be stretched in both.
+            # A different straggler in each of two iterations is noise: no pipeline could be stretched in both.
             return least if max(least) > _APART else given
         if max(most) < _TOGETHER:
             return (1.0,) * len(least)
@@ -85,12 +85,12 @@ class StragglerWatch:
 
 
 def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the least or most of each pipeline."""
+    """Return the minimum or maximum for each pipeline."""
     return tuple(choose(factors) for factors in zip(*seen, strict=True))
 
 
 def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) -> tuple[float, ...]:
-    """Return the stretch factors when a user has reported that one pipeline takes longer than its peers usually do."""
+    """Return the stretch factors, combined with a pipeline that a user has reported as a straggler."""
     if reported is None:
         return tuple(stretch_factors)
     slowness = [max(stretch_factors) / factor for factor in stretch_factors]
@@ -100,7 +100,7 @@ def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) 
 
 
 def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
-    """Return the pipeline that all others wait for, if they do."""
+    """Return the pipeline for which all others wait, if any."""
     largest = max(stretch_factors)
     return None if largest == min(stretch_factors) else Straggler(stretch_factors.index(min(stretch_factors)), largest)
 
@@ -199,7 +199,7 @@ class PlanSelector:
         }
 
     def effect_of(self, policy: PolicyConfig) -> Effect:
-        """Return what a policy would do now; from any thread."""
+        """Return the predicted effect of a policy. Thread-safe."""
         decision = self._decide(policy)
         time_s, energy_j = self._expected(decision.plan)
         time_now_s, _ = self._expected(self.in_force.plan)
@@ -217,7 +217,7 @@ class PlanSelector:
         before, self._decision = self._decision, self._decide(policy)
         decision = self._decision
         self._record_cap(policy, decision.cap, before.cap if before is not None else None)
-        # Before the first colon a problem has no figures that change at every iteration.
+        # The part before the first colon has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
             self._problem = decision.problem
             self._record(PolicyChanged(problem=decision.problem))
@@ -229,7 +229,7 @@ class PlanSelector:
         )
 
     def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None, before: PowerCap | None) -> None:
-        """Record the power cap in force where it is another than before; say what a file's request costs."""
+        """Record the power cap if it has changed, and print the cost of a signal's request."""
         if (cap and cap.watts) == (before and before.watts):
             return
         if isinstance(policy, ReducePolicy) and cap is not None and cap.signal == policy.signal:
@@ -241,7 +241,7 @@ class PlanSelector:
         self._record(PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else ""))
 
     def _is_capped(self, decision: Decision) -> bool:
-        """Whether default clocks would draw more than the power cap in force."""
+        """Return True if default clocks would exceed the power cap in force."""
         if decision.cap is None:
             return False
         ratio = 1.0 if self.default_power_w else self.statistics.power_ratio
@@ -249,7 +249,7 @@ class PlanSelector:
 
     @property
     def _power_at_default_clocks_w(self) -> float:
-        """Of all GPUs of the job, as measured in it, or else by the profile [W]."""
+        """Return the power of all GPUs at default clocks, as measured in the job or from the profile [W]."""
         return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
 
     def would_be_capped(self) -> bool:
@@ -271,13 +271,13 @@ class PlanSelector:
         )
         try:
             return decide(policy, self._frontier, situation)
-        except Exception as error:  # whatever an order holds, training goes on
+        except Exception as error:  # an order must not stop training
             return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
 
     def _assign(self, plan: int, **decided: bool) -> Assignment:
         factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
         asked = plan, factors, self._lateness, decided
-        if asked != self._asked:  # most iterations decide as the one before
+        if asked != self._asked:  # most decisions equal the previous one
             self._asked = asked
             self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
         return self._assigned
@@ -292,7 +292,7 @@ class PlanSelector:
         return True
 
     def do_not_hurry(self) -> None:
-        """Run the policy's own plans again."""
+        """Return to the policy's own plans."""
         self._lateness = 0.0
 
     def _learn(self, reports: JobReport, ranks: RankReports, ran: Assignment) -> None:
@@ -307,7 +307,8 @@ class PlanSelector:
             return
         computed_s = ranks.column("computed_s")
         if computed_s.min() > 0:
-            # The rank that reduces last waits for no other: its tail is the time that the tail takes by itself.
+            # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
+            # itself.
             tail_s = float(ranks.column("tail_s").min())
             self._stragglers.update(
                 [
@@ -319,7 +320,7 @@ class PlanSelector:
             )
 
     def _expected(self, plan: int) -> tuple[float, float]:
-        """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""
+        """Return time [s] and energy of all GPUs [J] of an iteration, from the profile and measurements."""
         known, by_profile = self.statistics, self._frontier.plans[plan]
         time_s = by_profile.time_s * known.time_ratio
         return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
@@ -336,12 +337,12 @@ class PlanSelector:
         ).model_dump(mode="json")
 
     def state_for_other_plans(self) -> dict[str, Any]:
-        """Return the part of :meth:`state` that is as true of the plans of another profile."""
+        """Return the part of :meth:`state` that is valid for plans of another profile."""
         stops = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
         return {**self.state(), "plan": None, "statistics": stops.model_dump(mode="json")}
 
     def _restore(self) -> int | None:
-        """Take up what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
+        """Restore the result of :meth:`state`. Return the policy's plan at that time, if known."""
         state: Mapping[str, Any] = self._control.progress
         self._control.progress = {}
         if not state:

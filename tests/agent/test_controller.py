@@ -375,28 +375,28 @@ def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
     assert readings
 
 
-class InterruptedBell:
-    """Runs a handler while it rings, as a signal's that arrives then."""
+class InterruptedNotifier:
+    """Runs a handler while it notifies, like that of a signal that arrives then."""
 
     handler = None
 
-    def __init__(self, bell):
-        self.wait, self._ring = bell.wait, bell.ring
+    def __init__(self, notifier):
+        self.wait, self._notify = notifier.wait, notifier.notify
 
-    def ring(self):
-        handler, InterruptedBell.handler = InterruptedBell.handler, None
+    def notify(self):
+        handler, InterruptedNotifier.handler = InterruptedNotifier.handler, None
         if handler is not None:
             handler()
-        self._ring()
+        self._notify()
 
 
 def test_a_signal_that_interrupts_a_request_restores_the_default_clock(monkeypatch):
     gpu = RecordingGpu.named("a100-sxm", timebase=RealTime())
-    bell = RealTime.bell
-    monkeypatch.setattr(RealTime, "bell", lambda self: InterruptedBell(bell(self)))
+    notifier = RealTime.notifier
+    monkeypatch.setattr(RealTime, "notifier", lambda self: InterruptedNotifier(notifier(self)))
     clocks = ClockController(gpu, pytest.fail)
     set_clock(clocks, 1200)
-    InterruptedBell.handler = clocks.close
+    InterruptedNotifier.handler = clocks.close
     for clock_mhz in itertools.cycle((1215, 1110)):
         if clocks.is_closed:
             break

@@ -1,6 +1,7 @@
-"""A third engine needs the interface of engines and nothing else: here a loop that computes its stages by itself."""
+"""A third engine, for a training loop of one stage, needs only the interface of engines. See docs/add-an-engine.md."""
 
 import importlib.metadata
+import inspect
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ WIDTH = 8
 
 
 class Trainer:
-    """Somebody's training loop of one stage, with a hook around passes."""
+    """A training loop of one stage, with hooks around passes and iterations."""
 
     def __init__(self, micro_batches=2):
         torch.manual_seed(1)
@@ -49,7 +50,7 @@ class Trainer:
 
 
 class TrainerEngine(Engine):
-    """All that Perseus needs of it."""
+    """Reports the passes and iterations of a Trainer."""
 
     model = "Linear"
 
@@ -95,6 +96,11 @@ def _process_group():
 
 def train(trainer, steps):
     return [trainer.step() for _ in range(steps)]
+
+
+def test_the_page_about_engines_shows_this_engine():
+    page = Path(__file__).parents[2] / "docs/add-an-engine.md"
+    assert inspect.getsource(TrainerEngine).strip() in page.read_text()
 
 
 def test_an_engine_of_a_few_methods_trains_in_auto_mode_and_is_left_as_it_was(tmp_path):

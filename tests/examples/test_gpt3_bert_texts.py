@@ -1,4 +1,4 @@
-"""Where the language-model examples take their text from; both read the same sources."""
+"""Sources of text of the language-model examples, which are the same for both."""
 
 import sys
 
@@ -70,7 +70,7 @@ def test_a_saved_dataset_is_read_by_its_text_column(train, tmp_path):
 
 def test_without_the_package_datasets_a_folder_is_refused_with_a_remedy(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="pip install datasets; or give a text file"):
+    with pytest.raises(ConfigError, match="requires the package datasets"):
         tokens(train, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What the example for Hugging Face models trains on."""
+"""Data of the example for Hugging Face models."""
 
 from itertools import islice
 
@@ -44,12 +44,12 @@ def test_texts_come_from_a_file_a_folder_or_what_datasets_has_saved(train, tmp_p
 
 
 def test_sources_without_texts_are_errors(train, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"no files \*.txt"):
+    with pytest.raises(ConfigError, match=r"neither \*.txt files nor a dataset"):
         texts(train, tmp_path)
     with pytest.raises(ConfigError, match="expected one called text"):
         train.pack(datasets.Dataset.from_dict({"words": TEXTS}), ByT5Tokenizer(extra_ids=0), 8)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"data\.path: someone/texts is no file or folder"):
+    with pytest.raises(ConfigError, match=r"data\.path: someone/texts is neither a file nor a folder"):
         texts(train, "someone/texts")
 
 

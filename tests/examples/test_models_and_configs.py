@@ -52,7 +52,7 @@ def test_parameter_counts_are_the_published_ones(name, size):
 def test_too_little_data_for_a_micro_batch_of_each_pipeline_is_named(name, data, found):
     train, cfg = example.load(name), example.config(name, f"data.{data}", "model.micro_batch_size=8")
     assert len(train.training_data(cfg, pipelines=15)) == int(found.split()[0])
-    with pytest.raises(ConfigError, match=f"data: {found}, less than a micro-batch for each pipeline: 128"):
+    with pytest.raises(ConfigError, match=f"data: {found}, expected at least 128, a micro-batch for each pipeline"):
         train.training_data(cfg, pipelines=16)
 
 

@@ -154,7 +154,7 @@ def test_throttle_reasons_have_names(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> 
 def test_a_closed_gpu_refuses_calls(gpu: NvmlGpu) -> None:
     gpu.close()
     gpu.close()
-    with pytest.raises(GpuError, match="was closed"):
+    with pytest.raises(GpuError, match="is closed"):
         gpu.reset_clock()
 
 

@@ -1,4 +1,4 @@
-"""The GPU of a rank, by what CUDA or HIP reports and by the variables that hide and renumber GPUs: a table of cases."""
+"""The GPU of a rank, by reports of CUDA or HIP and by variables that hide and renumber GPUs: a table of cases."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
         ({CUDA: "7"}, None, 0, "shows 0 of the 4 GPUs"),
         ({}, None, 4, "GPU 4 of this process does not exist"),
         ({}, None, -1, "GPU -1 of this process does not exist"),
-        ({CUDA: "GPU-8e"}, None, 0, "fits 2 of the GPUs"),
-        ({CUDA: "GPU-dead"}, None, 0, "fits 0 of the GPUs"),
-        ({CUDA: "GPU-"}, None, 0, "fits 0 of the GPUs"),
-        ({}, "77777777-07", 0, "fits 0 of the GPUs"),
+        ({CUDA: "GPU-8e"}, None, 0, "matches 2 of the GPUs"),
+        ({CUDA: "GPU-dead"}, None, 0, "matches 0 of the GPUs"),
+        ({CUDA: "GPU-"}, None, 0, "matches 0 of the GPUs"),
+        ({}, "77777777-07", 0, "matches 0 of the GPUs"),
         ({CUDA: "MIG-1234"}, "8e5f1a2b-00", 0, "MIG device.*whole GPU"),
         ({CUDA: "GPU-8e5f,MIG-1234"}, None, 0, "MIG device.*whole GPU"),
         ({CUDA: "MIG-GPU-8e5f/1/0"}, None, 0, "MIG device.*whole GPU"),
@@ -92,10 +92,10 @@ def test_the_order_of_unlike_gpus_is_not_guessed(environment, reported, certain)
         ({ROCR: "1", "GPU_DEVICE_ORDINAL": "3"}, "0000:47:00.0", 0, C),
         ({ROCR: "1"}, "00000000:C1:00.0", 0, D),
         ({ROCR: "1", HIP: "1"}, None, 0, "shows 0 of the 4 GPUs"),
-        ({ROCR: "GPU-dead"}, None, 0, "fits 0 of the GPUs"),
-        ({HIP: "1", CUDA: "2"}, None, 0, "not certain.*HIP_VISIBLE_DEVICES='1', CUDA_VISIBLE_DEVICES='2'"),
-        ({"GPU_DEVICE_ORDINAL": "1"}, None, 0, "not certain.*GPU_DEVICE_ORDINAL='1'"),
-        ({}, "0000:99:00.0", 0, "PCI address 0000:99:00.0 fits 0 of the GPUs"),
+        ({ROCR: "GPU-dead"}, None, 0, "matches 0 of the GPUs"),
+        ({HIP: "1", CUDA: "2"}, None, 0, "Cannot determine.*HIP_VISIBLE_DEVICES='1', CUDA_VISIBLE_DEVICES='2'"),
+        ({"GPU_DEVICE_ORDINAL": "1"}, None, 0, "Cannot determine.*GPU_DEVICE_ORDINAL='1'"),
+        ({}, "0000:99:00.0", 0, "PCI address 0000:99:00.0 matches 0 of the GPUs"),
     ],
 )
 def test_hips_device_is_the_gpu_that_hip_means(environment, reported, ordinal, expected):

@@ -30,7 +30,7 @@ class Integration:
     workload: Workload | None = None
     clock_mhz: float = A100.top_clock_mhz
     limit_w: float = A100.power_limit_w
-    coolest_mhz: float = math.inf
+    thermal_mhz: float = math.inf
     progress_s: float = 0.0
     energy_j: float = 0.0
     counted_j: float = 0.0
@@ -62,7 +62,7 @@ class Integration:
             if "duty-limit" in self.conditions:
                 held_w = 0.85 * allowed_w
                 allowed_w = min(allowed_w, max(0.5 * held_w, held_w + 4 * (held_w - self.mean_w)))
-            self.reached_mhz = min(self.clock_mhz, self.coolest_mhz, A100.highest_clock_mhz(allowed_w, self.workload))
+            self.reached_mhz = min(self.clock_mhz, self.thermal_mhz, A100.highest_clock_mhz(allowed_w, self.workload))
             power_w = A100.power_w(self.reached_mhz, self.workload)
         return power_w * (1 + (0.001 * self.warmer_c if "warming" in self.conditions else 0))
 
@@ -74,7 +74,7 @@ class Integration:
         self.clock_mhz = clock_mhz
 
     def limit(self, power_w=None, clock_mhz=None):
-        self.limit_w, self.coolest_mhz = power_w or A100.power_limit_w, clock_mhz or math.inf
+        self.limit_w, self.thermal_mhz = power_w or A100.power_limit_w, clock_mhz or math.inf
 
     def finish_work(self, work_s):
         while self.progress_s < work_s:
@@ -201,7 +201,7 @@ def test_memory_that_contains_something_else_is_refused(offset, content):
     memory[offset : offset + len(content)] = content
     with pytest.raises(GpuError, match=r"work log .* damaged or of another version"):
         Log(memory, "work")
-    with pytest.raises(GpuError, match="too few"):
+    with pytest.raises(GpuError, match="expected at least"):
         Log(bytearray(8), "work")
 
 

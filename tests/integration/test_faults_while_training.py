@@ -147,7 +147,7 @@ def test_a_gpu_that_is_lost_ends_no_job_unless_it_is_required(tmp_path, make_stu
     stub = make_stub_nvml(2)
     stub.gpus[1].fail("by_index", "gpu_is_lost")
     finished = run(tmp_path / "job", 2, stub.environment, perseus={"device": "nvml"}, steps=4)
-    assert "Training goes on without Perseus" in finished.printed
+    assert "Training continues without Perseus" in finished.printed
     assert_same_losses(finished, tmp_path / "without", 2)
     required = run(tmp_path / "required", 2, stub.environment, perseus={"device": "nvml", "required": True}, steps=4)
     assert required.returncode != 0

@@ -45,7 +45,7 @@ def test_only_the_owner_can_reach_it_and_nothing_is_left_behind(tmp_path):
     server.close()
     assert not path.parent.exists()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="no job is running"):
+    with pytest.raises(ConfigError, match="no job runs with this folder"):
         send_order(tmp_path, {"command": "status"})
 
 
@@ -172,7 +172,7 @@ def test_a_line_that_is_no_order_changes_nothing_and_the_server_lives_on(folder,
 
 
 def said(folder, line):
-    """Send a line; return the answer."""
+    """Send a line and return the answer."""
     with connected(folder) as connection:
         connection.sendall(line)
         return json.loads(connection.makefile().readline())
@@ -219,8 +219,8 @@ def test_a_line_without_end_closes_the_connection(folder):
     ("answer", "message"),
     [
         (b"{\n", "expected a JSON object, got b'{"),
-        (b'{"ok": true}', "got 12 bytes without its end"),
-        (b"x" * 5_000_000, "bytes without its end"),
+        (b'{"ok": true}', "got 12 bytes without a newline"),
+        (b"x" * 5_000_000, "bytes without a newline"),
     ],
 )
 def test_a_process_that_answers_something_else_is_named(tmp_path, answer, message):

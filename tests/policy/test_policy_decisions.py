@@ -110,7 +110,7 @@ def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
 @pytest.mark.parametrize("name", ["schedule", "cheapest"])
 def test_a_policy_that_was_removed_is_named_with_what_to_use_instead(name):
     for block in ({"name": name, "windows": []}, {"name": "reduce", "signal": "power", "policy": {"name": name}}):
-        with pytest.raises(ConfigError, match=rf'perseus\.policy.*: "{name}" was removed in 0\.2\.0; .*docs/policies'):
+        with pytest.raises(ConfigError, match=rf'perseus\.policy.*: "{name}" was removed in 0\.2\.0\. .*docs/policies'):
             parse_block({"policy": block})
 
 

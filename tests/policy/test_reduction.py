@@ -69,7 +69,7 @@ def test_the_answer_says_what_it_costs():
     plan = job.selector.effect_of(job.control.policy)
     late_s = 3600.0 * (1 - plan.without_s / plan.time_s)
     assert f"{late_s / plan.without_s:.0f} iterations later" in answer
-    assert "cannot be kept: the plan that draws least takes" in job.control.carry_out(order(0.1))["done"]
+    assert "cannot be kept: the plan with the lowest power draws" in job.control.carry_out(order(0.1))["done"]
     job.control.carry_out(parse_order({"command": "pause"}))
     assert "paused, and runs at default clocks until it is resumed" in job.control.carry_out(order(0.9))["done"]
 

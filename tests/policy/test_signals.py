@@ -1,4 +1,4 @@
-"""Signals as they are read from files, what is wrong with those that cannot be used, and files that change."""
+"""Signals read from files, errors of unusable ones, and files that change."""
 
 from datetime import datetime, timedelta, timezone
 
@@ -41,7 +41,7 @@ def test_a_file_with_one_number_is_a_signal_that_does_not_change(tmp_path):
 BAD = {
     "": "the file is empty",
     "time,value": "it has no values",
-    own(1): "one value only",
+    own(1): "only one value",
     own(1, "nan", 3): "row 3: expected a number .*, got 'nan'",
     own(1, "inf", 3): "row 3: expected a number .*, got 'inf'",
     own(1, "-1e10", 3): r"row 3: expected a number of at most 1e\+09, got '-1e10'",
@@ -80,7 +80,7 @@ def test_what_is_wrong_with_a_signal_is_said_in_few_and_printable_characters(tex
 def test_a_signal_has_at_most_as_many_values_as_a_year_has_quarter_hours(monkeypatch):
     monkeypatch.setattr(signals, "MOST_SIGNAL_VALUES", 3)
     assert len(parse_signal(own(1, 2, 3)).values) == 3
-    with pytest.raises(SignalError, match=r"^4 values, at most 3 are read"):
+    with pytest.raises(SignalError, match=r"^4 values, expected at most 3"):
         parse_signal(own(1, 2, 3, 4))
 
 
@@ -99,7 +99,7 @@ def test_what_is_wrong_with_a_signal_is_said_with_its_place(text, message):
 
 def test_a_cap_of_the_past_or_of_the_future_has_no_value_for_now(tmp_path):
     (tmp_path / "signal.csv").write_text(own(1, 2))
-    with pytest.raises(SignalError, match=r"of the past: it ended at 2026-11-22T02:00:00Z"):
+    with pytest.raises(SignalError, match=r"in the past: it ended at 2026-11-22T02:00:00Z"):
         read_signal(tmp_path / "signal.csv", "cap", datetime(2026, 11, 22, 2, tzinfo=UTC))
     with pytest.raises(SignalError, match=r"begins at 2026-11-22T00:00:00Z"):
         read_signal(tmp_path / "signal.csv", "cap", datetime(2026, 11, 21, 23, tzinfo=UTC))

@@ -72,7 +72,7 @@ def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, capl
     (failed,) = job.events(Failed)
     assert failed.event == "signal"
     assert str(path) in failed.error
-    assert caplog.text.count("The last good values stay in use") == 1
+    assert caplog.text.count("The last valid values stay in use") == 1
     path.unlink()
     job.train(10)
     assert "no such file" in job.events(Failed)[-1].error
@@ -86,7 +86,7 @@ def test_a_signal_that_cannot_be_used_is_an_error_before_training(start, tmp_pat
     with pytest.raises(SignalError, match=r"cap.csv: no such file"):
         start(**cap(tmp_path / "cap.csv"))
     write_signal(tmp_path / "cap.csv", 1, 2, begin_s=-7200)
-    with pytest.raises(SignalError, match=r"cap.csv: all its values are of the past"):
+    with pytest.raises(SignalError, match=r"cap.csv: all its values are in the past"):
         start("other", **cap(tmp_path / "cap.csv"))
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's pipeline engines; the only place that knows DeepSpeed."""
+"""Perseus for DeepSpeed's pipeline engines. Only this folder uses DeepSpeed."""

@@ -1,4 +1,4 @@
-"""Which DeepSpeed Perseus works with: versions, and every attribute and method that it relies upon."""
+"""Supported versions of DeepSpeed, and all of its attributes and methods that Perseus needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from packaging.version import Version
 from perseus_ds.errors import VersionError
 
 OLDEST_DEEPSPEED = "0.14.4"
-"""The first that can be imported beside the torch of ``requirements.lock``; tested by ``make test-oldest``."""
+"""Oldest version that works with the torch of ``requirements.lock``. Tested by ``make test-oldest``."""
 NEWEST_DEEPSPEED = "0.19.8"
-"""The version of ``requirements.lock``, which all tests run with."""
+"""Version in ``requirements.lock``, used by all tests."""
 REMEDY = f'Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
 
 ENGINE_CLASS = (
@@ -29,10 +29,10 @@ GRID = (
 
 
 def require_deepspeed() -> None:
-    """Check the version of the installed DeepSpeed, without importing it.
+    """Check the version of the installed DeepSpeed without importing it.
 
     Raises:
-        VersionError: It is missing or too old; the message names the version found and what to install.
+        VersionError: It is missing or too old. The message names the installed version and the one to install.
     """
     problem = deepspeed_problem()
     if problem:
@@ -40,7 +40,7 @@ def require_deepspeed() -> None:
 
 
 def deepspeed_problem() -> str:
-    """Return why the installed DeepSpeed cannot be used; empty if it can."""
+    """Return why the installed DeepSpeed cannot be used. Empty if it can."""
     try:
         found = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:

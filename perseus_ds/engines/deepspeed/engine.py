@@ -1,4 +1,4 @@
-"""Perseus on DeepSpeed's pipeline engines: attach to an engine that is there or is being made, and detach from it."""
+"""Attaches Perseus to DeepSpeed's pipeline engines, and detaches it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from perseus_ds.artifacts.layout import Part
+from perseus_ds.client.meeting import EngineFacts
+from perseus_ds.client.runtime import NOTHING
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Session,
     attach_to,
     fingerprint,
+    report_disabled,
     reported_once,
     require,
-    take_no_part,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
-from perseus_ds.ranks import PipelineTopology
-from perseus_ds.runtime.runtime import NOTHING, RankFacts
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
@@ -41,12 +42,15 @@ _CHECKPOINT_KEY = "perseus_ds"
 
 
 def check_deepspeed(pipeline_engine: type) -> None:
-    """Check that DeepSpeed's class of engines has what Perseus relies upon; if not, raise a ``VersionError``."""
+    """Check that DeepSpeed's engine class has the attributes that Perseus needs.
+
+    Otherwise raise a ``VersionError``.
+    """
     _require({pipeline_engine.__name__: (pipeline_engine, ENGINE_CLASS)})
 
 
 def check_engine(engine: Any) -> None:
-    """Check the same of an engine that was made; raises the same."""
+    """Check the attributes of an engine. Otherwise raise a ``VersionError``."""
     name = type(engine).__name__
     _require({name: (engine, ENGINE)})
     _require({f"{name}.grid": (engine.grid, GRID), f"{name}._config": (engine._config, ["_param_dict"])})
@@ -60,13 +64,13 @@ check_deepspeed(PipelineEngine)
 
 
 class DeepSpeedEngine(Engine):
-    """A pipeline engine of DeepSpeed, whose commands are surrounded while it executes a training schedule."""
+    """A pipeline engine of DeepSpeed. Its commands are reported while it executes a training schedule."""
 
     def __init__(self, engine: Any) -> None:
-        """Take an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
+        """Wrap an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
         self._engine = engine
         self._session: Session
-        self._schedule: Any = None  # of the iteration that is open
+        self._schedule: Any = None  # of the current iteration
         self._order: tuple[type, int] | None = None
         self._reader = RepeatedReader(0, 1, batched=False)
         self._in_batch = False
@@ -75,20 +79,14 @@ class DeepSpeedEngine(Engine):
     def model(self) -> str:
         return type(self._engine.module).__name__
 
-    def facts(self) -> RankFacts:
+    def facts(self) -> EngineFacts:
         engine, grid = self._engine, self._engine.grid
-        place = PipelineTopology(
-            rank=grid.get_global_rank(),
-            pipeline=tuple(grid.pp_group),
-            data_parallel_rank=grid.get_data_parallel_id(),
-            data_parallel=grid.data_parallel_size,
-            stage_peers=tuple(grid.slice_group or ()) if grid.slice_parallel_size > 1 else (),
-        )
         module = engine.module
         # A stage of a Hugging Face model is a single layer of the PipelineModule.
         own = getattr(getattr(next(iter(module.forward_funcs), None), "stage", None), "layout_parts", None)
-        return RankFacts(
-            place=place,
+        return EngineFacts(
+            pipeline=tuple(grid.pp_group),
+            copies=_copies_of(grid),
             device=torch.device(engine.device),
             fingerprint=fingerprint([engine.module], engine.module.activation_checkpoint_interval),
             micro_batch_size=engine.micro_batch_size,
@@ -111,8 +109,8 @@ class DeepSpeedEngine(Engine):
         unknown = sorted({op.command for stream in schedule.ranks for op in stream if isinstance(op, Other)})
         if unknown and self._engine.global_rank == 0:
             logger.warning(
-                "perseus: the schedule has commands that perseus-ds does not know: %s. They run as they are, at the "
-                'clock of their neighbours. perseus_ds.register_command("%s", kind="…") says what one of them does.',
+                "perseus: the schedule has commands that perseus-ds does not know: %s. They run unchanged at the clock "
+                'of their neighbours. Declare each of them by perseus_ds.register_command("%s", kind="…").',
                 ", ".join(unknown),
                 unknown[0],
             )
@@ -133,7 +131,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Surround one call of ``train_batch``: its iteration ends with the call."""
+        """Context of one call of ``train_batch``, with which its iteration ends."""
         self._in_batch = True
         try:
             yield
@@ -143,7 +141,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def executing(self, pipe_schedule: Any) -> Iterator[None]:
-        """Surround the execution of a schedule; one with gradients is a training iteration."""
+        """Context of the execution of a schedule. With gradients, it is a training iteration."""
         if self._schedule is not None or not self._trains_by(pipe_schedule):
             yield
             return
@@ -168,13 +166,13 @@ class DeepSpeedEngine(Engine):
         self._session.end_iteration()
 
     def _trains_by(self, pipe_schedule: Any) -> bool:
-        """Whether the execution of a schedule is a training iteration."""
+        """Return True if the execution of a schedule is a training iteration."""
         if not torch.is_grad_enabled():
             return False
         return self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
 
     def _surround(self, command: Any) -> AbstractContextManager[None]:
-        """Return what surrounds one command that the engine is about to execute; no generator, for its speed."""
+        """Return the context of a command that the engine is about to execute. Not a generator, to be fast."""
         operations = self._reader.read(command)
         if not operations:
             return NOTHING
@@ -186,7 +184,7 @@ class DeepSpeedEngine(Engine):
         return self._session.operation(operation)
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
-        """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""
+        """Return the shapes of a command's inputs. Empty if the engine stores them in an unknown way."""
         try:
             inputs = self._engine.pipe_buffers["inputs"][arguments["buffer_id"]]
             tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
@@ -195,12 +193,17 @@ class DeepSpeedEngine(Engine):
             return ()
 
 
+def _copies_of(grid: Any) -> tuple[int, ...]:
+    """Return the global ranks that train the stage of this rank on other data, itself included."""
+    return tuple(dist.get_process_group_ranks(grid.get_data_parallel_group()))
+
+
 def _parts_of(module: Any) -> list[Part]:
-    """Return the layers of this rank's stage of a ``PipelineModule``, in which a function may take the place of one."""
+    """Return the layers of this rank's stage of a ``PipelineModule``, some of which may be functions."""
     parts = []
     for index, layer in enumerate(module.forward_funcs, module.parts[module.stage_id]):
         inner, run = layer, layer
-        if isinstance(layer, functools.partial) and layer.args:  # a tied layer, which is run by a function of its own
+        if isinstance(layer, functools.partial) and layer.args:  # a tied layer with its own forward function
             inner, run = layer.args[0], layer.func
         kind = getattr(run, "__name__", type(run).__name__)
         parameters = sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0
@@ -209,15 +212,15 @@ def _parts_of(module: Any) -> list[Part]:
 
 
 def _commands_of(pipe_schedule: Any) -> list[Any]:
-    """Return the commands of a schedule in order, without using up the schedule."""
+    """Return the commands of a schedule in order, without consuming the schedule."""
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
 
 
 @contextmanager
 def _watched(pipe_schedule: Any, surround: Callable[[Any], AbstractContextManager[None]]) -> Iterator[None]:
-    """Surround every command that is taken from a schedule, from when it is taken until the next one is asked for.
+    """Wrap each command of a schedule from when the engine takes it until it takes the next one.
 
-    An engine takes a command, runs it, and asks for the next: nothing of how it runs commands is replaced.
+    Nothing in the engine's execution of commands is replaced.
     """
     hooks = Hooks()
     hooks.surround(pipe_schedule, "steps", lambda steps: (_Step(step, surround) for step in steps()))
@@ -237,7 +240,7 @@ class _Step(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         for command in super().__iter__():
             around = self._surround(command)
-            if around is NOTHING:  # most are surrounded by nothing, which takes two calls as well
+            if around is NOTHING:  # a no-op in most cases, for which two calls are saved
                 yield command
             else:
                 with around:
@@ -245,12 +248,12 @@ class _Step(list[Any]):
 
 
 class _PerseusEngine:
-    """What Perseus adds to the class of an engine."""
+    """Methods that Perseus adds to the class of an engine."""
 
     perseus: Any  # a session with a DeepSpeedEngine
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Train one batch as the engine does, under Perseus's plan."""
+        """Train one batch with Perseus's plan."""
         with self.perseus.engine.batch():
             return super().train_batch(*args, **kwargs)  # type: ignore[misc]
 
@@ -259,43 +262,36 @@ class _PerseusEngine:
             return super()._exec_schedule(pipe_schedule, *args, **kwargs)  # type: ignore[misc]
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch as the engine does, at default clocks."""
+        """Evaluate one batch at default clocks."""
         with self.perseus.paused():
             return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
 
-    def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Save a checkpoint as the engine does, with policy and reported stragglers."""
-        state = {**(client_state or {}), _CHECKPOINT_KEY: self.perseus.state()}
-        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
-
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as the engine does, and continue under the plan with which it was saved."""
+        """Load a checkpoint, and report the training step at which it was saved."""
         engine: Any = self
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if path is not None:
-            state = (client_state or {}).pop(_CHECKPOINT_KEY, {})
-            self.perseus.restore(state, steps=engine.global_steps)
+            (client_state or {}).pop(_CHECKPOINT_KEY, None)  # of versions before 0.2.0
+            self.perseus.set_steps(engine.global_steps)
         return path, client_state
 
     def destroy(self) -> None:
-        """Restore the clock and release what DeepSpeed holds."""
+        """Reset the clock and release DeepSpeed's resources."""
         self.perseus.close()
         super().destroy()  # type: ignore[misc]
 
 
 @functools.cache
 def _with_perseus(engine_class: type) -> type:
-    """Return a subclass of an engine's class; under the same name, which some versions of DeepSpeed test."""
+    """Return a subclass of an engine's class with the same name, which some versions of DeepSpeed test."""
     names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
 
 
 def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
-    """Let an engine train under Perseus; see :func:`perseus_ds.attach`.
+    """Attach Perseus to an engine. See :func:`perseus_ds.attach`.
 
-    The engine stays the object it is, and becomes an instance of a subclass of its class.
+    The engine remains the same object, with a subclass of its class.
     """
     if not isinstance(engine, _PerseusEngine):
         with reported_once():
@@ -306,19 +302,19 @@ def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
 
 
 def detach(engine: E) -> E:
-    """Leave an engine as it was before :func:`attach`; the clock is the default again."""
+    """Restore an engine to its state before :func:`attach`, and reset the clock."""
     if isinstance(engine, _PerseusEngine):
         engine.perseus.detach()
     return engine
 
 
 def _block_of(engine: Any) -> Any:
-    """Return the ``perseus`` block of a DeepSpeed config, as DeepSpeed has read it from a dict, a file or base64."""
+    """Return the ``perseus`` block of an engine's config."""
     return engine._config._param_dict.get("perseus")
 
 
-def attach_if_asked(engine: Any) -> None:
-    """Attach to an engine that was made, if its config has a ``perseus`` block or ``PERSEUS`` is set."""
+def attach_if_configured(engine: Any) -> None:
+    """Attach Perseus to an engine if its config has a ``perseus`` block or ``PERSEUS`` is set."""
     with reported_once():
         count_tokens(engine)
         settings = settings_of(_block_of(engine))
@@ -327,9 +323,11 @@ def attach_if_asked(engine: Any) -> None:
 
 
 def count_tokens(engine: Any) -> None:
-    """Have the loss of a Hugging Face model count the trained tokens of each batch; other losses need nothing.
+    """Let the loss of a Hugging Face model count the trained tokens of each batch.
 
-    It stays when Perseus is detached. The micro-batches of a batch are loaded before the first of them is trained.
+    Other losses are not changed.
+
+    The change remains after Perseus is detached. All micro-batches of a batch are loaded before the first is trained.
     """
     loss: Any = getattr(engine.module, "loss_fn", None)
     if not hasattr(loss, "counting_tokens") or hasattr(vars(engine).get("_exec_schedule"), "counts_tokens"):
@@ -337,7 +335,7 @@ def count_tokens(engine: Any) -> None:
     own = vars(engine).get("_exec_schedule")
 
     def execute(pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up now, because attaching and detaching change the class of the engine.
+        # Looked up here, because attaching and detaching change the class of the engine.
         method = own or functools.partial(type(engine)._exec_schedule, engine)
         if not engine.is_last_stage() or not engine._compute_loss:
             return method(pipe_schedule, *args, **kwargs)
@@ -358,7 +356,7 @@ def count_tokens(engine: Any) -> None:
 
 def _attach(engine: Any, settings: PerseusConfig) -> None:
     if not settings.enabled:
-        take_no_part()
+        report_disabled()
         return
     if not isinstance(engine, PipelineEngine):
         raise ConfigError(
@@ -375,21 +373,21 @@ _initializing: ContextVar[bool] = ContextVar("perseus_ds_initializing", default=
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Initialize DeepSpeed, with Perseus if its config has an enabled ``perseus`` block or ``PERSEUS`` is set.
+    """Initialize DeepSpeed, with Perseus if its config has a ``perseus`` block or ``PERSEUS`` is set.
 
-    A drop-in for ``deepspeed.initialize``: the same arguments, the same tuple of engine, optimizer,
-    data loader and learning-rate scheduler. Without a block, exactly what DeepSpeed returns.
+    A drop-in replacement of ``deepspeed.initialize`` with the same arguments and the same tuple of engine, optimizer,
+    data loader and learning-rate scheduler. Without a block, the result is DeepSpeed's own.
 
     Raises:
-        ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
-        VersionError: The installed DeepSpeed is not one that Perseus works with.
+        ConfigError: The block is invalid, or the model is not a ``PipelineModule``.
+        VersionError: The installed DeepSpeed is not supported.
     """
-    if _initializing.get():  # deepspeed.initialize has been replaced by this function, or by one that calls it
+    if _initializing.get():  # deepspeed.initialize was replaced by this function or by a caller of it
         return _deepspeeds_initialize(*args, **kwargs)  # type: ignore[no-any-return]
     token = _initializing.set(True)
     try:
         made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     finally:
         _initializing.reset(token)
-    attach_if_asked(made[0])
+    attach_if_configured(made[0])
     return made

@@ -14,7 +14,7 @@ from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, cut_o
 
 
 class StageLayer(nn.Module):
-    """A stage as a layer of a ``PipelineModule``, which passes one tensor or one tuple."""
+    """A stage as a layer of a ``PipelineModule``, which accepts one tensor or one tuple."""
 
     def __init__(self, source: Source, cut: tuple[int, ...], index: int, options: dict[str, Any]) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class StageLayer(nn.Module):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """The weight that the first and the last stage share where the model ties them."""
+        """Weight that the first and the last stage share if the model ties them."""
         return self.stage.embedding
 
     def forward(self, inputs: Any) -> Any:
@@ -33,21 +33,22 @@ class StageLayer(nn.Module):
 def pipeline_module(
     source: Source, *, num_stages: int, cut: Sequence[int] | None = None, topology: Any = None, **options: Any
 ) -> PipelineModule:
-    """Make a DeepSpeed ``PipelineModule`` of a Hugging Face model, with its loss; each rank builds its own stage.
+    """Build a DeepSpeed ``PipelineModule`` with its loss from a Hugging Face model.
 
-    Data are pairs of inputs and labels: the token ids of shape (batch, sequence), or a tuple of them with the other
-    ``inputs``, and the same token ids as labels. An embedding that is the head as well is tied by DeepSpeed.
+    Each rank builds its own stage.
+
+    Data are pairs of inputs and labels. Inputs are token ids of shape (batch, sequence), or a tuple of these and other
+    ``inputs``. Labels are the same token ids. If the embedding is also the head, DeepSpeed ties the two.
 
     Args:
         source: A causal model that declares a pipeline plan: its name on the hub, a folder, or a configuration.
-        num_stages: Stages, of which the world size is a multiple.
-        cut: How many layers each stage has; by default equally many.
-        topology: DeepSpeed's, instead of the number of stages, where ranks are to be laid out by it.
-        **options: What data have and how weights are read, as of
-            :func:`~perseus_ds.huggingface.stages.build_stage`.
+        num_stages: Number of stages, a divisor of the world size.
+        cut: Number of layers of each stage. By default all stages have equally many.
+        topology: DeepSpeed's topology of ranks, instead of the number of stages.
+        **options: Options for data and weights, see :func:`~perseus_ds.huggingface.stages.build_stage`.
 
     Raises:
-        ConfigError: The model cannot be read or cut, or not like this.
+        ConfigError: The model cannot be read or cut as requested.
     """
     config = read_config(source)
     cut = cut_of(config, num_stages, cut)
@@ -62,7 +63,8 @@ def pipeline_module(
     with torch.no_grad():  # DeepSpeed copies tied weights between stages
         module = PipelineModule(layers=specs, loss_fn=CausalLoss(config), partition_method="uniform", **shape)
     if tied and module.stage_id == len(cut) - 1:
-        # DeepSpeed takes all of a tied layer for a copy, which norms of gradients leave out; only the embedding is.
+        # DeepSpeed treats the whole tied layer as a copy, which is omitted in norms of gradients. Only the embedding is
+        # one.
         layer = module.tied_modules["embedding"]
         for parameter in layer.parameters():
             parameter.ds_pipe_replicated = parameter is layer.embedding

@@ -16,27 +16,26 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Session,
     attach_to,
     check_before_training,
     fingerprint,
     ranks_of,
+    report_disabled,
     reported_once,
     require,
     sessions,
-    take_no_part,
-    topology_of,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
 from perseus_ds.engines.megatron.parts import parts_of_chunk, ties_embedding, unwrapped
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
-from perseus_ds.runtime.runtime import RankFacts
 
 logger = logging.getLogger("perseus_ds")
 T = TypeVar("T")
@@ -49,7 +48,10 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
 # Of more, one that has not come for long is forgotten, and shows itself again.
 _MOST_ORDERS = 64
-_ONE_GRAPH = "an iteration that is replayed as one CUDA graph (FullCudaGraphWrapper) has no instructions to plan"
+_CAPTURED_FIRST = (
+    "a CUDA graph was captured of an iteration whose order is not known, and runs at default clocks: at least one "
+    "iteration has to run before it is captured (cuda_graph_warmup_steps)"
+)
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
@@ -57,25 +59,29 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         if not settings.enabled:
-            take_no_part()
+            report_disabled()
             return target
         schedules = importlib.import_module(_SCHEDULES)
         core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
-        name = getattr(target, "__name__", type(target).__name__)
-        if name == "FullCudaGraphWrapper" and settings.mode == "auto":
-            _warn_on_rank_0(f"{_ONE_GRAPH}: training goes on at default clocks")
-            return target
+        # Of a FullCudaGraphWrapper, what it captures.
+        function = getattr(target, "forward_backward_func", target)
+        name = getattr(function, "__name__", type(function).__name__)
         if target is not core and name not in (*_PIPELINED, _SINGLE):
-            reason = f": {_ONE_GRAPH}" if name == "FullCudaGraphWrapper" else ""
             raise ConfigError(
-                f"perseus: expected megatron.core or what its get_forward_backward_func() returns, got {name}{reason}."
+                f"perseus: expected megatron.core, what its get_forward_backward_func() returns, or a "
+                f"FullCudaGraphWrapper, got {name}."
             )
         if _attached() is None:
             check_megatron(core, schedules, parallel_state)
             attach_to(MegatronEngine(core, schedules, parallel_state), settings)
         elif config is not None:
             raise ConfigError("perseus: it is attached to Megatron-Core already. Call detach(megatron.core) before.")
-    return target if target is core else getattr(schedules, name)
+    if target is core:
+        return target
+    if function is target:
+        return getattr(schedules, name)  # type: ignore[no-any-return]
+    target.forward_backward_func = getattr(schedules, name)  # type: ignore[attr-defined]
+    return target
 
 
 def detach(target: T) -> T:
@@ -83,6 +89,9 @@ def detach(target: T) -> T:
     session = _attached()
     if session is not None:
         session.detach()
+    if hasattr(target, "forward_backward_func"):
+        function = target.forward_backward_func
+        target.forward_backward_func = getattr(function, "__wrapped__", function)
     return getattr(target, "__wrapped__", target)
 
 
@@ -124,13 +133,14 @@ class MegatronEngine(Engine):
     def model(self) -> str:
         return type(unwrapped(self._model[0])).__name__ if self._model else "a model of Megatron-Core"
 
-    def facts(self) -> RankFacts:
+    def facts(self) -> EngineFacts:
         parameter = next(parameter for chunk in self._model for parameter in chunk.parameters())
         recomputation = [getattr(self._config, name, None) for name in _RECOMPUTATION]
         stages = range(self._pp_group.rank(), len(self._model) * self._pp_group.size(), self._pp_group.size())
         parts = {stage: parts_of_chunk(chunk) for stage, chunk in zip(stages, self._model, strict=True)}
-        return RankFacts(
-            place=functools.partial(topology_of, ranks_of(self._pp_group), self._copies()),
+        return EngineFacts(
+            pipeline=ranks_of(self._pp_group),
+            copies=self._copies(),
             device=parameter.device,
             fingerprint=fingerprint(self._model, recomputation, self._inputs),
             micro_batch_size=self._micro_batch_size,
@@ -150,7 +160,10 @@ class MegatronEngine(Engine):
         return copies[copies.index(dist.get_rank()) % in_step :: in_step]
 
     def read(self) -> Schedule:
-        found = self._orders[self._order]
+        return self._read(self._order)
+
+    def _read(self, order: Hashable) -> Schedule:
+        found = self._orders[order]
         if isinstance(found, ScheduleError):
             raise found
         return found
@@ -190,8 +203,7 @@ class MegatronEngine(Engine):
     def _iteration(self, name: str, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Train or evaluate by one of the schedules, which take arguments by keyword alone."""
         if kwargs.get("forward_only"):
-            self._session.end_iteration()
-            with self._session.paused():
+            with self._session.evaluation():
                 return method(*args, **kwargs)
         with reported_once():
             if not self._look_at(kwargs):
@@ -204,7 +216,7 @@ class MegatronEngine(Engine):
         else:
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
-        with self._session.iteration(order):
+        with self._session.iteration(order, read=functools.partial(self._read, order)):
             if isinstance(found := self._orders[order], Schedule):
                 self._expected = [op for op in found.ranks[0][:-1] if isinstance(op, Compute | Exchange)]
             self._position = 0
@@ -240,15 +252,15 @@ class MegatronEngine(Engine):
 
     def _problem(self, communicator: Any) -> str | None:
         """Return why what trains cannot be planned; None if it can."""
-        graphs = [getattr(self._config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
-        if "full_iteration" in re.findall(r"\w+", str(graphs)):  # texts, or members of an enumeration
-            return _ONE_GRAPH
         if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
             return f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
         return None
 
     def _first_iteration(self, order: tuple[str, int, int, int | None], train: Callable[[], V]) -> V:
         """Train at default clocks, and note the order."""
+        if self._session.is_captured:
+            self._warn(_CAPTURED_FIRST)
+            return train()
         self._session.end_iteration()
         self._order = order
         self._recorder = recorder = OrderRecorder(self._pp_group.rank(), self._pp_group.size())
@@ -263,7 +275,15 @@ class MegatronEngine(Engine):
             self._orders[order] = ScheduleError(f"The order of {order[0]} is not known: {error}.")
         if len(self._orders) > _MOST_ORDERS:
             del self._orders[next(iter(self._orders))]
+        if self._captures_iterations() and self._session.runtime is None:
+            with reported_once():
+                self._session.start(order)  # nothing can be prepared while the next iteration is captured
         return result
+
+    def _captures_iterations(self) -> bool:
+        """Return whether Megatron captures whole iterations into CUDA graphs."""
+        graphs = [getattr(self._config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
+        return "full_iteration" in re.findall(r"\w+", str(graphs))  # texts, or members of an enumeration
 
     def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(method, args, kwargs)

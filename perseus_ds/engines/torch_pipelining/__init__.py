@@ -1,1 +1,1 @@
-"""Perseus for the schedules of ``torch.distributed.pipelining``; the only room that knows them."""
+"""Perseus for the schedules of ``torch.distributed.pipelining``. Only this folder uses that package."""

@@ -1,4 +1,4 @@
-"""Perseus on a schedule of ``torch.distributed.pipelining``: attach to one that is there, and detach from it."""
+"""Attaches Perseus to a schedule of ``torch.distributed.pipelining``, and detaches it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from packaging.version import Version
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Ranks,
     Session,
     attach_to,
     fingerprint,
     ranks_of,
+    report_disabled,
     reported_once,
     require,
-    take_no_part,
-    topology_of,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.torch_pipelining.order import (
     KINDS,
     OF_STAGES,
@@ -46,7 +46,6 @@ from perseus_ds.engines.torch_pipelining.parts import huggingface_parts, parts_o
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
-from perseus_ds.runtime.runtime import RankFacts
 
 logger = logging.getLogger("perseus_ds")
 S = TypeVar("S")
@@ -56,13 +55,13 @@ Method = Callable[..., Any]
 def attach(
     schedule: S, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None
 ) -> S:
-    """Let a schedule of torch train under Perseus; see :func:`perseus_ds.attach`."""
+    """Attach Perseus to a schedule of torch. See :func:`perseus_ds.attach`."""
     target: Any = schedule
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         count_tokens(target, pipeline, data_parallel)
         if not settings.enabled:
-            take_no_part()
+            report_disabled()
         if not settings.enabled or hasattr(target, "perseus"):
             return schedule
         check_schedule(target)
@@ -85,19 +84,21 @@ def attach(
             if settings.mode != "auto" or settings.required:
                 raise
             if rank == 0:
-                logger.warning("perseus: %s This job is observed only: no plan is made.", error)
+                logger.warning("perseus: %s This job is only observed, without plans.", error)
             engine.order_is_known = False
             target.perseus = attach_to(engine, settings.model_copy(update={"mode": "observe"}))
     return schedule
 
 
 def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
-    """Have the loss of a Hugging Face model count the trained tokens of each batch; other losses need nothing.
+    """Let the loss of a Hugging Face model count the trained tokens of each batch.
 
-    It stays when Perseus is detached.
+    Other losses are not changed.
+
+    The change remains after Perseus is detached.
 
     Raises:
-        ConfigError: There are several pipelines, and the ranks that share a batch are not given.
+        ConfigError: There are several pipelines, and the group of ranks that share a batch is not given.
     """
     loss: Any = getattr(schedule, "_loss_fn", None)
     if not hasattr(loss, "counting_tokens") or hasattr(schedule._step_microbatches, "counts_tokens"):
@@ -106,8 +107,8 @@ def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
     if data_parallel is None and dist.get_world_size() > len(ranks):
         raise ConfigError(
             f"perseus: the job has {dist.get_world_size()} ranks, the pipeline {len(ranks)}. The loss of a Hugging "
-            "Face model counts the trained tokens of all pipelines that train on one batch: give attach the group of "
-            "ranks that train the same stages, data_parallel=."
+            "Face model counts the trained tokens of all pipelines that train on one batch. Pass the group of ranks "
+            "that train the same stages to attach as data_parallel=."
         )
     group = data_parallel.get_group() if hasattr(data_parallel, "get_group") else data_parallel
     signature = inspect.signature(schedule._step_microbatches)
@@ -124,7 +125,10 @@ def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
 
 
 def detach(schedule: S) -> S:
-    """End the last iteration and leave a schedule as it was before :func:`attach`; every rank must do so at once."""
+    """End the last iteration and restore the schedule to its state before :func:`attach`.
+
+    All ranks call this together.
+    """
     session = vars(schedule).pop("perseus", None)
     if session is not None:
         session.detach()
@@ -132,43 +136,44 @@ def detach(schedule: S) -> S:
 
 
 class TorchSchedule(Engine):
-    """A schedule of torch, of whose stages every pass is surrounded.
+    """A schedule of torch. All passes of its stages are reported.
 
-    An iteration begins with ``step()``. Its tail is what comes after, such as the optimizer's step, and lasts until
-    the next ``step()``, an ``eval()``, or the end of the session.
+    An iteration begins with ``step()``. Its tail, such as the optimizer's step, lasts until the next ``step()``, an
+    ``eval()``, or the end of the session.
     """
 
     def __init__(self, schedule: Any, pipeline: Ranks, data_parallel: Ranks | None) -> None:
-        """Take a schedule of a class derived from torch's, and the ranks of this rank's groups."""
+        """Wrap a schedule of a class derived from torch's, with the ranks of this rank's groups."""
         self._schedule = schedule
         self._pipeline = pipeline
         self._data_parallel = data_parallel
         self.order_is_known = True
         self._hooks = Hooks()
-        # Functions of register_custom_function by their actions, as they were before they were surrounded.
+        # Original functions of register_custom_function by their actions.
         self._custom: dict[Any, Method] = {}
-        # Whether a function of the user's runs a whole pass, or torch a whole reduction.
+        # Whether a user's function runs a whole pass, or torch a whole reduction.
         self._is_inside = False
-        # The order of a multi-stage schedule that ran last, which is kept so that no other one has its place in
-        # memory, and its digest.
+        # Order of the multi-stage schedule that ran last, and its digest. The reference keeps its memory address from
+        # being reused by another order.
         self._last_order: Any = None
         self._digest = ""
-        # The loss belongs to the last stage's forward, which ends with it.
+        # The loss is part of the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
 
     @property
     def model(self) -> str:
         return type(stages_of(self._schedule)[0].submod).__name__
 
-    def facts(self) -> RankFacts:
+    def facts(self) -> EngineFacts:
         stages = stages_of(self._schedule)
         parts = {
             stage.stage_index: parts_of_module(stage.submod, is_first=stage.is_first, is_last=stage.is_last)
             for stage in stages
         }
         is_huggingface = huggingface_parts(stages[0].submod) is not None
-        return RankFacts(
-            place=partial(topology_of, self._pipeline, self._data_parallel),
+        return EngineFacts(
+            pipeline=self._pipeline,
+            copies=self._data_parallel,
             device=torch.device(stages[0].device),
             fingerprint=fingerprint([stage.submod for stage in stages], [stage.stage_index for stage in stages]),
             engine="huggingface" if is_huggingface else "torch",
@@ -210,12 +215,11 @@ class TorchSchedule(Engine):
 
     def _step(self, step: Method, *args: Any, **kwargs: Any) -> Any:
         if not self._schedule._has_backward:  # eval()
-            self._session.end_iteration()
-            with self._session.paused():
+            with self._session.evaluation():
                 return step(*args, **kwargs)
         self._until_loss = None
         self._surround_custom_functions()
-        functions = tuple(sorted(action.name for action in self._custom))  # some make one pass of two
+        functions = tuple(sorted(action.name for action in self._custom))  # some combine two passes
         with self._session.iteration((self._schedule._n_microbatches, self._order_digest(), functions)):
             result = step(*args, **kwargs)
             self._end_forward()
@@ -223,7 +227,7 @@ class TorchSchedule(Engine):
         return result
 
     def _order_digest(self) -> str:
-        """Return a text that is the same for equal orders of the schedule; empty if its class alone sets the order."""
+        """Return a digest of the schedule's order. Empty if its class alone determines the order."""
         order = getattr(self._schedule, "pipeline_order_with_comms", None)
         if order is not self._last_order:
             self._last_order = order
@@ -262,7 +266,7 @@ class TorchSchedule(Engine):
             return method(*args, **kwargs)
 
     def _surround_custom_functions(self) -> None:
-        """Surround functions of ``register_custom_function``, also those that were registered since the last step."""
+        """Wrap functions of ``register_custom_function``, including those registered since the last step."""
         registered = getattr(self._schedule, "_comp_type_to_function_map", {})
         for action, function in registered.items():
             is_new = self._custom.get(action) is None or not hasattr(function, "is_of_perseus")
@@ -278,7 +282,7 @@ class TorchSchedule(Engine):
             else:
                 operation = Compute(instruction_of(action))
             for work in received(self._schedule, action):
-                work.wait()  # before the pass, as torch does; the function waits for nothing then
+                work.wait()  # before the pass, as in torch, so that the function does not wait
             with self._whole(operation):
                 return function(action, context)
 
@@ -287,7 +291,7 @@ class TorchSchedule(Engine):
 
     @contextmanager
     def _whole(self, operation: Operation) -> Iterator[None]:
-        """Surround an operation, but none of those of which it consists."""
+        """Context of an operation that hides the operations inside it."""
         with self._surround(operation):
             was_inside, self._is_inside = self._is_inside, True
             try:
@@ -309,7 +313,7 @@ class TorchSchedule(Engine):
 
 
 OLDEST_TORCH, NEWEST_TORCH = "2.4", "2.15"
-"""Versions of torch with schedules that were tried."""
+"""Versions of torch with tested schedules."""
 
 SCHEDULE = (
     *("step", "_step_microbatches", "_maybe_compute_loss", "_maybe_get_loss", "_has_backward", "_n_microbatches"),
@@ -324,11 +328,11 @@ STAGE = (
 
 
 def check_schedule(schedule: Any) -> None:
-    """Check that a schedule and its stages are torch's, and have what Perseus relies upon.
+    """Check that a schedule and its stages are those of torch, and have the attributes that Perseus needs.
 
     Raises:
-        ConfigError: They are something else.
-        VersionError: The message names what is missing, and what to install.
+        ConfigError: They are of another type.
+        VersionError: An attribute is missing. The message names it and the version to install.
     """
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise ConfigError(
@@ -341,9 +345,7 @@ def check_schedule(schedule: Any) -> None:
             f'Run: pip install "torch>={OLDEST_TORCH}"'
         )
     if Version(found).release[:2] > Version(NEWEST_TORCH).release and dist.get_rank() == 0:
-        logger.warning(
-            "perseus: torch %s is newer than %s, the newest whose schedules were tried.", found, NEWEST_TORCH
-        )
+        logger.warning("perseus: torch %s is newer than %s, the newest with tested schedules.", found, NEWEST_TORCH)
     own = MULTI if isinstance(schedule, PipelineScheduleMulti) else SINGLE
     require("torch", found, NEWEST_TORCH, {type(schedule).__name__: (schedule, (*SCHEDULE, *own))})
     for stage in stages_of(schedule):

@@ -24,26 +24,27 @@ def pipeline_stage(
     group: Any = None,
     **options: Any,
 ) -> PipelineStage:
-    """Make a stage of ``torch.distributed.pipelining`` of a Hugging Face model; its loss is ``CausalLoss``.
+    """Build a stage of ``torch.distributed.pipelining`` from a Hugging Face model.
+
+    Its loss is ``CausalLoss``.
 
     Args:
         source: A causal model that declares a pipeline plan: its name on the hub, a folder, or a configuration.
-        stage_index: Which stage.
-        num_stages: Of how many, over all ranks.
-        device: Where it runs.
-        cut: How many layers each stage has; by default equally many.
-        group: Process group of the pipeline's ranks; by default all.
-        **options: What data have and how weights are read, as of
-            :func:`~perseus_ds.huggingface.stages.build_stage`.
+        stage_index: Number of the stage.
+        num_stages: Number of stages over all ranks.
+        device: Device of the stage.
+        cut: Number of layers of each stage. By default all stages have equally many.
+        group: Process group of the pipeline's ranks. By default all ranks.
+        **options: Options for data and weights, see :func:`~perseus_ds.huggingface.stages.build_stage`.
 
     Raises:
-        ConfigError: The model cannot be read or cut, not like this, or ties its embedding to its head.
+        ConfigError: The model cannot be read or cut as requested, or ties its embedding to its head.
     """
     config = read_config(source)
     if num_stages > 1 and getattr(config.get_text_config(), "tie_word_embeddings", False):
         raise ConfigError(
-            f"{type(config).__name__}: the embedding and the head share one weight, and stages of torch share none. "
-            "Set tie_word_embeddings=False in the configuration, with a head of its own, or train with DeepSpeed."
+            f"{type(config).__name__}: the embedding and the head share one weight, but stages of torch cannot. Set "
+            "tie_word_embeddings=False in the configuration for a separate head, or train with DeepSpeed."
         )
     stage = build_stage(source, cut_of(config, num_stages, cut), stage_index, **options)
     return PipelineStage(stage.to(device), stage_index, num_stages, torch.device(device), group=group)

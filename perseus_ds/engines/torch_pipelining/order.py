@@ -1,10 +1,9 @@
-"""Reads what a schedule of ``torch.distributed.pipelining`` executes on each rank.
+"""Reads the operations that a schedule of ``torch.distributed.pipelining`` executes on each rank.
 
-The schedule's own code runs on stages that compute nothing and record each call, and with transfers that are recorded
-when they are launched and when they are waited for. So the order is never derived again, it is known for every rank
-without any process group, and it follows torch from release to release: a method of torch's stages that this module
-does not know computes nothing here either. Functions of ``register_custom_function`` do not run; each is recorded as
-the action that it replaces.
+The schedule's own code runs on stages that compute nothing and record each call. Transfers are recorded when they are
+launched and when they are awaited. So the order is not derived again, it is known for every rank without a process
+group, and it follows changes of torch: methods of torch's stages that this module does not know compute nothing here
+either. Functions of ``register_custom_function`` are not run. Each is recorded as the action that it replaces.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ KINDS = {
     "BACKWARD_WEIGHT": Kind.BACKWARD_WEIGHT,
     "OVERLAP_F_B": Kind.FORWARD_BACKWARD,
 }
-"""The passes among torch's actions."""
+"""Kinds of the passes among torch's actions."""
 REDUCTIONS = {"REDUCE_GRAD": "perform_reduce_grad", "WAIT_REDUCE_GRAD": "wait_for_gradient_reduction"}
-"""By action, the command, as it is named in streams, that reduces and scales the gradients of a stage."""
+"""By action, the name in schedules of the command that reduces and scales the gradients of a stage."""
 _RECEIVES = {"FORWARD": "fwd_recv_ops", "FULL_BACKWARD": "bwd_recv_ops", "BACKWARD_INPUT": "bwd_recv_ops"}
-"""The attributes of a schedule that hold the receives that such an action waits for."""
+"""Attributes of a schedule with the receives that such an action awaits."""
 OF_STAGES = ("perform_reduce_grad", "start_gradient_reduction", "wait_for_gradient_reduction")
-"""Such commands by the names of the stage's methods; torch before 2.15 has the first one alone."""
+"""Names of such commands by the names of the stage's methods. Torch before 2.15 has only the first one."""
 
 
 def read_order(schedule: Any) -> Schedule:
-    """Return what a schedule executes in one iteration of training, on every rank.
+    """Return the operations of a schedule in one training iteration, on every rank.
 
     Raises:
-        ScheduleError: Its order cannot be known; the message says why.
+        ScheduleError: The order cannot be determined. The message gives the reason.
     """
     name = f"{type(schedule).__module__}:{type(schedule).__qualname__}"
     try:
@@ -60,23 +59,23 @@ def read_order(schedule: Any) -> Schedule:
     except Exception as error:
         raise ScheduleError(
             f"The order of {name} is not known, with torch {torch.__version__}: {type(error).__name__}: {error}. "
-            "Expected a schedule of torch.distributed.pipelining, or one derived from it that executes its order with "
+            "Expected a schedule of torch.distributed.pipelining, or a derived one that executes its order with "
             "torch's own functions."
         ) from error
 
 
 def read_class(schedule_class: Callable[..., Any], *, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
-    """Return what a schedule would execute on every rank, without processes or a model.
+    """Return the operations that a schedule would execute on every rank, without processes or a model.
 
     Args:
-        schedule_class: A schedule class of ``torch.distributed.pipelining``, as ``get_schedule_class`` returns it.
-        ranks: Pipeline ranks.
-        stages_per_rank: Stages on each rank; 1 for ``ScheduleGPipe`` and ``Schedule1F1B``, 2 for
+        schedule_class: A schedule class of ``torch.distributed.pipelining``, as returned by ``get_schedule_class``.
+        ranks: Number of pipeline ranks.
+        stages_per_rank: Number of stages per rank: 1 for ``ScheduleGPipe`` and ``Schedule1F1B``, 2 for
             ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``.
-        micro_batches: Micro-batches per iteration.
+        micro_batches: Number of micro-batches per iteration.
 
     Raises:
-        ScheduleError: There is no such schedule for these numbers; the message says why.
+        ScheduleError: The schedule does not support these numbers. The message gives the reason.
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -87,7 +86,7 @@ def read_class(schedule_class: Callable[..., Any], *, ranks: int, stages_per_ran
         raise ScheduleError(f"{asked_for}: expected at least 1 of each.")
     if single and stages_per_rank != 1:
         raise ScheduleError(f"{asked_for}: it has one stage on each rank.")
-    # The schedule itself decides which stage is on which rank; it asks these only how many there are.
+    # The schedule determines the rank of each stage. It uses this mapping only for the number of stages.
     looped = {stage: stage % ranks for stage in range(ranks * stages_per_rank)}
     stages = [_Stage(stage, looped, []) for stage in looped if looped[stage] == 0]
     try:
@@ -98,20 +97,20 @@ def read_class(schedule_class: Callable[..., Any], *, ranks: int, stages_per_ran
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """Return the stages of this rank, in the order in which the schedule holds them."""
+    """Return the stages of this rank in the schedule's order."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def computes_input_gradients(stage: Any) -> bool:
-    """Return whether a stage computes anything in the first part of a split backward.
+    """Return True if a stage computes anything in the first part of a split backward.
 
-    Torch leaves the whole backward of the first stage to the second part, but for that of a ``dw_builder``.
+    Without a ``dw_builder``, torch runs the whole backward of the first stage in the second part.
     """
     return not stage.is_first or getattr(stage, "dw_builder", None) is not None
 
 
 def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple[Operation, ...]:
-    """Run the schedule's code as a rank would, and return what it does."""
+    """Run the schedule's code as a rank would, and return the recorded operations."""
     operations: list[Operation] = []
     indices = sorted(stage for stage, its_rank in rank_of_stage.items() if its_rank == rank)
     own = {stage.stage_index: stage for stage in stages_of(schedule)}
@@ -123,10 +122,10 @@ def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple
 
 
 def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
-    """Return a copy of a schedule that belongs to another rank, with that rank's stages and nothing in flight."""
+    """Return a copy of a schedule for another rank, with that rank's stages and no pending transfers."""
     copied = copy.copy(schedule)
     for name, value in vars(schedule).items():
-        if isinstance(value, (dict, list, set)):  # what it changes as it runs
+        if isinstance(value, (dict, list, set)):  # modified while it runs
             setattr(copied, name, copy.copy(value))
     copied._internal_losses, copied._finalize_gradients, copied._deferred_stages = [], True, set()
     copied._maybe_compute_loss = copied._maybe_get_loss = _nothing
@@ -147,7 +146,7 @@ def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
 
 
 def _custom(operations: list[Operation], action: Any, context: Any) -> None:
-    """Record an action that one function of the user's runs: a forward and a backward as one, or a reduction."""
+    """Record an action that a user's function runs: a combined forward and backward, or a reduction."""
     if action.computation_type.name in REDUCTIONS:
         operations.append(Other(REDUCTIONS[action.computation_type.name], action.stage_index, 0))
         return
@@ -157,7 +156,7 @@ def _custom(operations: list[Operation], action: Any, context: Any) -> None:
 
 
 def received(schedule: Any, action: Any) -> list[Any]:
-    """Return the receives that an action needs and that torch has launched."""
+    """Return the launched receives that an action needs."""
     works: list[Any] = []
     for part in action.sub_actions or (action,):
         kept = getattr(schedule, _RECEIVES.get(part.computation_type.name, ""), {})
@@ -166,7 +165,7 @@ def received(schedule: Any, action: Any) -> list[Any]:
 
 
 def instruction_of(action: Any) -> Instruction:
-    """Return the pass that an action runs; a combined one has the stage and micro-batch of its forward."""
+    """Return the pass that an action runs. A combined one has the stage and micro-batch of its forward."""
     parts = action.sub_actions or (action,)
     first = next((part for part in parts if part.computation_type.name == "FORWARD"), parts[0])
     return Instruction(first.stage_index, KINDS[action.computation_type.name], first.microbatch_index)
@@ -177,7 +176,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _rebound(function: Any, **names: Any) -> Callable[..., Any]:
-    """Return a function that sees other objects under some global names, and the functions of its module do too."""
+    """Return a copy of a function, and of functions of its module, with other values of some global names."""
     own = function.__globals__
     variables = dict(own)
     for name, value in own.items():
@@ -194,7 +193,7 @@ def _with_globals(function: Any, variables: dict[str, Any]) -> FunctionType:
 
 
 class _Works(list[Any]):
-    """What torch waits for: a list of works, or in torch 2.4 one work."""
+    """A list of works, or in torch 2.4 a single work, for which torch waits."""
 
     def wait(self) -> None:
         for work in self:
@@ -202,7 +201,7 @@ class _Works(list[Any]):
 
 
 def _launch(operations: list[Operation], batch: Sequence[_P2POp], desc: str | None = None) -> _Works:
-    """Stand in for torch's ``_batch_p2p``, on a rank that has done these operations."""
+    """Replace torch's ``_batch_p2p`` on a rank that has recorded these operations."""
     if not batch:
         return _Works()
     sends = tuple(op.transfer for op in batch if op.sends)
@@ -213,7 +212,7 @@ def _launch(operations: list[Operation], batch: Sequence[_P2POp], desc: str | No
 
 @dataclass(frozen=True)
 class _P2POp:
-    """A send or receive that a stage asks for."""
+    """A send or receive of a stage."""
 
     transfer: Transfer
     sends: bool
@@ -221,7 +220,7 @@ class _P2POp:
 
 
 class _Sharded:
-    """Parameters that FSDP shards: gathering and freeing them computes nothing here."""
+    """Parameters sharded by FSDP. Gathering and freeing them does nothing here."""
 
     def __init__(self) -> None:
         self.__class__ = type("_Sharded", (_Sharded, _fsdp_module()), {})
@@ -233,11 +232,11 @@ class _Sharded:
         return SimpleNamespace(wait=_nothing)
 
     def reshard(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because nothing was gathered."""
 
 
 def _fsdp_module() -> type:
-    """Return the class by which torch recognises a stage that FSDP shards."""
+    """Return the class by which torch recognises a stage that is sharded by FSDP."""
     from torch.distributed.pipelining import schedules
 
     return getattr(schedules, "FSDPModule", type("_NoFsdp", (), {}))
@@ -253,7 +252,7 @@ class _Stage:
     def __init__(
         self, stage_index: int, rank_of_stage: dict[int, int], operations: list[Operation], original: Any = None
     ) -> None:
-        # Only its own rank knows a stage.
+        # Only the rank of a stage has the original.
         self.submod = _Sharded() if isinstance(getattr(original, "submod", None), _fsdp_module()) else None
         self.dw_builder = getattr(original, "dw_builder", None)
         self.stage_index = stage_index
@@ -266,7 +265,7 @@ class _Stage:
         self.operations = operations
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Accept whatever method torch's stages have."""
+        """Return a no-op for any other method of torch's stages."""
         from torch.distributed.pipelining.stage import _PipelineStageBase
 
         if name.startswith("__") or not callable(getattr(_PipelineStageBase, name, None)):
@@ -310,13 +309,13 @@ class _Stage:
         self.operations.append(Compute(Instruction(self.stage_index, kind, micro_batch)))
 
     def _transfer(self, transfer: Transfer, sends: bool) -> list[_P2POp]:
-        """Return the send or receive; nothing before the first stage and after the last one."""
+        """Return the send or receive. Empty before the first stage and after the last one."""
         peer = self.stage_index_to_group_rank.get(transfer.target if sends else transfer.source)
         return [] if peer is None else [_P2POp(transfer, sends, peer)]
 
 
 def _simplified(operations: Sequence[Operation]) -> list[Operation]:
-    """Make an exchange of each launch that is waited for at once, and one wait of several in a row."""
+    """Combine each launch that is awaited immediately to an exchange, and consecutive waits to one."""
     result: list[Operation] = []
     for operation in operations:
         before = result[-1] if result else None

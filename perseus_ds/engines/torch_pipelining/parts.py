@@ -1,4 +1,4 @@
-"""The parts of a model that a stage of ``torch.distributed.pipelining`` holds, named as torchtitan names them."""
+"""Parts of a model in a stage of ``torch.distributed.pipelining``, with the names used by torchtitan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list[Part] | None:
-    """Return the parts of a stage's module in their order; None if its layers are in no container.
+    """Return the parts of a stage's module in order. None if its layers are not in a container.
 
-    What comes before the layers of the first stage is its embedding, what comes after those of the last one its head.
+    Modules before the layers of the first stage are its embedding, and those after the layers of the last one are its
+    head.
     """
     if (parts := huggingface_parts(module)) is not None:
         return parts
@@ -26,7 +27,7 @@ def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list
     if len(containers) > 1 or not (containers or ends):
         return None
     names = [name for name, _ in children]
-    # Without layers, the first stage has the embedding alone, and the last one the head.
+    # Without layers, the first stage has only the embedding, and the last one only the head.
     at = names.index(containers[0]) if containers else len(names) if is_first else -1
     before = {name: child for name, child in ends.items() if names.index(name) < at}
     behind = {name: child for name, child in ends.items() if names.index(name) > at}
@@ -39,7 +40,7 @@ def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list
 
 
 def huggingface_parts(module: Any) -> list[Part] | None:
-    """Return the parts of a stage of a Hugging Face model; None if it is none."""
+    """Return the parts of a stage of a Hugging Face model. None for other modules."""
     parts: list[Part] | None = getattr(module, "layout_parts", None)
     return parts
 

@@ -1,4 +1,4 @@
-"""Every DeepSpeed that is not supported gets a clear message; what is supported is said the same everywhere."""
+"""Unsupported versions of DeepSpeed are reported clearly, and all files state the same supported ones."""
 
 import importlib.metadata
 import re
@@ -52,7 +52,7 @@ def test_a_deepspeed_without_what_is_relied_upon_is_told_by_what_it_lacks():
         train_batch_size = steps_per_print = None
 
     message = (
-        r"perseus-ds works with: there is no PipelineEngine\._exec_schedule, PipelineEngine\.destroy\. "
+        r"is not supported: it lacks PipelineEngine\._exec_schedule, PipelineEngine\.destroy\. "
         r"Run: pip install --upgrade perseus-ds"
     )
     with pytest.raises(VersionError, match=message):
@@ -65,7 +65,7 @@ def test_an_engine_of_the_installed_deepspeed_has_what_is_relied_upon(tmp_path):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
         check_engine(engine)
         del engine.grid.pp_group
-        with pytest.raises(VersionError, match=r"there is no PipelineEngine\.grid\.pp_group"):
+        with pytest.raises(VersionError, match=r"it lacks PipelineEngine\.grid\.pp_group"):
             check_engine(engine)
 
 

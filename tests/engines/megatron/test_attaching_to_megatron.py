@@ -1,27 +1,36 @@
 """Perseus attaches to Megatron-Core and leaves it as it was; the order of an iteration is what the iteration does."""
 
+import json
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import megatron.core
 import pytest
+import run_log
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import full_cuda_graph, parallel_state
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from packaging.version import Version
+from virtual.engines import cuda_of_engines, launched
 from virtual.job import predicted_over_used
 
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
 from perseus_ds.engines.engine import sessions
-from perseus_ds.engines.megatron.engine import NEWEST_MEGATRON, OLDEST_MEGATRON, check_megatron
+from perseus_ds.engines.megatron import engine as megatron_engine
+from perseus_ds.engines.megatron.engine import NEWEST_MEGATRON, OLDEST_MEGATRON, MegatronEngine, check_megatron
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
+from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Schedule, Wait
+from perseus_ds.protocol.layout import PAUSED
 
 WIDTH, LENGTH, ROWS = 4, 2, 1
 NAMES = (
@@ -31,6 +40,7 @@ NAMES = (
     "forward_step",
     "backward_step",
 )
+SLOWDOWN = DEVICES["a100-sxm"].slowdown(DEVICES["a100-sxm"].top_clock_mhz)
 KINDS = {"activation": "forward", "grad": "backward"}
 INTERLEAVED = [(2, 4, 2), (2, 6, 3), (4, 8, 2)]
 
@@ -103,7 +113,18 @@ def forward_step(data, part):
     return part(inputs), lambda output: (output.mean(), {})
 
 
-def train(rank, ranks, micro_batches, chunks=1, overlap=True, *, communicator=Communicator, **more):
+def train(
+    rank,
+    ranks,
+    micro_batches,
+    chunks=1,
+    overlap=True,
+    *,
+    communicator=Communicator,
+    function=None,
+    forward_only=False,
+    **more,
+):
     """Run an iteration as a rank of a pipeline; returns what Megatron does."""
     config = ModelParallelConfig(
         pipeline_model_parallel_size=ranks,
@@ -119,13 +140,14 @@ def train(rank, ranks, micro_batches, chunks=1, overlap=True, *, communicator=Co
     own, one = group(rank, ranks), group(0, 1)
     parts = [Part(config) for _ in range(chunks)]
     schedule = NAMES[2] if chunks > 1 else NAMES[1]
-    return getattr(schedules, schedule)(
+    return (function or getattr(schedules, schedule))(
         forward_step_func=forward_step,
         data_iterator=[None] * chunks if chunks > 1 else None,
         model=parts if chunks > 1 else parts[0],
         num_microbatches=micro_batches,
         seq_length=LENGTH,
         micro_batch_size=ROWS,
+        forward_only=forward_only,
         p2p_communicator=communicator(own, config),
         pg_collection=ProcessGroupCollection(tp=one, cp=one, embd=None, pos_embd=None, pp=own, dp_cp=one),
     )
@@ -223,18 +245,12 @@ def test_a_rank_that_has_said_that_it_trains_without_perseus_is_an_error_of_the_
         perseus_ds.attach(megatron.core, block)
 
 
-class FullCudaGraphWrapper:
-    """As Megatron's, which needs CUDA to be made."""
-
-    __module__ = "megatron.core.full_cuda_graph"
-
-
 def test_another_config_while_attached_and_other_objects_are_errors(block):
     perseus_ds.attach(megatron.core, block)
     with pytest.raises(ConfigError, match=r"attached to Megatron-Core already.*detach"):
         perseus_ds.attach(megatron.core, block)
-    with pytest.raises(ConfigError, match=r"got FullCudaGraphWrapper.*no instructions to plan"):
-        perseus_ds.attach(FullCudaGraphWrapper(), block)
+    with pytest.raises(ConfigError, match=r"expected megatron\.core.* got get_forward_backward_func\."):
+        perseus_ds.attach(schedules.get_forward_backward_func, block)
 
 
 def test_groups_that_are_not_there_are_an_error_of_the_first_iteration(block, monkeypatch):
@@ -262,30 +278,112 @@ class MultiModulePipelineCommunicator:
         return getattr(self._one, name)
 
 
-UNPLANNABLE = [
-    ({"cuda_graph_scope": ["full_iteration"]}, "one CUDA graph"),
-    ({"cuda_graph_impl": "full_iteration"}, "one CUDA graph"),
-    ({"communicator": MultiModulePipelineCommunicator}, "MultiModulePipelineCommunicator"),
-]
-
-
-@pytest.mark.parametrize(("more", "reason"), UNPLANNABLE)
-def test_iterations_without_known_passes_are_an_error_and_in_auto_mode_one_warning(alone, caplog, more, reason):
+def test_transfers_without_known_passes_are_an_error_and_in_auto_mode_one_warning(alone, caplog):
+    reason = "MultiModulePipelineCommunicator"
     perseus_ds.attach(megatron.core, {**alone, "mode": "profile"})
     with pytest.raises(ScheduleError, match=reason):
-        train(0, 2, 4, **more)
+        train(0, 2, 4, communicator=MultiModulePipelineCommunicator)
     perseus_ds.detach(megatron.core)
     perseus_ds.attach(megatron.core, {**alone, "mode": "auto"})
     for _ in range(2):
-        train(0, 2, 4, **more)
+        train(0, 2, 4, communicator=MultiModulePipelineCommunicator)
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_whole_iteration_in_a_graph_is_left_alone_in_auto_mode_with_a_warning(block, caplog):
-    graph, before = FullCudaGraphWrapper(), attributes()
-    assert perseus_ds.attach(graph, {**block, "mode": "auto"}) is graph
-    assert "at default clocks" in caplog.text
-    assert attributes() == before
+class Optimizer(MegatronOptimizer):
+    """One whose step takes a while on the GPU."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def step(self):
+        self.cuda.launch(0.01)
+
+
+Optimizer.__abstractmethods__ = frozenset()
+
+
+@pytest.fixture
+def launches(alone, monkeypatch):
+    """A stand-in for CUDA on which passes are launched, and Megatron's wrapper captures graphs."""
+    cuda = cuda_of_engines(monkeypatch)
+    for name in ("Stream", "stream"):
+        monkeypatch.setattr(cuda, name, getattr(CpuTorch.cuda, name), raising=False)
+    monkeypatch.setattr(full_cuda_graph, "torch", SimpleNamespace(cuda=cuda, distributed=dist, Tensor=torch.Tensor))
+    monkeypatch.setattr(full_cuda_graph, "get_all_rng_states", dict)
+    monkeypatch.setattr(
+        Part, "forward", lambda part, inputs: launched(torch.nn.Linear.forward(part, inputs), cuda, 0.1)
+    )
+    # The neighbours of this rank are none of the job.
+    monkeypatch.setattr(megatron_engine, "ranks_of", lambda group: (0,))
+    monkeypatch.setattr(MegatronEngine, "_copies", lambda engine: (0,))
+    yield cuda
+    for name in ("curr_iteration", "cuda_graph", "result"):
+        first = 0 if name == "curr_iteration" else None
+        getattr(FullCudaGraphWrapper, name).update(training=first, validation=first)
+
+
+GRAPH = {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}
+
+
+def in_a_graph(wrapper, **keys):
+    """Train or evaluate an iteration by Megatron's wrapper."""
+    return train(0, 2, 3, function=wrapper, **GRAPH, **keys)
+
+
+@pytest.mark.parametrize("attaches_to", ["module", "wrapper"])
+@pytest.mark.parametrize("warm_up", [1, 3])
+def test_iterations_that_megatron_replays_as_one_graph_are_marked_and_recorded(launches, alone, attaches_to, warm_up):
+    optimizer = Optimizer(launches)
+    if attaches_to == "module":
+        perseus_ds.attach(megatron.core, alone)
+    wrapper = FullCudaGraphWrapper(getattr(schedules, NAMES[1]), warm_up)
+    if attaches_to == "wrapper":
+        assert perseus_ds.attach(wrapper, alone) is wrapper
+    for number in range(6):
+        in_a_graph(wrapper)
+        optimizer.step()
+        launches.synchronize()
+        memory = megatron.core.perseus.runtime.rank.clocks.memory
+        assert memory.begun == memory.ended == number, "the first iteration shows the order"
+        marked = [memory.marked_s(slot) is not None for slot in range(2 * 6 + 1)]
+        assert marked == [number >= warm_up] * 13, "forwards, backwards, and the begin of the tail"
+        if number == 3:
+            for _ in range(3):
+                in_a_graph(wrapper, forward_only=True)
+                assert memory.idle_since_s == PAUSED
+    perseus_ds.detach(wrapper)
+    assert wrapper.forward_backward_func is getattr(schedules, NAMES[1])
+    assert not hasattr(wrapper.forward_backward_func, "__wrapped__")
+    found = run_log.records(Path(alone["output_dir"]))
+    assert [r["time_s"] for r in run_log.iterations(found)] == pytest.approx([0.91 * SLOWDOWN] * 5, rel=0.03)
+    timeline = json.loads((Path(alone["output_dir"]) / "timeline.json").read_text())
+    passes = Counter(operation["kind"] for operation in timeline["iterations"][0]["ranks"][0])
+    assert passes == {"forward": 3, "backward": 3, "activation": 3, "grad": 3, "tail": 1}
+
+
+def test_an_optimizer_whose_step_is_replayed_ends_the_iteration(launches, alone):
+    perseus_ds.attach(megatron.core, alone)
+    wrapper, optimizer, graph = FullCudaGraphWrapper(getattr(schedules, NAMES[1])), Optimizer(launches), None
+    for number in range(5):
+        in_a_graph(wrapper)
+        if number == 2:
+            graph = launches.CUDAGraph()
+            with launches.graph(graph):
+                optimizer.step()
+        graph.replay() if graph else optimizer.step()
+        assert megatron.core.perseus.runtime.rank.clocks.memory.progress == 2 * number
+    launches.synchronize()
+    assert megatron.core.perseus.runtime.rank.clocks.memory.ended == 4
+
+
+def test_a_graph_that_is_captured_first_trains_at_default_clocks(launches, alone, caplog):
+    perseus_ds.attach(megatron.core, alone)
+    wrapper = FullCudaGraphWrapper(getattr(schedules, NAMES[1]), 0)
+    for _ in range(2):
+        in_a_graph(wrapper)
+    assert [record.getMessage().count("cuda_graph_warmup_steps") for record in caplog.records] == [1]
+    assert megatron.core.perseus.runtime is None
 
 
 def test_graphs_of_parts_are_planned_as_usual(alone):
@@ -313,7 +411,7 @@ def test_a_megatron_without_what_is_relied_upon_is_told_by_what_it_lacks():
 
     lacking = SimpleNamespace(**{**vars(schedules), "backward_step": backward_step})
     del lacking.get_model_config
-    missing = r"no schedules\.get_model_config.*backward_step\(…, output_tensor_grad\)"
+    missing = r"it lacks schedules\.get_model_config.*backward_step\(…, output_tensor_grad\)"
     with pytest.raises(VersionError, match=missing):
         check_megatron(megatron.core, lacking, parallel_state)
     with pytest.raises(VersionError, match=rf"0\.12\.1 is too old for perseus-ds.*megatron-core>={OLDEST_MEGATRON}"):

@@ -23,7 +23,7 @@ class DirectLink:
         self.late_s = 0.0
         self._received = []
         self._time = time
-        self._bell = time.bell()
+        self._notifier = time.notifier()
         self._is_waiting = False
         self._tell = tell
         self.agent = RankClocks(gpu, memory, self._deliver, self._tell_server, time, on_record=self._recorded)
@@ -61,7 +61,7 @@ class DirectLink:
     def wait(self, timeout_s):
         self._is_waiting = True
         if not self._received:
-            self._bell.wait(timeout_s)
+            self._notifier.wait(timeout_s)
         self._is_waiting = False
 
     def problem(self):
@@ -82,7 +82,7 @@ class DirectLink:
     def _ring(self):
         if self._is_waiting:
             self._is_waiting = False
-            self._bell.ring()
+            self._notifier.notify()
 
 
 class StreamMarks:

@@ -187,9 +187,10 @@ class VirtualCuda:
         self.time = time
         self.chosen = []
         self.events = self.blocking_events = 0
-        self._gpu = gpu
+        self.gpu = gpu
         self._device = device
         self._queue = deque()
+        self._captured = None
         self._changed = time.condition()
         self._is_busy = False
         time.thread(self._run, "stream").start()
@@ -198,26 +199,55 @@ class VirtualCuda:
         """Enqueue work that takes some time at the top clock; returns at once."""
 
         def work():
-            self._gpu.begin_work(workload)
-            self._gpu.finish_work(seconds)
+            self.gpu.begin_work(workload)
+            self.gpu.finish_work(seconds)
 
-        self.idle(seconds) if self._gpu is None else self.enqueue(work)
+        self.idle(seconds) if self.gpu is None else self.enqueue(work)
 
     def idle(self, seconds):
         """Enqueue a wait."""
         self.enqueue(lambda: self.time.sleep(seconds))
 
     def enqueue(self, work):
-        """Enqueue a function, during which the stream is busy."""
+        """Enqueue a function, during which the stream is busy; while a graph is captured, add it to the graph."""
+        if self._captured is not None:
+            self._captured.append(work)
+            return
         with self._changed:
             self._queue.append(work)
             self._changed.notify_all()
 
-    def Event(self, *, enable_timing, blocking=False):  # noqa: N802
+    def CUDAGraph(self):  # noqa: N802
+        return VirtualGraph(self)
+
+    @contextmanager
+    def graph(self, graph, **_):
+        """Capture what is enqueued meanwhile."""
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+    def begin_capture(self):
+        """Return a list to which all that is enqueued is added."""
+        self.check_captured()
+        self._captured = []
+        return self._captured
+
+    def end_capture(self):
+        self._captured = None
+
+    def check_captured(self, wanted=False):
+        """Raise an error if a call is not permitted while a graph is captured; or, if wanted, otherwise."""
+        if (self._captured is not None) is not wanted:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing, or only then")
+
+    def Event(self, *, enable_timing, blocking=False, external=False):  # noqa: N802
         assert enable_timing, "an event without timing cannot be read"
         self.blocking_events += blocking
         self.events += 1
-        return _Event(self)
+        return _Event(self, external)
 
     def current_device(self):
         return self._device
@@ -230,6 +260,7 @@ class VirtualCuda:
 
     def synchronize(self, device=None):
         assert device in (None, self._device)
+        self.check_captured()
         self.wait_until(lambda: not self._queue and not self._is_busy)
 
     def wait_until(self, is_so):
@@ -250,24 +281,44 @@ class VirtualCuda:
                 self._changed.notify_all()
 
 
+class VirtualGraph:
+    """A graph of what was launched on such a stream."""
+
+    def __init__(self, cuda):
+        self._cuda, self._launched = cuda, []
+
+    def capture_begin(self, **_):
+        self._launched = self._cuda.begin_capture()
+
+    def capture_end(self):
+        self._cuda.end_capture()
+
+    def replay(self):
+        for work in self._launched:
+            self._cuda.enqueue(work)
+
+
 def wait_for_event(event):
     """Wait in virtual time, in one step."""
     event.synchronize()
 
 
 class _Event:
-    def __init__(self, cuda):
+    def __init__(self, cuda, external):
         self._cuda = cuda
+        self._external = external
         self._at_s = None
         self._records = 0
 
     def record(self, stream=None):
+        self._cuda.check_captured(self._external)
         self._at_s = None
         self._records += 1
         number = self._records
         self._cuda.enqueue(lambda: self._pass(number))
 
     def query(self):
+        self._cuda.check_captured()
         return self._at_s is not None
 
     def synchronize(self):

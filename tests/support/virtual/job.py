@@ -77,6 +77,7 @@ class VirtualJob:
         device="a100-sxm",
         gpu_class=SimulatedGpu,
         cuda=False,
+        graphs=False,
         time=None,
         **block,
     ):
@@ -94,6 +95,8 @@ class VirtualJob:
             schedule: Whatever its ranks execute; it may have several stages on a rank, and transfers under way.
             gpu: Settings of the simulated GPUs.
             cuda: Whether passes are only launched, on a stand-in for CUDA; else they are over when they return.
+            graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
+                number is the time of the part of the tail that is in the graph, too [s].
             time: The time that it shares with other jobs; by default one of its own.
             block: The rest of the ``perseus`` block.
         """
@@ -117,7 +120,8 @@ class VirtualJob:
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_turn"] = OneAtATime(self.time)
         self.gpus = [gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(ranks)]
-        self._cuda = [VirtualCuda(self.time, made) for made in self.gpus] if cuda else None
+        self._cuda = [VirtualCuda(self.time, made) for made in self.gpus] if cuda or graphs else None
+        self._graphs = graphs
         self._config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         self._records, self._follower = [], RecordFollower(folder)
         self._start()
@@ -241,6 +245,7 @@ class VirtualJob:
     def _start(self, state=None, steps=None):
         self._meetings = Meetings(self.time)
         self._collectives = Collectives(self._meetings, len(self.gpus))
+        self._captured = {}
         self._iterations = [0] * len(self.gpus)
         self._clocks = [
             clocks_of(
@@ -327,19 +332,10 @@ class VirtualJob:
         self._iterations[rank] += 1
         schedule, place = self.schedule, self._place(rank)[1]
         with runtime.iteration(0, schedule.micro_batches, lambda: self.read_order(rank, schedule)):
-            for operation in schedule.ranks[place]:
-                kind = operation.instruction.kind if isinstance(operation, Compute) else None
-                with runtime.operation(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
-                    if kind is not None:
-                        self.work(rank, operation.instruction)
-                    if isinstance(operation, Other) and self._other_s:
-                        self.idle(rank, self._other_s)
-                    if isinstance(operation, Exchange | Launch):
-                        self._launch(rank, operation)
-                    if isinstance(operation, Exchange | Wait):
-                        self._await(rank, operation)
-                if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
-                    self.idle(rank, self.wait_s)
+            operations = schedule.ranks[place]
+            if self._graphs and self._iterations[rank] > 2:
+                operations = self._replay(rank, operations, shapes)
+            self._run(rank, operations, shapes, runtime.operation)
             end = "end", self._iterations[rank]
             self._meetings.bring(end, rank, None)
             self._meetings.wait(end, len(self.gpus))
@@ -347,6 +343,41 @@ class VirtualJob:
         if rank == 0:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
+
+    def _run(self, rank, operations, shapes, around):
+        for operation in operations:
+            kind = operation.instruction.kind if isinstance(operation, Compute) else None
+            with around(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
+                if kind is not None:
+                    self.work(rank, operation.instruction)
+                if isinstance(operation, Other) and self._other_s:
+                    self.idle(rank, self._other_s)
+                if isinstance(operation, Exchange | Launch):
+                    self._launch(rank, operation)
+                if isinstance(operation, Exchange | Wait):
+                    self._await(rank, operation)
+            if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
+                self.idle(rank, self.wait_s)
+
+    def _replay(self, rank, operations, shapes):
+        """Replay a graph of the passes of a rank without transfers, captured the first time; return what follows it."""
+        passes = [o for o in operations if not (isinstance(o, Compute) and o.instruction.kind is Kind.TAIL)]
+        tail, cuda, runtime = operations[len(passes) :], self._cuda[rank], self.runtimes[rank]
+        if rank not in self._captured:
+            captured, graph, number = runtime.capture(), cuda.CUDAGraph(), itertools.count()
+            with cuda.graph(graph):
+                self._run(rank, passes, shapes, captured.operation)
+                with captured.operation(tail[0]):
+                    cuda.enqueue(lambda: self._reduce(rank, next(number)))
+            self._captured[rank] = captured, graph.replay
+        runtime.replay(*self._captured[rank])
+        return tail
+
+    def _reduce(self, rank, number):
+        """Have a device wait for those of all ranks, and take as long as the part of the tail in the graph."""
+        self._meetings.bring(("reduce", number), rank, None)
+        self._meetings.wait(("reduce", number), len(self.gpus))
+        self.time.sleep(float(self._graphs) if self._graphs is not True else 0.0)
 
     def _place(self, rank):
         """Return the pipeline of a rank, and its rank in it."""

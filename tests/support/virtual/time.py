@@ -43,8 +43,8 @@ class VirtualTime:
         self._wake_at(self.seconds + seconds, turn)
         self._wait_for(turn)
 
-    def bell(self):
-        return _Bell(self)
+    def notifier(self):
+        return _Notifier(self)
 
     def condition(self):
         return _Condition(self)
@@ -145,21 +145,21 @@ class _Condition:
         self.notify(len(self._waiting))
 
 
-class _Bell:
+class _Notifier:
     def __init__(self, time):
         self._time = time
         self._waiting = deque()
-        self._rings = 0
+        self._notifications = 0
 
-    def ring(self):
+    def notify(self):
         if self._waiting:
             self._time._make_ready(self._waiting.popleft())
         else:
-            self._rings += 1
+            self._notifications += 1
 
     def wait(self, timeout_s=None):
-        if self._rings:
-            self._rings -= 1
+        if self._notifications:
+            self._notifications -= 1
             return
         turn = _Turn()
         self._waiting.append(turn)

@@ -1,0 +1,121 @@
+"""Starts the server of a job, on rank 0's node, and starts it again if it dies or stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from perseus_ds.protocol.messages import ServerStarted, StartServer
+
+SILENT_S = 5.0
+"""A server that was not heard for so long is ended, and another one takes its place."""
+_MOST_ANSWER = 1 << 20
+_CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
+    "sys.path.append(sys.path.pop(0)); from perseus_ds.server.process import main; main()"
+)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class JobServerChild:
+    """The server's process.
+
+    Attributes:
+        starts: Number of times that it was started.
+    """
+
+    def __init__(self, request: StartServer, description: bytes) -> None:
+        """Start it, without waiting.
+
+        Args:
+            request: Where it is to listen.
+            description: Of the job.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        self._request = request
+        self._description = description
+        self._server_key, self._server_secret = zmq.curve_keypair()
+        self._public_key, self._secret_key = zmq.curve_keypair()
+        self._port = request.port
+        self.starts = 0
+        self._answer = b""
+        self._start()
+
+    def answer(self) -> ServerStarted | None:
+        """Return what the server has answered since it was started, once."""
+        if self._process.stdout is None:
+            return None
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._process.stdout.fileno(), _MOST_ANSWER):
+                self._answer += part
+            self._process.stdout.close()
+            self._process.stdout = None
+            return self._completed()
+        return None
+
+    def restart(self) -> None:
+        """End the process, and start another one at the same place; without waiting.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        self._process.kill()
+        self._process.wait()
+        self._start()
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def file(self) -> int | None:
+        """A descriptor that is readable when there is an answer; None after it."""
+        return None if self._process.stdout is None else self._process.stdout.fileno()
+
+    def _completed(self) -> ServerStarted:
+        try:
+            found = msgspec.msgpack.decode(self._answer, type=ServerStarted)
+        except msgspec.DecodeError:
+            return ServerStarted(kind="PerseusError", error="the job's server ended while it started")
+        if found.kind:
+            return found
+        self._port = int(found.address.rpartition(":")[2])  # where agents look for the next one
+        keys = {"server_key": self._server_key, "public_key": self._public_key, "secret_key": self._secret_key}
+        return msgspec.structs.replace(found, **keys)
+
+    def _start(self) -> None:
+        content = _encode(
+            {
+                "description": self._description,
+                "host": self._request.host,
+                "port": self._port,
+                "epoch": self.starts,
+                "server_key": self._server_key,
+                "server_secret": self._server_secret,
+                "public_key": self._public_key,
+            }
+        )
+        self.starts += 1
+        self._answer = b""
+        file = os.memfd_create("perseus-ds-server", os.MFD_CLOEXEC)
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(file, content[written:])
+            os.lseek(file, 0, os.SEEK_SET)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/"
+            )
+        finally:
+            os.close(file)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)

@@ -1,0 +1,190 @@
+"""Finds the GPU that a rank computes on, which its agent opens, and what times operations on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Literal
+
+import torch
+
+from perseus_ds.artifacts.profile import GpuSettings
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.lease import Lease
+from perseus_ds.client.marks import marks_of
+from perseus_ds.client.memory import SharedMemory
+from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.config import PerseusConfig
+from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.gpu.base import KnownGpu
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.protocol import places
+from perseus_ds.protocol.messages import FindGpu
+
+logger = logging.getLogger("perseus_ds")
+_LOG_BYTES = 2**15
+# Environment variables that hide or renumber GPUs.
+_RENUMBERING = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
+)  # fmt: skip
+
+
+class LeasedGpu:
+    """A GPU whose driver the agent alone calls, as the agent described it when it granted the lease.
+
+    Attributes:
+        lease: The lease.
+        notices: What an administrator has set that affects plans, one sentence each.
+    """
+
+    simulated = False
+
+    def __init__(self, place: FindGpu, *, checks_permission: bool) -> None:
+        """Request a lease of the GPU; the node's agent is started if there is none.
+
+        Args:
+            place: By what the agent finds the GPU.
+            checks_permission: Whether the agent is to check that clocks may be set, which resets the clock.
+
+        Raises:
+            GpuError: No agent can use the GPU.
+        """
+        self.lease = Lease(place, checks_permission=checks_permission)
+        assert self.lease.description is not None
+        self._known = self.lease.description
+        self.name, self.driver = self._known.name, self._known.driver
+        self.address: str | None = self.lease.gpu
+        self.notices = self._known.notices
+
+    def __str__(self) -> str:
+        return self._known.text
+
+    @property
+    def settings(self) -> GpuSettings | None:
+        """What was set of it when the agent opened it."""
+        return None if self._known.settings is None else GpuSettings(**self._known.settings)
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        if self._known.clocks_fault is not None:
+            raise self._known.clocks_fault.error()
+        return self._known.clocks_mhz
+
+    def check_lock_permission(self) -> None:
+        """Raise the error that the agent met when it checked the permission."""
+        if self._known.permission_fault is not None:
+            raise self._known.permission_fault.error()
+
+    def close(self) -> None:
+        """End the lease; harmless when called again."""
+        self.lease.close()
+
+
+def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
+    """Lease the GPU that a rank computes on, or open the simulated one that the config asks for.
+
+    Args:
+        config: The ``perseus`` block.
+        device: Where the rank's tensors live.
+        rank: Global rank.
+        local_rank: Rank on this node; names the GPU where the device does not.
+
+    Raises:
+        ConfigError: There is nothing to open for tensors on this device.
+        GpuError: There is no such GPU, its driver is missing, or another job uses it.
+    """
+    gpu = gpu_of(config, device, rank=rank, local_rank=local_rank)
+    if config.device == "auto" and isinstance(gpu, SimulatedGpu) and rank == 0:
+        logger.warning(
+            "perseus: no GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
+            'Set "device": "simulated" to hide this notice.',
+            config.simulated.gpu,
+        )
+    if isinstance(gpu, LeasedGpu):
+        for setting in gpu.notices:
+            logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
+        if gpu.settings is not None and gpu.settings.whole_module:
+            told = "its energy counter covers the whole module, processor included, and so do all energies and savings."
+            logger.warning("perseus: rank %d, %s: %s", rank, gpu, told)
+    return gpu
+
+
+def clocks_of(gpu: KnownGpu, device: torch.device) -> AgentClocks:
+    """Return the clocks of this rank's GPU, which is leased if it is not yet.
+
+    Raises:
+        GpuError: No agent can use the GPU, or the GPU cannot write marks.
+    """
+    if isinstance(gpu, LeasedGpu):
+        lease = gpu.lease
+    else:
+        assert gpu.address is not None, "an agent can open it"
+        lease = Lease(gpu.address, files=gpu.files if isinstance(gpu, SimulatedGpu) else ())
+    try:
+        marks = marks_of(device, lease.shared, lease.memory)
+    except GpuError:
+        lease.close()
+        raise
+    return AgentClocks(lease, lease.memory, marks, gpu.name)
+
+
+def execution_on(gpu: KnownGpu, device: torch.device, config: PerseusConfig) -> Execution:
+    """Return what times operations on a GPU."""
+    if isinstance(gpu, SimulatedGpu):
+        return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
+    return CudaExecution(device) if device.type == "cuda" else HostExecution()
+
+
+def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
+    """Return the same as :func:`open_gpu`, without notices of what it is."""
+    kind = _kind_of(device) if config.device == "auto" else config.device
+    if kind != "simulated":
+        return LeasedGpu(place_of(kind, device, local_rank), checks_permission=config.mode != "observe")
+    settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
+    work, clock = (SharedMemory(_LOG_BYTES, f"perseus-ds-{log}") for log in ("work", "clock"))
+    gpu = SimulatedGpu.shared(work.view, clock.view, seed=rank, **settings)
+    gpu.files = work.file, clock.file
+    gpu.address = f"{gpu.address}#{os.getpid()}.{work.file}"  # another one may have the same settings
+    return gpu
+
+
+def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
+    """Return what to open for tensors on a device: AMD's GPUs, which torch calls ``cuda`` too, through Zeus.
+
+    Raises:
+        ConfigError: Clocks of such a device cannot be set, and simulating others would slow training down.
+    """
+    if device.type == "cuda":
+        return "nvml" if torch.version.hip is None else "zeus"
+    if device.type == "cpu":
+        return "simulated"
+    raise ConfigError(
+        f"perseus.device: \"auto\" knows NVIDIA's and AMD's GPUs, and this job computes on {device.type!r}. Set "
+        '"enabled": false to train without Perseus, or "device": "simulated" to try it with simulated GPUs, which '
+        "makes every pass as long as theirs."
+    )
+
+
+def place_of(kind: Literal["nvml", "zeus"], device: torch.device, local_rank: int) -> FindGpu:
+    """Return by what another process finds the GPU of a rank."""
+    variables = {name: os.environ[name] for name in _RENUMBERING if name in os.environ}
+    ordinal, uuid, pci_address = _device_of(device, local_rank)
+    return FindGpu(kind, ordinal, uuid, pci_address, variables, places.cgroups())
+
+
+def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, str | None]:
+    """Return CUDA's or HIP's number of this rank's GPU, and its UUID (CUDA) and PCI address if they are known."""
+    if device.type != "cuda":
+        return max(0, local_rank), None, None
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    known = torch.cuda.get_device_properties(index)
+    # What HIP reports as a UUID is not written as amdsmi writes it.
+    uuid = None if torch.version.hip else str(getattr(known, "uuid", "")) or None
+    domain, bus, slot = (getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    if domain is None or bus is None or slot is None:
+        return index, uuid, None
+    return index, uuid, f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that tensors of this process have taken on its GPU; None if they are on none."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

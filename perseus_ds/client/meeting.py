@@ -1,0 +1,277 @@
+"""The meeting of all ranks before training, by the job's own store.
+
+Each rank writes what it knows of itself, or what is wrong with it, into the store. Rank 0 reads that of all, has its
+agent start the job's server with it, and writes the answer: where the server is, or the error that all ranks raise.
+There is no other meeting.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from perseus_ds import errors
+from perseus_ds.artifacts.layout import EngineName, Part
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.devices import clocks_of, execution_on, open_gpu
+from perseus_ds.client.memory import SharedMemory
+from perseus_ds.clocks.timers import Execution, SimulatedExecution
+from perseus_ds.config import PerseusConfig
+from perseus_ds.errors import ConfigError, GpuError, PerseusError
+from perseus_ds.gpu.base import KnownGpu
+from perseus_ds.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.protocol import description as described
+from perseus_ds.protocol.description import JobDescription, RankFacts
+from perseus_ds.protocol.messages import ServerStarted, StartServer
+
+logger = logging.getLogger("perseus_ds")
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Monitor(Protocol):
+    """DeepSpeed's monitor, or anything like it."""
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What Perseus needs to know of the code that trains on this rank.
+
+    Attributes:
+        pipeline: Global ranks of its pipeline, first stage first.
+        copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has data
+            of its own.
+        device: Where the rank's tensors live.
+        fingerprint: Changes with any property that affects the times of this rank's instructions.
+        models: Classes of the models in this process, first the one that trains. Empty for a user's own loop.
+        versions: Versions of the packages that train, besides torch and Perseus.
+        micro_batch_size: Number of samples of a micro-batch, if it is known.
+        monitor: Receives time and energy, as DeepSpeed's monitor does.
+        steps_per_print: How often to print an iteration. None for never.
+        steps: Number of finished training steps. None if the engine does not count them.
+        engine: Whose spelling of layouts is used. None if layers cannot be moved between stages.
+        parts: Parts of the model, by stage of this rank. Empty if unknown.
+        tied: Whether the embedding and the head share a weight.
+    """
+
+    pipeline: tuple[int, ...]
+    copies: tuple[int, ...] | None
+    device: torch.device
+    fingerprint: str = ""
+    models: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    micro_batch_size: int | None = None
+    monitor: Monitor | None = None
+    steps_per_print: int | None = None
+    steps: int | None = None
+    engine: EngineName | None = None
+    parts: Mapping[int, Sequence[Part]] = field(default_factory=dict)
+    tied: bool = False
+
+
+class Opened:
+    """What a rank has opened, which is closed again if the job does not start."""
+
+    gpu: KnownGpu | None = None
+    clocks: AgentClocks | None = None
+    timers: Execution
+    schedule: Schedule
+
+    def close(self) -> None:
+        """Close it."""
+        if self.clocks is not None:
+            self.clocks.close()
+        elif self.gpu is not None:
+            self.gpu.close()
+
+
+def meet(
+    config: PerseusConfig,
+    facts: EngineFacts,
+    read: Callable[[], Schedule],
+    check: Callable[[Schedule], object],
+    opened: Opened,
+) -> ServerStarted:
+    """Open the GPU of this rank, tell rank 0 what this rank knows of itself, and return its answer.
+
+    Args:
+        config: The ``perseus`` block.
+        facts: What trains on this rank.
+        read: Returns what this rank executes in an iteration, as a schedule of one rank.
+        check: Called on rank 0 with the schedule of all ranks of its pipeline. Raises if it cannot be planned.
+        opened: Receives what is opened.
+
+    Raises:
+        PerseusError: On all ranks, the error of the first rank that has one.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    number = int(store.add(f"perseus/starts/{rank}", 1))
+    key = f"perseus/start/{number}"
+    try:
+        content = b"+" + described.encode(_open(config, facts, read, opened))
+    except PerseusError as error:
+        content = f"-{type(error).__name__}:{error}".encode()
+    except Exception as error:  # of any kind: the other ranks wait
+        content = f"-PerseusError:rank {rank}: {error!r}".encode()
+    store.set(f"{key}/{rank}", content)
+    if rank == 0:
+        try:
+            answer = _start_server(config, [_awaited(store, f"{key}/{each}") for each in range(ranks)], check, opened)
+        except PerseusError as error:
+            answer = ServerStarted(kind=type(error).__name__, error=str(error))
+        except Exception as error:
+            answer = ServerStarted(kind="PerseusError", error=repr(error))
+        store.set(f"{key}/answer", _encode(answer))
+    else:
+        answer = msgspec.msgpack.decode(_awaited(store, f"{key}/answer"), type=ServerStarted)
+    if answer.kind:
+        raise getattr(errors, answer.kind, PerseusError)(answer.error)
+    return answer
+
+
+def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule], opened: Opened) -> RankFacts:
+    """Open the GPU of this rank, and return what it is to tell of itself."""
+    rank = dist.get_rank()
+    opened.schedule = read()
+    gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
+    opened.clocks = clocks_of(gpu, facts.device)
+    opened.timers = execution_on(gpu, facts.device, config)
+    problem, clocks_mhz = "", ()
+    if config.mode != "observe":
+        try:
+            gpu.check_lock_permission()
+            clocks_mhz = gpu.supported_clocks_mhz()
+        except GpuError as error:
+            if config.needs_clocks:
+                raise
+            problem = str(error)
+    settings = gpu.settings
+    return RankFacts(
+        pipeline=facts.pipeline,
+        copies=facts.copies,
+        schedule=ScheduleStreams.of(opened.schedule).model_dump_json().encode(),
+        fingerprint=facts.fingerprint,
+        models=facts.models,
+        versions={**facts.versions, **own_versions()},
+        micro_batch_size=facts.micro_batch_size,
+        engine=facts.engine,
+        parts={stage: _json(parts) for stage, parts in facts.parts.items()},
+        tied=facts.tied,
+        node=f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}",
+        gpu=gpu.name,
+        driver=gpu.driver,
+        settings=b"" if settings is None else settings.model_dump_json().encode(),
+        clocks_mhz=tuple(clocks_mhz),
+        no_permission=problem,
+        simulated=gpu.simulated,
+        calibrates=isinstance(opened.timers, SimulatedExecution),
+        steps=facts.steps,
+        has_monitor=facts.monitor is not None and bool(getattr(facts.monitor, "enabled", True)),
+        steps_per_print=facts.steps_per_print,
+    )
+
+
+def _awaited(store: Any, key: str) -> bytes:
+    """Return a value of the store once it is there, without blocking other users of the store."""
+    look_s, end_s = _FIRST_LOOK_S, time.monotonic() + _timeout_s(store)
+    while not store.check([key]):
+        if time.monotonic() > end_s:
+            raise ConfigError(
+                f"perseus: {key.rpartition('/')[2]} has not come to the start of Perseus within the timeout of the "
+                "process group. Attach on all ranks together."
+            )
+        time.sleep(look_s)
+        look_s = min(2 * look_s, _LAST_LOOK_S)
+    return bytes(store.get(key))
+
+
+def _timeout_s(store: Any) -> float:
+    try:
+        return float(store.timeout.total_seconds())
+    except AttributeError:
+        return math.inf
+
+
+def _start_server(
+    config: PerseusConfig, contents: list[bytes], check: Callable[[Schedule], object], opened: Opened
+) -> ServerStarted:
+    """Have rank 0's agent start the server, if no rank has a problem; return what all ranks are to know."""
+    for content in contents:
+        if content.startswith(b"-"):
+            kind, _, text = content[1:].decode().partition(":")
+            return ServerStarted(kind=kind, error=text)
+    ranks = tuple(described.decode_facts(content[1:]) for content in contents)
+    pipeline = ranks[0].pipeline
+    streams = [ScheduleStreams.model_validate_json(ranks[each].schedule).to_schedule() for each in pipeline]
+    check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
+    content = described.encode(
+        JobDescription(config=config.model_dump_json().encode(), folder=os.getcwd(), ranks=ranks)
+    )
+    memory = SharedMemory(len(content), "perseus-ds-job")
+    memory.view[: len(content)] = content
+    assert opened.clocks is not None
+    request = StartServer(config.server.host or _host(), config.server.port or 0, len(content))
+    return opened.clocks.start_server(request, memory.file)
+
+
+def _host() -> str:
+    """Return the name by which other ranks reach this node."""
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
+
+
+def load_of(gpu: KnownGpu | None, device: torch.device) -> Callable[[float], None]:
+    """Return what has a GPU compute for some time [s]."""
+
+    def compute(seconds: float) -> None:
+        if isinstance(gpu, SimulatedGpu):
+            gpu.begin_work(COMPUTE_BOUND)
+            gpu.finish_work(seconds)
+        elif device.type == "cuda":
+            matrix = torch.ones(4096, 4096, dtype=torch.float16, device=device)
+            end_s = time.monotonic() + seconds
+            while time.monotonic() < end_s:
+                for _ in range(10):
+                    matrix @ matrix
+                torch.cuda.synchronize(device)
+        else:
+            time.sleep(seconds)
+
+    return compute
+
+
+def _json(parts: Sequence[Part]) -> bytes:
+    return json.dumps([part.model_dump(mode="json") for part in parts]).encode()
+
+
+def local_rank() -> int:
+    """Return the rank on this node, as launchers tell it."""
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of torch and Perseus. A package on Python's path that is not installed has none."""
+    installed = {}
+    for package in ("torch", "perseus-ds"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed

@@ -1,0 +1,133 @@
+"""Iterations that a CUDA graph replays, so that Python runs none of their passes; in virtual time."""
+
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from frontiers import save_mixed_plan
+from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
+from virtual.job import SLOWER, in_order
+from virtual.time import VirtualTime
+
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanJudged, Predicted
+from perseus_ds.clocks.timers import CudaExecution, GraphTimes, Replay, Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.runtime.captured import CapturedIteration
+from perseus_ds.runtime.clock_plan import ClockPlan
+from perseus_ds.runtime.runtime import OperationHooks
+
+TAIL_S = 0.04
+
+
+def run_to_the_plan(job):
+    job.train_until("run")
+    job.train_until_compared()
+    job.train(30)
+    job.close()
+    return job
+
+
+@pytest.mark.parametrize("in_graph_s", [True, 0.015], ids=["tail after the graph", "part of the tail in the graph"])
+def test_replayed_iterations_are_profiled_and_planned_like_others(start, in_graph_s):
+    plain = run_to_the_plan(start("plain", cuda=True, mode="auto", tail_s=TAIL_S, **SLOWER))
+    tail_s = TAIL_S - (0.0 if in_graph_s is True else in_graph_s)
+    job = run_to_the_plan(start("graphs", graphs=in_graph_s, mode="auto", tail_s=tail_s, **SLOWER))
+    assert job.events(Failed) == job.events(Predicted) == []
+    assert in_order([phase for phase, _, _ in job.taken])[:5] == in_order([phase for phase, _, _ in plain.taken])[:5]
+    assert job.events(PlanJudged)[0].kept
+    profiles = [StageProfile.load(of.folder) for of in (job, plain)]
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL):
+        graph, eager = (profile.at_highest_clock(0, kind) for profile in profiles)
+        assert graph.time_s == pytest.approx(eager.time_s, rel=0.02)
+        if kind is not Kind.TAIL or in_graph_s is True:
+            assert graph.energy_j == pytest.approx(eager.energy_j, rel=0.05)
+    time_s, plain_s = (statistics.median(taken[1] for taken in of.taken[-20:]) for of in (job, plain))
+    assert time_s == pytest.approx(plain_s, rel=0.01)
+
+
+@pytest.fixture
+def mixed(start, tmp_path):
+    """A frontier with a plan of other clocks for each instruction."""
+    job = start("profile", cuda=True, mode="profile", tail_s=TAIL_S)
+    job.train_until("observe")
+    job.close()
+    save_mixed_plan(tmp_path / "mixed", job.schedule, StageProfile.load(job.folder))
+    return str(tmp_path / "mixed")
+
+
+def test_each_pass_of_a_replay_runs_at_its_clock(start, mixed):
+    changes = []
+    for keys in ({"cuda": True}, {"graphs": True}):
+        job = start(str(keys), mode="run", frontier=mixed, gpu_class=RecordingGpu, tail_s=TAIL_S, **keys)
+        job.train(30)
+        job.close()
+        under_plan = [r for r in job.records() if isinstance(r, IterationRecord) and r.phase == "run"]
+        assert under_plan
+        changes.append((job.gpu.clocks_set, [at_s for _, at_s in job.gpu.set_at]))
+    (eager, eager_s), (graph, graph_s) = changes
+    assert len(set(eager)) > 3
+    assert graph == eager
+    assert graph_s == pytest.approx(eager_s, abs=0.002)
+
+
+def test_the_host_stays_an_iteration_ahead_of_replays(start):
+    job = start(graphs=True, mode="observe")
+    begin_s = job.time.now_s()
+    job.train(20)
+    host_s = job.time.now_s() - begin_s
+    records = job.close()
+    assert host_s == pytest.approx(job.time.now_s() - begin_s - records[-1].time_s, abs=0.003)
+
+
+def test_times_are_those_of_their_replay_even_if_the_host_is_ahead():
+    time = VirtualTime()
+    cuda, clocks = VirtualCuda(time), SimpleNamespace(mark=print, program=lambda _: 0, begin_iteration=lambda _: 1)
+    timers = CudaExecution(torch.device("cuda", 0), cuda, wait_for_event)
+    hooks, captured = OperationHooks(timers, clocks, None), CapturedIteration(clocks, timers.graph_times())
+    lengths_s, seen = iter([0.1, 0.2, 0.3]), []
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph), captured.operation(Compute(Instruction(0, Kind.FORWARD, 0))):
+        cuda.enqueue(lambda: time.sleep(next(lengths_s)))
+    for _ in range(3):
+        hooks.start_iteration(ClockPlan())
+        hooks.replay(captured, graph.replay)
+        seen.append(timers.finish_iteration())
+    assert [span.time_s for finished in seen for span in finished.spans()] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_waiting_for_a_slower_pipeline_within_the_graph_is_no_part_of_the_tail(start):
+    job = start(graphs=0.015, mode="profile", pipelines=2, tail_s=TAIL_S)
+    job.slowdowns[1] = 1.2
+    job.train_until("observe")
+    job.close()
+    profile = StageProfile.load(job.folder)
+    assert profile.at_highest_clock(0, Kind.TAIL).time_s == pytest.approx(0.015 + 1.2 * TAIL_S, rel=0.03)
+    assert profile.info.tail_s[0] == pytest.approx(0.015 + 1.2 * TAIL_S, rel=0.2)
+
+
+class Recorded:
+    """An event that was recorded at a time [s]."""
+
+    def __init__(self, at_s):
+        self.at_s, self.event = at_s, self
+
+    def elapsed_time(self, end):
+        return (end.at_s - self.at_s) * 1e3
+
+    def synchronize(self):
+        """It is over."""
+
+
+def test_a_part_of_the_tail_in_which_ranks_have_waited_counts_as_the_shortest_of_all_ranks():
+    forward, tail = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.TAIL))
+    graph = GraphTimes(lambda: None)
+    graph.marks = [(forward, Recorded(1.0), Recorded(2.0)), (tail, Recorded(2.0), Recorded(5.0))]
+    replay = Replay(graph, Recorded(1.0), Recorded(5.0))
+    after = [Span(tail, 6.0, 8.0)]
+    assert replay.followed_by(after) == [Span(forward, 0.0, 1.0), Span(tail, 1.0, 8.0)]
+    assert replay.tail_s() == 3.0
+    replay.align_tail(0.5)
+    assert replay.followed_by(after) == [Span(forward, 0.0, 1.0), Span(tail, 5.5, 8.0)]

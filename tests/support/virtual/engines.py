@@ -1,0 +1,48 @@
+"""Engines of one rank whose passes are launched on a stand-in for CUDA, in virtual time; it captures graphs, too."""
+
+import torch
+
+from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.runtime import frontiers, runtime
+from virtual.agent import clocks_of
+from virtual.gpu import RecordingGpu, VirtualCuda, VirtualGraph, wait_for_event
+from virtual.job import WorkerAtOnce
+from virtual.time import VirtualTime
+
+
+def cuda_of_engines(monkeypatch):
+    """Have runtimes that engines make run on such a stand-in, which is returned."""
+    time = VirtualTime()
+    gpu = RecordingGpu.named("a100-sxm", timebase=time, counter_period_s=0.02, lock_latency_s=0.002)
+    cuda, device = VirtualCuda(time, gpu), torch.device("cuda", 0)
+
+    class Graph(VirtualGraph):
+        def __init__(self):
+            super().__init__(cuda)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(runtime, "open_gpu", lambda *_, **__: gpu)
+    monkeypatch.setattr(runtime, "clocks_of", lambda *_: clocks_of(gpu, time, cuda))
+    monkeypatch.setattr(runtime, "execution_on", lambda *_: CudaExecution(device, cuda, wait_for_event))
+    monkeypatch.setattr(frontiers, "OptimizeWorker", WorkerAtOnce)
+    monkeypatch.setitem(runtime.PerseusRuntime.__init__.__kwdefaults__, "timebase", time)
+    return cuda
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, cuda, seconds):
+        ctx.cuda, ctx.seconds = cuda, seconds
+        cuda.launch(seconds)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradients):
+        ctx.cuda.launch(2 * ctx.seconds)
+        return gradients, None, None
+
+
+def launched(outputs, cuda, seconds):
+    """Return outputs of a layer that takes so long, and twice as long in the backward [s]."""
+    return _Launch.apply(outputs, cuda, seconds)
