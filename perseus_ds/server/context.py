@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.protocol.job_messages import ToRank
@@ -29,6 +30,7 @@ class ModeContext:
         beside: Ends what runs beside the mode, such as processes.
         order: Number of the order.
         shape: Number of the shape.
+        resumes: What an earlier start of the job has left, if anything; the mode that begins first takes it.
         comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
     """
 
@@ -41,6 +43,7 @@ class ModeContext:
     beside: ExitStack = field(default_factory=ExitStack)
     order: int = 0
     shape: int = 0
+    resumes: list[Mapping[str, Any]] = field(default_factory=list)
     comparisons: Iterator[int] = field(default_factory=itertools.count)
 
     def send_all(self, message: ToRank) -> None:

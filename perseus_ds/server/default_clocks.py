@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from perseus_ds.pipeline.span import Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
@@ -38,6 +39,15 @@ class DefaultIterations:
         self._latest: deque[Seen] = deque(maxlen=_KEPT)
         self._iterations = 0
         self.last_s: float | None = None
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take up iterations of an earlier start of the job."""
+        try:
+            for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
+                self.sample.add(float(time_s), float(energy_j))
+                self.sample.shapes[float(kept.get("shapes", 0.0))] += 1
+        except (KeyError, TypeError, ValueError):
+            self.sample = IterationSample(self.sample.counter_period_s)
 
     def remaining_s(self, blocks: int = 1) -> float | None:
         """Return about how long it takes until they are so many blocks [s]; None before the first one."""

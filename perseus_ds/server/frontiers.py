@@ -13,8 +13,9 @@ from platformdirs import user_cache_path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.errors import ConfigError, PerseusError, PlanError
+from perseus_ds.errors import ConfigError, PerseusError, PlanError, ProfileError
 from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
@@ -112,6 +113,22 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
         return None
     context.recorder.say(f"using plans profiled by an earlier run ({source})")
     return frontier
+
+
+def left_by_an_earlier_start(context: ModeContext) -> tuple[Frontier | None, bool]:
+    """Return the frontier that an earlier start of this job has made, and whether it had completed its profile."""
+    job = context.job
+    try:
+        if StageProfile.load(job.profile_path).info.job != job.profile_key():
+            return None, False
+        path = job.output_dir / "frontier.json"
+        if path.stat().st_mtime < job.profile_path.stat().st_mtime:
+            return None, True
+        return load_frontier(job, path), True
+    except ProfileError:
+        return None, False
+    except (PerseusError, OSError):
+        return None, True
 
 
 def has_frontier_of_an_earlier_run(job: Job) -> bool:

@@ -190,6 +190,7 @@ class Kinds:
 
     Attributes:
         first: The first order of the job.
+        first_key: What tells it from others; None before it is known.
     """
 
     def __init__(
@@ -211,8 +212,8 @@ class Kinds:
         self._plans_orders = context.job.config.mode == "auto"
         # In these modes all orders are alike.
         self._is_one = context.job.config.mode in ("observe", "profile")
-        self.first = Kind(0, context, mode_of(context), 0)
-        self._first_key: int | None = None
+        self.first = Kind(0, context, _begin(context), 0)
+        self.first_key: int | None = None
         self._orders: dict[int, Kind] = {}
         self._frequent: Frequent[int] = Frequent()
         self._shapes: dict[int, _Shapes] = {}
@@ -251,10 +252,10 @@ class Kinds:
 
     def route(self, seen: Seen, key: int) -> tuple[Kind | None, int | None, int | None]:
         """Return the kind of an iteration, and the number of its order and its shape for the records."""
-        if self._first_key is None:
-            self._first_key = self.first.key = key
-            self._orders[key] = self.first
-            self._streams[key] = self._context.job.schedule.ranks
+        if not self._orders:
+            self.first_key = self.first.key = key if self.first_key is None else self.first_key
+            self._orders[self.first_key] = self.first
+            self._streams[self.first_key] = self._context.job.schedule.ranks
             self._tell_orders()
         if self._is_one:
             if key not in self._streams and self._context.job.config.mode == "profile":
@@ -300,7 +301,7 @@ class Kinds:
             if kind is not self.first:
                 kind.close()
         self._shapes.clear()
-        self._orders = {} if self._first_key is None else {self._first_key: self.first}
+        self._orders = {} if self.first_key is None else {self.first_key: self.first}
         self._tell_orders()
         self.first.begin_again(_after(self._context, iterations))
         self._run(self.first)
@@ -511,6 +512,11 @@ class Kinds:
     def _tell_orders(self) -> None:
         for rank in range(self._context.job.world_size):
             self._context.send(rank, self.orders_for(rank))
+
+
+async def _begin(context: ModeContext) -> Any:
+    """Train by the job's mode, which is known once it begins."""
+    return await mode_of(context)
 
 
 async def _after(context: ModeContext, iterations: int) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
@@ -22,6 +24,7 @@ from perseus_ds.server.frontiers import (
     forget_for_later_runs,
     frontier_of_an_earlier_run,
     keep_for_later_runs,
+    left_by_an_earlier_start,
     load_frontier,
     optimise,
 )
@@ -104,9 +107,13 @@ async def _profile(context: ModeContext) -> None:
 
 async def _auto(context: ModeContext) -> float | None:
     _note_highest_clock(context)
-    frontier = frontier_of_an_earlier_run(context)
+    state = context.resumes.pop() if context.resumes else None
+    frontier, has_profile = left_by_an_earlier_start(context) if state is not None else (None, False)
+    if not has_profile:
+        frontier = frontier_of_an_earlier_run(context)
     await calibrate(context)
-    return await _profile_and_run(context, frontier)
+    kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
+    return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
 
 
 def mode_of_shape(
@@ -141,6 +148,7 @@ async def _profile_and_run(
     *,
     has_profile: bool = False,
     tails_of: StageProfile | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Train under plans of an earlier run, or of a profile that is measured first.
 
@@ -149,6 +157,7 @@ async def _profile_and_run(
         frontier: Plans of an earlier run, if there are any.
         has_profile: Whether the job's profile need not be measured.
         tails_of: A profile whose tails are used: those of iterations of one shape cannot be measured.
+        kept: Of a plan that an earlier start of the job has kept, the comparison with default clocks.
 
     Returns:
         Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
@@ -169,6 +178,8 @@ async def _profile_and_run(
         if frontier is None:
             frontier = await optimise(context, default, switch_cost.time_s)
             profiles += 1
+        if kept is not None and frontier is not None:
+            default.restore(kept)
         if runner is None:
             await measure_default(default, recorder.say)
         else:
@@ -179,6 +190,9 @@ async def _profile_and_run(
             if correct_profile(context, frontier, default, before=baseline):
                 frontier = await optimise(context, default, switch_cost.time_s)
             runner = PlanRunner(context, frontier, default=default)
+            if kept is not None:
+                runner.keep(kept)
+                kept = None
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         runner.profiles_again = may_profile
         result = await runner.run_while_kept(lambda: keep_for_later_runs(context))

@@ -343,7 +343,7 @@ class PlanSelector:
 
     def _restore(self) -> int | None:
         """Restore the result of :meth:`state`. Return the policy's plan at that time, if known."""
-        state: Mapping[str, Any] = self._control.progress
+        state = {key: value for key, value in self._control.progress.items() if key != "kept"}
         self._control.progress = {}
         if not state:
             return None

@@ -122,8 +122,8 @@ class JobServer:
         self._left_s: float | None = None
         self.is_over = False
         self._has_ended = False
-        self._check(state)
         self._kinds = Kinds(self._context, self._run, self._has_failed)
+        self._check(state)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Take up what an earlier start of the job has left, as :meth:`state` returned it; before :meth:`start`."""
@@ -132,9 +132,14 @@ class JobServer:
             return
         same_policy = self.control.restore(kept)
         self.control.progress = state.get("progress") or {} if same_policy else {}
+        self._context.resumes.append(state)
+        for rank, measured in enumerate(state.get("measured") or ()):
+            if measured is not None and rank < self.job.world_size and self.job.states[rank].measured is None:
+                self.job.states[rank].measured = Measured(*measured)
         self._steps_before = self.control.steps
         if self._is_renewed and isinstance(issued, int):  # ranks count on
             self._steps_before -= issued
+            self._kinds.first_key = state.get("first_order")
         elif (steps := self.job.facts[0].steps) is not None:
             self._steps_before = self.control.steps = steps
 
@@ -163,7 +168,7 @@ class JobServer:
     def welcome(self) -> Welcome:
         """Return what all ranks are to know and to do before training."""
         mode = self.job.config.mode
-        known = mode == "auto" and has_frontier_of_an_earlier_run(self.job)
+        known = has_frontier_of_an_earlier_run(self.job) or all(state.measured for state in self.job.states)
         measures_power = mode == "profile" or (mode == "auto" and not known)
         return Welcome(
             measures_power=measures_power,
@@ -196,6 +201,10 @@ class JobServer:
         return {
             "job": self.job.started().job,
             "iteration": self._completed,
+            "first_order": self._kinds.first_key,
+            "measured": [
+                msgspec.structs.astuple(state.measured) if state.measured else None for state in self.job.states
+            ],
             "control": self.control.state(),
             "progress": progress or dict(self.control.progress),
         }

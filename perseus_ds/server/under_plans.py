@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import Enum
 from typing import Any
@@ -135,6 +135,24 @@ class PlanRunner:
         """Iterations at default clocks, as measured in this job last."""
         assert self._default is not None, "default clocks are measured first"
         return self._default
+
+    def keep(self, kept: Mapping[str, Any]) -> None:
+        """Run the plan that an earlier start of the job has kept, until it is compared again."""
+        self._is_kept, self._is_fresh = True, False
+        self._again_in = int(kept.get("again_in", _COMPARED_AGAIN_AFTER))
+
+    def _progress(self) -> dict[str, Any]:
+        """Return what is kept for a later start of the job."""
+        progress = self.selector.state()
+        if self._is_kept and self._default is not None and not self._default.varies_in_shape:
+            sample = self._default
+            progress["kept"] = {
+                "times_s": [round(time_s, 6) for time_s in sample.times_s],
+                "energies_j": [round(energy_j, 6) for energy_j in sample.energies_j],
+                "shapes": next(iter(sample.shapes), 0.0),
+                "again_in": self._again_in,
+            }
+        return progress
 
     def compare_with(self, default: DefaultIterations) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
@@ -377,7 +395,7 @@ class PlanRunner:
             times=self._times,
             next_phase=next_phase,
             status=self._status(),
-            progress=self.selector.state,
+            progress=self._progress,
             block=block,
         )
 
@@ -390,7 +408,7 @@ class PlanRunner:
                 times=self._times,
                 next_phase=next_phase,
                 status=self._status(),
-                progress=self.selector.state,
+                progress=self._progress,
                 block=block,
             )
         return Run(
@@ -403,7 +421,7 @@ class PlanRunner:
             otherwise=self._times,
             next_phase=next_phase,
             status=self._status(),
-            progress=self.selector.state,
+            progress=self._progress,
             block=block,
         )
 
