@@ -48,11 +48,12 @@ logger = logging.getLogger("perseus_ds")
 logger.addFilter(log_printable)
 NOTHING: AbstractContextManager[None] = nullcontext()
 """Surrounds what nobody measures and where no clock changes."""
-UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, "observe")
+UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe")
 """What an iteration runs for which the server has sent nothing."""
 _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_UNSENT = 64
+_PROFILED = ("observe", "run", "pause")
 
 
 class _Ran(NamedTuple):
@@ -78,6 +79,8 @@ class PerseusRuntime:
 
     Attributes:
         follow: What the iteration runs that has begun last; before the first one, what it will run.
+        clocks: Of the rank's GPU.
+        timers: Time operations on the device.
     """
 
     def __init__(
@@ -103,8 +106,8 @@ class PerseusRuntime:
             timebase: The time of marks.
         """
         self.follow = UNPLANNED
-        self._clocks = clocks
-        self._timers = timers
+        self.clocks = clocks
+        self.timers = timers
         self._time = timebase
         self._is_rank_0 = is_rank_0
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
@@ -127,6 +130,7 @@ class PerseusRuntime:
         self._shapes = InputShapes()
         self._unsent: deque[_Ran] = deque(maxlen=_MOST_UNSENT)
         self._ended_s: float | None = None
+        self._profiled_from: int | None = None
         self._worked = 0
         atexit.register(self.close)
 
@@ -203,8 +207,8 @@ class PerseusRuntime:
 
     @property
     def profiled(self) -> bool:
-        """True if there is nothing left to measure."""
-        return self.phase in ("observe", "run", "pause")
+        """True if there is nothing left to measure, from the same iteration on on all ranks."""
+        return self._profiled_from is not None and self.clocks.memory.iteration >= self._profiled_from
 
     @property
     def phase(self) -> str:
@@ -234,7 +238,7 @@ class PerseusRuntime:
             self._numbers.setdefault((self._key, 0.0), 0)
         if self._key in self._unread and read is not None:
             self._read(read)
-        iteration = self._clocks.memory.iteration + 1
+        iteration = self.clocks.memory.iteration + 1
         if self._key not in self._by_shape:
             self._number = self._numbers.get((self._key, 0.0), self._others)
         self.follow = self._following(iteration)
@@ -245,13 +249,13 @@ class PerseusRuntime:
         try:
             yield
         except BaseException:
-            self._clocks.end_iteration(iteration)
+            self.clocks.end_iteration(iteration)
             raise
         finally:
             self._in_iteration = False
         # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
-        finished = self._timers.finish_iteration()
-        self._clocks.end_iteration(iteration)
+        finished = self.timers.finish_iteration()
+        self.clocks.end_iteration(iteration)
         fields = {
             "iteration": iteration,
             "order": self._number,
@@ -314,8 +318,8 @@ class PerseusRuntime:
         Returns:
             None if graphs cannot be followed: this is no GPU of NVIDIA, or torch has no external events.
         """
-        times = self._timers.graph_times()
-        return None if times is None else CapturedIteration(self._clocks, times)
+        times = self.timers.graph_times()
+        return None if times is None else CapturedIteration(self.clocks, times)
 
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
         """Execute the passes of the iteration that has begun by replaying the graph of one that was captured."""
@@ -330,23 +334,23 @@ class PerseusRuntime:
 
     def tail_begins(self) -> None:
         """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
-        self._clocks.may_idle()
+        self.clocks.may_idle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surround work outside of training iterations: it runs at default clocks."""
-        self._clocks.pause()
+        self.clocks.pause()
         yield
 
     def command(self, order: Mapping[str, Any]) -> None:
         """Send an order as ``perseus-ds control`` does, such as ``{"command": "pause"}``, without waiting."""
         if self._is_rank_0 and not self._closed:
-            self._clocks.send(msg.Command(json.dumps(order, default=str).encode()))
+            self.clocks.send(msg.Command(json.dumps(order, default=str).encode()))
 
     def set_steps(self, steps: int) -> None:
         """Report how many training steps the engine has done, such as after a checkpoint was loaded."""
         if self._is_rank_0 and not self._closed:
-            self._clocks.send(msg.Steps(self._clocks.memory.iteration, steps))
+            self.clocks.send(msg.Steps(self.clocks.memory.iteration, steps))
 
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again, or in a forked process.
@@ -360,20 +364,22 @@ class PerseusRuntime:
         end_s = self._time.now_s() + _LAST_REPORTS_S
         while self._unsent and not self._send_reports() and self._time.now_s() < end_s:
             self._time.sleep(_POLL_S)
-        self._clocks.send(msg.Left())
+        self.clocks.send(msg.Left())
         end_s = self._time.now_s() + _SUMMARY_S
         while self._is_rank_0 and not self._has_summary and self._time.now_s() < end_s:
-            self._clocks.wait(_POLL_S)
+            self.clocks.wait(_POLL_S)
             self._take_in()
-        self._clocks.close()
+        self.clocks.close()
 
     # What the server sends.
 
     def _take_in(self) -> None:
-        for message in self._clocks.received():
+        for message in self.clocks.received():
             match message:
                 case Follow():
                     self._follows.setdefault(message.program.number, []).append(message)
+                    if message.program.number == 0:
+                        self._profiled_from = message.shown_from if message.phase in _PROFILED else None
                 case msg.Orders():
                     self._number_orders(message)
                 case msg.ReadSchedule():
@@ -386,7 +392,7 @@ class PerseusRuntime:
                     self._tell_monitor(message)
                 case msg.Summarised():
                     self._has_summary = True
-        if self._clocks.memory.iteration == 0 and 0 in self._follows:
+        if self.clocks.memory.iteration == 0 and 0 in self._follows:
             self.follow = self._follows[0][-1]
 
     def _following(self, iteration: int) -> Follow:
@@ -410,9 +416,9 @@ class PerseusRuntime:
         number = self._numbers.get((self._key, shape), DEFAULT_CLOCKS)
         if number != self._number:
             self._number = number
-            self.follow = self._following(self._clocks.memory.iteration)
-            self._clocks.change_order(number)
-            self._hooks.follow(self.follow, self._clocks.memory.iteration, self._stream)
+            self.follow = self._following(self.clocks.memory.iteration)
+            self.clocks.change_order(number)
+            self._hooks.follow(self.follow, self.clocks.memory.iteration, self._stream)
 
     def _read(self, read: Callable[[], Schedule]) -> None:
         """Send the schedule of the order of the iteration that begins."""
@@ -420,11 +426,11 @@ class PerseusRuntime:
         try:
             schedule = read()
         except PerseusError as error:
-            self._clocks.send(msg.ScheduleRead(self._key, error=str(error)))
+            self.clocks.send(msg.ScheduleRead(self._key, error=str(error)))
             return
         self._streams[self._key] = schedule.ranks[0]
         content = ScheduleStreams.of(schedule).model_dump_json().encode()
-        self._clocks.send(msg.ScheduleRead(self._key, content))
+        self.clocks.send(msg.ScheduleRead(self._key, content))
 
     def _calibrate(self, message: msg.Calibrate) -> None:
         if self._simulated is not None:
@@ -461,7 +467,7 @@ class PerseusRuntime:
         follow, fields, simulated = ran.follow, ran.fields, self._simulated
         if simulated is not None and simulated.seconds_per_flop is None and len(simulated.flops) > self._worked:
             self._worked = len(simulated.flops)
-            self._clocks.send(msg.Worked(tuple((repr(key), count) for key, count in simulated.flops.items())))
+            self.clocks.send(msg.Worked(tuple((repr(key), count) for key, count in simulated.flops.items())))
         if (times := times_of(follow, fields["iteration"])) != "none":
             spans = ran.finished.spans()
             fields |= computed_and_tail_s(spans)
@@ -470,15 +476,15 @@ class PerseusRuntime:
         report = Report(
             **fields,
             time_s=ran.finished.time_s(),
-            issued=self._clocks.memory.iteration,
+            issued=self.clocks.memory.iteration,
             memory_bytes=self._memory_bytes() or 0,
         )
-        self._clocks.send(report)
+        self.clocks.send(report)
 
     def _send_spans(self, iteration: int, spans: Sequence[Span], stream: tuple[Operation, ...]) -> None:
         content = encode(spans, self._hooks.places_of(stream))
         for begin in range(0, len(content), _MOST_SPANS_BYTES // 18 * 18):
-            self._clocks.send(msg.Spans(iteration, content[begin : begin + _MOST_SPANS_BYTES // 18 * 18]))
+            self.clocks.send(msg.Spans(iteration, content[begin : begin + _MOST_SPANS_BYTES // 18 * 18]))
 
 
 def times_of(follow: Follow, iteration: int) -> Times:

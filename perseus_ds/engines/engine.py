@@ -167,6 +167,11 @@ class Session:
         """Phase of the next iteration, ``start`` before the first one."""
         return "start" if self.runtime is None else self.runtime.phase
 
+    @property
+    def plan(self) -> int | None:
+        """Plan of the current iteration, as an index of the frontier. None at default clocks."""
+        return None if self.runtime is None else self.runtime.follow.plan
+
     def set_policy(self, policy: Mapping[str, Any]) -> None:
         """Change the policy, for example to ``{"name": "energy_optimal"}``, for the following iterations.
 

@@ -43,6 +43,8 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
         program: The clocks; its number is that of the order. One without clocks means default clocks.
         serial: Number of this message, in all of the job; reports name it.
         from_iteration: The first iteration that runs so.
+        shown_from: The iteration from which the phase is shown to the user's code, which may end training by it: all
+            ranks know it by then.
         phase: As in ``run.jsonl``.
         plan: The plan, as a place on the frontier; None without one.
         times: What is measured of iterations whose number is a multiple of ``every``.
@@ -53,6 +55,7 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
     program: Program
     serial: int
     from_iteration: int
+    shown_from: int
     phase: str
     plan: int | None = None
     times: Times = "none"

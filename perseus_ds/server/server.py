@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ _FIRST_BACK_OFF = 10
 _MOST_RUNS = 512
 _MOST_OPEN = 64
 """So many iterations wait for reports of ranks; what is lost is no evidence."""
+_KNOWN_AFTER_S = 5.0
+"""Within this time a message is known to all ranks, on however busy a machine."""
 _LAST_REPORTS_S = 1.5
 """How long a job that ends waits for reports after the first rank has left."""
 
@@ -116,6 +119,7 @@ class JobServer:
         self._open: dict[int, dict[int, RankReport]] = {}
         self._contents: dict[tuple[int, int], bytes] = {}
         self._completed = 0
+        self._time_s = 0.0  # of the last iteration
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
@@ -301,7 +305,8 @@ class JobServer:
     def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
         first = messages[0].report
         key = first.key
-        run = self._run_of({message.serial for message in messages})
+        # A rank whose client and agent have followed different things has run neither.
+        run = self._run_of({m.serial if m.serial == m.report.serial else -1 for m in messages})
         seen = Seen(
             number=self._steps_before + number,
             iteration=number,
@@ -314,6 +319,7 @@ class JobServer:
             ended=first.ended,
         )
         self.control.count_step(seen.number)
+        self._time_s = seen.time_s
         if run is not None and number % run.every == 0:
             look_for_drift(self.job, seen)
         kind, order, shape = self._kinds.route(seen, key)
@@ -367,6 +373,7 @@ class JobServer:
         if len(self._runs) > _MOST_RUNS:
             del self._runs[sorted(self._runs)[1]]
         programs: dict[Any, msg.Program] = {}
+        shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self._time_s)) if self._time_s else 2
         profiled = set(job.profiled)
 
         def follow(rank: int, from_iteration: int) -> Follow:
@@ -378,6 +385,7 @@ class JobServer:
                 programs[place],
                 serial,
                 from_iteration,
+                from_iteration + shown_after,
                 wanted.phase,
                 wanted.plan,
                 measured,

@@ -19,7 +19,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol import layout
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.runtime.captured import CapturedIteration
+from perseus_ds.client.captured import CapturedIteration
 
 
 @pytest.fixture

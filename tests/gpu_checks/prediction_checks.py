@@ -33,7 +33,7 @@ def closure(machine: Any, results: Results) -> None:
         with engine_of(machine, setup, block) as engine:
             data = batches(machine, setup)
             train_until_profiled(engine, data, Path(block["output_dir"]))
-            finished = _kept_iterations(engine.perseus.runtime.rank.timers)
+            finished = _kept_iterations(engine.perseus.runtime.timers)
             begin_s = now_s()
             while now_s() - begin_s < machine.seconds(30.0) or len(finished) < _FEWEST:
                 engine.train_batch(data)

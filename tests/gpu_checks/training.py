@@ -173,7 +173,7 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
         while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
-        changes = int(engine.perseus.runtime.rank.clocks.status.changes)
+        changes = int(engine.perseus.runtime.clocks.status.changes)
         bits = bits_of(engine, machine, losses)
     output = Path(block["output_dir"])
     return Trained(

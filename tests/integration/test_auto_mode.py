@@ -9,7 +9,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.sources import find_sources
-from perseus_ds.runtime.frontiers import cached, store
+from perseus_ds.server.frontiers import cached, store
 
 pytestmark = pytest.mark.integration
 BLOCK = {"simulated": {"counter_period_s": 0.02}}

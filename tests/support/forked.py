@@ -29,7 +29,7 @@ from run_log import GIVE_UP_S
 # Below those that Linux gives out itself (net.ipv4.ip_local_port_range).
 _PORTS = range(20_000, 32_000)
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pipeline_job", "perseus_ds.runtime.runtime"])
+_CONTEXT.set_forkserver_preload(["pipeline_job", "perseus_ds.client.runtime"])
 
 
 def run_ranks(

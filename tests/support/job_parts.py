@@ -78,6 +78,13 @@ def leave_out_shared_memory() -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
+def told_by_rank_0(fact: bool) -> bool:
+    """Return what rank 0 knows, told to all ranks."""
+    told = torch.tensor([fact], dtype=torch.int32)
+    dist.broadcast(told, 0)
+    return bool(told)
+
+
 class Connected:
     """The sockets of clients of key-value stores that are made from now on.
 

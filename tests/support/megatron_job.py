@@ -24,7 +24,7 @@ import megatron.core.models.common.model_chunk_schedule_plan
 import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
-from job_parts import hash_of, next_random_number, train_jobs
+from job_parts import hash_of, next_random_number, told_by_rank_0, train_jobs
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -217,7 +217,7 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
     for count, *until in job.get("orders", orders):
         phase, left = until or (None, 1)
         while left:
-            left -= phase is None or session.phase == phase
+            left -= phase is None or told_by_rank_0(session.phase == phase)
             yield count
 
 

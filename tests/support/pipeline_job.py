@@ -26,7 +26,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_parts import WIDTH, Connected, config, hash_of, leave_out_shared_memory
+from job_parts import WIDTH, Connected, config, hash_of, leave_out_shared_memory, told_by_rank_0
 from torch import nn
 
 import perseus_ds
@@ -132,8 +132,7 @@ def main() -> None:
         "weights": hash_of(module.state_dict().items()),
         "random": torch.rand(1).item(),
         "skipped_steps": engine.skipped_steps,
-        "plan": runs and perseus.runtime.next.plan is not None,
-        "policy": perseus.state()["policy"] if runs else None,
+        "plan": runs and perseus.plan is not None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
@@ -166,10 +165,10 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
         if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
-            plans.append(engine.perseus.runtime.next.status.get("plan"))
+            plans.append(engine.perseus.plan)
         follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:
-            left_in_phase -= engine.perseus.phase == last_phase
+            left_in_phase -= told_by_rank_0(engine.perseus.phase == last_phase)
         stop = is_ordered(folder / "stop") or (last_phase is not None and left_in_phase == 0)
         save(engine, job, folder, step, is_last=stop or step == first + job["steps"] - 1)
         if stop:
@@ -207,14 +206,11 @@ def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:
 
 def is_ordered(file: Path) -> bool:
     """Whether rank 0 sees a file, told to all ranks."""
-    seen = torch.tensor([file.exists()], dtype=torch.int32)
-    torch.distributed.broadcast(seen, 0)
-    return bool(seen)
+    return told_by_rank_0(file.exists())
 
 
 def resources_of(engine) -> dict[str, int]:
-    """Return what a job that runs for weeks must not use ever more of, once its records are written."""
-    engine.perseus.runtime.carry_out({"command": "status"})
+    """Return what a job that runs for weeks must not use ever more of."""
     gc.collect()
     process = psutil.Process()
     return {
@@ -260,7 +256,7 @@ class SlowPipeline:
     def update(self) -> None:
         if self.affected and self.file.exists() != self.is_slow:
             self.is_slow = not self.is_slow
-            timers = self.engine.perseus.runtime.rank.timers
+            timers = self.engine.perseus.runtime.timers
             timers.calibrate(timers.seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from job_parts import WIDTH, Block, hash_of, next_random_number, train_jobs
+from job_parts import WIDTH, Block, hash_of, next_random_number, told_by_rank_0, train_jobs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -119,7 +119,7 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
         if attachment is not None:
             report["phases"].append(attachment.phase)
         if last_phase is not None:
-            left -= attachment.phase == last_phase
+            left -= told_by_rank_0(attachment.phase == last_phase)
             if left < 0:
                 break
         inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)

@@ -344,7 +344,7 @@ def test_iterations_that_megatron_replays_as_one_graph_are_marked_and_recorded(l
         in_a_graph(wrapper)
         optimizer.step()
         launches.synchronize()
-        memory = megatron.core.perseus.runtime.rank.clocks.memory
+        memory = megatron.core.perseus.runtime.clocks.memory
         assert memory.begun == memory.ended == number, "the first iteration shows the order"
         marked = [memory.marked_s(slot) is not None for slot in range(2 * 6 + 1)]
         assert marked == [number >= warm_up] * 13, "forwards, backwards, and the begin of the tail"
@@ -372,9 +372,9 @@ def test_an_optimizer_whose_step_is_replayed_ends_the_iteration(launches, alone)
             with launches.graph(graph):
                 optimizer.step()
         graph.replay() if graph else optimizer.step()
-        assert megatron.core.perseus.runtime.rank.clocks.memory.progress == 2 * number
+        assert megatron.core.perseus.runtime.clocks.memory.progress == 2 * number
     launches.synchronize()
-    assert megatron.core.perseus.runtime.rank.clocks.memory.ended == 4
+    assert megatron.core.perseus.runtime.clocks.memory.ended == 4
 
 
 def test_a_graph_that_is_captured_first_trains_at_default_clocks(launches, alone, caplog):

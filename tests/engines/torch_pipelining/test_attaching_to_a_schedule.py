@@ -117,7 +117,7 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
 
     def loss(output, target):
         runtime = schedule.perseus.runtime
-        ended.append(len(runtime.rank.timers.finish_iteration().spans()))
+        ended.append(len(runtime.timers.finish_iteration().spans()))
         return nn.functional.mse_loss(output, target)
 
     schedule = make(loss_fn=loss)
@@ -125,7 +125,7 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
     train(schedule)
     ended.clear()
     train(schedule)
-    timers = schedule.perseus.runtime.rank.timers
+    timers = schedule.perseus.runtime.timers
     assert ended == [0, 1]  # passes, when the loss of either micro-batch was computed
     assert [str(span.operation) for span in timers.finish_iteration().spans()] == [
         "forward of micro-batch 0 on stage 0",
@@ -322,7 +322,7 @@ def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block,
         for _ in range(2):
             schedule.step(torch.ones(8, WIDTH), target=torch.ones(8, WIDTH), losses=losses[-1])
         if attaches:
-            spans = schedule.perseus.runtime.rank.timers.finish_iteration().spans()
+            spans = schedule.perseus.runtime.timers.finish_iteration().spans()
             kinds = Counter(s.operation.instruction.kind for s in spans if isinstance(s.operation, Compute))
             assert kinds[expected[0]] == expected[1]
             order = schedule.perseus.engine.read()

@@ -94,7 +94,7 @@ def recorded(trainer, tmp_path):
 
 
 def memory_of(trainer):
-    return trainer.schedule.perseus.runtime.rank.clocks.memory
+    return trainer.schedule.perseus.runtime.clocks.memory
 
 
 def test_replayed_steps_are_profiled_and_run_under_a_plan(make, cuda, tmp_path):
@@ -173,7 +173,7 @@ def test_graphs_of_parts_of_a_pass_change_nothing(make, cuda, tmp_path):
     trainer.schedule._stage.submod.register_forward_pre_hook(forward)
     trainer.train(2)  # the second one is timed
     cuda.synchronize()
-    spans = trainer.schedule.perseus.runtime.rank.timers.finish_iteration().spans()
+    spans = trainer.schedule.perseus.runtime.timers.finish_iteration().spans()
     kinds = [span.operation.instruction.kind for span in spans if isinstance(span.operation, Compute)]
     assert kinds == 3 * [Kind.FORWARD] + 3 * [Kind.BACKWARD]
     assert recorded(trainer, tmp_path) == ["observe"] * 2
