@@ -50,7 +50,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 """Surrounds what nobody measures and where no clock changes."""
 UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe")
 """What an iteration runs for which the server has sent nothing."""
-_LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 2.0, 2.0, 0.002
+_FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_UNSENT = 64
 _PROFILED = ("observe", "run", "pause")
@@ -171,6 +171,7 @@ class PerseusRuntime:
             elif welcome.measures_counter:
                 with suppress(GpuError):
                     clocks.send(measure_counter(clocks))
+            runtime._await_first()
         except BaseException:
             opened.close()
             raise
@@ -232,6 +233,8 @@ class PerseusRuntime:
             return
         self._take_in()
         self._send_reports()
+        if self._simulated is not None and self._worked and self._simulated.seconds_per_flop is None:
+            self._await_calibration()
         self._key = key_of(order)
         if not self._streams:
             self._streams[self._key] = self._schedule.ranks[0]
@@ -373,6 +376,13 @@ class PerseusRuntime:
 
     # What the server sends.
 
+    def _await_first(self) -> None:
+        """Wait until it is known what the first iteration runs, before training."""
+        end_s = self._time.now_s() + _FIRST_S
+        while 0 not in self._follows and self._time.now_s() < end_s:
+            self.clocks.wait(_POLL_S)
+            self._take_in()
+
     def _take_in(self) -> None:
         for message in self.clocks.received():
             match message:
@@ -394,6 +404,15 @@ class PerseusRuntime:
                     self._has_summary = True
         if self.clocks.memory.iteration == 0 and 0 in self._follows:
             self.follow = self._follows[0][-1]
+
+    def _await_calibration(self) -> None:
+        """Wait until passes take as long as on the simulated GPU, and it is known what iterations run from then on."""
+        end_s = self._time.now_s() + _FIRST_S
+        while self._simulated is not None and self._simulated.seconds_per_flop is None and self._time.now_s() < end_s:
+            self.clocks.wait(_POLL_S)
+            self._take_in()
+        self._time.sleep(10 * _POLL_S)
+        self._take_in()
 
     def _following(self, iteration: int) -> Follow:
         """Return what an iteration of the present order runs, and forget what was before that."""

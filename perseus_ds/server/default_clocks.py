@@ -120,22 +120,19 @@ async def calibrate(context: ModeContext) -> None:
     if not job.facts[0].calibrates:
         return
     following = job.config.mode if job.config.mode in ("observe", "run") else "warm-up"
-    run = Run("calibrate", next_phase=NextPhase(following))
-    has_told = False
-    while not all(message.report.is_calibrated for message in (await iteration(run)).messages):
-        flops = [state.flops for state in job.states]
-        if has_told or not any(flops):
-            continue
-        has_told = True
-        pipelines = [place.pipeline for place in job.places]
-        by_pipeline = most_in_step(pipelines, [dict(own) for own in flops])
-        largest = max((count for most in by_pipeline.values() for count in most.values()), default=0)
-        simulated = job.config.simulated
-        per_s = simulated.flops_per_s
-        each_s = simulated.longest_instruction_s / max(1, largest) if per_s is None else 1 / per_s
-        for rank, own in enumerate(flops):
-            most = by_pipeline[pipelines[rank]]
-            context.send(rank, Calibrate(each_s, tuple(most[key] for key, _ in own)))
+    seen = await iteration(Run("calibrate", next_phase=NextPhase(following)))
+    if all(message.report.is_calibrated for message in seen.messages):
+        return
+    flops = [state.flops for state in job.states]
+    pipelines = [place.pipeline for place in job.places]
+    by_pipeline = most_in_step(pipelines, [dict(own) for own in flops])
+    largest = max((count for most in by_pipeline.values() for count in most.values()), default=0)
+    simulated = job.config.simulated
+    per_s = simulated.flops_per_s
+    each_s = simulated.longest_instruction_s / max(1, largest) if per_s is None else 1 / per_s
+    for rank, own in enumerate(flops):
+        most = by_pipeline[pipelines[rank]]
+        context.send(rank, Calibrate(each_s, tuple(most[key] for key, _ in own)))
 
 
 def most_in_step(pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[str, int]]) -> dict[int, dict[str, int]]:

@@ -3,7 +3,6 @@
 import torch
 
 from perseus_ds.clocks.timers import CudaExecution
-from perseus_ds.runtime import frontiers, runtime
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda, VirtualGraph, wait_for_event
 from virtual.job import WorkerAtOnce
