@@ -156,6 +156,17 @@ def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule
     gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
     opened.clocks = clocks_of(gpu, facts.device)
     opened.timers = execution_on(gpu, facts.device, config)
+    return rank_facts(config, facts, opened.schedule, gpu, opened.timers)
+
+
+def rank_facts(
+    config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, timers: Execution
+) -> RankFacts:
+    """Return what a rank tells of itself.
+
+    Raises:
+        GpuError: Clocks may not be set, and the job does not train without.
+    """
     problem, clocks_mhz = "", ()
     if config.mode != "observe":
         try:
@@ -169,7 +180,7 @@ def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule
     return RankFacts(
         pipeline=facts.pipeline,
         copies=facts.copies,
-        schedule=ScheduleStreams.of(opened.schedule).model_dump_json().encode(),
+        schedule=ScheduleStreams.of(schedule).model_dump_json().encode(),
         fingerprint=facts.fingerprint,
         models=facts.models,
         versions={**facts.versions, **own_versions()},
@@ -184,7 +195,7 @@ def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule
         clocks_mhz=tuple(clocks_mhz),
         no_permission=problem,
         simulated=gpu.simulated,
-        calibrates=isinstance(opened.timers, SimulatedExecution),
+        calibrates=isinstance(timers, SimulatedExecution),
         steps=facts.steps,
         has_monitor=facts.monitor is not None and bool(getattr(facts.monitor, "enabled", True)),
         steps_per_print=facts.steps_per_print,

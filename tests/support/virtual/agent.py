@@ -3,7 +3,9 @@
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.marks import HostMarks
+from perseus_ds.protocol.job_messages import Joined
 from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.protocol.messages import Connect
 
 _BY_GPU = 5e-324
 """As a number of 8 bytes, the 1 that a GPU writes."""
@@ -30,7 +32,11 @@ class DirectLink:
         memory.on_mark = self._look
 
     def send(self, message, file=None):
-        if self.lost is None:
+        if self.lost is not None:
+            return
+        if isinstance(message, Connect):
+            self._tell(Joined(message.issued))
+        else:
             self.agent.receive(message)
 
     def received(self):

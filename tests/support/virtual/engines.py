@@ -2,7 +2,12 @@
 
 import torch
 
+from perseus_ds.client import runtime
+from perseus_ds.client.meeting import rank_facts
 from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.protocol.description import JobDescription, Welcome, encode
+from perseus_ds.protocol.messages import ServerStarted
+from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda, VirtualGraph, wait_for_event
 from virtual.job import WorkerAtOnce
@@ -21,10 +26,19 @@ def cuda_of_engines(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(runtime, "open_gpu", lambda *_, **__: gpu)
-    monkeypatch.setattr(runtime, "clocks_of", lambda *_: clocks_of(gpu, time, cuda))
-    monkeypatch.setattr(runtime, "execution_on", lambda *_: CudaExecution(device, cuda, wait_for_event))
-    monkeypatch.setattr(frontiers, "OptimizeWorker", WorkerAtOnce)
+    def meet(config, facts, read, check, opened):
+        """What :func:`perseus_ds.client.meeting.meet` does, with a server in this process."""
+        opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
+        check(opened.schedule)
+        opened.clocks = clocks_of(gpu, time, cuda, lambda message: server.receive(0, message))
+        ranks = (rank_facts(config, facts, opened.schedule, gpu, opened.timers),)
+        description = JobDescription(config=config.model_dump_json().encode(), ranks=ranks)
+        send = lambda rank, message: opened.clocks._link.agent.obey(message)  # noqa: E731
+        server = JobServer(description, send, timebase=time, worker=WorkerAtOnce)
+        server.start()
+        return ServerStarted("virtual", answer=encode(Welcome()))
+
+    monkeypatch.setattr(runtime, "meet", meet)
     monkeypatch.setitem(runtime.PerseusRuntime.__init__.__kwdefaults__, "timebase", time)
     return cuda
 

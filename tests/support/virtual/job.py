@@ -12,7 +12,6 @@ import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import numpy as np
