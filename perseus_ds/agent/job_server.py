@@ -71,6 +71,11 @@ class JobServerChild:
         self._process.wait()
         self._start()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def end(self) -> None:
         """End the process."""
         self._process.kill()

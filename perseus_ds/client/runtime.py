@@ -81,6 +81,7 @@ class PerseusRuntime:
         follow: What the iteration runs that has begun last; before the first one, what it will run.
         clocks: Of the rank's GPU.
         timers: Time operations on the device.
+        schedule: What this rank executes in its first iteration, as a schedule of one rank.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class PerseusRuntime:
         self._closed = self._in_iteration = self._has_summary = False
         # What to run, by the number of an order; the last entry is for the iterations to come.
         self._follows: dict[int, list[Follow]] = {}
-        self._schedule = schedule
+        self.schedule = schedule
         self._streams: dict[int, tuple[Operation, ...]] = {}
         # Numbers by order and shape of the first inputs; of the first order without the server's help.
         self._numbers: dict[tuple[int, float], int] = {}
@@ -237,7 +238,7 @@ class PerseusRuntime:
             self._await_calibration()
         self._key = key_of(order)
         if not self._streams:
-            self._streams[self._key] = self._schedule.ranks[0]
+            self._streams[self._key] = self.schedule.ranks[0]
             self._numbers.setdefault((self._key, 0.0), 0)
         if self._key in self._unread and read is not None:
             self._read(read)

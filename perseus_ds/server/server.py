@@ -378,11 +378,13 @@ class JobServer:
 
         def follow(rank: int, from_iteration: int) -> Follow:
             place = job.places[rank]
-            if place not in programs:
-                programs[place] = wanted.program(number, place.pipeline, place.pipeline_rank, job.schedule)
+            plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
+            if (program := programs.get((plan, place.pipeline_rank))) is None:
+                program = wanted.program(number, place.pipeline, place.pipeline_rank, job.schedule)
+                programs[plan, place.pipeline_rank] = program
             measured: Times = times if rank in profiled else wanted.otherwise
             return Follow(
-                programs[place],
+                program,
                 serial,
                 from_iteration,
                 from_iteration + shown_after,

@@ -18,7 +18,7 @@ import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.engines.engine import sessions
 from perseus_ds.errors import ConfigError
-from perseus_ds.runtime.runtime import PerseusRuntime
+from perseus_ds.client.runtime import PerseusRuntime
 
 LONGEST_S = 0.001
 
@@ -206,9 +206,10 @@ def test_a_batch_size_set_before_the_first_step_is_the_one_that_counts(make, blo
     engine.set_train_batch_size(16)
     engine.perseus.set_policy({"name": "energy_optimal"})
     train(engine, 2)
-    assert engine.perseus.runtime.job.schedule.micro_batches == 4
+    assert engine.perseus.runtime.schedule.micro_batches == 4
     assert engine.perseus.phase in ("warm-up", "calibrate")
-    assert engine.perseus.state()["policy"]["name"] == "energy_optimal"
+    engine.perseus.close()
+    assert policies(block) == ["energy_optimal"]
 
 
 def test_a_wrong_policy_before_the_first_step_is_an_error_at_once(make, block):
@@ -237,7 +238,12 @@ def test_another_batch_size_runs_at_default_clocks_until_it_has_come_often(make,
     assert {r["event"] for r in records(block) if "event" in r} <= expected
 
 
-def test_a_checkpoint_loaded_before_the_first_step_is_taken_up(make, block, tmp_path):
+def policies(block):
+    """Names of the policies that were ordered."""
+    return [r["policy"]["name"] for r in records(block) if r.get("event") == "policy" and r.get("policy")]
+
+
+def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(make, block, tmp_path):
     engine = make(perseus={**block, "mode": "auto", "cache": False})
     train(engine, 2)
     engine.perseus.set_policy({"name": "energy_optimal"})
@@ -248,9 +254,9 @@ def test_a_checkpoint_loaded_before_the_first_step_is_taken_up(make, block, tmp_
     assert path is not None
     assert "perseus_ds" not in client_state
     train(resumed, 1)
-    assert resumed.perseus.state()["policy"]["name"] == "energy_optimal"
     resumed.perseus.close()
     assert iterations(block)[-1]["iteration"] == 3
+    assert policies(block) == ["energy_optimal"] * 2
 
 
 def test_two_engines_of_a_process_get_along(make, block):
@@ -397,5 +403,5 @@ def test_patched_steps_are_the_schedule_that_is_planned(make, block, monkeypatch
     engine = make(perseus=block)
     monkeypatch.setattr(schedule.TrainSchedule, "steps", loads_first)
     train(engine, 1)
-    (stream,) = engine.perseus.runtime.job.schedule.ranks
+    (stream,) = engine.perseus.runtime.schedule.ranks
     assert [type(operation).__name__ for operation in stream] == ["Load"] * 2 + ["Compute"] * 5

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.engines.engine import Engine, attach_to, sessions
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
-from perseus_ds.ranks import PipelineTopology
 from perseus_ds.config import parse_block
-from perseus_ds.runtime.runtime import RankFacts
 
 WIDTH = 8
 
@@ -58,7 +57,7 @@ class TrainerEngine(Engine):
         self.trainer = trainer
 
     def facts(self):
-        return RankFacts(place=PipelineTopology(0, (0,)), device=torch.device("cpu"))
+        return EngineFacts(pipeline=(0,), copies=(0,), device=torch.device("cpu"))
 
     def read(self):
         passes = [(kind, number) for number in range(self.trainer.micro_batches) for kind in ("forward", "backward")]

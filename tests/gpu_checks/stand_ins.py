@@ -26,7 +26,7 @@ from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.config import parse_block
-from perseus_ds.runtime.devices import driver_of
+from perseus_ds.client.devices import gpu_of
 from perseus_ds.timebase import REAL_TIME
 
 
