@@ -1,7 +1,7 @@
 """Parts of an iteration that differ from the profile are found, and the profile is corrected by them."""
 
 import pytest
-from perseus_ds.runtime.prediction import PartTimes, difference
+from perseus_ds.server.prediction import PartTimes, difference
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
 from perseus_ds.pipeline.instruction import Instruction, Kind

@@ -13,7 +13,7 @@ RANKS = 2
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Two ranks under a plan."""
-    monkeypatch.setattr("perseus_ds.runtime.supervision._OVER_S", 10.0)
+    monkeypatch.setattr("perseus_ds.agent.fallback._OVER_S", 10.0)
     job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job
     job.close()

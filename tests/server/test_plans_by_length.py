@@ -1,7 +1,7 @@
 """A length of inputs that was not profiled gets a plan by the profiles of other lengths."""
 
 import pytest
-from perseus_ds.runtime.shapes import length_of_inputs
+from perseus_ds.client.inputs import length_of_inputs
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.profile import StageProfile

@@ -189,7 +189,7 @@ def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job
 
 def test_shapes_of_inputs_have_the_same_number_in_every_process():
     program = (
-        "from perseus_ds.runtime.shapes import number_of_inputs;"
+        "from perseus_ds.client.inputs import number_of_inputs;"
         "print(number_of_inputs((8, None, 'a')), number_of_inputs((8, None, 'b')))"
     )
     found = [

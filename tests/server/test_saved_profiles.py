@@ -4,8 +4,8 @@ import pwd
 from types import SimpleNamespace
 
 import pytest
-from perseus_ds.runtime.frontiers import cached
-from perseus_ds.runtime.profiling import save_profile
+from perseus_ds.server.frontiers import cached
+from perseus_ds.server.profiling import save_profile
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from perseus_ds.policy.selector import PlanSelector
+from perseus_ds.server.selector import PlanSelector
 from virtual.job import LoneCommunicator, job_report
 from virtual.time import VirtualTime
 

@@ -12,7 +12,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.decisions import Assignment
 from perseus_ds.server.job_control import Straggler
-from perseus_ds.policy.selector import StragglerWatch, straggler_of, with_reported
+from perseus_ds.server.selector import StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - i,),) * 2, 1.0 + 0.005 * i, 100.0 - 0.5 * i) for i in range(61))
