@@ -19,6 +19,7 @@ class Fallback:
     """Follows the faults of one GPU's controller.
 
     The driver is probed at growing intervals; when it does everything that programs need, the rank runs them again.
+    What is no error of GPU, driver or disk is a mistake, which stays.
 
     Attributes:
         is_in_force: Whether the rank runs at default clocks.
@@ -33,6 +34,7 @@ class Fallback:
         self._time = timebase
         self._tell = tell
         self._fault: type[Exception] | None = None
+        self._may_pass = True
         self._probes = 0
         self._next_s = 0.0
         self._failed: list[Exception] = []
@@ -43,8 +45,8 @@ class Fallback:
 
     def look(self) -> None:
         """Fall back after a fault, and end that if the driver does everything again; on the agent's loop."""
-        if self._failed:
-            error, self._failed = self._failed[0], []
+        failed, self._failed = self._failed, []
+        for error in failed:
             self._fall_back(error)
         failing_s = self._clocks.failing_s
         if not self.is_in_force and failing_s >= DRIVER_HANGS_S:
@@ -54,7 +56,7 @@ class Fallback:
             if self._fault is not None and now_s >= self._next_s:
                 self._fault = None
                 self._tell(RankRecovered())
-        elif now_s >= self._next_s:
+        elif self._may_pass and now_s >= self._next_s:
             self._probe()
 
     def _probe(self) -> None:
@@ -68,12 +70,14 @@ class Fallback:
         self._next_s = self._time.now_s() + _OVER_S
 
     def _fall_back(self, error: Exception) -> None:
+        may_pass = isinstance(error, GpuError | OSError)
+        self._may_pass = may_pass and (self._may_pass or not self.is_in_force)
         if self.is_in_force:
             return
         self.is_in_force = True
         fault = GpuError if isinstance(error, GpuError) else type(error)
         if self._fault is not fault:
             self._fault, self._probes = fault, 0
-            self._tell(RankFailed(str(error).rstrip("."), isinstance(error, GpuError | OSError)))
+            self._tell(RankFailed(str(error).rstrip("."), may_pass))
         self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
         self._probes += 1

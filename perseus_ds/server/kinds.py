@@ -191,6 +191,7 @@ class Kinds:
     Attributes:
         first: The first order of the job.
         first_key: What tells it from others; None before it is known.
+        latest: The kind that came last.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Kinds:
         self._plans_orders = context.job.config.mode == "auto"
         # In these modes all orders are alike.
         self._is_one = context.job.config.mode in ("observe", "profile")
-        self.first = Kind(0, context, _begin(context), 0)
+        self.first = self.latest = Kind(0, context, _begin(context), 0)
         self.first_key: int | None = None
         self._orders: dict[int, Kind] = {}
         self._frequent: Frequent[int] = Frequent()
@@ -273,6 +274,7 @@ class Kinds:
     def advance(self, kind: Kind | None, seen: Seen) -> None:
         """Have the mode of a kind take in an iteration."""
         if kind is not None and kind.is_planned:
+            self.latest = kind
             self._advance(kind, seen)
 
     def has_read(self, rank: int, message: ScheduleRead) -> None:
@@ -302,6 +304,7 @@ class Kinds:
                 kind.close()
         self._shapes.clear()
         self._orders = {} if self.first_key is None else {self.first_key: self.first}
+        self.latest = self.first
         self._tell_orders()
         self.first.begin_again(_after(self._context, iterations))
         self._run(self.first)

@@ -191,13 +191,13 @@ class JobServer:
 
     @property
     def phase(self) -> str:
-        """The phase of the iterations to come of the first order."""
-        return self._kinds.first.wanted.phase
+        """The phase of the iterations to come."""
+        return self.next.phase
 
     @property
     def next(self) -> Run:
-        """What the iterations to come of the first order run."""
-        return self._kinds.first.wanted
+        """What the iterations to come run, if they are of the kind that came last."""
+        return self._kinds.latest.wanted
 
     def state(self) -> dict[str, Any]:
         """Return what is kept for a later start of the job, as plain values."""
@@ -346,7 +346,7 @@ class JobServer:
         return RankReports(numbers, np.array([place.pipeline for place in self.job.places], np.int64))
 
     def _run_of(self, serials: set[int]) -> Run | None:
-        """Return what all ranks ran, given the serials that they followed; None if that differs or is not known."""
+        """Return what all ranks ran, given the serials that clients and agents followed; None if they differ."""
         runs = [self._runs.get(serial) for serial in sorted(serials)]
         known = [run for run in runs if run is not None]
         if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
@@ -437,7 +437,7 @@ class JobServer:
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, what it runs next, and what its last iteration took."""
         self.recorder.flush()
-        last, following = self.recorder.last, self._kinds.first.wanted
+        last, following = self.recorder.last, self.next
         facts = self.recorder.facts().model_dump(mode="json")
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now

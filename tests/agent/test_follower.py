@@ -7,7 +7,7 @@ from virtual.time import VirtualTime
 
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
-from perseus_ds.protocol.messages import Program
+from perseus_ds.protocol.job_messages import Follow, Program
 
 LATENCY_S = 0.015
 A_WHILE_S = 10.0

@@ -1,45 +1,38 @@
 """What is marked around the operations of an iteration, and in which order."""
 
 import pytest
-from perseus_ds.runtime.clock_plan import ClockPlan
-from perseus_ds.runtime.runtime import OperationHooks
 from pipelines import one_f_one_b
 
-from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.client.runtime import OperationHooks
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Load
+from perseus_ds.protocol.job_messages import Follow, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
-from perseus_ds.protocol.messages import Program
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
-STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
-TAIL = next(i for i in SCHEDULE.instructions[0] if i.kind is Kind.TAIL)
-PLAN = ClockPlan.of_rank(FrequencyPlan((STREAM,), ((1410, 1200, 1410, 1200),), 1.0, 100.0), 0)
-ONE_CLOCK = ClockPlan.of_rank(FrequencyPlan((STREAM,), ((1200,) * 4,), 1.0, 100.0), 0)
+STREAM = SCHEDULE.ranks[0]
+INSTRUCTIONS = SCHEDULE.instructions[0]
+PLAN = Program(3, 1410, (1410, 1200, 1410, 1200, 1200))
+ONE_CLOCK = Program(3, 1200)
+DEFAULT = Program(DEFAULT_CLOCKS)
+
+
+def follow(program, **times):
+    return Follow(program, 1, 0, "run", **times)
 
 
 class Calls:
-    """Timers, clocks and communicator in one, which note what they are asked for."""
+    """Timers and clocks in one, which note what they are asked for."""
 
     needs_all = False
     replay = None
 
     def __init__(self):
         self.made = []
-        self.programs = []
 
-    def program(self, program):
-        if program == Program(0):
-            return DEFAULT_CLOCKS
-        self.programs.append(program)
-        return len(self.programs) - 1
-
-    def begin_iteration(self, program):
-        self.made.append(("iteration", program))
+    def begin_iteration(self, order, positions):
+        self.made.append(("iteration", order, positions))
         return 1
-
-    def change_program(self, program):
-        self.made.append(("change", program))
 
     def mark(self, slot):
         self.made.append(slot)
@@ -53,13 +46,6 @@ class Calls:
     def end(self, operation):
         self.made.append(("end", operation))
 
-    def wait(self):
-        self.made.append("wait")
-
-    def all_max(self, value):
-        self.made.append("all_max")
-        return value
-
 
 @pytest.fixture
 def calls():
@@ -68,7 +54,7 @@ def calls():
 
 @pytest.fixture
 def hooks(calls):
-    return OperationHooks(calls, calls, calls)
+    return OperationHooks(calls, calls)
 
 
 def surround(hooks, operation):
@@ -76,55 +62,76 @@ def surround(hooks, operation):
         pass
 
 
-def test_the_agent_knows_a_program_before_an_iteration_names_it_and_each_plan_is_sent_once(hooks, calls):
-    for plan in (PLAN, PLAN, ONE_CLOCK, ClockPlan()):
-        hooks.start_iteration(plan, "none")
-    assert calls.programs == [Program(0, 1410, (1410, 1200, 1410, 1200), (), 1.0), Program(0, 1200)]
-    assert [call for call in calls.made if call != "start"] == [
-        ("iteration", 0), ("iteration", 0), ("iteration", 1), ("iteration", DEFAULT_CLOCKS)
-    ]  # fmt: skip
+@pytest.mark.parametrize(("program", "positions"), [(PLAN, 5), (ONE_CLOCK, 0), (DEFAULT, 0)])
+def test_an_iteration_begins_with_the_number_of_its_order_and_how_many_marks_it_may_have(
+    hooks, calls, program, positions
+):
+    hooks.start_iteration(follow(program), 1, STREAM)
+    assert calls.made == ["start", ("iteration", program.number, positions)]
 
 
 def test_instructions_are_marked_at_their_positions_where_clocks_change(hooks, calls):
-    hooks.start_iteration(PLAN, "passes")
+    hooks.start_iteration(follow(PLAN, times="passes"), 1, STREAM)
     calls.made.clear()
-    first = Compute(STREAM[0])
+    first = Compute(INSTRUCTIONS[0])
     surround(hooks, first)
     assert calls.made == [0, ("begin", first), ("end", first), 1]
 
 
 def test_an_iteration_in_another_order_marks_each_instruction_at_its_own_position(hooks, calls):
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        hooks.start_iteration(PLAN, "none")
+        hooks.start_iteration(follow(PLAN), 1, STREAM)
         calls.made.clear()
         for position in order:
-            surround(hooks, Compute(STREAM[position]))
+            surround(hooks, Compute(INSTRUCTIONS[position]))
         assert calls.made == [slot for position in order for slot in (2 * position, 2 * position + 1)]
 
 
-@pytest.mark.parametrize("plan", [ONE_CLOCK, ClockPlan(), ClockPlan(first=1110)])
-def test_nothing_is_marked_where_no_clock_changes_within_an_iteration(hooks, calls, plan):
-    hooks.start_iteration(plan, "none")
+@pytest.mark.parametrize("program", [ONE_CLOCK, DEFAULT])
+def test_nothing_is_marked_where_no_clock_changes_within_an_iteration(hooks, calls, program):
+    hooks.start_iteration(follow(program), 1, STREAM)
+    assert not hooks.is_needed
     calls.made.clear()
-    for instruction in STREAM:
+    for instruction in INSTRUCTIONS:
         surround(hooks, Load(stage=0, micro_batch=0))
         surround(hooks, Compute(instruction))
     assert calls.made == []
 
 
-def test_a_plan_that_is_dropped_within_an_iteration_ends_its_marks(hooks, calls):
-    hooks.start_iteration(PLAN, "none")
-    surround(hooks, Compute(STREAM[0]))
+@pytest.mark.parametrize(
+    ("times", "timed"), [("none", []), ("ends", ["forward"]), ("passes", ["forward"]), ("all", ["load", "forward"])]
+)
+def test_what_is_measured_of_an_iteration_is_timed_and_nothing_else(hooks, calls, times, timed):
+    hooks.start_iteration(follow(DEFAULT, times=times), 1, STREAM)
     calls.made.clear()
-    hooks.change_plan(ClockPlan())
-    surround(hooks, Compute(STREAM[1]))
-    assert calls.made == [("change", DEFAULT_CLOCKS)]
+    operations = {"load": Load(stage=0, micro_batch=0), "forward": Compute(INSTRUCTIONS[0])}
+    for operation in operations.values():
+        surround(hooks, operation)
+    assert calls.made == [(what, operations[name]) for name in timed for what in ("begin", "end")]
 
 
-def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(hooks, calls):
-    hooks.start_iteration(ClockPlan(), "all", aligns_tail=True)
+def test_every_so_many_iterations_more_is_measured(hooks, calls):
+    asked = follow(DEFAULT, times="passes", every=10)
+    for number in (9, 10, 11):
+        hooks.start_iteration(asked, number, STREAM)
+        assert hooks.is_needed is (number == 10)
+
+
+def test_what_is_dropped_within_an_iteration_ends_its_marks(hooks, calls):
+    hooks.start_iteration(follow(PLAN), 1, STREAM)
+    surround(hooks, Compute(INSTRUCTIONS[0]))
     calls.made.clear()
-    for _ in range(2):
-        surround(hooks, Compute(TAIL))
-    assert calls.made[:3] == ["wait", "all_max", ("begin", Compute(TAIL))]
-    assert calls.made.count("all_max") == 1
+    hooks.follow(follow(DEFAULT), 1, STREAM)
+    surround(hooks, Compute(INSTRUCTIONS[1]))
+    assert calls.made == []
+
+
+def test_an_iteration_of_another_order_has_positions_of_its_own(hooks, calls):
+    other = one_f_one_b(ranks=1, micro_batches=3).ranks[0]
+    hooks.start_iteration(follow(PLAN), 1, STREAM)
+    surround(hooks, Compute(INSTRUCTIONS[1]))
+    hooks.start_iteration(follow(PLAN), 2, other[2:])
+    calls.made.clear()
+    passes = [operation for operation in other[2:] if isinstance(operation, Compute)]
+    surround(hooks, passes[0])
+    assert calls.made == [0, 1]

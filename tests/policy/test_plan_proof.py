@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual.job import job_report
+from seen import job_report
 
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.policy.plan_proof import (

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from virtual.job import reports_of
+from seen import reports_of
 
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute

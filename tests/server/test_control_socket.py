@@ -14,10 +14,10 @@ from run_log import GIVE_UP_S
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy import control_socket
+from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy
+from perseus_ds.server import control_socket
 from perseus_ds.server.control_socket import ControlServer, send_order
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["name"])
-def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orders, policy):
+def test_state_survives_a_restart_but_for_a_policy_changed_in_the_config(orders, policy):
     orders.policy = POLICY.validate_python(policy)
     orders.set_straggler(1, 1.4)
     orders.steps = 70
@@ -128,18 +128,18 @@ DAMAGED = {
     [(key, value) for key, values in DAMAGED.items() for value in values],
     ids=lambda part: str(part)[:20],
 )
-def test_of_a_damaged_checkpoint_or_one_of_another_version_only_the_steps_count(orders, caplog, key, value):
+def test_of_a_damaged_state_or_one_of_another_version_nothing_counts(orders, caplog, key, value):
     fresh = job_control()
     before = fresh.state()
     state = {**orders.state(), "paused": True, key: value}
-    assert not fresh.restore({k: v for k, v in state.items() if v != MISSING}, steps=9)
-    assert fresh.state() == {**before, "steps": 9}
+    assert not fresh.restore({k: v for k, v in state.items() if v != MISSING})
+    assert fresh.state() == before
     assert "cannot be read" in caplog.text
 
 
-def test_steps_before_a_checkpoint_are_no_steps_of_this_process(orders):
-    orders.restore({}, steps=9)
-    orders.count_step()
+def test_steps_of_earlier_starts_are_no_steps_of_this_one(orders):
+    orders.steps = 9
+    orders.count_step(10)
     assert (orders.steps, orders.own_steps) == (10, 1)
 
 

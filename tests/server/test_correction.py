@@ -32,9 +32,12 @@ def part_times(backward_s=2.0, transfer_s=0.1, tail_s=0.5):
 
     def spans(stage, back_s, waits_s):
         times = {Kind.FORWARD: 1.0 + stage, Kind.BACKWARD: back_s, Kind.TAIL: tail_s + waits_s}
-        computed = [Span(Compute(Instruction(stage, kind, 0)), 0.0, time_s) for kind, time_s in times.items()]
         side = {"sends" if stage == 0 else "receives": (Transfer("activation", 0, 1, 0),)}
-        return [*computed, Span(Exchange(**side), 0.0, transfer_s + waits_s)]
+        spans, end_s = [Span(Exchange(**side), 0.0, transfer_s + waits_s)], transfer_s + waits_s
+        for kind, time_s in times.items():
+            spans.append(Span(Compute(Instruction(stage, kind, 0)), end_s, end_s + time_s))
+            end_s += time_s
+        return spans
 
     return PartTimes.of([[spans(0, 1.0, 0.3)] * 4, [spans(1, backward_s, 0.0)] * 4])
 

@@ -181,7 +181,7 @@ def test_under_limits_that_others_set_a_job_is_not_slower_than_at_default_clocks
 def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_when_that_has_gone(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("profile")
-    job.train(3)
+    job.train(2)
     job.gpu.limit(power_w=250.0)
     job.train_until("run")
     job.train(60)

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from run_log import GIVE_UP_S, wait_until
 from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import Ended, Failed, read_records
+from perseus_ds.artifacts.run_records import Ended
 from perseus_ds.config import MetricsConfig
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.progress import JobLog
@@ -143,32 +143,42 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_pat
     assert caplog.text.count("cannot be written") == 1
 
 
+@contextlib.contextmanager
+def serving(job, problems, **config):
+    """Serve a job's figures as its server does."""
+    reporter = MetricsReporter(MetricsConfig(**config), job.server.recorder.facts, problems.append)
+    try:
+        yield
+    finally:
+        job.close()
+        reporter.close()
+
+
 def test_a_port_in_use_ends_neither_start_nor_training(tmp_path, caplog):
+    job, problems = VirtualJob(tmp_path, mode="observe"), []
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        job = VirtualJob(tmp_path, mode="observe", metrics={"port": taken.getsockname()[1]})
-        assert job.train(2) == ["observe"] * 2
-        wait_until(lambda: "nothing is served at 127.0.0.1" in caplog.text, "the warning")
-        job.close()
-    (problem,) = (r for r in read_records(tmp_path) if isinstance(r, Failed))
-    assert problem.event == "metrics"
-    assert "Address already in use" in problem.error
+        with serving(job, problems, port=taken.getsockname()[1]):
+            assert job.train(2) == ["observe"] * 2
+            wait_until(lambda: problems, "the problem")
+    (problem,) = problems
+    assert "Address already in use" in problem
     assert caplog.text.count("nothing is served") == 1
 
 
 def test_a_job_serves_its_figures_while_it_trains_and_no_longer(tmp_path):
-    port = free_port()
-    job = VirtualJob(tmp_path, mode="observe", metrics={"port": port, "textfile": str(tmp_path / "x.prom")})
-    job.train(4)
-    wait_until(lambda: values(get(port)[1])["perseus_iterations_total", None] == 3.0, "three iterations")
-    job.close()
+    port, textfile = free_port(), str(tmp_path / "x.prom")
+    job = VirtualJob(tmp_path, mode="observe")
+    with serving(job, [], port=port, textfile=textfile):
+        job.train(4)
+        wait_until(lambda: values(get(port)[1])["perseus_iterations_total", None] == 3.0, "three iterations")
     with pytest.raises(ConnectionError), socket.create_connection(("127.0.0.1", port)):
         pass
     assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 4.0
-    resumed = VirtualJob(tmp_path, mode="observe", metrics={"textfile": str(tmp_path / "x.prom")})
-    resumed.train(1)
-    resumed.close()
+    resumed = VirtualJob(tmp_path, mode="observe")
+    with serving(resumed, [], textfile=textfile):
+        resumed.train(1)
     assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 5.0
 
 

@@ -1,6 +1,5 @@
 """Shapes of inputs between which the proportions of instructions differ get profiles and plans of their own."""
 
-import json
 import os
 import random
 import subprocess
@@ -90,7 +89,7 @@ def test_shapes_run_under_their_own_plans_in_any_order_and_one_that_is_seldom_at
 
 
 @pytest.mark.extended
-def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tmp_path):
+def test_all_ranks_run_the_plans_of_each_shape(tmp_path):
     job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto", **SLOWER)
 
     def train_both(pairs):
@@ -103,9 +102,7 @@ def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tm
     while set(train_both(10)) != {"run"}:
         assert len(job.taken) < 600
     train_both(20)
-    waits = job.waits
     assert set(train_both(10)) == {"run"}
-    assert job.waits == waits
     assert {record.shape for record in job.close()[-20:]} == {1, 2}
 
 
@@ -165,18 +162,14 @@ def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_g
 
 
 @pytest.mark.extended
-def test_a_checkpoint_is_saved_and_taken_up_in_the_middle(job, start):
+def test_a_later_start_knows_how_often_training_stops_and_finds_plans_again(job):
     alternate(job, 420)
-    state = json.loads(json.dumps(job.runtime.state()))
+    state = job.restart()
     assert state["progress"]["plan"] is None
     assert state["progress"]["statistics"]["stops"] > 0
-    job.runtime.restore(state, steps=420)
-    assert train(job, [1.0, 2.0]) == ["run", "run"]
-    other = start("other", mode="auto", **SLOWER)
-    other.runtime.restore(state, steps=420)
-    while other.phase != "run":
-        train(other, [1.0])
-    assert other.runtime.state()["progress"]["statistics"]["stops"] >= state["progress"]["statistics"]["stops"]
+    while job.phase != "run":
+        train(job, [1.0])
+    assert job.server.state()["progress"]["statistics"]["stops"] >= state["progress"]["statistics"]["stops"]
 
 
 @pytest.mark.extended

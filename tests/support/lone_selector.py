@@ -1,25 +1,30 @@
-"""A frontier of thirty plans, and a selector of plans on the only rank of a job."""
+"""A frontier of thirty plans, and a selector of plans of a job of one rank."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 
-from perseus_ds.server.selector import PlanSelector
-from virtual.job import LoneCommunicator, job_report
+from pipelines import one_f_one_b
+from seen import seen
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.policies import SlowdownPolicy
+from perseus_ds.protocol.description import Place
+from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.selector import PlanSelector
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))
 PROVENANCE = Provenance(schedule="1f1b", micro_batches=1, stages=1, blocking_power_w=1, solver="none")
 FRONTIER = Frontier(PLANS, 1.0, PLANS[0], PROVENANCE)
+DAG = Dag.build(one_f_one_b(ranks=1, micro_batches=1))
 
 
 class Job:
-    """A selector on the only rank of a job."""
+    """A selector of a job of one rank."""
 
     def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), progress=None):  # noqa: B008 - it is frozen
         self.time = VirtualTime()
@@ -27,14 +32,13 @@ class Job:
         self.control.progress = progress or {}
         self.events, self.said = [], []
         self.selector = PlanSelector(
-            LoneCommunicator(),
+            SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),)),
             FRONTIER,
             self.control,
             timebase=self.time,
             record=self.events.append,
             say=self.said.append,
         )
-        self._sent = self._ran = None
 
     def iterate(self, time_ratio=1.0, power_ratio=1.0):
         """Run an iteration; return the plan that it ran, None for default clocks."""
@@ -42,9 +46,9 @@ class Job:
         plan = FRONTIER.plans[ran.plan]
         time_s = plan.time_s * time_ratio
         power_w = power_ratio * plan.energy_j / plan.time_s
-        before, self._ran = self._ran, ran
-        self.control.count_step()
-        self.selector.advance(self._sent, None, before)
-        report = job_report({"time_s": time_s, "energy_j": power_w * time_s})
-        self._sent = replace(report, decided=self.selector.decided)
+        self.control.count_step(self.control.steps + 1)
+        plans = None if ran.paused else Plans(FRONTIER, ran, DAG)
+        fields = {"time_s": time_s, "energy_j": power_w * time_s}
+        self.selector.learn(seen(fields, number=self.control.steps, run=Run("run", plans=plans)))
+        self.selector.decide()
         return None if ran.paused else ran.plan

@@ -65,7 +65,7 @@ class HostileDay:
         self.job.train(self._random.randrange(12))  # often before the job has found its plan again
         self._cause(cause, self._random.uniform(*self._random.choice((_SHORT, _LONG))))
         ended_s = self.job.time.now_s()
-        while not self._is_under_a_plan():
+        while not self.job.is_under_a_plan:
             if self.job.time.now_s() > ended_s + _BACK_WITHIN_S:
                 outcome.broken.append(f"not back after {_BACK_WITHIN_S:.0f} s")
                 return False
@@ -115,15 +115,14 @@ class HostileDay:
             job.restart()
 
     def _give_orders(self, for_s):
-        runtime = self.job.runtimes[0]
         for _ in range(self._random.randrange(1, 6)):
             order = self._random.choice(("pause", "resume", "status", "policy"))
             if order == "policy":
-                runtime.set_policy(self._random.choice(_POLICIES))
+                self.job.control(command="policy", policy=self._random.choice(_POLICIES))
             else:
-                runtime.carry_out({"command": order})
+                self.job.control(command=order)
             self._train_for(for_s / 5)
-        runtime.carry_out({"command": "resume"})
+        self.job.control(command="resume")
 
     def _later(self, function):
         """Call a function within the next iteration."""
@@ -139,17 +138,12 @@ class HostileDay:
         while self.job.time.now_s() < end_s:
             self.job.train(1)
 
-    def _is_under_a_plan(self):
-        return all(r.next.phase == "run" and r.next.plan is not None for r in self.job.runtimes) and not any(
-            r.has_fallen_back for r in self.job.runtimes
-        )
-
     def _end_with_a_fault_that_stays(self):
         job, cause = self.job, "counter fails"
         rank = self._random.randrange(len(STAGES_S))
         job.gpus[rank].begin(cause)
         self._train_for(120.0)
-        if not (job.runtimes[rank].has_fallen_back and job.gpus[rank].is_at_default_clock):
+        if not (job.has_fallen_back(rank) and job.gpus[rank].is_at_default_clock):
             self.outcomes[cause].broken.append("a fault that stays leaves another clock than the default")
         job.close()
         if not all(gpu.is_at_default_clock for gpu in job.gpus):

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from frontiers import save_mixed_plan
 from pipelines import one_f_one_b
@@ -32,7 +31,6 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
-from perseus_ds.policy.reports import JobReport, RankReport, RankReports
 from perseus_ds.protocol.description import JobDescription, RankFacts
 from perseus_ds.protocol.job_messages import Joined
 from perseus_ds.server.control_socket import parse_order
@@ -51,7 +49,7 @@ class VirtualJob:
     Attributes:
         work_s: Of each stage, how long each kind of instruction takes at the top clock; a test may change it [s].
         slowdowns: How many times as long each rank takes; a test may change it.
-        wait_s: Time in which the GPU waits after each pass; a test may change it [s].
+        wait_s: Time in which the GPU waits before each pass; a test may change it [s].
         schedule: What its ranks execute; a test may change it.
         shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
         taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
@@ -86,7 +84,7 @@ class VirtualJob:
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
             tail_s: Time of the tail at the top clock [s].
             work_s: By kind, in the place of both, of a job of one rank [s].
-            wait_s: Time in which the GPU waits after each pass [s].
+            wait_s: Time in which the GPU waits before each pass [s].
             other_s: Time of a command that is none of the known ones [s].
             transfer_s: Time of a transfer [s].
             micro_batches: Of an iteration.
@@ -134,6 +132,19 @@ class VirtualJob:
     def phase(self):
         """What the server has the iterations to come run."""
         return self.server.phase
+
+    @property
+    def is_under_a_plan(self):
+        """Whether the iterations to come run under a plan, and no rank has fallen back."""
+        return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
+
+    def has_fallen_back(self, rank):
+        """Whether a rank runs at default clocks because its driver has failed."""
+        return self.agent(rank)._fallback.is_in_force
+
+    def agent(self, rank):
+        """The agent's part for a rank."""
+        return self._clocks[rank]._link.agent
 
     @property
     def gpu(self):
@@ -246,17 +257,15 @@ class VirtualJob:
         self._collectives = Collectives(self._meetings, len(self.gpus))
         self._captured = {}
         self._iterations = [0] * len(self.gpus)
+        facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
+        description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
+        self.server = JobServer(description, self._send, state=state, timebase=self.time, worker=self._make_worker)
         self._clocks = [
             clocks_of(
                 gpu, self.time, self._cuda and self._cuda[rank], lambda message, rank=rank: self._tell(rank, message)
             )
             for rank, gpu in enumerate(self.gpus)
         ]
-        facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
-        description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
-        self.server = JobServer(
-            description, self._send, state=state, timebase=self.time, worker=self._make_worker
-        )
         self._on_all_ranks(self._begin)
 
     def _facts(self, rank, steps):
@@ -281,7 +290,7 @@ class VirtualJob:
         self.server.receive(rank, message)
 
     def _send(self, rank, message):
-        self._clocks[rank]._link.agent.obey(message)
+        self.agent(rank).obey(message)
 
     def _begin(self, rank):
         _, place = self._place(rank)
@@ -346,6 +355,8 @@ class VirtualJob:
     def _run(self, rank, operations, shapes, around):
         for operation in operations:
             kind = operation.instruction.kind if isinstance(operation, Compute) else None
+            if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
+                self.idle(rank, self.wait_s)
             with around(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
                 if kind is not None:
                     self.work(rank, operation.instruction)
@@ -355,8 +366,6 @@ class VirtualJob:
                     self._launch(rank, operation)
                 if isinstance(operation, Exchange | Wait):
                     self._await(rank, operation)
-            if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
-                self.idle(rank, self.wait_s)
 
     def _replay(self, rank, operations, shapes):
         """Replay a graph of the passes of a rank without transfers, captured the first time; return what follows it."""
@@ -549,17 +558,6 @@ class Collectives:
         brought = self._meetings.wait(name, self._ranks)
         if op is not None:
             tensor.copy_(torch.stack([*brought.values()]).amax(0))
-
-
-def reports_of(*fields, pipelines=None):
-    """The reports of as many ranks as there are fields, as rank 0 has them."""
-    numbers = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}).as_numbers() for field in fields]
-    return RankReports(np.array(numbers), None if pipelines is None else np.array(pipelines))
-
-
-def job_report(*fields):
-    """What is broadcast of such reports."""
-    return JobReport.of(reports_of(*fields))
 
 
 def in_order(phases):
