@@ -233,6 +233,11 @@ class ClockController:
 
         self.call(probe)
 
+    def give_up(self) -> None:
+        """Set no clock but the default one until a :meth:`probe` works; from any thread, and returns at once."""
+        self._has_failed = True
+        self.call(self._give_up)
+
     def watch_default_clocks(self) -> None:
         """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
         self.readback.watch_default_clocks()
@@ -509,9 +514,12 @@ class ClockController:
     def _fail(self, error: Exception) -> None:
         """Give up but for the default clock."""
         has_failed_before, self._has_failed = self._has_failed, True
-        self._wanted_mhz, self._busy_since_s = None, None
         if not has_failed_before:
             self._on_error(error)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._wanted_mhz, self._busy_since_s = None, None
         self._fall_back()
 
     def _fall_back(self) -> None:
@@ -566,6 +574,7 @@ class ClockController:
             self._fall_back()
             raise
         self._has_failed, self._refusals, self._busy_since_s, self._again_at_s = False, 0, None, None
+        self._requested_mhz = _UNKNOWN_MHZ  # what was requested meanwhile was not set
 
     def _in_call(self, function: Callable[[], None]) -> None:
         """Make a call of the driver, which :meth:`close` waits for and :attr:`failing_s` counts from."""

@@ -75,6 +75,7 @@ class Fallback:
         if self.is_in_force:
             return
         self.is_in_force = True
+        self._clocks.give_up()
         fault = GpuError if isinstance(error, GpuError) else type(error)
         if self._fault is not fault:
             self._fault, self._probes = fault, 0

@@ -184,7 +184,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         """In how many iterations at a clock the energy counter is refreshed often enough."""
         return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
 
-    expected = most * iterations(clocks[len(clocks) // 2])
+    # At each clock one more has begun before enough is known.
+    expected = most * (iterations(clocks[len(clocks) // 2]) + 1)
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
@@ -264,8 +265,11 @@ class _Measurement:
                 wanted = Run("profile", clock_mhz, times="all", logs_energy=True, next_phase=next_phase())
                 seen = await iteration(wanted)
                 self._keep_refreshes(seen)
+                run = seen.run
                 if seen.ran(wanted):
                     visit.append(seen)
+                elif run is not None and run.phase == wanted.phase and run.clock_mhz is not None:
+                    self._add(run.clock_mhz, [seen])  # it had begun before enough was known of its clock
             self._add(clock_mhz, visit)
             if not any(self._knows_little(rank, clock_mhz) for rank in self._ranks):
                 break

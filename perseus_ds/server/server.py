@@ -397,15 +397,23 @@ class JobServer:
             )
 
         self._sent[number] = _Sent(serial, key, follow)
-        from_iteration = 1 + max(state.issued for state in job.states)
+        from_iteration = self._from_iteration()
         for rank, state in enumerate(job.states):
             if state.is_here:
                 self._send(rank, follow(rank, from_iteration))
 
+    def _from_iteration(self) -> int:
+        """Return the first iteration that no rank begins before it has received what is sent now.
+
+        A rank begins the next iteration without waiting for an answer to its report.
+        """
+        issued = max(state.issued for state in self.job.states)
+        return issued + 2 if issued else 1
+
     def _tell_all(self, rank: int) -> None:
         """Send a rank all that it is to know."""
         self._send(rank, self._kinds.orders_for(rank))
-        from_iteration = 1 + max(state.issued for state in self.job.states)
+        from_iteration = self._from_iteration()
         for sent in self._sent.values():
             self._send(rank, sent.follows(rank, from_iteration))
 

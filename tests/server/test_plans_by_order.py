@@ -57,7 +57,7 @@ def test_counts_that_alternate_from_the_start_each_get_a_plan_and_one_profile_is
 
 
 def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(job):
-    train(job, [8] * 60)
+    train(job, [8] * 80)
     assert train(job, [3, 8, 5, 8, 8, 6]) == ["observe", "run", "observe", "run", "run", "observe"]
     records = job.close()
     assert [record.order for record in records[-6:]] == [255, None, 255, None, None, 255]
@@ -67,7 +67,7 @@ def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(jo
 
 
 def test_a_new_count_in_every_iteration_is_said_once_and_costs_no_memory(job, capsys):
-    train(job, [8] * 60)
+    train(job, [8] * 80)
     begun = capsys.readouterr().out
     assert "differ in their number" not in begun
     phases = train(job, range(9, 69))
@@ -80,7 +80,7 @@ def test_a_new_count_in_every_iteration_is_said_once_and_costs_no_memory(job, ca
 
 def test_more_orders_than_have_numbers_run_at_default_clocks(job, monkeypatch):
     monkeypatch.setattr(kinds, "MOST_NUMBERS", 1)
-    train(job, [8] * 60)
+    train(job, [8] * 80)
     counts = [8, 4, 5] * 60
     phases = train(job, counts)
     job.close()
@@ -102,7 +102,7 @@ def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch
 
 
 def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, monkeypatch):
-    train(job, [8] * 60)
+    train(job, [8] * 80)
 
     def fail(*_, **__):
         raise GpuError("the driver is gone for a moment")
@@ -155,7 +155,7 @@ def test_in_run_mode_the_plan_runs_whenever_the_count_is_the_one_it_was_made_for
 
 
 def test_an_order_whose_schedule_cannot_be_read_runs_at_default_clocks_and_the_first_goes_on(job):
-    train(job, [8] * 60)
+    train(job, [8] * 80)
 
     def fail(rank, schedule):
         raise ScheduleError("the passes have no order")
