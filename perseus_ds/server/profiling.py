@@ -158,6 +158,8 @@ _SETTLE_S = 0.05
 _REFRESHES = 10
 _KNOWN = 0.05
 _MOST_VISITS = 8
+# So many more have begun at a clock before enough is known of it.
+_UNDER_WAY = 2
 # A tail that takes less of an iteration than this needs no clock of its own.
 _TAIL_MATTERS = 0.02
 # Predicted rows may have such errors, or those of the measured ones: plans from rows that are wrong by 2 % take 0.6 to
@@ -184,8 +186,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         """In how many iterations at a clock the energy counter is refreshed often enough."""
         return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
 
-    # At each clock one more has begun before enough is known.
-    expected = most * (iterations(clocks[len(clocks) // 2]) + 1)
+    expected = most * (iterations(clocks[len(clocks) // 2]) + _UNDER_WAY)
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "

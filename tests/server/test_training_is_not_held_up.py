@@ -3,11 +3,12 @@
 import itertools
 
 import pytest
-from virtual.job import SLOWER, VirtualChannel, VirtualJob
+from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.run_records import Failed, PlanJudged
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.protocol.job_messages import RankReport
 
 
 @pytest.fixture
@@ -37,9 +38,14 @@ def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ra
 
 
 def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job, monkeypatch):
-    sent, exchange = [], VirtualChannel.exchange
-    note = lambda channel, *report: sent.append(job.time.now_s()) or exchange(channel, *report)  # noqa: E731
-    monkeypatch.setattr(VirtualChannel, "exchange", note)
+    sent, receive = [], job.server.receive
+
+    def note(rank, message):
+        if isinstance(message, RankReport):
+            sent.append(job.time.now_s())
+        receive(rank, message)
+
+    monkeypatch.setattr(job.server, "receive", note)
     begin_s = job.time.now_s()
     job.train(1)
     assert sent == []
@@ -87,8 +93,10 @@ def test_a_host_that_is_four_seconds_ahead_of_the_device_does_not_take_the_drive
 @pytest.mark.parametrize(("late_s", "price_s"), [(0.001, 0.0), (0.006, 0.006)])
 def test_plans_allow_for_an_agent_that_sees_marks_late(start, late_s, price_s):
     job = start(mode="auto", **SLOWER)
-    job.runtime.rank.clocks._link.late_s = late_s
-    job.train_until("default")
+    job.agent_link(0).late_s = late_s
+    while job.phase != "default":
+        job.train(1)
+        job.time.sleep(0.02)  # or else the begin of the next iteration has the agent look
     planned = Frontier.load(job.folder).provenance.switch_cost_s
     assert planned == pytest.approx(price_s, abs=0.0005)
 

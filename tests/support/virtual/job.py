@@ -134,6 +134,11 @@ class VirtualJob:
         return self.server.phase
 
     @property
+    def under_way(self):
+        """How many iterations have begun when one is decided on that was reported before them."""
+        return 1 if self._cuda is None else 2
+
+    @property
     def is_under_a_plan(self):
         """Whether the iterations to come run under a plan, and no rank has fallen back."""
         return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
@@ -142,9 +147,13 @@ class VirtualJob:
         """Whether a rank runs at default clocks because its driver has failed."""
         return self.agent(rank)._fallback.is_in_force
 
+    def agent_link(self, rank):
+        """The connection of a rank to its agent."""
+        return self._clocks[rank]._link
+
     def agent(self, rank):
         """The agent's part for a rank."""
-        return self._clocks[rank]._link.agent
+        return self.agent_link(rank).agent
 
     @property
     def gpu(self):
@@ -257,6 +266,7 @@ class VirtualJob:
         self._collectives = Collectives(self._meetings, len(self.gpus))
         self._captured = {}
         self._iterations = [0] * len(self.gpus)
+        self._done = [0] * len(self.gpus)
         facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
         description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
         self.server = JobServer(description, self._send, state=state, timebase=self.time, worker=self._make_worker)
@@ -348,6 +358,8 @@ class VirtualJob:
             self._meetings.bring(end, rank, None)
             self._meetings.wait(end, len(self.gpus))
             phase = runtime.phase  # known now, when its inputs are
+        if self._cuda is not None:
+            self._hold_host(rank)
         if rank == 0:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
@@ -366,6 +378,16 @@ class VirtualJob:
                     self._launch(rank, operation)
                 if isinstance(operation, Exchange | Wait):
                     self._await(rank, operation)
+
+    def _hold_host(self, rank):
+        """Wait until the device is done with the iteration before the one that was launched: queues are finite."""
+        done, launched = self._done, self._iterations[rank]
+
+        def count():
+            done[rank] += 1
+
+        self._cuda[rank].enqueue(count)
+        self._cuda[rank].wait_until(lambda: done[rank] >= launched - 1)
 
     def _replay(self, rank, operations, shapes):
         """Replay a graph of the passes of a rank without transfers, captured the first time; return what follows it."""
