@@ -66,8 +66,9 @@ class Fallback:
 
     def _has_worked(self) -> None:
         """The driver did everything once; on the controller's thread."""
-        self.is_in_force = False
-        self._next_s = self._time.now_s() + _OVER_S
+        if self._may_pass:
+            self._next_s = self._time.now_s() + _OVER_S
+            self.is_in_force = False
 
     def _fall_back(self, error: Exception) -> None:
         may_pass = isinstance(error, GpuError | OSError)

@@ -248,22 +248,37 @@ def test_a_clock_is_set_though_it_was_the_last_one_before_a_refused_change(clock
 
 
 def test_a_driver_that_has_failed_is_probed_when_asked_to(clocks, gpu, errors, now):
+    worked = []
     gpu.refusal = GpuError("unknown error")
     clocks.request(1110)
     now.sleep(A_WHILE_S)
-    failed = clocks.probe()
+    clocks.probe(lambda: worked.append(now.now_s()))
     now.sleep(A_WHILE_S)
-    assert (failed.is_over, failed.has_worked) == (True, False)
+    assert worked == []
     gpu.refusal = None
     clocks.request(1200)
     now.sleep(A_WHILE_S)
     assert 1200 not in gpu.clocks_set
-    passed = clocks.probe()
+    clocks.probe(lambda: worked.append(now.now_s()))
     now.sleep(A_WHILE_S)
-    assert (passed.is_over, passed.has_worked) == (True, True)
+    assert len(worked) == 1
     assert gpu.clocks_set[-2:] == [1410, None]
     set_clock(clocks, 1110)
     assert gpu.clock_mhz() == 1110
+
+
+def test_after_giving_up_no_clock_is_set_until_a_probe_works_and_then_the_same_one_again(clocks, gpu, errors, now):
+    set_clock(clocks, 1200)
+    clocks.give_up()
+    now.sleep(A_WHILE_S)
+    set_clock(clocks, 1110)
+    set_clock(clocks, 1200)
+    assert gpu.clocks_set == [1200, None]
+    clocks.probe(lambda: None)
+    now.sleep(A_WHILE_S)
+    set_clock(clocks, 1200)
+    assert gpu.clocks_set == [1200, None, 1410, None, 1200]
+    assert errors == []
 
 
 def test_a_event_that_cannot_be_queried_is_reported_and_the_default_restored(clocks, gpu, errors, now):

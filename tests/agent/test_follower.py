@@ -1,5 +1,8 @@
 """Programs are followed by marks of the CPU, or of a GPU on which passes are only launched; in virtual time."""
 
+import itertools
+import math
+
 import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
@@ -7,7 +10,7 @@ from virtual.time import VirtualTime
 
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
-from perseus_ds.protocol.job_messages import Follow, Program
+from perseus_ds.protocol.job_messages import Follow, Latencies, Program, RankReport, Report
 
 LATENCY_S = 0.015
 A_WHILE_S = 10.0
@@ -29,18 +32,42 @@ def cuda(request, now, gpu):
 
 
 @pytest.fixture
-def clocks(gpu, now, cuda):
-    made = clocks_of(gpu, now, cuda)
+def told():
+    """What the agent tells the server."""
+    return []
+
+
+@pytest.fixture
+def clocks(gpu, now, cuda, told):
+    made = clocks_of(gpu, now, cuda, told.append)
     yield made
     made.close()
+
+
+@pytest.fixture
+def agent(clocks):
+    return clocks._link.agent
+
+
+@pytest.fixture
+def runs(agent):
+    """A function by which the server says what an order runs; returns the order's number."""
+    serials = itertools.count(1)
+
+    def runs(first_mhz, clocks_mhz=(), spans_s=(), time_s=0.0, *, number=0, from_iteration=0):
+        program = Program(number, first_mhz, clocks_mhz, spans_s, time_s)
+        agent.obey(Follow(program, serial=next(serials), from_iteration=from_iteration, shown_from=0, phase="run"))
+        return number
+
+    return runs
 
 
 @pytest.fixture
 def iterate(clocks, now, cuda):
     """A function that runs an iteration whose passes take 0.3 s; returns its number."""
 
-    def iterate(program, passes=3, end=True):
-        number = clocks.begin_iteration(program)
+    def iterate(order, passes=3, end=True):
+        number = clocks.begin_iteration(order, passes)
         for position in range(passes):
             clocks.mark(2 * position)
             cuda.idle(0.3) if cuda else now.sleep(0.3)
@@ -56,32 +83,33 @@ def changes(gpu, since_s, first=0):
     return [(clock_mhz, pytest.approx(at_s - since_s, abs=1e-6)) for clock_mhz, at_s in gpu.set_at[first:]]
 
 
-def test_each_clock_is_set_as_soon_as_the_gpu_has_done_the_pass_before(clocks, gpu, now, iterate):
+def test_each_clock_is_set_as_soon_as_the_gpu_has_done_the_pass_before(clocks, gpu, now, iterate, runs):
     begin_s = now.now_s()
-    iterate(clocks.program(Program(0, 1410, (1200, 1305, 1110))))
+    iterate(runs(1410, (1200, 1305, 1110)))
     now.sleep(1.0)
     assert changes(gpu, begin_s) == [(1200, 0.0), (1305, 0.3), (1110, 0.6), (1200, 0.9)]
 
 
-def test_the_energy_of_an_iteration_is_that_between_its_marks(clocks, gpu, now, iterate):
+def test_the_energy_of_an_iteration_is_that_between_its_marks(clocks, gpu, now, iterate, runs):
     before_j = gpu.true_energy_j
     numbers = [iterate(DEFAULT_CLOCKS) for _ in range(3)]
     now.sleep(2.7)
-    recorded = [clocks.recorded(number) for number in numbers]
+    recorded = [clocks.memory.recorded(number) for number in numbers]
     assert [each.begun_s for each in recorded] == pytest.approx([100.0, 100.9, 101.8])
     assert sum(each.energy_j for each in recorded) == pytest.approx(gpu.model.blocking_power_w * 2.7, rel=0.05)
-    assert clocks.recorded(numbers[-1] + 1) is None
+    assert clocks.memory.recorded(numbers[-1] + 1) is None
     assert before_j == 0.0
 
 
-def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(clocks, gpu, now, iterate):
+def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(agent, told, gpu, now, iterate, runs):
     spans_s = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9))
-    program = clocks.program(Program(0, 1410, (1110, 1110, 1410), spans_s, 0.9))
+    program = runs(1410, (1110, 1110, 1410), spans_s, 0.9)
     for _ in range(12):
         iterate(program)
         now.sleep(2.0)
-    clocks.poll()
-    assert clocks.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S, abs=0.002)
+    (*_, latencies) = [message for message in told if isinstance(message, Latencies)]
+    assert {clock_mhz for clock_mhz, _, _ in latencies.samples_s} == {1110, 1410}
+    assert agent._clocks.readback.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S, abs=0.002)
     made, begin_s = len(gpu.set_at), now.now_s()
     iterate(program)
     now.sleep(1.0)
@@ -89,49 +117,92 @@ def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(cloc
     assert 0.6 - raised == pytest.approx(LATENCY_S, abs=0.002)
 
 
-def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later(clocks, gpu, now, iterate):
+def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later(agent, gpu, now, iterate, runs):
     """Else clocks that are requested early, from the begin of a pass on, would come late."""
-    clocks._link._clocks._clocks.readback.latencies = LatencyTable({(1410, True): (0.1,) * 3})
+    agent._clocks.readback.latencies = LatencyTable({(1410, True): (0.1,) * 3})
     spans_s = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9))
     begin_s = now.now_s()
-    iterate(clocks.program(Program(0, 1110, (1200, 1110, 1410), spans_s, 0.9)))  # 1110 is being set at 0.3 s
+    iterate(runs(1110, (1200, 1110, 1410), spans_s, 0.9))  # 1110 is being set at 0.3 s
     now.sleep(1.0)
     assert (1410, pytest.approx(0.5, abs=1e-6)) in [(clock_mhz, at_s - begin_s) for clock_mhz, at_s in gpu.set_at]
 
 
-def test_an_iteration_that_names_a_program_before_the_agent_knows_it_follows_it_from_then_on(clocks, gpu, now):
-    number = clocks.begin_iteration(3)
+def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then(clocks, agent, gpu, now, iterate, runs):
+    iterate(3, passes=1, end=False)
     now.sleep(0.1)
+    runs(1200, number=3)
+    now.sleep(1.0)
     assert gpu.clocks_set == []
-    clocks._link.send(Program(3, 1200))
+    clocks.end_iteration(1)
+    iterate(3)
     now.sleep(0.1)
     assert gpu.clocks_set == [1200]
-    clocks.end_iteration(number)
+    assert [agent._follower.serial_of(iteration) for iteration in (1, 2, 3)] == [0, 1, -1]
 
 
-def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, gpu, now, iterate):
-    number = iterate(clocks.program(Program(0, 1410, (1200, 1305, 1110))), passes=1, end=False)
+def test_an_order_is_run_from_the_iteration_on_that_the_server_names(agent, gpu, now, iterate, runs):
+    runs(1200)
+    runs(1305, from_iteration=3)
+    runs(1110, from_iteration=4)
+    for _ in range(4):
+        iterate(0, passes=1)
+    now.sleep(1.0)
+    assert gpu.clocks_set == [1200, 1305, 1110]
+    assert [agent._follower.serial_of(iteration) for iteration in (1, 2, 3, 4)] == [1, 1, 2, 3]
+
+
+def test_an_order_of_default_clocks_of_which_nothing_was_said_or_whose_server_is_gone_runs_at_them(
+    agent, gpu, now, iterate, runs
+):
+    runs(1200)
+    iterate(0, passes=1)
+    iterate(7, passes=1)
+    now.sleep(1.0)
+    assert gpu.clocks_set == [1200, None]
+    iterate(0, passes=1)
+    now.sleep(1.0)
+    agent.forget_server()
+    iterate(0, passes=1)
+    now.sleep(1.0)
+    assert gpu.clocks_set == [1200, None, 1200, None]
+
+
+def test_a_report_is_completed_once_the_gpu_has_done_its_iteration(clocks, told, now, iterate, runs):
+    """The host, which is ahead, may send it before."""
+    runs(1200)
+    number = iterate(0)
+    clocks.send(Report(number, 0, 1, key=5, time_s=0.9))
+    now.sleep(2.0)
+    (report,) = [message for message in told if isinstance(message, RankReport)]
+    assert (report.report.iteration, report.serial, report.has_failed) == (number, 1, False)
+    assert report.begun_s == pytest.approx(100.0, abs=0.001)
+    assert report.energy_j > 0
+    assert report.changes == 1
+
+
+def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, gpu, now, iterate, runs):
+    number = iterate(runs(1410, (1200, 1305, 1110)), passes=1, end=False)
     now.sleep(0.5)
-    clocks.change_program(DEFAULT_CLOCKS)
+    clocks.change_order(DEFAULT_CLOCKS)
     now.sleep(0.5)
     assert gpu.clocks_set == [1200, 1305, None]
-    clocks.change_program(clocks.program(Program(0, 1110)))
+    clocks.change_order(runs(1110, number=1))
     now.sleep(0.5)
     clocks.end_iteration(number)
     now.sleep(1.0)
     assert gpu.clocks_set == [1200, 1305, None, 1110]
-    assert clocks.recorded(number).energy_j > 0, "it is read once, from the begin to the end"
+    assert clocks.memory.recorded(number).energy_j > 0, "it is read once, from the begin to the end"
 
 
-def test_a_rank_that_is_idle_returns_to_the_default_clock_once_the_gpu_is_done(clocks, gpu, now, iterate):
+def test_a_rank_that_is_idle_returns_to_the_default_clock_once_the_gpu_is_done(clocks, gpu, now, iterate, runs):
     begin_s = now.now_s()
-    iterate(clocks.program(Program(0, 1200)))
+    iterate(runs(1200))
     now.sleep(A_WHILE_S)
     assert changes(gpu, begin_s) == [(1200, 0.0), (None, 0.9 + IDLE_S)]
 
 
-def test_work_outside_iterations_runs_at_the_default_clock_at_once(clocks, gpu, now, iterate):
-    program = clocks.program(Program(0, 1200))
+def test_work_outside_iterations_runs_at_the_default_clock_at_once(clocks, gpu, now, iterate, runs):
+    program = runs(1200)
     iterate(program)
     now.sleep(1.0)
     clocks.pause()
@@ -142,29 +213,37 @@ def test_work_outside_iterations_runs_at_the_default_clock_at_once(clocks, gpu, 
     assert gpu.clocks_set == [1200, None, 1200]
 
 
-def test_an_iteration_that_is_broken_off_leaves_nothing_to_wait_for(clocks, gpu, now, iterate):
-    iterate(clocks.program(Program(0, 1410, (1200, 1305, 1110))), passes=1)
+def test_an_iteration_that_is_broken_off_leaves_nothing_to_wait_for(clocks, gpu, now, iterate, runs):
+    iterate(runs(1410, (1200, 1305, 1110)), passes=1)
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set[-1] is None
 
 
-def test_iterations_that_begin_while_the_driver_hangs_are_recorded_without_energies(clocks, gpu, now, iterate):
+def test_iterations_that_begin_while_the_driver_hangs_are_reported_without_energies(
+    clocks, agent, told, gpu, now, iterate
+):
     energy_j = gpu.energy_j
     gpu.energy_j = lambda: now.sleep(20.0) or energy_j()
-    number = iterate(DEFAULT_CLOCKS)
+    iterate(DEFAULT_CLOCKS)
     now.sleep(5.0)
-    assert "has not answered for" in str(clocks.problem)
+    assert "has not answered for" in str(agent._clocks.problem)
     gpu.energy_j = energy_j
-    assert clocks.recorded(number, waits=True).energy_j != clocks.recorded(number, waits=True).energy_j
+    clocks.send(Report(iterate(DEFAULT_CLOCKS), DEFAULT_CLOCKS, 0, key=5, time_s=0.9))
+    now.sleep(4.0)
+    agent.look()
+    (report,) = [message for message in told if isinstance(message, RankReport)]
+    assert math.isnan(report.energy_j)
     now.sleep(60.0)
-    assert clocks.problem is None
+    assert agent._clocks.problem is None
     number = iterate(DEFAULT_CLOCKS)
     now.sleep(1.0)
-    assert clocks.recorded(number).energy_j > 0
+    assert clocks.memory.recorded(number).energy_j > 0
 
 
-def test_more_programs_than_there_are_numbers_reuse_the_numbers(clocks, gpu, now, iterate):
-    for clock_mhz in gpu.supported_clocks_mhz() * 4:
-        iterate(clocks.program(Program(0, clock_mhz, (), (), clock_mhz / 7 + len(gpu.set_at))), passes=1)
-        now.sleep(0.3)
-    assert gpu.clocks_set[-1] == gpu.supported_clocks_mhz()[-1]
+def test_what_an_order_runs_may_change_as_often_as_the_server_likes(gpu, now, iterate, runs):
+    clocks_mhz = gpu.supported_clocks_mhz()
+    for first_mhz, second_mhz in zip(clocks_mhz * 4, clocks_mhz[1:] * 4, strict=False):
+        iterate(runs(first_mhz, (first_mhz, second_mhz)), passes=2)
+        now.sleep(0.6)
+    now.sleep(1.0)
+    assert gpu.clocks_set[-2:] == [second_mhz, first_mhz], "the first clock of the next iteration"

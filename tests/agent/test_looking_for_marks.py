@@ -5,8 +5,8 @@ from virtual.gpu import RecordingGpu
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.rank_clocks import RankClocks
+from perseus_ds.protocol.job_messages import Follow, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, RankMemory
-from perseus_ds.protocol.messages import Program
 from perseus_ds.timebase import Flag
 
 PASS_S = 0.03
@@ -31,7 +31,7 @@ def memory():
 
 @pytest.fixture
 def clocks(gpu, memory, now):
-    made = RankClocks(gpu, memory, lambda message: None, now)
+    made = RankClocks(gpu, memory, lambda message: None, lambda message: None, now)
     now.sleep(0.1)
     yield made
     made.close()
@@ -53,7 +53,8 @@ def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, var
             now.sleep(max(1e-6, clocks.look()))  # so that time passes
 
     now.thread(loop, "loop").start()
-    clocks.receive(Program(0, None, (1110, 1410) * 5))
+    program = Program(0, None, (1110, 1410) * 5)
+    clocks.obey(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
     for factor in (1.0, 1.0 + varies):
         iteration, ends = memory.begin_iteration(0), []
         clocks.wake()

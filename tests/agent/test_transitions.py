@@ -5,16 +5,10 @@ import itertools
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pipelines import one_f_one_b
 
 from perseus_ds.agent.transitions import plan_transitions
-from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.runtime.clock_plan import ClockPlan
 
-TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 LATENCY_S = 0.015
 ALL_ALIKE = LatencyTable({(1200, rises): (LATENCY_S,) * 3 for rises in (False, True)})
 CLOCKS = st.sampled_from([900, 1005, 1110, 1200, 1305, 1410])
@@ -124,14 +118,6 @@ def test_without_knowing_durations_or_latencies_clocks_are_requested_when_instru
         (1110, 1410, None),
         (1410, 1110, None),
     ]
-
-
-def test_instructions_begin_when_the_ranks_before_have_sent_their_input():
-    schedule = one_f_one_b(ranks=2, micro_batches=1)
-    streams = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
-    plan = FrequencyPlan(streams, ((1110, 1110), (1410, 1410)), 0.7, 1.0)
-    times = {(stage, kind, clock): s for stage, clock in ((0, 1110), (1, 1410)) for kind, s in TIMES_S.items()}
-    assert ClockPlan.of_rank(plan, 0, times, Dag.build(schedule)).spans_s == [(0.0, 0.1), pytest.approx((0.4, 0.6))]
 
 
 def test_a_lower_clock_is_not_requested_before_its_iteration_begins():

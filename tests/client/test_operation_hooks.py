@@ -18,7 +18,7 @@ DEFAULT = Program(DEFAULT_CLOCKS)
 
 
 def follow(program, **times):
-    return Follow(program, 1, 0, "run", **times)
+    return Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run", **times)
 
 
 class Calls:

@@ -20,7 +20,7 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.decisions import Situation, decide
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.config import parse_block
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))

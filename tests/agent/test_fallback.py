@@ -1,0 +1,122 @@
+"""A rank whose driver fails falls back to default clocks, and runs programs again once the driver works."""
+
+import pytest
+from virtual.agent import clocks_of
+from virtual.gpu import FaultyGpu
+from virtual.time import VirtualTime
+
+from perseus_ds.errors import GpuError
+from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, RankRecovered
+
+AFTER_PROBES_S = 200.0
+"""Longer than the driver is left alone."""
+
+
+@pytest.fixture
+def now():
+    return VirtualTime()
+
+
+@pytest.fixture
+def gpu(now):
+    return FaultyGpu.named("a100-sxm", timebase=now)
+
+
+@pytest.fixture
+def told():
+    """What the agent tells the server."""
+    return []
+
+
+@pytest.fixture
+def clocks(gpu, now, told):
+    made = clocks_of(gpu, now, tell=told.append)
+    program = Program(0, 1110)
+    made._link.agent.obey(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def agent(clocks):
+    return clocks._link.agent
+
+
+@pytest.fixture
+def train(clocks, now, agent):
+    """A function that runs iterations of a second for some time, while the agent looks as its loop does."""
+
+    def train(seconds):
+        for _ in range(round(seconds)):
+            number = clocks.begin_iteration(0, 0)
+            now.sleep(1.0)
+            clocks.end_iteration(number)
+            agent.look()
+
+    return train
+
+
+def failures(told):
+    return [message for message in told if isinstance(message, RankFailed | RankRecovered)]
+
+
+@pytest.mark.parametrize("fault", ["driver error", "counter fails", "driver hangs", "driver busy"])
+def test_a_rank_falls_back_by_any_fault_and_runs_its_program_again_when_the_driver_works(
+    train, agent, gpu, told, fault
+):
+    train(5)
+    assert gpu.locked_clock_mhz == 1110
+    gpu.begin(fault)
+    agent.obey(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
+    train(20)
+    assert agent._fallback.is_in_force
+    assert gpu.is_at_default_clock or fault == "driver hangs"
+    (failed,) = failures(told)
+    assert failed.may_pass
+    gpu.end()
+    train(AFTER_PROBES_S)
+    assert not agent._fallback.is_in_force
+    assert gpu.locked_clock_mhz == 1200
+
+
+def test_that_it_works_again_is_told_once_it_has_for_long(train, gpu, told):
+    gpu.begin("driver error")
+    train(20)
+    gpu.end()
+    train(AFTER_PROBES_S)
+    assert [type(message) for message in failures(told)] == [RankFailed]
+    train(300)
+    assert [type(message) for message in failures(told)] == [RankFailed, RankRecovered]
+
+
+def test_a_fault_that_comes_back_soon_is_not_told_again_and_one_of_another_kind_is(train, agent, gpu, told):
+    for _ in range(3):
+        gpu.begin("counter fails")
+        train(20)
+        gpu.end()
+        train(AFTER_PROBES_S)
+    assert len(failures(told)) == 1
+    agent._fallback.begin(ZeroDivisionError("division by zero"))
+    train(2)
+    assert [message.may_pass for message in failures(told)] == [True, False]
+
+
+@pytest.mark.parametrize("errors", [["a mistake"], ["a fault", "a mistake"]])
+def test_a_mistake_stays_even_if_it_comes_while_the_rank_has_fallen_back(train, agent, gpu, told, errors):
+    for text in errors:
+        agent._fallback.begin(ValueError(text) if text == "a mistake" else GpuError(text))
+        train(1)
+    train(AFTER_PROBES_S)
+    assert agent._fallback.is_in_force
+    assert gpu.is_at_default_clock
+    assert not failures(told)[-1].may_pass or len(failures(told)) == 1
+
+
+def test_a_driver_that_fails_for_hours_is_probed_once_a_minute(train, agent, gpu, monkeypatch, now):
+    probes = []
+    monkeypatch.setattr(agent._clocks, "probe", lambda on_success: probes.append(now.now_s()))
+    agent._fallback.begin(GpuError("the GPU is lost"))
+    train(1000)
+    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    assert gaps[:6] == pytest.approx([2, 4, 8, 16, 32, 60])
+    assert set(map(round, gaps[5:])) == {60}
