@@ -1,0 +1,219 @@
+"""Messages that are lost, doubled, late or in another order change nothing but the evidence of their iterations."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import one_f_one_b
+from virtual.time import VirtualTime
+
+from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.config import parse_block
+from perseus_ds.protocol.description import JobDescription, RankFacts
+from perseus_ds.protocol.job_messages import Follow, Joined, Left, Measured, RankReport, Report, Spans, Summarised
+from perseus_ds.server.server import JobServer
+
+RANKS = 2
+ITERATIONS = 12
+SCHEDULE = one_f_one_b(ranks=RANKS, micro_batches=2)
+CLOCKS_MHZ = tuple(range(900, 1411, 15))
+
+
+class Job:
+    """A job whose ranks are played: each runs what it has received, and reports an iteration of a second."""
+
+    def __init__(self, folder, **block):
+        config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
+        facts = tuple(
+            RankFacts(
+                pipeline=tuple(range(RANKS)),
+                copies=(rank,),
+                schedule=ScheduleStreams.of(replace(SCHEDULE, ranks=(SCHEDULE.ranks[rank],)))
+                .model_dump_json()
+                .encode(),
+                gpu="simulated",
+                clocks_mhz=CLOCKS_MHZ,
+                simulated=True,
+            )
+            for rank in range(RANKS)
+        )
+        self.folder = folder
+        self.received = [[] for _ in range(RANKS)]
+        description = JobDescription(config=config.model_dump_json().encode(), ranks=facts)
+        self.server = JobServer(description, self._send, timebase=VirtualTime())
+        self.server.start()
+        for rank in range(RANKS):
+            self.server.receive(rank, Measured(0.1, 0.1, 80.0))
+            self.server.receive(rank, Joined())
+
+    def _send(self, rank, message):
+        self.received[rank].append(message)
+
+    def follow(self, rank, iteration, *, without_last=0):
+        """What a rank runs in an iteration, if the last messages have not arrived yet."""
+        follows = [each for each in self.received[rank] if isinstance(each, Follow) and each.program.number == 0]
+        follows = follows[: len(follows) - without_last]
+        return next((each for each in reversed(follows) if each.from_iteration <= iteration), None)
+
+    def report(self, rank, iteration, *, without_last=0, client_without_last=None, **fields):
+        """The report of an iteration, as the rank's agent completes it."""
+        own = self.follow(rank, iteration, without_last=without_last)
+        theirs = own if client_without_last is None else self.follow(rank, iteration, without_last=client_without_last)
+        serial_of = lambda follow: 0 if follow is None else follow.serial  # noqa: E731
+        report = Report(iteration, 0, serial_of(theirs), key=7, time_s=1.0, issued=iteration, **fields)
+        return RankReport(report, serial=serial_of(own), begun_s=float(iteration), energy_j=300.0)
+
+    def run(self, iterations):
+        """Run iterations of which all messages arrive in order."""
+        for iteration in iterations:
+            for rank in range(RANKS):
+                self.server.receive(rank, self.report(rank, iteration))
+
+    def end(self):
+        """End the job; return its iterations."""
+        for rank in range(RANKS):
+            self.server.receive(rank, Left())
+        assert self.server.is_over
+        assert sum(isinstance(message, Summarised) for message in self.received[0]) == 1
+        return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory):
+    """A function that starts a job."""
+    return lambda **block: Job(tmp_path_factory.mktemp("job"), **block)
+
+
+REPORTS = [*product(range(1, ITERATIONS + 1), range(RANKS))]
+
+
+@st.composite
+def deliveries(draw):
+    """Reports by iteration and rank in the order in which they arrive: some never do, others twice or late."""
+    arriving = []
+    for place, report in enumerate(REPORTS):
+        for _ in range(draw(st.sampled_from([0, 1, 1, 1, 1, 2]))):
+            arriving.append((place + draw(st.sampled_from([0, 0, 0, 1, 3, 9])), report))
+    return [report for _, report in sorted(arriving)]
+
+
+def complete(arriving):
+    """The iterations of which all reports have arrived before those of a later one had."""
+    found, seen = [], set()
+    for iteration, rank in arriving:
+        seen.add((iteration, rank))
+        if iteration > max(found, default=0) and all((iteration, each) in seen for each in range(RANKS)):
+            found.append(iteration)
+    return found
+
+
+@settings(deadline=None, max_examples=30)
+@given(deliveries())
+def test_an_iteration_is_recorded_once_if_all_its_reports_arrive_before_those_of_a_later_one(play, arriving):
+    job = play(mode="observe")
+    for iteration, rank in arriving:
+        job.server.receive(rank, job.report(rank, iteration))
+    records = job.end()
+    assert [record.iteration for record in records] == complete(arriving)
+    assert {(record.time_s, record.energy_j) for record in records} <= {(1.0, 600.0)}
+
+
+@settings(deadline=None, max_examples=30)
+@given(deliveries())
+def test_whatever_arrives_of_a_job_that_warms_up_each_iteration_that_is_complete_is_one_step_of_it(play, arriving):
+    """A phase goes on by complete iterations alone."""
+    job, same = (play(mode="profile", profile={"warm_up": 30}) for _ in range(2))
+    for iteration, rank in arriving:
+        job.server.receive(rank, job.report(rank, iteration))
+    same.run(complete(arriving))
+    assert (job.server.phase, job.server.control.steps) == (same.server.phase, same.server.control.steps)
+    assert [r.iteration for r in job.end()] == [r.iteration for r in same.end()]
+
+
+def visits_of(job):
+    """The clocks that were asked for so far."""
+    return [each.program.first_mhz for each in job.received[0] if isinstance(each, Follow) and each.phase == "profile"]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, RANKS - 1), st.sampled_from(["agent", "client"])), max_size=4))
+def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play, late):
+    """It runs, and is recorded, but does not count for what it was to measure."""
+    job = play(mode="profile", profile={"warm_up": 3})
+    iteration = 0
+    while job.server.phase != "profile":
+        iteration += 1
+        job.run([iteration])
+    measured = job.server.next
+    iteration += 1
+    job.run([iteration])  # which had begun before
+    for rank, side in late:
+        iteration += 1
+        for each in range(RANKS):
+            lag = {} if each != rank else {"without_last": 1} if side == "agent" else {"client_without_last": 1}
+            job.server.receive(each, job.report(each, iteration, **lag))
+        assert job.server.next.key == measured.key, "this clock is still to be measured"
+        assert visits_of(job) == [measured.clock_mhz]
+    assert len(job.end()) == iteration
+
+
+def test_operations_that_arrive_for_an_iteration_that_is_over_are_forgotten(play):
+    job = play(mode="observe")
+    job.run(range(1, 4))
+    for iteration in (1, 2, 3):
+        job.server.receive(0, Spans(iteration, b"x" * 18))
+    job.run(range(4, 9))
+    assert job.server._contents == {}
+    assert len(job.end()) == 8
+
+
+def test_a_rank_of_which_nothing_arrives_for_long_costs_no_memory(play):
+    job = play(mode="observe")
+    for iteration in range(1, 1000):
+        job.server.receive(0, job.report(0, iteration))
+        job.server.receive(0, Spans(iteration, b"x" * 18))
+    assert len(job.server._open) < 100
+    assert len(job.server._contents) < 100
+    job.run(range(1000, 1005))
+    assert [record.iteration for record in job.end()] == [1000, 1001, 1002, 1003, 1004]
+
+
+def test_messages_of_ranks_that_do_not_exist_and_after_the_end_change_nothing(play):
+    job = play(mode="observe")
+    job.run([1, 2])
+    for rank in (-1, RANKS, 10**6):
+        job.server.receive(rank, job.report(0, 3))
+    assert len(job.end()) == 2
+    job.server.receive(0, job.report(0, 3))
+    job.server.tick()
+    assert len(read_records(job.folder)) == 4  # with start and end
+
+
+def test_a_rank_that_joins_again_is_told_what_to_run_from_an_iteration_on_that_nobody_has_begun(play):
+    """As with another agent."""
+    job = play(mode="profile", profile={"warm_up": 3})
+    iteration = 0
+    while job.server.phase != "profile":
+        iteration += 1
+        job.run([iteration])
+    job.received[1].clear()
+    job.server.lose(1)
+    job.server.receive(1, Joined(iteration + 5))
+    found = job.follow(1, iteration + 7)
+    assert found.program.first_mhz == job.server.next.clock_mhz
+    assert found.from_iteration == iteration + 7
+    assert job.follow(1, iteration + 6) is None
+
+
+def test_no_rank_is_told_to_change_an_iteration_that_one_has_begun(play):
+    job = play(mode="profile", profile={"warm_up": 3})
+    for iteration in range(1, 40):
+        for rank in range(RANKS):
+            before = len(job.received[rank])
+            job.server.receive(rank, job.report(rank, iteration))
+            for message in job.received[rank][before:]:
+                assert not isinstance(message, Follow) or message.from_iteration > iteration + 1
+    job.end()
