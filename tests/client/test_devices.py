@@ -1,0 +1,61 @@
+"""Which GPU a rank opens, and what is said of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from perseus_ds.agent.controller import ClockController
+from perseus_ds.client import devices
+from perseus_ds.client.devices import gpu_of, open_gpu
+from perseus_ds.config import parse_block
+from perseus_ds.errors import ConfigError
+from perseus_ds.gpu import zeus
+from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.gpu.opening import find_gpu
+
+
+@pytest.mark.parametrize(("limit_w", "warnings"), [(400.0, 0), (300.0, 1)])
+def test_a_power_limit_below_the_default_is_said_at_the_start_of_a_job(stub_of_agents, caplog, limit_w, warnings):
+    stub_of_agents.gpus[0].power_limit_w = limit_w
+    gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0)
+    gpu.close()
+    assert caplog.text.count("rank 5, GPU 0") == warnings
+    assert caplog.text.count("its power limit is 300 W of 400 W: plans are computed for this limit") == warnings
+
+
+@pytest.mark.parametrize("device", ["xpu", "hpu", "npu"])
+def test_no_gpu_is_simulated_for_a_job_that_computes_on_another_accelerator(device, monkeypatch):
+    class Device:
+        type = device
+        index = 0
+
+    with pytest.raises(ConfigError, match=f"computes on '{device}'"):
+        open_gpu(parse_block({}), Device(), rank=0, local_rank=0)
+    assert open_gpu(parse_block({"device": "simulated"}), Device(), rank=0, local_rank=0).simulated
+    assert open_gpu(parse_block({}), torch.device("cpu"), rank=0, local_rank=0).simulated
+
+
+def test_amds_gpus_are_opened_through_zeus(monkeypatch):
+    opened = []
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    known = SimpleNamespace(uuid="66306363-3837", pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
+    monkeypatch.setattr(devices, "LeasedGpu", lambda place, **_: opened.append(place))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5,6,7")
+    gpu_of(parse_block({}), torch.device("cuda", 3), rank=0, local_rank=0)
+    monkeypatch.setattr(zeus, "open_zeus_gpu", lambda *place: opened.append(place))
+    find_gpu(opened[0])
+    assert opened[1] == (3, None, "0000:c1:00.0", {"HIP_VISIBLE_DEVICES": "4,5,6,7"})
+
+
+@pytest.mark.parametrize("function", ["memory_clocks", "graphics_clocks"])
+def test_a_gpu_whose_driver_lists_no_clocks_is_observed(stub_nvml_here, function):
+    for gpu in stub_nvml_here.gpus:
+        gpu.fail(function, "not_supported")
+    gpu = NvmlGpu(0)
+    clocks = ClockController(gpu, pytest.fail)
+    clocks.watch_default_clocks()
+    assert clocks.call(gpu.energy_j).value() > 0
+    clocks.close()
+    gpu.close()

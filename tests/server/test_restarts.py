@@ -1,0 +1,48 @@
+"""A server that died is renewed from its state while ranks train on, and a job that was ended goes on where it was."""
+
+import pytest
+from virtual.job import SLOWER
+
+from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten
+
+
+def test_a_job_that_was_restarted_counts_its_steps_on_and_keeps_its_policy(start):
+    job = start(mode="observe")
+    job.train(7)
+    job.restart()
+    job.train(3)
+    job.close()
+    assert [record.iteration for record in job.events(IterationRecord)] == list(range(1, 11))
+
+
+def test_the_steps_that_the_engine_has_done_count_more_than_those_that_were_kept(start):
+    """As where a checkpoint is older than the end of the job."""
+    job = start(mode="observe")
+    job.train(7)
+    job.restart(steps=4)
+    job.train(2)
+    job.close()
+    assert [record.iteration for record in job.events(IterationRecord)] == [*range(1, 8), 5, 6]
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "profile", "optimizing", "default", "run"])
+def test_a_job_that_is_restarted_in_any_phase_runs_under_a_plan_that_is_kept(start, phase):
+    job = start(mode="auto", **SLOWER)
+    job.train_until(phase)
+    job.train(2)
+    job.restart()
+    assert job.train_until_compared(len(job.events(PlanJudged)) + 1)[-1].kept
+    assert job.train(5)[-1] == "run"
+    assert 1 <= len(job.events(ProfileWritten)) <= 2
+
+
+def test_the_state_of_another_job_is_not_taken_up(start):
+    other = start("other", mode="observe", micro_batches=5)
+    other.train(7)
+    state = other.server.state()
+    job = start(mode="observe")
+    job.close()
+    job._start(state)
+    job.train(2)
+    job.close()
+    assert [record.iteration for record in job.events(IterationRecord)] == [1, 2]
