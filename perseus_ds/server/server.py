@@ -172,7 +172,9 @@ class JobServer:
     def welcome(self) -> Welcome:
         """Return what all ranks are to know and to do before training."""
         mode = self.job.config.mode
-        known = has_frontier_of_an_earlier_run(self.job) or all(state.measured for state in self.job.states)
+        known = has_frontier_of_an_earlier_run(self.job) or all(
+            state.measured is not None and math.isfinite(state.measured.blocking_power_w) for state in self.job.states
+        )
         measures_power = mode == "profile" or (mode == "auto" and not known)
         return Welcome(
             measures_power=measures_power,
@@ -240,7 +242,7 @@ class JobServer:
             case msg.Worked():
                 state.flops = message.passes
             case Measured():
-                state.measured = message
+                state.measured = _with_what_is_kept(message, state.measured)
             case msg.Steps():
                 self._steps_before = message.steps - message.after
                 self.control.steps = message.steps
@@ -456,6 +458,13 @@ class JobServer:
 
     def _say_to(self, rank: int, text: str) -> None:
         self._send(rank, Say(text, warns=True))
+
+
+def _with_what_is_kept(measured: Measured, kept: Measured | None) -> Measured:
+    """Return what a rank has measured, where it has only looked at its counter with what an earlier start had found."""
+    if kept is None or math.isfinite(measured.blocking_power_w):
+        return measured
+    return Measured(measured.period_s, kept.settle_s, kept.blocking_power_w)
 
 
 def _without_plan(run: Run) -> Run:

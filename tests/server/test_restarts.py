@@ -9,6 +9,7 @@ from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, Profil
 def test_a_job_that_was_restarted_counts_its_steps_on_and_keeps_its_policy(start):
     job = start(mode="observe")
     job.train(7)
+    job.time.sleep(1.0)  # its last report has come
     job.restart()
     job.train(3)
     job.close()

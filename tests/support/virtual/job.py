@@ -21,6 +21,7 @@ from pipelines import one_f_one_b
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, RecordFollower
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.meeting import EngineFacts, rank_facts
 from perseus_ds.client.measuring import measure_counter, measure_gpu
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.clocks.timers import CudaExecution, HostExecution
@@ -31,7 +32,7 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
-from perseus_ds.protocol.description import JobDescription, RankFacts
+from perseus_ds.protocol.description import JobDescription
 from perseus_ds.protocol.job_messages import Joined
 from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.server import JobServer
@@ -283,15 +284,13 @@ class VirtualJob:
         ranks = len(self.schedule.ranks)
         gpu = self.gpus[rank]
         own = replace(self.schedule, name="1f1b", ranks=(self.schedule.ranks[place],))
-        return RankFacts(
+        facts = EngineFacts(
             pipeline=tuple(range(pipeline * ranks, (pipeline + 1) * ranks)),
             copies=tuple(range(place, len(self.gpus), ranks)),
-            schedule=ScheduleStreams.of(own).model_dump_json().encode(),
-            gpu=gpu.name,
-            clocks_mhz=gpu.supported_clocks_mhz(),
-            simulated=True,
+            device=torch.device("cpu"),
             steps=steps,
         )
+        return rank_facts(self._config, facts, own, gpu, self._timers(rank))
 
     def _make_worker(self, *args):
         return self.worker(*args)
