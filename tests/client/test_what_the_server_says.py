@@ -1,0 +1,77 @@
+"""What the server has a rank print and tell its monitor; nothing of it can end training."""
+
+import pytest
+import torch
+from pipelines import one_f_one_b
+from virtual.agent import clocks_of
+from virtual.gpu import RecordingGpu
+from virtual.time import VirtualTime
+
+from perseus_ds.client.runtime import PerseusRuntime
+from perseus_ds.clocks.timers import HostExecution
+from perseus_ds.protocol.job_messages import Observed, Say
+
+
+class Monitor:
+    """Keeps what it is told, and then fails if it has an error."""
+
+    def __init__(self, error=None):
+        self.events, self._error = [], error
+
+    def write_events(self, event_list):
+        self.events += event_list
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """A function that returns one by which the server sends messages, after each of which an iteration begins."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    now, made = VirtualTime(), []
+
+    def start(monitor=None):
+        clocks = clocks_of(RecordingGpu.named("a100-sxm", timebase=now), now)
+        schedule = one_f_one_b(ranks=1, micro_batches=1)
+        runtime = PerseusRuntime(clocks, HostExecution(now), schedule, monitor=monitor, timebase=now)
+        made.append(runtime)
+
+        def send(message):
+            clocks._link.agent.obey(message)
+            with runtime.iteration():
+                now.sleep(0.1)
+
+        return send
+
+    yield start
+    for runtime in made:
+        runtime.close()
+
+
+def test_what_is_said_holds_no_control_characters_and_a_closed_standard_output_is_no_error(start, capsys, monkeypatch):
+    send = start()
+    send(Say("perseus: \x1b]0;PWNED\x07"))
+    assert capsys.readouterr().out == "perseus: \\x1b]0;PWNED\\x07\n"
+    monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
+    send(Say("nobody reads this"))
+
+
+def test_a_warning_is_logged(start, caplog):
+    start()(Say("perseus: the disk is full", warns=True))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the disk is full" in caplog.text
+
+
+def test_figures_reach_the_monitor(start):
+    monitor = Monitor()
+    start(monitor)(Observed((("Perseus/plan", 4.0),), samples=16))
+    assert monitor.events == [("Perseus/plan", 4.0, 16)]
+
+
+def test_a_monitor_that_fails_is_told_no_more(start, caplog):
+    monitor = Monitor(OSError("No space left on device"))
+    send = start(monitor)
+    for samples in (8, 16):
+        send(Observed((("Perseus/plan", 4.0),), samples))
+    assert {samples for _, _, samples in monitor.events} == {8}
+    assert caplog.text.count("monitor failed (No space left on device)") == 1
