@@ -8,9 +8,9 @@ from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
 from virtual.time import VirtualTime
 
+from perseus_ds.protocol.job_messages import Follow, Latencies, Program, RankReport, Report
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
-from perseus_ds.protocol.job_messages import Follow, Latencies, Program, RankReport, Report
 
 LATENCY_S = 0.015
 A_WHILE_S = 10.0
@@ -127,7 +127,9 @@ def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later
     assert (1410, pytest.approx(0.5, abs=1e-6)) in [(clock_mhz, at_s - begin_s) for clock_mhz, at_s in gpu.set_at]
 
 
-def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then(clocks, agent, gpu, now, iterate, runs):
+def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then(
+    clocks, agent, gpu, now, iterate, runs
+):
     iterate(3, passes=1, end=False)
     now.sleep(0.1)
     runs(1200, number=3)

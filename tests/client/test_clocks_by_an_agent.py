@@ -7,11 +7,11 @@ import pytest
 import torch
 from run_log import wait_until
 
+from perseus_ds.client.devices import clocks_of
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, POSITIONS
 from perseus_ds.protocol.messages import Ask, Program
-from perseus_ds.client.devices import clocks_of
 
 CPU = torch.device("cpu")
 

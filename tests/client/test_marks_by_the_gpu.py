@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from run_log import wait_until
 
+from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.marks import StreamMarks
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.client.stream_writes import HIP, StreamWrites
@@ -19,7 +20,6 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol import layout
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.client.captured import CapturedIteration
 
 
 @pytest.fixture

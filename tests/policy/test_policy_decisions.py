@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lone_selector import FRONTIER, PLANS
 
+from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.policies import (
@@ -18,7 +19,6 @@ from perseus_ds.policy.policies import (
     SlowdownPolicy,
     signal_files,
 )
-from perseus_ds.config import parse_block
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 

@@ -9,11 +9,11 @@ from lone_selector import FRONTIER, PLANS, Job
 from pydantic import ValidationError
 
 from perseus_ds.artifacts.run_records import PowerCapChanged
-from perseus_ds.server.control_socket import parse_order
 from perseus_ds.policy.decisions import Situation, decide
-from perseus_ds.server.job_control import JobControl
 from perseus_ds.policy.policies import POLICY, PowerCapPolicy, ReducePolicy, SlowdownPolicy
 from perseus_ds.policy.signals import SignalWatch
+from perseus_ds.server.control_socket import parse_order
+from perseus_ds.server.job_control import JobControl
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 DEFAULT_W = PLANS[0].energy_j / PLANS[0].time_s

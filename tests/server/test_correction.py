@@ -1,12 +1,12 @@
 """Parts of an iteration that differ from the profile are found, and the profile is corrected by them."""
 
 import pytest
-from perseus_ds.server.prediction import PartTimes, difference
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Transfer
 from perseus_ds.pipeline.span import Span
+from perseus_ds.server.prediction import PartTimes, difference
 
 TIME_S = 10.0
 CLOCKS = {1000: (1.4, 200.0), 1400: (1.0, 300.0)}

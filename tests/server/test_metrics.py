@@ -12,7 +12,6 @@ import urllib.request
 import pytest
 from forked import free_port
 from live_records import BEGIN, auto_job, planned_iteration, started
-from perseus_ds.server import metrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from run_log import GIVE_UP_S, wait_until
@@ -20,6 +19,7 @@ from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_records import Ended
 from perseus_ds.config import MetricsConfig
+from perseus_ds.server import metrics
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.progress import JobLog
 

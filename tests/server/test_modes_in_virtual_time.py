@@ -75,7 +75,9 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     assert energy_j < 0.9 * iterations[0].default_energy_j
     assert [event.plan for event in job.events(PlanChosen)] == [iterations[0].plan]
     (written,) = job.events(ProfileWritten)
-    assert written.iterations == phases.count("profile") - job.under_way, "the last ones had begun when enough was known"
+    assert written.iterations == phases.count("profile") - job.under_way, (
+        "the last ones had begun when enough was known"
+    )
     assert job.events(Predicted) == []
     assert "differ from the profile" not in capsys.readouterr().out
 
@@ -405,7 +407,9 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, c
         assert row.time_s == pytest.approx(expected_s, rel=0.015)
         assert row.energy_j == pytest.approx(expected_s * model.power_w(row.clock_mhz), rel=0.03)
     (written,) = job.events(ProfileWritten)
-    assert written.iterations == phases.count("profile") - job.under_way, "the last ones had begun when enough was known"
+    assert written.iterations == phases.count("profile") - job.under_way, (
+        "the last ones had begun when enough was known"
+    )
 
 
 SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}

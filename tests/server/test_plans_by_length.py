@@ -1,11 +1,11 @@
 """A length of inputs that was not profiled gets a plan by the profiles of other lengths."""
 
 import pytest
-from perseus_ds.client.inputs import length_of_inputs
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import PlanJudged, ProfileWritten, ShapePlanned
+from perseus_ds.client.inputs import length_of_inputs
 from perseus_ds.pipeline.instruction import Kind
 
 LENGTHS = (1.0, 2.0, 3.0)

@@ -7,7 +7,7 @@ import pytest
 from seen import seen
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import Drifted, Failed, IterationRecord, Started, read_records
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, Started, read_records
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Transfer, Wait
@@ -185,8 +185,6 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tm
     recorder.add(*under_plan(2))
     records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records] == [1, 2]
-
-
 
 
 FORWARD = Instruction(0, Kind.FORWARD, 0)

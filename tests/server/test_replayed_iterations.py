@@ -6,6 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from frontiers import save_mixed_plan
+from perseus_ds.runtime.captured import CapturedIteration
+from perseus_ds.runtime.clock_plan import ClockPlan
+from perseus_ds.runtime.runtime import OperationHooks
 from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
 from virtual.job import SLOWER, in_order
 from virtual.time import VirtualTime
@@ -15,9 +18,6 @@ from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanJudged
 from perseus_ds.clocks.timers import CudaExecution, GraphTimes, Replay, Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.runtime.captured import CapturedIteration
-from perseus_ds.runtime.clock_plan import ClockPlan
-from perseus_ds.runtime.runtime import OperationHooks
 
 TAIL_S = 0.04
 

@@ -4,11 +4,11 @@ import pwd
 from types import SimpleNamespace
 
 import pytest
-from perseus_ds.server.frontiers import cached
-from perseus_ds.server.profiling import save_profile
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.server.frontiers import cached
+from perseus_ds.server.profiling import save_profile
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
 WAITING_W = 80.0

@@ -20,9 +20,8 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, RecordFollower
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.client.meeting import EngineFacts, rank_facts
 from perseus_ds.client.measuring import measure_counter, measure_gpu
+from perseus_ds.client.meeting import EngineFacts, rank_facts
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.clocks.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
