@@ -5,13 +5,19 @@ this module, which computes them from the job's records:
 
 - An iteration *counts* unless it is the first one after a start or after a change of phase or plan, because its clocks
   may still be the previous ones, or a rank had fallen back to default clocks.
-- The *typical* iteration of a series has its median time, because single iterations may be delayed. Its energy is
-  the mean power of the series multiplied by that time, because energy counters are refreshed so rarely that the reading
-  of a short iteration is too large or zero.
+- An iteration contains a *stall* if it took more than 1.5 times the median of its series, such as one in which a
+  checkpoint was written. Waiting takes less power, so a stall would pass for a saving: it is set aside.
+- The *typical* iteration of a series has the median time of those without stalls, because single iterations may be
+  delayed. Its energy is their mean power multiplied by that time, because energy counters are refreshed so rarely that
+  the reading of a short iteration is too large or zero.
 - The *baseline* of a plan is the series of iterations at default clocks with which its verdict compared it. Without a
   verdict, it is the longest series at default clocks of this run or another run of the same job: preferably in
   observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
   than five iterations is used only if the profile has no prediction for default clocks.
+- The *saving of the whole job* compares what iterations took under plans and while the profile was measured with what
+  default clocks take, as the iterations under plans recorded it. All others run at default clocks: they add to the
+  job's total, and save nothing. An iteration under a plan that took more than 1.5 times as long as predicted contains a
+  stall, and is not compared.
 - *Power over a second* is the mean power of the fewest consecutive whole iterations that take at least a second: the
   power within an iteration is unknown. With an energy counter that is refreshed every 100 ms, the power of a GPU
   over one second has an error of 4 %.
@@ -35,6 +41,7 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
     Record,
     Started,
+    WholeSummary,
     trains,
 )
 
@@ -51,6 +58,8 @@ _LAST_CHOICES = ("optimizing", "warm-up")
 _LEAST_MEASURED = 5
 _MOST_KEPT = 2000
 """Maximum length of a series; of a longer one, only the last iterations are kept."""
+STALL = 1.5
+"""An iteration that takes more than this many times the median of its series contains a stall."""
 _PARTS = 8
 _SECOND_S = 1.0
 # The begin and the end of a window each have a uniformly distributed error of up to one refresh of the counter.
@@ -62,7 +71,7 @@ class Typical:
     """The typical iteration of a series that ran under the same conditions.
 
     Attributes:
-        iterations: Number of iterations in the series.
+        iterations: Number of iterations in the series, with and without stalls.
         power_w: Power of all GPUs [W], or None if no energy could be read.
         time_error: Relative standard error of the time.
         power_error: Relative standard error of the power.
@@ -87,9 +96,11 @@ class Typical:
         """
         if not times_s:
             return None
-        time_s = statistics.median(times_s)
-        time_error = error_of_median([one_s - time_s for one_s in times_s], len(times_s)) / time_s
-        known = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_j is not None]
+        longest_s = STALL * statistics.median(times_s)
+        found = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_s <= longest_s]
+        time_s = statistics.median(one_s for one_s, _ in found)
+        time_error = error_of_median([one_s - time_s for one_s, _ in found], len(found)) / time_s
+        known = [(one_s, one_j) for one_s, one_j in found if one_j is not None]
         power_w = _power_w(known) if known else None
         power_error = _power_error(known, power_w, counter_period_s) if power_w else 0.0
         return cls(len(times_s), time_s, power_w, time_error, power_error)
@@ -353,6 +364,55 @@ class Saving:
     def slowdown(self) -> float:
         """Increase of the time, as a fraction of the time at default clocks."""
         return self.time_s / self.default_s - 1
+
+
+class WholeJob:
+    """Sums up the saving of the whole job from its iterations, in order."""
+
+    def __init__(self) -> None:
+        self._steps = self._stalls = 0
+        self._time_s = self._energy_j = self._gained_s = self._saved_j = 0.0
+        # Of iterations at clocks to profile, whose default clocks are known by the next plan: time, energy, and the
+        # numbers of iterations and of those with a known energy.
+        self._profiled: dict[IterationKind, tuple[float, float, int, int]] = {}
+        self._is_compared = False
+
+    def add(self, record: IterationRecord) -> None:
+        """Add an iteration."""
+        kind, time_s, energy_j = IterationKind.of(record), record.time_s, record.energy_j
+        self._steps += 1
+        self._time_s += time_s
+        self._energy_j += energy_j or 0.0
+        if record.phase == "profile":
+            total_s, total_j, iterations, known = self._profiled.get(kind, (0.0, 0.0, 0, 0))
+            is_known = energy_j is not None
+            self._profiled[kind] = total_s + time_s, total_j + (energy_j or 0.0), iterations + 1, known + is_known
+        default_s, default_j = record.default_time_s, record.default_energy_j
+        if default_s is None or default_j is None or record.predicted_time_s is None:
+            return
+        self._is_compared = True
+        total_s, total_j, iterations, known = self._profiled.pop(kind, (0.0, 0.0, 0, 0))
+        if time_s > STALL * record.predicted_time_s:
+            self._stalls += 1
+        else:
+            total_s, total_j = total_s + time_s, total_j + (energy_j or 0.0)
+            iterations, known = iterations + 1, known + (energy_j is not None)
+        self._gained_s += iterations * default_s - total_s
+        self._saved_j += known * default_j - total_j
+
+    @property
+    def saving(self) -> WholeSummary | None:
+        """The saving so far, or None before an iteration could be compared."""
+        if not self._is_compared or not self._energy_j:
+            return None
+        return WholeSummary(
+            steps=self._steps,
+            saved_j=self._saved_j,
+            saved=self._saved_j / (self._energy_j + self._saved_j),
+            gained_s=self._gained_s,
+            gained=self._gained_s / (self._time_s + self._gained_s),
+            stalls=self._stalls,
+        )
 
 
 class _Series:

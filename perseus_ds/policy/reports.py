@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,32 @@ class GpuLimit(NamedTuple):
     clock_mhz: float
 
 
+Conditions: TypeAlias = tuple[tuple[int, float], ...]
+"""By rank, the power limit [W], or 0 for a GPU that heat slows down."""
+# A GPU that heat has slowed down counts as such for so long.
+_HOT_S = 3600.0
+
+
+class LimitConditions:
+    """Under which limits of GPUs iterations run, for comparisons: heat that comes and goes counts as one condition.
+
+    Blocks that alternate share such heat, and of many GPUs another one is always about to slow down or to recover.
+    """
+
+    def __init__(self) -> None:
+        self._time_s = 0.0
+        # By rank, when heat has slowed it down last, in the time of iterations.
+        self._hot_s: dict[int, float] = {}
+
+    def add(self, time_s: float, limits: Sequence[GpuLimit]) -> Conditions:
+        """Return the conditions of an iteration, given how long it took [s]."""
+        self._time_s += time_s
+        self._hot_s |= {limit.rank: self._time_s for limit in limits if math.isfinite(limit.clock_mhz)}
+        self._hot_s = {rank: hot_s for rank, hot_s in self._hot_s.items() if self._time_s - hot_s < _HOT_S}
+        lowered = [(limit.rank, limit.power_w) for limit in limits if math.isfinite(limit.power_w)]
+        return (*lowered, *((rank, 0.0) for rank in sorted(self._hot_s)))
+
+
 @dataclass(frozen=True)
 class JobReport:
     """An iteration of the whole job.
@@ -124,8 +150,9 @@ class JobReport:
         if not math.isnan(ranks.column("drift")[0]):
             drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
             pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
+        time_s, limits = float(ranks.column("time_s").max()), ranks.limits()
         return cls(
-            time_s=float(ranks.column("time_s").max()),
+            time_s=time_s,
             energy_j=float(energies_j.sum()),
             least_energy_j=float(energies_j.min()),
             failed=bool(ranks.column("failed").any()),

@@ -118,6 +118,7 @@ class JobControl:
         self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
+        self.kind_times = KindTimes()
         self.on_order: Callable[[OrderGiven], None] = lambda order: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines

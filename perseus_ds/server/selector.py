@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -131,6 +131,7 @@ class PlanSelector:
         timebase: Timebase,
         record: Callable[[Event], None],
         say: Callable[[str], None],
+        kind: Hashable = None,
     ) -> None:
         """Decide on the first assignment.
 
@@ -264,6 +265,7 @@ class PlanSelector:
             time_ratio=self.statistics.time_ratio,
             power_ratio=self.statistics.power_ratio,
             stopped_s=self.statistics.stopped_s,
+            relative_time=self._control.kind_times.relative(self._kind),
             gpus_per_rank=self._gpus_per_rank,
             default_power_w=self._power_at_default_clocks_w,
             signals=self._signals,

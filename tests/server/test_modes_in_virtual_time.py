@@ -110,7 +110,9 @@ def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_d
     first, last = records[0], records[-1]
     assert plans[first.plan].time_s <= 1.2 * plans[0].time_s < plans[first.plan + 1].time_s
     assert first.predicted_time_s == pytest.approx(plans[first.plan].time_s)
-    assert in_order(phases) == ["run", *["default", "run"] * 3], "by turns, until it is known"
+    turns = in_order(phases)
+    assert turns == ["run", *["default", "run"] * (len(turns) // 2)], "by turns, until it is known"
+    assert 3 <= len(turns) // 2 <= 5
     (judged,) = job.events(PlanJudged)
     assert judged.kept
     default = [r for r in records if r.phase == "default"]
@@ -152,7 +154,7 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
 def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier, monkeypatch):
     monkeypatch.setattr("perseus_ds.server.under_plans._COMPARED_AGAIN_AFTER", 100)
     job = start(mode="run", frontier=frontier, **SLOWER)
-    job.train_until_compared(times=3, most=600)
+    job.train_until_compared(times=3, most=900)
     at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
     gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 50]
     assert gaps == [pytest.approx(115, abs=15), pytest.approx(2 * gaps[0], abs=20)]
@@ -239,7 +241,7 @@ def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeyp
     job.train_until("observe")
     job.train(3)
     assert [record.plan for record in job.close()][-3:] == [None] * 3
-    assert caplog.text.count("optimising failed: no such profile. Training goes on at default clocks") == 1
+    assert caplog.text.count("optimising failed: no such profile. Training continues at default clocks") == 1
     assert [event.error for event in job.events(Failed)] == ["optimising failed: no such profile"]
 
 
@@ -447,7 +449,7 @@ def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, 
 
 def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, first, tmp_path):
     assert not list((tmp_path / "cache").rglob("frontier.json"))
-    first.train(40)
+    first.train(90)
     first.close()
     assert list((tmp_path / "cache").rglob("frontier.json"))
     second = start("second", max_drift=10.0, **CACHED)
@@ -460,7 +462,7 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
 
 
 def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, first, tmp_path):
-    first.train(40)
+    first.train(90)
     first.close()
     second = start("second", max_drift=10.0, **CACHED)
     second.late_under_plans()
