@@ -112,26 +112,20 @@ def report_agent(library: Path, folder: Path) -> None:
     )
     for name, loops in (("idle cores", 0), ("two busy loops", 2)):
         stub = StubNvml(library, folder / name.replace(" ", "-"), AGENT_RANKS)
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}  # by which ranks find their agent
-        environment = {**os.environ, **stub.environment, **job, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **stub.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, "--child", f"rank {rank}"],
                 env=environment,
-                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for rank in range(AGENT_RANKS)
         ]
-        for rank in ranks:  # together, once all have been imported
+        for rank in ranks:
             assert rank.stdout is not None
             rank.stdout.readline()
-        for rank in ranks:
-            assert rank.stdin is not None
-            rank.stdin.write("\n")
-            rank.stdin.flush()
         (agent,) = stub.agents()
         time.sleep(AGENT_SKIPPED_S)
         before_s, began_s = sum(agent.cpu_times()[:2]), time.perf_counter()
@@ -158,30 +152,19 @@ def _late_s(changes_s: list[float], ends_s: list[float]) -> list[float]:
 
 def rank(number: int) -> list[float]:
     """Return when the passes ended after which another clock is due, in a rank that marks its passes [s]."""
-    import torch
-
-    from perseus_ds.gpu.nvml import NvmlGpu
-    from perseus_ds.protocol.messages import Program
-    from perseus_ds.runtime.devices import clocks_of
-
-    clocks = clocks_of(NvmlGpu(number), torch.device("cpu"))
     held = AGENT_PASSES // AGENT_CHANGES
-    program = clocks.program(Program(0, None, tuple(CLOCKS_MHZ[n // held % 2] for n in range(AGENT_PASSES))))
+    runtime, passes = _runtime(number, AGENT_RANKS, micro_batches=AGENT_PASSES // 2, held=held)
     print("ready", flush=True)
-    sys.stdin.readline()
     ends_s: list[float] = []
     end_s = time.perf_counter() + AGENT_SKIPPED_S + AGENT_MEASURED_S + 1
     while time.perf_counter() < end_s:
-        iteration = clocks.begin_iteration(program)
-        for position in range(AGENT_PASSES):
-            clocks.mark(2 * position)
-            time.sleep(0.2 / AGENT_PASSES)
-            clocks.mark(2 * position + 1)
-            if (position + 1) % held == 0:
-                ends_s.append(time.perf_counter())
-        clocks.end_iteration(iteration)
-        clocks.poll()
-    clocks.close()
+        with runtime.iteration():
+            for position, instruction in enumerate(passes, 1):
+                with runtime.instruction(instruction):
+                    time.sleep(0.2 / AGENT_PASSES)
+                if position % held == 0:
+                    ends_s.append(time.perf_counter())
+    runtime.close()
     return ends_s
 
 
@@ -222,7 +205,7 @@ def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | N
 
 def perseus() -> list[float]:
     """Return processor time per instruction of the training thread, typical and least [s]."""
-    runtime, instructions = _runtime()
+    runtime, instructions = _runtime(instruction_s=INSTRUCTION_S)
 
     def iteration() -> None:
         with runtime.iteration():
@@ -238,31 +221,18 @@ def perseus() -> list[float]:
     return [statistics.median(times_s), min(times_s)]
 
 
-def _runtime() -> tuple[Any, Any]:
-    import torch
+def _runtime(number: int = 0, ranks: int = 1, **plan: Any) -> tuple[Any, Any]:
+    """Return Perseus on a rank of a job whose ranks are a pipeline each, under a plan, and the passes of the rank."""
     import torch.distributed as dist
 
-    from perseus_ds.artifacts.profile import ProfileInfo
-    from perseus_ds.clocks.timers import HostExecution
-    from perseus_ds.gpu.nvml import NvmlGpu
-    from perseus_ds.ranks import Communicator, PipelineTopology
-    from perseus_ds.config import parse_block
-    from perseus_ds.runtime.devices import clocks_of
-    from perseus_ds.runtime.job import Job
-    from perseus_ds.runtime.runtime import PerseusRuntime
+    from perseus_ds.client.runtime import PerseusRuntime
 
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
-    schedule, frontier = _plan(INSTRUCTION_S)
-    block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
-    gpu, device = NvmlGpu(0), torch.device("cpu")
-    runtime = PerseusRuntime(
-        Job(parse_block(block), schedule, ProfileInfo()),
-        communicator=Communicator(PipelineTopology(0, (0,))),
-        gpu=gpu,
-        clocks=clocks_of(gpu, device),
-        timers=HostExecution(),
-        device=device,
-    )
+    os.environ.update(LOCAL_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT="29518")
+    dist.init_process_group("gloo", rank=number, world_size=ranks)
+    schedule, frontier = _plan(**plan)
+    blocks = [{"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}]
+    dist.broadcast_object_list(blocks)  # the same on all ranks
+    runtime = PerseusRuntime.for_loop(blocks[0], schedule, pipeline=(number,))
     return runtime, schedule.instructions[0][:-1]
 
 

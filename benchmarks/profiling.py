@@ -80,7 +80,7 @@ def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         training = VirtualJob(Path(folder), device=name, gpu_class=NoisyGpu, gpu=noise, mode="profile", **job)
         iterations = 0
-        while training.runtimes[0].next.phase != "observe":
+        while training.phase != "observe":
             iterations += len(training.train(1))
             assert iterations < MOST_ITERATIONS, "no profile"
         training.close()

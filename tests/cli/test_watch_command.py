@@ -17,10 +17,10 @@ from run_log import GIVE_UP_S, wait_until
 from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyChanged
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.cli.jobs import answer_to
-from perseus_ds.server.control_socket import ControlServer
-from perseus_ds.server.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
 from perseus_ds.report.live import JobScreen, Keys, jobs_table, strip, with_footer
+from perseus_ds.server.control_socket import ControlServer
+from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.progress import JobLog
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]

@@ -16,9 +16,9 @@ from one_rank_engine import batches, config, module, one_rank, same, weights
 
 import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.engines.engine import sessions
 from perseus_ds.errors import ConfigError
-from perseus_ds.client.runtime import PerseusRuntime
 
 LONGEST_S = 0.001
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.client.meeting import EngineFacts
+from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Engine, attach_to, sessions
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
-from perseus_ds.config import parse_block
 
 WIDTH = 8
 

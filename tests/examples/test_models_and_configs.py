@@ -4,8 +4,8 @@ import example
 import pytest
 from omegaconf import OmegaConf
 
-from perseus_ds.errors import ConfigError
 from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.errors import ConfigError
 
 # Published by Merak-Zeus, in millions. The head of GPT-3 shares the token embedding's weights; BERT's base and large
 # are without the biases of the blocks' matrices.

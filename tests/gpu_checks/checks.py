@@ -52,7 +52,7 @@ CHECKS = {
     "nvml": Check("5. NVML: selection, clocks, refreshes of the counter, readings", "gpu_checks.nvml_checks:nvml"),
     "graph": Check("6. A CUDA graph with marks in it", "gpu_checks.process_checks:graph"),
     "sigterm": Check("7. SIGTERM while the main thread waits for a long kernel", "gpu_checks.process_checks:sigterm"),
-    "kernels": Check("8. Collectives of Perseus launch no kernel", "gpu_checks.training_checks:kernels"),
+    "kernels": Check("8. Perseus launches no kernel", "gpu_checks.training_checks:kernels"),
     "closure": Check("9. Predicted against measured iterations", "gpu_checks.prediction_checks:closure"),
     "counter": Check("10. The energy counter against steady powers, in waves", "gpu_checks.energy_checks:counter"),
     "duty": Check("11. Times of passes at 100 % and at 60 % duty", "gpu_checks.energy_checks:duty"),

@@ -16,11 +16,11 @@ from typing import Any
 from gpu_checks.checks import place_of
 from gpu_checks.results import Results
 
+from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.lease import SignalForwarder
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.messages import Program
-from perseus_ds.client.captured import CapturedIteration
 
 _POSITIONS, _LENGTH_S, _BESIDE_S = 10, 0.02, 1.0
 _STORED = 7

@@ -20,13 +20,13 @@ from virtual.gpu import VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine
+from perseus_ds.client.devices import gpu_of
 from perseus_ds.client.marks import StreamMarks
 from perseus_ds.client.stream_writes import CUDA, StreamWrites
 from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.config import parse_block
-from perseus_ds.client.devices import gpu_of
 from perseus_ds.timebase import REAL_TIME
 
 

@@ -25,7 +25,7 @@ from one_rank_engine import one_rank
 from torch import nn
 
 import perseus_ds
-from perseus_ds.artifacts.run_records import Failed, read_records
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 
 _BATCHES = 4
@@ -173,15 +173,15 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
         while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
-        changes = int(engine.perseus.runtime.clocks.status.changes)
         bits = bits_of(engine, machine, losses)
     output = Path(block["output_dir"])
+    records = list(read_records(output))
     return Trained(
         bits,
         phases,
-        changes,
+        sum(record.clock_changes for record in records if isinstance(record, IterationRecord)),
         (output / "profile.csv").exists(),
-        [record.error for record in read_records(output) if isinstance(record, Failed) and record.event == "failure"],
+        [record.error for record in records if isinstance(record, Failed) and record.event == "failure"],
     )
 
 

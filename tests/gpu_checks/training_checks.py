@@ -12,6 +12,8 @@ from gpu_checks.training import DONE, SETUPS, Setup, batches, block_of, engine_o
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
+
 _MODES = ("observe", "profile", "run")
 
 
@@ -49,7 +51,7 @@ def _compare(results: Results, what: str, ours: dict[str, object], theirs: dict[
 
 
 def kernels(machine: Any, results: Results) -> None:
-    """Collectives of Perseus launch no kernel; an iteration launches the same ones with and without it."""
+    """An iteration launches the same kernels with and without Perseus."""
     setup = SETUPS["bf16"]
     with (
         training_on(machine) as folder,
@@ -59,24 +61,11 @@ def kernels(machine: Any, results: Results) -> None:
         data = batches(machine, setup)
         for engine in (plain, ours) * 3:
             engine.train_batch(data)
-        communicator = ours.perseus.runtime.rank.communicator
-        results.add("kernels and copies by collectives", _count(machine, lambda: _collectives(communicator)), at_most=0)
         without = _count(machine, lambda: plain.train_batch(data))
         within = _count(machine, lambda: ours.train_batch(data))
         least = int(not machine.simulated)  # a profiler that may not trace finds none at all
         results.add("kernels and copies of an iteration without Perseus", without, at_least=least)
         results.add("kernels and copies more with it", within - without, at_least=0, at_most=0)
-
-
-def _collectives(communicator: Any) -> None:
-    communicator.barrier()
-    communicator.gather("text")
-    communicator.pipeline_gather("text")
-    communicator.first_not_none("text")
-    communicator.all_max(1.0)
-    communicator.computed_on_rank_0(lambda: 1)
-    communicator.all_sum(1.0)
-    communicator.start_exchange([1.0], lambda numbers: numbers[0]).result()
 
 
 def _count(machine: Any, function: Callable[[], object]) -> int:
@@ -91,20 +80,19 @@ def _count(machine: Any, function: Callable[[], object]) -> int:
 def alarms(machine: Any, results: Results) -> None:
     """Train at full load for three minutes; nobody may take the driver for slow."""
     setup, now_s = SETUPS["bf16"], machine.timebase.now_s
-    with training_on(machine) as folder, engine_of(machine, setup, block_of(machine, "run", folder)) as engine:
-        data = batches(machine, setup)
-        engine.train_batch(data)
-        runtime = engine.perseus.runtime
-        begin_s, longest_s = now_s(), 0.0
-        iterations = hung = failed = 0
-        while now_s() - begin_s < machine.seconds(180.0):
+    with training_on(machine) as folder:
+        block = block_of(machine, "run", folder)
+        with engine_of(machine, setup, block) as engine:
+            data = batches(machine, setup)
             engine.train_batch(data)
-            iterations += 1
-            longest_s = max(longest_s, runtime.rank.clocks.failing_s)
-            hung += runtime.rank.clocks.problem is not None
-            failed += runtime.has_fallen_back
-        results.add("time at full load", now_s() - begin_s, "s")
-        results.add("iterations", iterations, at_least=1)
-        results.add("longest wait for the driver seen", longest_s, "s")
-        results.add("iterations in which the driver was taken for slow", hung, at_most=0)
-        results.add("iterations after a failure", failed, at_most=0)
+            begin_s = now_s()
+            while now_s() - begin_s < machine.seconds(180.0):
+                engine.train_batch(data)
+            trained_s = now_s() - begin_s
+        records = list(read_records(Path(block["output_dir"])))
+    iterations = [record for record in records if isinstance(record, IterationRecord)]
+    results.add("time at full load", trained_s, "s")
+    results.add("iterations", len(iterations), at_least=1)
+    failures = [record for record in records if isinstance(record, Failed)]
+    results.add("failures, such as of a driver taken for slow", len(failures), at_most=0)
+    results.add("iterations after a failure", sum(bool(one.failed_ranks) for one in iterations), at_most=0)

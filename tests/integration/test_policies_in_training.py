@@ -61,7 +61,7 @@ def test_other_pipelines_follow_a_straggler_that_was_announced_or_noticed_and_co
 
 
 @pytest.mark.extended
-def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
+def test_a_running_job_takes_orders_and_a_later_start_in_its_folder_keeps_them(tmp_path):
     last = len(save_true_frontier(tmp_path / "frontier").plans) - 1
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
     job = {"perseus": block(tmp_path / "frontier"), "deepspeed": {"csv_monitor": monitor}, **STAGES}
@@ -80,7 +80,6 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
 
     first = run_while(during, tmp_path / "job", 2, save_at_end=True, **job)
     assert not (output / "control.json").exists()
-    assert first.ranks[0]["policy"]["name"] == "energy_optimal"
     records = first.iterations()
     # The last iteration is recorded when the job ends, when DeepSpeed's monitor may have ended.
     written = (tmp_path / "csv" / "job" / "Perseus_simulated_average_power_w.csv").read_text().splitlines()[1:]
@@ -88,13 +87,11 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     assert len(power_w) >= len(records) - 1
     assert power_w == pytest.approx([r["energy_j"] / r["time_s"] for r in records[: len(power_w)]], rel=1e-3)
 
-    done = len(first.ranks[0]["losses"])
+    losses = first.ranks[0]["losses"]
     more = {"resume_from": str(tmp_path / "job" / "checkpoint"), "steps": 4}
-    resumed = run(tmp_path / "resumed", 2, **job, **more)
-    whole = run(tmp_path / "whole", 2, **{**STAGES, "steps": done + 4, "save_at_end": True})
-    assert first.ranks[0]["losses"] + resumed.ranks[0]["losses"] == whole.ranks[0]["losses"]
-    assert resumed.ranks[0]["policy"]["name"] == "energy_optimal"
+    resumed = run(tmp_path / "job", 2, **job, **more)
+    whole = run(tmp_path / "whole", 2, **{**STAGES, "steps": len(losses) + 4, "save_at_end": True})
+    assert losses + resumed.ranks[0]["losses"] == whole.ranks[0]["losses"]
     # The first iteration calibrates the simulated GPUs.
-    assert [(r["iteration"], r["plan"]) for r in resumed.iterations("run")] == [
-        (number, last) for number in range(done + 2, done + 5)
-    ]
+    again = [(r["iteration"], r["plan"]) for r in resumed.iterations("run") if r["iteration"] > len(losses) + 1]
+    assert again == [(number, last) for number in range(len(losses) + 2, len(losses) + 5)]

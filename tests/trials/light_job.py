@@ -155,7 +155,7 @@ def _run(job: LightJob, rank: int) -> None:
                     (job.folder / "ended_s").write_text(repr(time.monotonic()))
                     ENDS[str(job.end_by)](job)
             dist.all_reduce(torch.zeros(1))  # ranks wait for each other
-        phase = perseus.next.phase
+        phase = perseus.phase
         (job.folder / phase).touch()
         if phase == "run" and job.end_by and rank == RANKS - 1:
             end_s = min(end_s, time.monotonic() + job.end_after_s)

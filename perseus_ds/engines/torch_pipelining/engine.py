@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ from perseus_ds.engines.torch_pipelining.order import (
     stages_of,
 )
 from perseus_ds.engines.torch_pipelining.parts import huggingface_parts, parts_of_module
-from perseus_ds.errors import ConfigError, ConnectionLostError, ScheduleError, VersionError
+from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
 
@@ -228,7 +228,7 @@ class TorchSchedule(Engine):
             with self._session.evaluation():
                 return step(*args, **kwargs)
         if self._is_tail and self._last_optimizer_step is None:
-            self._last_optimizer_step = self._steps_of_first_tail()
+            self._last_optimizer_step = self._optimizer_steps
         self._is_tail = False
         self._until_loss = None
         self._surround_custom_functions()
@@ -239,14 +239,6 @@ class TorchSchedule(Engine):
             self._session.begin_tail(stages_of(self._schedule)[0].stage_index)
         self._is_tail, self._optimizer_steps = True, 0
         return result
-
-    def _steps_of_first_tail(self) -> int:
-        """Return how often optimizers have stepped in the first tail; 0 if they have not on a rank."""
-        steps, runtime = self._optimizer_steps, self._session.runtime
-        with suppress(ConnectionLostError):  # the next report says so
-            if runtime is not None and runtime.rank.communicator.all_max(steps == 0):
-                return 0
-        return steps
 
     def _optimizer_has_stepped(self, *_: Any) -> None:
         self._optimizer_steps += 1

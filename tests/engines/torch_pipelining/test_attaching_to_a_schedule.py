@@ -139,7 +139,7 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
 
 
 def last_operation(schedule):
-    return str(schedule.perseus.runtime.rank.timers.finish_iteration().spans()[-1].operation)
+    return str(schedule.perseus.runtime.timers.finish_iteration().spans()[-1].operation)
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])

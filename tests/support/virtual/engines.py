@@ -26,6 +26,7 @@ def cuda_of_engines(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+
     def meet(config, facts, read, check, opened):
         """What :func:`perseus_ds.client.meeting.meet` does, with a server in this process."""
         opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
