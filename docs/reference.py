@@ -17,14 +17,14 @@ from pydantic_core import PydanticUndefined
 
 from perseus_ds.cli.main import COMMANDS, command_of, description_of
 from perseus_ds.cli.main import main as main_of_commands
-from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig
+from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig, ServerConfig
 from perseus_ds.gpu.simulated import SimulatedConfig
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Made by docs/reference.py (make docs) from the code: change it there. -->\n"
 
 
-ADVANCED = ("device", "cache", "max_drift", "profile", "simulated")
+ADVANCED = ("device", "cache", "max_drift", "server", "profile", "simulated")
 
 
 def configuration() -> str:
@@ -52,7 +52,7 @@ def configuration() -> str:
         lines += [row.replace("| `", f"| {_name_of(policy)}: `", 1) for row in _table(policy, keys)[2:]]
     lines += ["\n## `metrics`\n", f"{MetricsConfig.__doc__}\n", *_table(MetricsConfig)]
     lines += ["\n## Advanced\n", "Most jobs need none of these keys.\n", *_table(PerseusConfig, ADVANCED)]
-    for key, model in (("profile", ProfileConfig), ("simulated", SimulatedConfig)):
+    for key, model in (("server", ServerConfig), ("profile", ProfileConfig), ("simulated", SimulatedConfig)):
         lines += [f"\n### `{key}`\n", f"{(model.__doc__ or '').strip()}\n", *_table(model)]
     return "\n".join(lines) + "\n"
 

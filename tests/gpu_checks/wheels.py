@@ -9,7 +9,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "annotated-types", "deepspeed", "einops", "hjson", "msgpack", "msgspec", "numpy", "nvidia-ml-py", "packaging",
-    "platformdirs", "prometheus_client", "psutil", "pydantic", "pydantic_core", "scipy", "tqdm", "typing-inspection",
+    "platformdirs", "prometheus_client", "psutil", "pydantic", "pydantic_core", "pyzmq", "scipy", "tqdm",
+    "typing-inspection",
 )  # fmt: skip
 """Beside torch and what torch needs itself; installed without their own dependencies."""
 MOST_BYTES = 64 * 2**20
