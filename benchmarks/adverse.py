@@ -1,4 +1,4 @@
-"""Auto mode on SIMULATED GPUs that are as unpleasant as real ones may be, with and without what is done about it.
+"""Auto mode on SIMULATED GPUs with the difficulties of real ones, with and without countermeasures.
 
     python benchmarks/adverse.py
     python benchmarks/adverse.py --condition slow-transfers sampled-counter
@@ -58,7 +58,7 @@ COMPARED = 20
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a job against its iterations at default clocks.
+    """End of a job, relative to its iterations at default clocks.
 
     Attributes:
         phase: Of its last iterations: "run" under a plan, "observe" where it has gone back to default clocks.
@@ -74,7 +74,7 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether the job is at most 1 % late and uses no more energy, or has gone back to default clocks."""
+        """True if the job is at most 1 % late and uses no more energy, or has returned to default clocks."""
         return self.phase == "observe" or (self.late <= 0.01 and self.saved >= 0)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Result:
 
 @dataclass(frozen=True)
 class TwoLatencies:
-    """What ``LatencyModel`` does, with one latency for the lower clocks and one for the upper ones [s]."""
+    """A ``LatencyModel`` with one latency for the lower clocks and one for the upper ones [s]."""
 
     lower_s: float
     upper_s: float

@@ -1,4 +1,4 @@
-"""What Perseus saves beside what one would set instead, for the profiles that were published with the paper.
+"""Savings of Perseus and of simple settings, for the profiles that were published with the paper.
 
     python benchmarks/alternatives.py
 
@@ -35,7 +35,7 @@ CAPS = 60
 
 
 def zeus_per_stage(problem: Problem) -> Iterator[AlternativePoint]:
-    """Yield iterations in which every stage has the lowest cap at which its forward takes no longer than a time."""
+    """Yield iterations in which each stage has the lowest cap at which its forward meets a given time."""
     groups = problem.groups
     powers_w = {g.stage: np.unique(g.measured.energy_j / g.measured.time_s) for g in groups if g.kind is Kind.FORWARD}
     forward = {g.stage: g.measured for g in groups if g.kind is Kind.FORWARD}

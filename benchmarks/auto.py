@@ -1,4 +1,4 @@
-"""What auto mode saves from the first iteration on, with all its profiling counted, against default clocks.
+"""Savings of auto mode from the first iteration on, including profiling, relative to default clocks.
 
     python benchmarks/auto.py --steps 200
 
@@ -24,7 +24,7 @@ BLOCKING_POWER_W = 83.64
 
 
 def train(folder: Path, overrides: list[str]) -> tuple[float, float, Counter[str]]:
-    """Return the time [s] and the energy of all GPUs [J] from the first to the last iteration, and the phases."""
+    """Return time [s] and energy of all GPUs [J] from the first to the last iteration, and the phases."""
     script = ROOT / "examples" / "gpt3" / "train.py"
     finished = run_script(folder, 4, script, "model=tiny", "perseus.device=simulated", *overrides, give_up_s=math.inf)
     for line in finished.printed.splitlines():

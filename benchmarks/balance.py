@@ -1,4 +1,4 @@
-"""A layout predicted from an observed job, and trained: time and energy of Megatron-Core, before and after.
+"""A layout predicted from an observed job, and trained with Megatron-Core: time and energy.
 
     python benchmarks/balance.py                      # four ranks, about 6 minutes on two cores
     python benchmarks/balance.py --ranks 2            # two ranks, which two layouts tell apart, about 5 minutes
@@ -49,7 +49,7 @@ def compare(folder: Path, arguments: argparse.Namespace) -> None:
     job = job_in(folder / "uniform")
     try:
         balance = Balance(job)
-    except ConfigError as error:  # two ranks do not tell the embedding, the layers and the head apart
+    except ConfigError as error:  # two ranks do not suffice to distinguish embedding, layers and head
         print(error)
         second = str(error).split("'")[1]
         train(folder / "second", second, arguments)

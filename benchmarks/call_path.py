@@ -1,4 +1,4 @@
-"""How many functions of Perseus a clock passes from ``train_batch`` to the driver, and an iteration to its record.
+"""Counts the functions of Perseus between ``train_batch`` and the driver, and for a record.
 
     python benchmarks/call_path.py
     python benchmarks/call_path.py --count    # how many functions are called for each pass, and for each iteration
@@ -60,7 +60,7 @@ class Trace:
         if event == "call":
             if file.startswith(_PACKAGE):
                 if thread == self._training and not _is_ours(frame.f_back):
-                    self._calls[thread] = 0  # the engine's own call: whatever came before belongs to another one
+                    self._calls[thread] = 0  # the engine's own call: earlier calls belong to another one
                 self._calls[thread] = self._calls.get(thread, 0) + 1
                 if thread == self._training and name == "mark" and file.endswith("layout.py"):
                     self._note(self.at_request, frame)
@@ -95,7 +95,7 @@ def _open(frame: FrameType | None) -> list[str]:
 
 
 def main() -> None:
-    """Run a job on the stub driver in a process of its own."""
+    """Run a job on the stub driver in a separate process."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]
 

@@ -1,4 +1,4 @@
-"""How well the clock model and the simulated GPUs agree with published measurements at locked clocks.
+"""Compares the clock model and simulated GPUs with published measurements at locked clocks.
 
     python benchmarks/clock_sweeps.py                                # where ../shared/data/clock_sweeps is
     python benchmarks/clock_sweeps.py --sweeps FOLDER
@@ -65,7 +65,7 @@ def read_sweeps(folder: Path) -> list[Sweep]:
                 Sweep(
                     gpu,
                     load,
-                    # The H100 of amber.csv ran at its lowest clock where 210 MHz were asked for.
+                    # The H100 of amber.csv ran at its lowest clock when 210 MHz were requested.
                     np.array([max(float(row["clock_mhz"]), lowest_mhz) for row in own]),
                     np.array(times_s),
                     np.array([float(row["power_w"]) for row in own]),
@@ -76,7 +76,7 @@ def read_sweeps(folder: Path) -> list[Sweep]:
 
 
 def prediction_errors(sweep: Sweep, *, below_limit: bool) -> tuple[list[float], list[float]]:
-    """Return the relative errors of time and power at clocks that were left out, for all choices of a third.
+    """Return the relative errors of time and power at omitted clocks, for all choices of a third.
 
     Args:
         sweep: The measurements.
@@ -102,7 +102,7 @@ def prediction_errors(sweep: Sweep, *, below_limit: bool) -> tuple[list[float], 
 
 
 def device_errors(sweep: Sweep) -> tuple[float, list[float], list[float]]:
-    """Return how a simulated GPU compares with a real one: dynamic power of the load, errors of time and power.
+    """Return the fitted dynamic power of the load, and the errors of time and power of a simulated GPU.
 
     The dynamic power of the load, relative to that of the passes that the device model is made for, is fitted; as is
     the share of time that scales with the clock. Clocks at the power limit are left out: it differs between boards.

@@ -1,4 +1,4 @@
-"""What frontiers save in an emulated job of many pipelines, one of them a straggler.
+"""Savings of frontiers in an emulated job of many pipelines, one of them a straggler.
 
     python benchmarks/emulation.py
 

@@ -1,4 +1,4 @@
-"""Our frontier beside lowtime's, and our relaxation beside HiGHS's, on the same input in the same run.
+"""Compares our frontier with lowtime's and our relaxation with HiGHS's, on the same input.
 
 python benchmarks/frontier.py
 python benchmarks/frontier.py --profile tests/data/sosp24/stage_profile/gpt3-175b_a100-sxm.csv \
@@ -133,7 +133,7 @@ def _compare_milp(schedule: Schedule, profile: StageProfile, arguments: argparse
 def lowtime_within(
     limit_s: float, schedule: Schedule, profile: StageProfile, blocking_power_w: float
 ) -> tuple[float, Energies] | None:
-    """Run lowtime in a process of its own; return its seconds and plans, or None when it took too long."""
+    """Run lowtime in a separate process. Return its duration [s] and plans, or None after the time limit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_lowtime, args=(theirs, schedule, profile, blocking_power_w))
@@ -193,8 +193,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--last", action="store_true", help="take the last stages of the profile, not the first")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8])
     parser.add_argument("--plans", type=int, default=120)
-    parser.add_argument("--time-limit-s", type=float, default=120.0, help="for lowtime; 0 leaves it out")
-    parser.add_argument("--highs-s", type=float, default=60.0, help="for HiGHS on the relaxed problem; 0 leaves it out")
+    parser.add_argument("--time-limit-s", type=float, default=120.0, help="time limit for lowtime (0: do not run it)")
+    parser.add_argument("--highs-s", type=float, default=60.0, help="time limit for HiGHS (0: do not run it)")
     parser.add_argument("--milp-s", type=float, default=0.0, help="seconds for a MILP at each of three plans")
     return parser.parse_args()
 

@@ -21,7 +21,7 @@ def highs_saving_j(
     method: Method = "highs-ipm",
     time_limit_s: float | None = None,
 ) -> float | None:
-    """Return what the optimum saves against everything at its fastest clock [J], or None if it took too long.
+    """Return the saving of the optimum relative to the fastest clocks [J]. None after the time limit.
 
     Args:
         relaxation: The network, and the hull pieces of its decisions.

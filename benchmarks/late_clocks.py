@@ -1,4 +1,4 @@
-"""What plans save whose clocks are held for a dwell time, beside a plain search over three clocks a rank.
+"""Savings of plans with a dwell time, compared with a plain search over three clocks per rank.
 
     python benchmarks/late_clocks.py                             # the published A100 and A40 profiles, about 2 minutes
     python benchmarks/late_clocks.py --picture docs/images/late_clocks.svg
@@ -131,7 +131,7 @@ def plain_savings(schedule: Schedule, profile: StageProfile, power_w: float, dwe
 
 
 def small_case(gpu: str, pairs: float) -> tuple[Problem, float]:
-    """Return a problem of 3 stages, 6 micro-batches and six clocks, and a dwell time of so many pairs [s]."""
+    """Return a problem of 3 stages, 6 micro-batches and six clocks, and its dwell time [s]."""
     file, power_w = GPUS[gpu]
     profile = StageProfile.load(PROFILES / file)
     clocks = profile.options(0, Kind.FORWARD).clock_mhz
@@ -143,7 +143,7 @@ def small_case(gpu: str, pairs: float) -> tuple[Problem, float]:
 
 
 def compare_with_milp(gpu: str, pairs: Sequence[float], time_limit_s: float) -> None:
-    """Print how far plans of small cases are from those of a MILP that knows the dwell time, and from its bounds."""
+    """Print the gaps of plans of small cases to those of a MILP with the dwell time, and to its bounds."""
     print(f"{gpu}, 3 stages, 6 micro-batches, six clocks; a MILP has {time_limit_s:g} s for each deadline")
     for own_pairs in pairs:
         problem, dwell_s = small_case(gpu, own_pairs)
@@ -176,7 +176,7 @@ def _phase(problem: Problem, decisions: np.ndarray) -> np.ndarray:
 
 
 def _next_below(cost_j: np.ndarray) -> list[int]:
-    """Return for each clock the next lower one of less energy, itself where there is none."""
+    """Return for each clock the next lower one with less energy, or itself if there is none."""
     return [max([c for c in range(clock) if cost_j[c] < cost_j[clock]], default=clock) for clock in range(len(cost_j))]
 
 
@@ -210,9 +210,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=24)
     parser.add_argument("--plans", type=int, default=120)
     parser.add_argument("--pairs", type=float, nargs="+", default=[0, 1, 2, 4, 10, 40])
-    parser.add_argument(
-        "--milp", type=float, help="compare small cases with a MILP, which has so many seconds for each"
-    )
+    parser.add_argument("--milp", type=float, help="compare small cases with a MILP, with this time limit for each [s]")
     parser.add_argument("--picture", type=Path, help="file for a picture")
     return parser.parse_args()
 

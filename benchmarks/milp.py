@@ -1,4 +1,4 @@
-"""The whole problem as a mixed-integer programme for HiGHS, to measure how far the bound is from the optimum."""
+"""The whole problem as a mixed-integer programme for HiGHS, to compare the bound with the optimum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perseus_ds.optimizer.runs import RunSearch
 
 @dataclass(frozen=True)
 class MilpResult:
-    """The mixed-integer solver's bound and plan when it stops.
+    """Bound and plan of the mixed-integer solver at its end.
 
     Attributes:
         bound_j: No plan that meets the deadline uses less [J].
@@ -27,7 +27,7 @@ class MilpResult:
 
 
 def solve_milp(problem: Problem, deadline_s: float, time_limit_s: float) -> MilpResult:
-    """Solve the problem at one deadline, over all Pareto-optimal clocks, for as long as allowed."""
+    """Solve the problem at one deadline, over all Pareto-optimal clocks, within the time limit."""
     network = Network(problem)
     n, arcs = network.decisions, len(network.tail)
     sizes = np.array([len(g.cost_j) for g in problem.groups])[problem.group]
@@ -62,7 +62,7 @@ def solve_milp(problem: Problem, deadline_s: float, time_limit_s: float) -> Milp
 
 
 def solve_held_milp(network: Network, search: RunSearch, deadline_s: float, time_limit_s: float) -> MilpResult:
-    """Solve the problem at one deadline with clocks that are held, over the clocks that ``search`` chooses among.
+    """Solve the problem at one deadline with a dwell time, over the clocks of ``search``.
 
     A rank's instruction may begin later than it could, so that waiting lengthens the run before a change of clock
     instead of the run after it. Plans of ``search`` begin as an engine does, as early as they can: this programme has

@@ -1,4 +1,4 @@
-"""How much of what Perseus saves a better cut of the model into stages would have saved anyway.
+"""Share of the savings of Perseus that a better cut of the model into stages would have saved.
 
     python benchmarks/partition.py                    # five models on two GPUs, about 5 minutes
     python benchmarks/partition.py --models llama-3.1-8b --gpus h100-sxm

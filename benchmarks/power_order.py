@@ -1,4 +1,4 @@
-"""How long it takes from an order for less power to that power, in a real job on SIMULATED GPUs.
+"""Time from an order for less power to that power, in a real job on SIMULATED GPUs.
 
     python benchmarks/power_order.py                      # about 3 minutes
     python benchmarks/power_order.py --micro-batches 32   # iterations four times as long
@@ -39,7 +39,7 @@ LASTS_S = 12.0
 
 
 def first_second_below(found: list[Record], watts: float, after: float) -> float | None:
-    """Return when the first second begins whose mean power is at most so much; None if there is none yet."""
+    """Return the begin of the first second with at most the given mean power. None if there is none yet."""
     ran = [record for record in iterations(found) if record["ended"] - record["time_s"] >= after]
     for first, begin in enumerate(ran):
         time_s = energy_j = 0.0
@@ -69,7 +69,7 @@ def watch(job: Running, ordered: float, title: str) -> None:
 
 
 def by_command(job: Running, fraction: float) -> str:
-    """Give an order by the command; return its answer."""
+    """Give an order by the command, and return its answer."""
     command = [sys.executable, "-m", "perseus_ds", "control", "reduce", str(job.folder / "perseus")]
     arguments = ["--power-fraction", f"{fraction}", "--duration", f"{LASTS_S}s", "--within", "5s"]
     return subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout.strip()
@@ -113,7 +113,7 @@ def main() -> None:
                 if number == 0:
                     print(f"  answered: {answer}")
                 returned(job, ordered)
-                # Written beside it and renamed, as a power manager should.
+                # Written to another file and renamed, as a power manager should.
                 (folder / "new").write_text(f"{fraction - 0.01}\n")
                 (folder / "new").rename(file)
                 ordered = time.time()

@@ -1,4 +1,4 @@
-"""How close real ranks come to what a profile and its plans say, and how much that varies from run to run.
+"""Deviation of real ranks from the predictions of a profile and its plans, and its variation.
 
     python benchmarks/prediction.py                    # all cases, 3 runs each: about 15 minutes
     python benchmarks/prediction.py --case rows tail --repeat 5
@@ -88,7 +88,7 @@ def megatron(folder: Path, ranks: int, **job: Any) -> Figures:
     """The same for a GPT by Megatron-Core."""
 
     def train(mode: str, perseus: dict[str, Any], **more: Any) -> Path:
-        # Longer than what four ranks compute for real meanwhile.
+        # Longer than the real computation of four ranks.
         common = {"device": "simulated", "simulated": {"longest_instruction_s": 0.15}}
         block = {"mode": mode, "output_dir": str(folder / mode), **common, **perseus}
         run_jobs(folder / f"{mode} job", ranks, MEGATRON_JOB, {mode: {**job, **more, "perseus": block}})

@@ -1,4 +1,4 @@
-"""How exact profiles are that are measured while training goes on, and the plans that are made from them.
+"""Accuracy of profiles that are measured during training, and of plans made from them.
 
     python benchmarks/profiling.py                                   # four GPUs, two jobs, 3 seeds: about 10 minutes
     python benchmarks/profiling.py --gpu a100-sxm --seeds 1 --condition sampled-counter
@@ -42,7 +42,7 @@ MOST_ITERATIONS = 600
 
 @dataclass(frozen=True)
 class Figures:
-    """What one profile is like.
+    """Figures of a profile.
 
     Attributes:
         clocks: How many clocks were measured.
@@ -64,7 +64,7 @@ class Figures:
 
 
 class NoisyGpu(SimulatedGpu):
-    """A simulated GPU whose noise differs from rank to rank and from draw to draw."""
+    """A simulated GPU with different noise for each rank and draw."""
 
     draw = 0
 

@@ -1,4 +1,4 @@
-"""Layouts that NVIDIA publishes for large models, beside ours, from floating-point operations alone.
+"""Compares layouts that NVIDIA publishes for large models with ours, by floating-point operations.
 
     python benchmarks/published_layouts.py            # a minute
     python benchmarks/published_layouts.py --only deepseek-v3
@@ -130,7 +130,7 @@ _STAGES = {"llama-3-405b, 16 ranks": 16, "llama-3-405b, 8 ranks with 2 stages": 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="layouts whose name contains this")
+    parser.add_argument("--only", default="", help="only layouts with this text in their name")
     chosen = parser.parse_args().only
     print("| model | layout | slowest rank | iteration | ours | slowest rank | iteration | faster by | at most by |")
     print("|---|---|---|---|---|---|---|---|---|")

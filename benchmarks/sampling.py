@@ -142,7 +142,7 @@ def measured_profiles(micro_batches: int) -> None:
 
 
 def simulated_truth(seeds: int, micro_batches: int) -> None:
-    """Compare raw and denoised rows where the truth is known."""
+    """Compare raw and denoised rows with a known truth."""
     schedule = read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=micro_batches)
     print(f"Simulated truth, 4 unequal stages, {micro_batches} micro-batches, noise 1 % on time and 2 % on energy")
     for name, model in DEVICES.items():
@@ -163,7 +163,10 @@ def simulated_truth(seeds: int, micro_batches: int) -> None:
 
 
 def work_of(stages_s: Sequence[float]) -> dict[tuple[int, Kind], float]:
-    """Return the time of each stage and kind at the top clock [s]; a backward takes twice as long as a forward."""
+    """Return the time of each stage and kind at the top clock [s].
+
+    A backward takes twice as long as a forward.
+    """
     return {
         (stage, kind): factor * forward_s
         for stage, forward_s in enumerate(stages_s)

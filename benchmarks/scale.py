@@ -1,4 +1,4 @@
-"""What Perseus costs a job of many ranks.
+"""Cost of Perseus in a job with many ranks.
 
     python benchmarks/scale.py                         # rank 0 and a leaf of 64, 1 024 and 10 240 ranks
     python benchmarks/scale.py --clients 64 1024       # a store with as many connections
@@ -138,7 +138,7 @@ def _raise(error: Exception) -> None:
 
 
 def topology_of(rank: int, ranks: int, stages: int = STAGES, tensor: int = TENSOR) -> PipelineTopology:
-    """Return the place of a rank as DeepSpeed numbers them: by stage, then by pipeline, then by tensor parallelism."""
+    """Return the position of a rank in DeepSpeed's numbering: by stage, pipeline, then tensor parallelism."""
     pipelines = ranks // (stages * tensor)
     in_stage = pipelines * tensor
     within = rank % in_stage
@@ -177,7 +177,7 @@ def save_frontier(folder: Path, schedule: Schedule) -> None:
 
 
 class RankOfMany(Communicator):
-    """A rank of a job whose other ranks are one client of the store."""
+    """A rank of a job in which one client of the store stands for all other ranks."""
 
     is_connected = True
 
@@ -192,7 +192,7 @@ class RankOfMany(Communicator):
 
 
 class LeafChannel(StoreChannel):
-    """The leaf's, which has all ranks but it and rank 0 bring what it brings, or reports of their own.
+    """Channel of the leaf, which also sends the values of all other ranks except rank 0.
 
     Attributes:
         exchanges: How many were begun.
@@ -237,7 +237,7 @@ class LeafChannel(StoreChannel):
 
 
 def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:
-    """Return figures of a job whose other ranks are one client of the store, of its last iterations."""
+    """Return figures of the last iterations of a job in which one client stands for all other ranks."""
     slow = SLOWER if ranks > STAGES * TENSOR else 1.0
     schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
     address = serve(ranks)

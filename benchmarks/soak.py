@@ -1,4 +1,4 @@
-"""A long, hostile day of a job, on SIMULATED GPUs and on stubs of them: what faults do to it, by cause.
+"""Effects of faults on a long job, on SIMULATED GPUs and on stubs of GPUs, by cause.
 
     python benchmarks/soak.py                            # both parts, an hour in all
     python benchmarks/soak.py --part virtual --minutes 600 --seed 3
@@ -32,7 +32,7 @@ from virtual.hostile_day import HostileDay  # type: ignore[import-not-found]  # 
 
 
 def virtual(folder: Path, seed: int, minutes: float) -> list[str]:
-    """Run the part in virtual time; return what was broken."""
+    """Run the part in virtual time and return the broken promises."""
     day = HostileDay(folder / "virtual", seed=seed)
     broken = day.run(minutes)
     show(f"virtual: {minutes:g} minutes of a job of 4 ranks on simulated GPUs, seed {seed}", day.outcomes)
@@ -40,7 +40,7 @@ def virtual(folder: Path, seed: int, minutes: float) -> list[str]:
 
 
 def real(folder: Path, seed: int, minutes: float) -> list[str]:
-    """Run the part with real ranks; return what was broken."""
+    """Run the part with real ranks and return the broken promises."""
     stub = StubNvml(build(folder), folder / "stub_nvml_state", RANKS)
     job = HostileRanks(folder / "real", stub, seed=seed)
     broken = job.run(minutes)
@@ -56,7 +56,7 @@ def show(title: str, outcomes: dict[str, object]) -> None:
 
 
 def main() -> int:
-    """Run the parts that are asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("virtual", "real", "both"), default="both")
     parser.add_argument("--minutes", type=float, help="by default an hour in all: 30 real ones, and 600 of the job")

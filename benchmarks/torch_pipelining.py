@@ -1,4 +1,4 @@
-"""Torch's own schedules: predicted against measured time on real ranks, and how close plans come to their bounds.
+"""Torch's own schedules: errors of predicted times on real ranks, and gaps of plans.
 
     python benchmarks/torch_pipelining.py                                 # all schedules, 3 runs each: about 20 minutes
     python benchmarks/torch_pipelining.py --case gap                      # without processes: about 2 minutes
@@ -55,7 +55,7 @@ def order_of(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 
 def prediction(name: str, folder: Path) -> dict[str, float]:
-    """Return the deviations of the predicted time and energy of an iteration from the measured ones, as fractions."""
+    """Return the deviations of predicted from measured time and energy of an iteration, as fractions."""
 
     def train(mode: str, **job: Any) -> list[dict[str, Any]]:
         block = {"mode": mode, "device": "simulated", "output_dir": str(folder / mode), "simulated": SIMULATED}
@@ -83,7 +83,7 @@ def gap(name: str, micro_batches: int) -> dict[str, float]:
 
 
 def cut(profile: StageProfile, parts: int) -> StageProfile:
-    """Cut each stage into equal ones, and add the parts of its backward where that is split."""
+    """Cut each stage into equal ones, and add the parts of a split backward."""
     rows = []
     for row in profile.measurements:
         for part in range(parts):
@@ -93,7 +93,7 @@ def cut(profile: StageProfile, parts: int) -> StageProfile:
             if row.kind is Kind.BACKWARD:
                 half = replace(whole, time_s=whole.time_s / 2, energy_j=whole.energy_j / 2)
                 rows.append(replace(half, kind=Kind.BACKWARD_INPUT))
-                # On the first stage, torch leaves all to the second part.
+                # On the first stage, torch runs the whole backward in the second part.
                 rows.append(replace(half if stage else whole, kind=Kind.BACKWARD_WEIGHT))
     return StageProfile(rows)
 

@@ -1,4 +1,4 @@
-"""Runs GPT-NeoX's ``train.py`` with Perseus; its launcher, ``deepy.py``, takes a script and not a module."""
+"""Runs GPT-NeoX's ``train.py`` with Perseus. Its launcher ``deepy.py`` requires a script."""
 
 import runpy
 

@@ -1,4 +1,4 @@
-"""Trains other people's code on CPUs without Perseus and in each of its modes, and compares what was computed.
+"""Trains other people's code on CPUs with and without Perseus, and compares the results.
 
     python benchmarks/clients/run.py megatron-lm-1f1b ~/Megatron-LM
 
@@ -44,7 +44,7 @@ FILES = {"text": "text.jsonl", "data": "data", "model": "model", "config": "conf
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """How to start a client.
+    """Command that starts a client.
 
     Attributes:
         script: What is started, as ``python`` would.
@@ -283,7 +283,7 @@ def prepare(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def train(client: Client, arguments: argparse.Namespace, mode: str) -> list[list[str]]:
-    """Train in a mode; return of each rank what it recorded."""
+    """Train in a mode and return the record of each rank."""
     script, environment = client.script, {}
     if mode != "without":
         script = client.with_perseus.format(here=HERE, script=script)
@@ -296,7 +296,7 @@ def train(client: Client, arguments: argparse.Namespace, mode: str) -> list[list
 
 
 def start(client: Client, arguments: argparse.Namespace, name: str, command: str, more: dict[str, str]) -> Path:
-    """Run Python with a command; return the folder of its output.
+    """Run Python with a command and return the folder of its output.
 
     Raises:
         SystemExit: It failed.
@@ -324,7 +324,7 @@ def start(client: Client, arguments: argparse.Namespace, name: str, command: str
 
 
 def difference(without: list[list[str]], found: list[list[str]]) -> str:
-    """Say whether two jobs computed the same, or where they first differ."""
+    """Return whether two jobs computed the same, or the first difference."""
     assert without[0], "nothing was recorded"
     for step, (ours, theirs) in enumerate(zip(zip(*without, strict=True), zip(*found, strict=True), strict=False)):
         for rank, (one, other) in enumerate(zip(map(json.loads, ours), map(json.loads, theirs), strict=True)):

@@ -39,7 +39,7 @@ def called_by_client() -> bool:
 
 
 class Nothing:
-    """A stream, an event or a context: whatever it is asked to do is done."""
+    """A stream, an event or a context on which every method does nothing."""
 
     cuda_stream = device_index = 0
     device = "cpu"
@@ -105,7 +105,7 @@ def stand_in_for_cuda(torch: Any) -> None:
 
 
 def on_the_cpu(torch: Any) -> Any:
-    """Return a mode in which tensors are made on, and moved to, the CPU wherever CUDA is asked for."""
+    """Return a mode in which tensors are created on, and moved to, the CPU instead of CUDA."""
     is_cuda, type_of = torch.Tensor.is_cuda.__get__, torch.Tensor.type
 
     def is_device(value: Any) -> bool:
@@ -137,7 +137,10 @@ def on_the_cpu(torch: Any) -> Any:
 
 
 def talk_by_gloo(distributed: Any) -> None:
-    """Have all groups of processes talk by gloo; what is sent may be changed or freed at once, as in a CUDA stream."""
+    """Let all process groups use gloo.
+
+    Sent data is copied, because it may be changed afterwards as on a CUDA stream.
+    """
     if not distributed.is_available():
         return
     c10d = distributed.distributed_c10d
@@ -205,7 +208,7 @@ class Recorder:
 
 
 def plain(value: Any, hashed: bool = False) -> Any:
-    """Return a value as what JSON knows, every bit of its numbers kept; of tensors a hash, where one is asked for."""
+    """Convert a value to JSON types without loss of bits. Tensors are hashed if requested."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -304,7 +307,7 @@ def find(name: str) -> Any:
 
 
 def replace(module: Any, path: str, change: Any) -> None:
-    """Replace a function of a module, or a method of a class in it, by what ``change`` makes of it, or of None."""
+    """Replace a function of a module, or a method of a class in it, by ``change(original)``."""
     *parents, name = path.split(".")
     owner = module
     for parent in parents:

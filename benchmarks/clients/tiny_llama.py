@@ -1,4 +1,4 @@
-"""Makes a folder with a tiny Llama: configuration, random weights, and a tokenizer of numbers as words."""
+"""Creates a folder with a tiny Llama: configuration, random weights, and a tokenizer of numbers."""
 
 import sys
 

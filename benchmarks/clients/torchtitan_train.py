@@ -1,4 +1,4 @@
-"""Trains torchtitan with Perseus, by a trainer derived from its own; ``PERSEUS`` is the block."""
+"""Trains torchtitan with Perseus, by a derived trainer. ``PERSEUS`` is the block."""
 
 from typing import Any
 
