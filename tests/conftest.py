@@ -1,4 +1,4 @@
-"""Fixtures for every test; in CI a skip that is not expected fails the run."""
+"""Fixtures for every test. In CI an unexpected skip fails the run."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 def disk_with():
-    """A function with which no file of this process can grow beyond so many bytes, as on a full disk."""
+    """A function that limits the size of this process's files, as a full disk would."""
 
     @contextlib.contextmanager
     def disk_with(free_bytes):

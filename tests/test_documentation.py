@@ -52,7 +52,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_paths_named_in_contributing_exist():
-    """Paths count from the repository's root or from the package; NAME and … stand for what differs."""
+    """Paths are relative to the repository's root or to the package. NAME and … are placeholders."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`([\w./-]+(?:/|\.(?:py|md|yaml|toml|lock)))`", text)
     paths = [path for path in named if not re.search("NAME|site/", path)]

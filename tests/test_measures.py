@@ -1,4 +1,4 @@
-"""What an iteration takes and what it is compared with: from records, wherever it is shown."""
+"""Typical iterations and their baselines, computed from records."""
 
 import pytest
 from live_records import default_iteration, planned_iteration, started

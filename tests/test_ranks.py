@@ -1,4 +1,4 @@
-"""Collectives by rank 0's key-value store, and what happens where a connection breaks.
+"""Collectives by rank 0's key-value store, and the effects of a broken connection.
 
 Ranks are threads of this process, each with a client of a real store.
 """
@@ -48,7 +48,7 @@ class Job:
         self.ranks = self.all(lambda rank: Communicator(place_of(rank), channels[rank]))
 
     def all(self, function):
-        """Call a function on all ranks at once, and return what each returns."""
+        """Call a function on all ranks in parallel, and return the results."""
         return list(self._pool.map(function, range(SIZE)))
 
     def drop(self, rank):
@@ -56,7 +56,7 @@ class Job:
         self.ranks[rank] = self.connections[rank] = None
 
     def errors(self, use):
-        """Use all communicators until that raises an error; return the error of each rank."""
+        """Use all communicators until they raise errors, and return these."""
 
         def until_error(rank):
             with pytest.raises(ConnectionLostError) as raised:
@@ -213,7 +213,7 @@ def test_a_rank_breaks_its_connections_with_the_store_and_no_others_with_the_sam
 
 
 def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all(job):
-    """As where a cable is pulled: nothing arrives, and no connection is closed."""
+    """As if a cable were pulled: nothing arrives, and no connection is closed."""
     for connection in job.connections:
         connection.longest_wait_s = 0.2
 

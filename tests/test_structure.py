@@ -1,4 +1,4 @@
-"""The structure of the package: who may import whom."""
+"""The structure of the package: permitted imports."""
 
 import ast
 from pathlib import Path

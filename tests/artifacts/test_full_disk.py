@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_replaced_leaves_all_and_no_temporary_one(tmp_path
 
 
 def test_new_and_old_files_are_never_read_together(tmp_path, frontier, monkeypatch):
-    """A process that is killed while it replaces files leaves no inconsistent set of files."""
+    """A set of files is consistent after a process was killed while replacing them."""
     for save in SAVERS.values():
         save(tmp_path, frontier)
     move, seen = os.replace, []

@@ -1,4 +1,4 @@
-"""Operations are timed where they run: on the host, on CUDA (a stand-in for its events) and on a simulated GPU."""
+"""Operations are timed on the host, on CUDA (with replaced events) and on a simulated GPU."""
 
 import types
 

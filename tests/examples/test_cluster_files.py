@@ -1,4 +1,4 @@
-"""What the files of examples/cluster say, without starting anything."""
+"""The contents of the files of examples/cluster, without running them."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Where the language-model examples take their text from; both read the same sources."""
+"""Sources of text of the language-model examples, which are the same for both."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the example for Hugging Face models trains on."""
+"""Data of the example for Hugging Face models."""
 
 from itertools import islice
 

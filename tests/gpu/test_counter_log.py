@@ -1,4 +1,4 @@
-"""Average power from a counter that is refreshed every 100 ms or so; in virtual time."""
+"""Average power from a counter that is refreshed about every 100 ms, in virtual time."""
 
 import pytest
 from virtual.time import VirtualTime

@@ -1,4 +1,4 @@
-"""The same tests for every GPU, NVML's (on the stub library) and the simulated one; in virtual time."""
+"""The same tests for NVML's GPUs (on the stub library) and simulated ones, in virtual time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gpu(kind: str, now: VirtualTime, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture
 def forbidden_gpu(kind: str, request: pytest.FixtureRequest) -> Gpu:
-    """A GPU whose clock this process may not change."""
+    """A GPU without permission to change its clock."""
     if kind == "simulated":
         return SimulatedGpu(DEVICES["a100-sxm"], may_lock=False)
     stub = request.getfixturevalue("stub_nvml_here")

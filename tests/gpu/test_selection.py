@@ -1,4 +1,4 @@
-"""The GPU of a rank, by what CUDA or HIP reports and by the variables that hide and renumber GPUs: a table of cases."""
+"""The GPU of a rank, by reports of CUDA or HIP and by variables that hide and renumber GPUs: a table of cases."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def simulated(*conditions, **settings):
 
 
 def compute(gpu, passes, work_s=0.1, pause_s=0.0):
-    """Run passes; return the time of the last one."""
+    """Run passes and return the time of the last one."""
     for _ in range(passes):
         begin_s = gpu.timebase.now_s()
         gpu.begin_work()

@@ -1,4 +1,4 @@
-"""The Zeus device: the real package on the stub library, and a clear error where the package is missing.
+"""The Zeus device: the real package on the stub library, and a clear error if it is missing.
 
 Each case runs in a process of its own, because Zeus keeps the GPUs that it found first.
 """
@@ -75,7 +75,7 @@ def test_a_zeusd_that_does_not_answer_is_reported(stub_nvml: StubNvml, tmp_path:
 
 @pytest.fixture
 def zeusd(tmp_path: Path) -> Iterator[Callable[[list[dict[str, Any]]], tuple[dict[str, str], list[str]]]]:
-    """Start a stand-in for zeusd with some GPUs; returns how to reach it, and the numbers of GPUs that it is given."""
+    """Start a replacement of zeusd. Returns its environment variables and the numbers of GPUs it receives."""
     servers = []
 
     def start(gpus: list[dict[str, Any]]) -> tuple[dict[str, str], list[str]]:
@@ -156,7 +156,7 @@ def test_a_zeusd_is_only_asked_to_lock_a_gpu_whose_number_is_certain(
 
 @pytest.fixture
 def amd_node(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Four GPUs of AMD, which HIP does not number as amdsmi does; returns which of them Zeus was asked to reset."""
+    """Four AMD GPUs with different numbers for HIP and amdsmi. Returns those that Zeus was requested to reset."""
     device = pytest.importorskip("zeus.device.gpu.amd")
     reset: list[tuple[int, str]] = []
 

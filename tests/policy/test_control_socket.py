@@ -172,7 +172,7 @@ def test_a_line_that_is_no_order_changes_nothing_and_the_server_lives_on(folder,
 
 
 def said(folder, line):
-    """Send a line; return the answer."""
+    """Send a line and return the answer."""
     with connected(folder) as connection:
         connection.sendall(line)
         return json.loads(connection.makefile().readline())

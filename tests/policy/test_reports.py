@@ -1,4 +1,4 @@
-"""What ranks report of drift, and what rank 0 makes of it."""
+"""Reports of drift by ranks, and rank 0's evaluation."""
 
 import random
 

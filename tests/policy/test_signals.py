@@ -1,4 +1,4 @@
-"""Signals as they are read from files, what is wrong with those that cannot be used, and files that change."""
+"""Signals read from files, errors of unusable ones, and files that change."""
 
 from datetime import datetime, timedelta, timezone
 

@@ -17,7 +17,7 @@ AT_1 = synthetic_profile(2, load_s={0: 0.01}, blocking_power_w=80.0)
 
 
 def factor(length, fixed=0.1, attention=0.15):
-    """How many times as long as at length 1 a pass takes."""
+    """Time of a pass relative to that at length 1."""
     return fixed + (1 - fixed - attention) * length + attention * length**2
 
 

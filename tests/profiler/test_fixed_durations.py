@@ -1,4 +1,4 @@
-"""Durations of loads, transfers and the tail, without waiting; of transfers that are launched, by the passes around."""
+"""Durations of loads, transfers and the tail, without waiting, and of launched transfers, by the passes around."""
 
 import pytest
 

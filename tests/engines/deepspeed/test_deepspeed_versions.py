@@ -1,4 +1,4 @@
-"""Every DeepSpeed that is not supported gets a clear message; what is supported is said the same everywhere."""
+"""Unsupported versions of DeepSpeed are reported clearly, and all files state the same supported ones."""
 
 import importlib.metadata
 import re

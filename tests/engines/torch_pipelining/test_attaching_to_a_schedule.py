@@ -1,4 +1,4 @@
-"""Perseus attaches to a schedule of torch, and leaves it as it was; what cannot be planned is an error or trains on."""
+"""Perseus attaches to a schedule of torch and restores it. What cannot be planned is an error or trains on."""
 
 import copy
 from collections import Counter
@@ -38,14 +38,14 @@ def _process_group(tmp_path_factory):
 
 @pytest.fixture
 def block(tmp_path):
-    """Observe on a simulated GPU whose instructions take no time to speak of."""
+    """Observe on a simulated GPU with negligible instruction times."""
     simulated = {"longest_instruction_s": 0.001, "counter_period_s": 0.001}
     return {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus"), "simulated": simulated}
 
 
 @pytest.fixture
 def make():
-    """A function that makes a schedule on one rank; Perseus is closed when the test ends."""
+    """A function that makes a schedule on one rank. Perseus is closed when the test ends."""
     for left in sessions():
         left.close()
     schedules = []
@@ -208,7 +208,7 @@ def test_the_variable_perseus_replaces_keys_of_the_block_and_a_disabled_one_chan
 
 
 class NoStage(nn.Linear):
-    """What somebody may take for a stage."""
+    """An object that is not a stage."""
 
     stage_index, num_stages, group_size, group_rank = 0, 1, 1, 0
 
@@ -242,7 +242,7 @@ def test_an_older_torch_is_an_error_that_says_what_to_install(make, block, monke
 
 
 class OwnOrder(ScheduleGPipe):
-    """A schedule whose code calls what no stage of torch has, so that its order cannot be read."""
+    """A schedule that calls an unknown method of stages, so that its order cannot be read."""
 
     def _step_microbatches(self, *args, **kwargs):
         self._stage.prepare()
@@ -276,7 +276,7 @@ def test_an_order_that_cannot_be_read_is_an_error_if_the_job_asks_for_more(of_un
 
 
 def run_pass(action, context):
-    """What torch does for an action, by a function of the user's."""
+    """A user's function that does the work of an action."""
     schedule, number = context.schedule_ref, action.microbatch_index
     stages = {stage.stage_index: stage for stage in schedule._stages}
     stage = stages[action.stage_index]

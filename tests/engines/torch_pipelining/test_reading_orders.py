@@ -93,7 +93,7 @@ LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind
 
 
 def written(stream):
-    """What a rank launches and computes, and which of its sends it waits for, as torch writes it."""
+    """Operations that a rank launches and computes, and the sends it awaits, in torch's notation."""
     launched = set()
     for operation in stream:
         if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
@@ -185,7 +185,7 @@ def test_gradients_that_fsdp_reduces_are_measured_by_themselves_however_torch_sp
 
 
 class StepsAsItLikes(PipelineScheduleSingle):
-    """A schedule of the user's whose order is nowhere written."""
+    """A user's schedule without a readable order."""
 
     def _step_microbatches(self, arg_mbs=None, *_, **__):
         for micro_batch, arguments in enumerate(arg_mbs):
