@@ -13,9 +13,13 @@ from run_log import wait_until
 from perseus_ds.client.marks import StreamMarks
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.client.stream_writes import HIP, StreamWrites
+from perseus_ds.clocks.timers import GraphTimes
 from perseus_ds.errors import GpuError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol import layout
 from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.runtime.captured import CapturedIteration
 
 
 @pytest.fixture
@@ -155,3 +159,71 @@ def test_a_gpu_whose_marks_do_not_arrive_is_an_error(stub_cuda, shared):
     marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
     with pytest.raises(GpuError, match="A mark that GPU 0 wrote did not arrive in shared memory"):
         marks.check(elsewhere)
+
+
+FORWARDS = [Compute(Instruction(0, Kind.FORWARD, number)) for number in range(3)]
+
+
+def test_a_captured_iteration_marks_and_times_its_passes_in_each_replay_on_any_stream_of_its_device(stub_cuda, shared):
+    memory, device = RankMemory.create(shared.view), 1
+    stub_cuda.set_device(device)
+    cuda = CudaOfTheStub(stub_cuda)
+    cuda.current_device = lambda: device
+    with stub_cuda.using(stub_cuda.new_stream(device)):
+        marks = StreamMarks(StreamWrites(shared), device, cuda, lambda of: stub_cuda.stream)
+        times = GraphTimes(stub_cuda.event)
+        captured = CapturedIteration(marks, times)
+
+        def passes():
+            for number, forward in enumerate(FORWARDS):
+                with captured.operation(forward):
+                    stub_cuda.delay(0.002 * (number + 1))
+
+        with stub_cuda.using(stub_cuda.new_stream(device)):
+            graph = stub_cuda.captured(passes)
+        stub_cuda.synchronize()
+        assert marked(memory) == [False] * 6, "nothing of it was executed"
+        for iteration in (1, 2):
+            with stub_cuda.busy():
+                marks.begin(iteration, positions=3)
+                graph.replay()
+                marks.end(iteration)
+                assert (memory.begun, marked(memory)) == (iteration - 1, [iteration > 1] * 6), "the stream is busy"
+            assert (memory.begun, memory.ended, marked(memory)) == (iteration, iteration, [True] * 6)
+            for number, (_, begun, ended) in enumerate(times.marks):
+                assert begun.elapsed_time(ended) / 1e3 >= 0.002 * (number + 1)
+            assert captured.instructions == [forward.instruction for forward in FORWARDS]
+
+
+def test_marks_of_a_graph_on_a_stream_of_another_device_are_an_error_while_it_is_captured(stub_cuda, shared):
+    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda of: stub_cuda.stream)
+    captured = CapturedIteration(marks, GraphTimes(stub_cuda.event))
+    stub_cuda.set_device(1)
+    with pytest.raises(GpuError, match="CUDA_ERROR_INVALID_HANDLE"), captured.operation(FORWARDS[0]):
+        pass
+
+
+def test_a_graph_with_fewer_passes_leaves_the_marks_of_another_one_cleared(stub_cuda, shared):
+    memory = RankMemory.create(shared.view)
+    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda of: stub_cuda.stream)
+    graphs = []
+    for count in (3, 2):
+        captured = CapturedIteration(marks, GraphTimes(stub_cuda.event))
+
+        def passes(captured=captured, count=count):
+            for forward in FORWARDS[:count]:
+                with captured.operation(forward):
+                    stub_cuda.delay(0.0)
+
+        graphs.append(stub_cuda.captured(passes))
+    for iteration, graph in enumerate([*graphs, *graphs], 1):
+        marks.begin(iteration, positions=3)
+        graph.replay()
+        marks.end(iteration)
+        stub_cuda.synchronize()
+        count = 3 - (iteration + 1) % 2
+        assert marked(memory) == [True] * 2 * count + [False] * 2 * (3 - count)
+
+
+def marked(memory):
+    return [memory.marked_s(slot) is not None for slot in range(6)]

@@ -17,7 +17,10 @@ from gpu_checks.checks import place_of
 from gpu_checks.results import Results
 
 from perseus_ds.client.lease import SignalForwarder
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.messages import Program
+from perseus_ds.runtime.captured import CapturedIteration
 
 _POSITIONS, _LENGTH_S, _BESIDE_S = 10, 0.02, 1.0
 _STORED = 7
@@ -27,6 +30,7 @@ _GIVE_UP_S = 60.0
 def graph(machine: Any, results: Results) -> None:
     """Capture marks in CUDA's global mode while the agent follows others, and have it follow those of the replays."""
     threads, errors = set(threading.enumerate()), []
+    execution = machine.execution()
     with machine.clocks() as recorded:
         clocks = recorded.clocks
         clocks.on_error = errors.append
@@ -41,12 +45,15 @@ def graph(machine: Any, results: Results) -> None:
             clocks.mark(1)
             clocks.end_iteration(beside)
 
+        times = execution.graph_times()
+        assert times is not None, "torch.cuda.Event has no argument external"
+        iteration = CapturedIteration(clocks, times)
+
         def body() -> None:
             asked = clocks.status.changes
             for position in range(_POSITIONS):
-                clocks.mark(2 * position)
-                machine.sleep(_LENGTH_S)
-                clocks.mark(2 * position + 1)
+                with iteration.operation(Compute(Instruction(0, Kind.FORWARD, position))):
+                    machine.sleep(_LENGTH_S)
             machine.store(_STORED)
             _wait_until(lambda: clocks.status.changes > asked)
             results.add_fact("a clock was asked for during the capture", clocks.status.changes > asked)
@@ -54,16 +61,23 @@ def graph(machine: Any, results: Results) -> None:
         captured = machine.captured_alone(body)
         machine.synchronize()
         results.add_fact("what is captured is not done", machine.stored() == 0)
-        program, asked = clocks.program(Program(0, None, clocks_mhz * (_POSITIONS // 2))), []
+        program, asked, lasts_s = clocks.program(Program(0, None, clocks_mhz * (_POSITIONS // 2))), [], []
         for _ in range(machine.turns(20)):
             before = clocks.status.changes
-            iteration = clocks.begin_iteration(program)
+            execution.start_iteration()
+            number = clocks.begin_iteration(program)
             captured.replay()
-            clocks.end_iteration(iteration)
+            execution.replayed(times)
+            clocks.end_iteration(number)
+            finished = execution.finish_iteration()
             machine.synchronize()
-            clocks.recorded(iteration, waits=True)
+            clocks.recorded(number, waits=True)
             asked.append(clocks.status.changes - before)
+            lasts_s += [span.time_s for span in finished.spans()]
         results.add("clock changes in a replay, median", statistics.median(asked), at_least=_POSITIONS)
+        results.add(
+            "time of a pass in a replay to its length, median", statistics.median(lasts_s) / _LENGTH_S, at_least=0.9
+        )
         results.add_fact("the captured graph computes what was captured", machine.stored() == _STORED)
         ours = [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("perseus")]
         results.add("threads of Perseus in the training process", len(ours), at_most=0)

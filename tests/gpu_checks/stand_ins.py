@@ -155,6 +155,14 @@ class StubCudaMachine:
 
     captured_alone = captured
 
+    def execution(self) -> CudaExecution:
+        cuda = SimpleNamespace(
+            Event=lambda **_: self._cuda.external_event(),
+            current_device=lambda: 0,
+            current_stream=lambda device: self._cuda.stream,
+        )
+        return CudaExecution(torch.device("cuda", 0), cuda)
+
     def clocks(self) -> AbstractContextManager[Recorded]:
         gpu = driver_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
         cuda = SimpleNamespace(current_device=lambda: 0)

@@ -401,4 +401,5 @@ def test_a_graph_with_marks_is_checked_on_the_stub_of_the_driver(stub_cuda):
     assert value(result, "clock changes in a replay, median") > 1, (result.reason, result.notes)
     beyond = [figure.name for figure in result.figures if not figure.is_within_limits]
     assert beyond in ([], ["clock changes in a replay, median"])
+    assert value(result, "time of a pass in a replay to its length, median") >= 1
     assert value(result, "threads of Perseus in the training process") == 0

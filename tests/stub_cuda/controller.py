@@ -28,9 +28,14 @@ class Event:
         self._cuda = cuda
         self.at_s = ctypes.c_double(0.0)
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         """Record it on the current stream."""
+        self.at_s.value = 0.0
         self._cuda.check(self._cuda.library.stub_event(self._cuda.stream, ctypes.byref(self.at_s)))
+
+    def query(self) -> bool:
+        """Return whether the stream has reached it."""
+        return self.at_s.value > 0.0
 
     def elapsed_time(self, end: Event) -> float:
         """Return the time until another event [ms]."""
