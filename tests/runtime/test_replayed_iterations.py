@@ -98,6 +98,16 @@ def test_times_are_those_of_their_replay_even_if_the_host_is_ahead():
     assert [span.time_s for finished in seen for span in finished.spans()] == pytest.approx([0.1, 0.2, 0.3])
 
 
+def test_waiting_for_a_slower_pipeline_within_the_graph_is_no_part_of_the_tail(start):
+    job = start(graphs=0.015, mode="profile", pipelines=2, tail_s=TAIL_S)
+    job.slowdowns[1] = 1.2
+    job.train_until("observe")
+    job.close()
+    profile = StageProfile.load(job.folder)
+    assert profile.at_highest_clock(0, Kind.TAIL).time_s == pytest.approx(0.015 + 1.2 * TAIL_S, rel=0.03)
+    assert profile.info.tail_s[0] == pytest.approx(0.015 + 1.2 * TAIL_S, rel=0.2)
+
+
 class Recorded:
     """An event that was recorded at a time [s]."""
 

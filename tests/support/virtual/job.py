@@ -237,7 +237,7 @@ class VirtualJob:
     def _start(self):
         self._meetings = Meetings(self.time)
         self._collectives = Collectives(self._meetings, len(self.gpus))
-        self._captured = None
+        self._captured = {}
         self._iterations = [0] * len(self.gpus)
         self._on_all_ranks(self._begin)
 
@@ -297,19 +297,24 @@ class VirtualJob:
                 self.idle(rank, self.wait_s)
 
     def _replay(self, rank, operations, shapes):
-        """Replay a graph of the passes of the one rank, captured the first time; return what comes after it."""
+        """Replay a graph of the passes of a rank without transfers, captured the first time; return what follows it."""
         passes = [o for o in operations if not (isinstance(o, Compute) and o.instruction.kind is Kind.TAIL)]
-        tail = operations[len(passes) :]
-        if self._captured is None:
-            captured = self.runtime.capture()
-            graph = self.cuda.CUDAGraph()
-            with self.cuda.graph(graph):
+        tail, cuda, runtime = operations[len(passes) :], self._cuda[rank], self.runtimes[rank]
+        if rank not in self._captured:
+            captured, graph, number = runtime.capture(), cuda.CUDAGraph(), itertools.count()
+            with cuda.graph(graph):
                 self._run(rank, passes, shapes, captured.operation)
                 with captured.operation(tail[0]):
-                    self.idle(rank, float(self._graphs) if self._graphs is not True else 0.0)
-            self._captured = captured, graph.replay
-        self.runtime.replay(*self._captured)
+                    cuda.enqueue(lambda: self._reduce(rank, next(number)))
+            self._captured[rank] = captured, graph.replay
+        runtime.replay(*self._captured[rank])
         return tail
+
+    def _reduce(self, rank, number):
+        """Have a device wait for those of all ranks, and take as long as the part of the tail in the graph."""
+        self._meetings.bring(("reduce", number), rank, None)
+        self._meetings.wait(("reduce", number), len(self.gpus))
+        self.time.sleep(float(self._graphs) if self._graphs is not True else 0.0)
 
     def _place(self, rank):
         """Return the pipeline of a rank, and its rank in it."""
