@@ -247,7 +247,7 @@ def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here, stub_time):
     assert all(text.startswith("warn: ") for text in (profiles, clock, power))
     assert "its power profile is MAX_Q, LLM_TRAINING, number 254: default clocks and powers are those" in profiles
     assert "nvidia-smi power-profiles --help" in profiles
-    assert "its application clock is 1200 MHz of 1410: default clocks stay below that" in clock
+    assert "its application clock is 1200 MHz of 1410: default clocks do not exceed it" in clock
     assert "nvidia-smi -i 1 -rac" in clock
     assert "its power limit is 300 W of 400 W" in power
     assert "nvidia-smi -i 2 -pl 400" in power
@@ -263,7 +263,7 @@ def test_doctor_finds_power_smoothing_and_a_limit_from_outside_the_node(stub_nvm
     smoothed.application_clock_mhz = 0  # it has none
     limited.enforced_power_limit_w = 250.0
     (smoothing,), (limit,), *others = settings_found(stub_time)
-    assert "power smoothing is on (applied_tmp_floor 120): a GPU that waits draws more" in smoothing
+    assert "power smoothing is on (applied_tmp_floor 120): a waiting GPU draws more power" in smoothing
     assert "its power limit is 250 W of 400 W" in limit
     assert others == [[], []]
 

@@ -26,7 +26,7 @@ def test_a_power_limit_below_the_default_is_said_at_the_start_of_a_job(stub_nvml
     gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0)
     gpu.close()
     assert caplog.text.count("rank 5, GPU 0") == warnings
-    assert caplog.text.count("its power limit is 300 W of 400 W: plans are made for that limit") == warnings
+    assert caplog.text.count("its power limit is 300 W of 400 W: plans are computed for this limit") == warnings
 
 
 def test_plans_are_kept_for_the_settings_of_all_gpus_and_jobs_are_told_apart_without_them(stub_nvml_here):
