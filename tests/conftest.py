@@ -10,7 +10,7 @@ import pytest
 from fail_on_skip import FailOnSkip
 from job import ENVIRONMENT, PlainRuns
 from stub_cuda.fixtures import stub_cuda, stub_cuda_library
-from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_time
+from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_of_agents, stub_time
 
 __all__ = [
     "make_stub_nvml",
@@ -19,6 +19,7 @@ __all__ = [
     "stub_library",
     "stub_nvml",
     "stub_nvml_here",
+    "stub_of_agents",
     "stub_time",
 ]
 

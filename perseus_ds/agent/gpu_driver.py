@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable
 
 from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.messages import Fault, GpuDescription
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _RETRY_S, _INSIST_S = 0.5, 120.0
@@ -22,6 +23,9 @@ class GpuDriver:
         record: The GPU's record of locked clocks.
         gpu: The GPU; None before it was opened.
         error: Why it could not be opened; None before.
+        description: What a client that has found the GPU here wants to know; None before it was read, and why it
+            cannot be read if that is so.
+        left_error: Why a clock that another process left locked cannot be reset; empty if it can.
     """
 
     def __init__(
@@ -49,6 +53,10 @@ class GpuDriver:
         self._notifier = timebase.notifier()
         self.gpu: Gpu | None = None
         self.error: Exception | None = None
+        self.description: GpuDescription | Exception | None = None
+        self.left_error = ""
+        self._has_locked = False
+        self._describes = self._checks_permission = False
         self._requested = int(record.left_by is not None and not record.is_of_same_job)
         self._done = 0
         self._requested_s = timebase.now_s()
@@ -75,6 +83,32 @@ class GpuDriver:
         self._requested += 1
         self._notifier.notify()
 
+    def may_lock(self) -> bool:
+        """Return whether the clock may be locked, which the caller is about to do."""
+        self._has_locked = True
+        return self.record.is_current
+
+    def describe(self, checks_permission: bool) -> None:
+        """Have the GPU described, without waiting for it.
+
+        Args:
+            checks_permission: Whether to check that clocks may be set, which resets the clock.
+        """
+        self._describes = True
+        self._checks_permission |= checks_permission
+        self._notifier.notify()
+
+    def is_described(self, checks_permission: bool) -> bool:
+        """Return whether the description is there, or the reason why there is none."""
+        if isinstance(self.description, GpuDescription):
+            return self.description.is_permission_checked or not checks_permission
+        return self.description is not None
+
+    @property
+    def left_problem(self) -> str:
+        """Why a clock that another process left locked still is; empty if it was reset."""
+        return self.left_error if self.is_reset else str(self.error or "its driver does not answer")
+
     def close(self) -> None:
         """End the thread once its call has returned."""
         self._is_closed = True
@@ -90,8 +124,11 @@ class GpuDriver:
                     self._on_change()
                 if requested != self._done:
                     if self.record.is_current:
-                        self.gpu.reset_clock()
+                        self._reset(self.gpu)
                     self._done = requested
+                    self._on_change()
+                if self._describes and not self.is_described(self._checks_permission):
+                    self.description = self._described(self.gpu)
                     self._on_change()
             except Exception as error:  # of any kind: no other process would try again
                 self.error = error
@@ -104,6 +141,57 @@ class GpuDriver:
             if self.gpu is not None:
                 self.gpu.close()
 
+    def _reset(self, gpu: Gpu) -> None:
+        try:
+            gpu.reset_clock()
+        except GpuPermissionError as error:
+            if self._has_locked:
+                raise
+            # Who may not reset a clock has not locked it. Another process may have been allowed to.
+            if self.record.left_by is not None:
+                self.left_error = str(error)
+
+    def _described(self, gpu: Gpu) -> GpuDescription | Exception:
+        try:
+            return description_of(gpu, checks_permission=self._checks_permission)
+        except Exception as error:  # of any kind: a client waits for it
+            return error
+
     def problem(self) -> GpuError | None:
         """Return why the GPU cannot be used, or None while that is not known."""
         return None if self.error is None or self.gpu is not None else GpuError(str(self.error))
+
+
+def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
+    """Describe a GPU to a client.
+
+    Args:
+        gpu: The GPU.
+        checks_permission: Whether to check that clocks may be set, which resets the clock.
+
+    Raises:
+        GpuError: The driver refuses what every GPU can do.
+    """
+    clocks_mhz: tuple[int, ...] = ()
+    clocks_fault = permission_fault = None
+    try:
+        clocks_mhz = gpu.supported_clocks_mhz()
+    except GpuError as error:
+        clocks_fault = Fault.of(error)
+    try:
+        if checks_permission:
+            gpu.check_lock_permission()
+    except GpuError as error:
+        permission_fault = Fault.of(error)
+    read_settings = getattr(gpu, "read_settings", None)  # of GPUs that are read through NVML
+    return GpuDescription(
+        text=str(gpu),
+        name=gpu.name,
+        driver=gpu.driver,
+        settings=None if read_settings is None else read_settings(),
+        notices=tuple(getattr(gpu, "administrator_settings", ())),
+        clocks_mhz=clocks_mhz,
+        clocks_fault=clocks_fault,
+        permission_fault=permission_fault,
+        is_permission_checked=checks_permission,
+    )

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import syslog
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -33,10 +34,13 @@ from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
-from perseus_ds.gpu.opening import open_gpu
+from perseus_ds.gpu.opening import find_gpu, open_gpu
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import (
+    FindGpu,
+    Found,
+    GpuDescription,
     Granted,
     LeftLocked,
     Refused,
@@ -108,7 +112,8 @@ class _Rank:
         self.memory_file: int | None = None
         self.clocks: RankClocks | None = None
         self.look_at_s = 0.0
-        self.is_renewal = False
+        self.is_finding = self.is_renewal = False
+        self.describes = self.checks_permission = False
         self.progress = Progress()
         self.is_connected, self.disconnected_s = True, 0.0
         self.awaits_reset = False
@@ -191,6 +196,7 @@ class Agent:
         self,
         name: str,
         open_gpu: Callable[..., Gpu] = open_gpu,
+        find_gpu: Callable[[FindGpu], Gpu] = find_gpu,
         timebase: Timebase = REAL_TIME,
     ) -> None:
         """Reset what earlier processes of this user left locked, and wait for ranks.
@@ -198,6 +204,7 @@ class Agent:
         Args:
             name: By which clients find it; see :func:`perseus_ds.protocol.places.agent_name`.
             open_gpu: Opens a GPU by its address, and by its logs if it is simulated.
+            find_gpu: Opens a GPU by its number in a client.
             timebase: The time in which to wait.
 
         Raises:
@@ -206,6 +213,7 @@ class Agent:
         self._name = name
         self._listener = places.listen(name)
         self._open_gpu = open_gpu
+        self._find_gpu = find_gpu
         self._time = timebase
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -265,7 +273,7 @@ class Agent:
 
     def _is_needed(self) -> bool:
         now_s = self._time.now_s()
-        if self._inherited or any(rank.memory_file is not None for rank in self._ranks.values()):
+        if self._inherited or any(rank.is_finding or rank.memory_file is not None for rank in self._ranks.values()):
             return True
         if any(not driver.is_reset and not driver.has_given_up for driver in self._drivers.values()):
             return True
@@ -320,32 +328,56 @@ class Agent:
         elif isinstance(message, RequestStatus):
             granted = [each for each in self._ranks.values() if each.is_granted and each.gpu is not None]
             rank.send(Status(tuple((str(each.gpu), each.pid) for each in granted)))
+        elif isinstance(message, FindGpu):
+            rank.is_finding = True
+            # A driver may hang, and other ranks need this thread.
+            threading.Thread(target=self._find, args=(rank, message), name="perseus-find", daemon=True).start()
         elif not isinstance(message, RequestLease):
             if rank.clocks is not None:
                 rank.clocks.receive(message)
         elif rank.gpu is None and files:
-            try:
-                if not message.gpu.isprintable() or "/" in message.gpu:
-                    raise GpuError(f"{message.gpu!r} is no address of a GPU.")
-                rank.map(files.pop(0))
-                rank.is_renewal = message.is_renewal
-                self._forget_former(rank)
-                if message.gpu not in self._drivers:
-                    is_simulated = message.gpu.startswith("simulated:")
-                    record = UnrecordedGpu(message.gpu) if is_simulated else GpuRecord(message.gpu, self._name)
-                    self._drive(record, [_mapped(file, 0) for file in files])
-            except GpuHeldError as error:
-                self._refuse(rank, "held", str(error))
-            except GpuError as error:
-                self._refuse(rank, "memory", str(error))
-            except (OSError, RuntimeError) as error:
-                self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
-            else:
-                rank.gpu = message.gpu
-                record = self._drivers[message.gpu].record
-                if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
-                    self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
-                self._has_served = True
+            self._register(rank, message, files)
+
+    def _register(self, rank: _Rank, message: RequestLease, files: list[int]) -> None:
+        """Accept a request for a lease, which is granted when the GPU is open."""
+        try:
+            if not message.gpu.isprintable() or "/" in message.gpu:
+                raise GpuError(f"{message.gpu!r} is no address of a GPU.")
+            rank.map(files.pop(0))
+            rank.is_finding = False
+            rank.is_renewal = message.is_renewal
+            rank.describes, rank.checks_permission = message.describes, message.checks_permission
+            self._forget_former(rank)
+            if message.gpu not in self._drivers:
+                is_simulated = message.gpu.startswith("simulated:")
+                record = UnrecordedGpu(message.gpu) if is_simulated else GpuRecord(message.gpu, self._name)
+                self._drive(record, [_mapped(file, 0) for file in files])
+        except GpuHeldError as error:
+            self._refuse(rank, "held", str(error))
+        except GpuError as error:
+            self._refuse(rank, "memory", str(error))
+        except (OSError, RuntimeError) as error:
+            self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
+        else:
+            rank.gpu = message.gpu
+            record = self._drivers[message.gpu].record
+            if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
+                self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
+            self._has_served = True
+
+    def _find(self, rank: _Rank, place: FindGpu) -> None:
+        try:
+            # A number may be that of another GPU here, whose clocks would be changed.
+            if place.uuid is None and place.pci_address is None and place.cgroups != places.cgroups():
+                raise GpuError(f"GPU {place.ordinal} of a process of other control groups cannot be identified.")
+            gpu = self._find_gpu(place)
+            address = gpu.address
+            gpu.close()
+            assert address is not None
+            rank.send(Found(address))
+        except Exception as error:  # of any kind: the client waits for an answer
+            rank.send(Refused("unusable", str(error)))
+            self._has_served, rank.is_finding = True, False
 
     def _forget_former(self, rank: _Rank) -> None:
         """Forget the former connection of a process that has connected again, as when this agent was stopped."""
@@ -428,25 +460,32 @@ class Agent:
         if (problem := driver.problem()) is not None:
             self._refuse(rank, "unusable", str(problem))
             return
+        if rank.describes and not driver.is_described(rank.checks_permission):
+            driver.describe(rank.checks_permission)
+            return
+        if rank.describes and isinstance(driver.description, Exception):
+            self._refuse(rank, "unusable", str(driver.description))
+            return
         is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
         if driver.gpu is not None and rank.memory is not None and driver.is_reset and is_clear:
-            record = driver.record
-            record.set_locked(True)
+            driver.record.set_locked(True)
             rank.is_granted = True
-            rank.clocks = RankClocks(driver.gpu, rank.memory, rank.send, self._time, may_lock=lambda: record.is_current)
+            if rank.checks_permission:
+                for other in self._others(rank):
+                    if other.memory is not None:
+                        other.memory.count_reset()
+            rank.clocks = RankClocks(driver.gpu, rank.memory, rank.send, self._time, may_lock=driver.may_lock)
             if rank.is_renewal:
                 rank.clocks.take_over()
-            left = [
-                LeftLocked(gpu, pid, "" if each.is_reset else str(each.error or "its driver does not answer"))
-                for gpu, (pid, each) in self._left.items()
-            ]
+            left = [LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
             self._inherited.discard(rank.gpu)
             if rank.gpu in self._abandoned and rank.memory is not None:
                 self._abandoned.discard(rank.gpu)
                 rank.memory.count_reset()
             driver.record.left_by = None
             self._left = {}
-            rank.send(Granted(tuple(left)))
+            description = driver.description if rank.describes else None
+            rank.send(Granted(tuple(left), description if isinstance(description, GpuDescription) else None))
 
     def _others(self, rank: _Rank) -> list[_Rank]:
         """Return the other ranks that use the GPU of a rank."""
@@ -485,7 +524,7 @@ class Agent:
         """Forget a GPU that no rank uses, once it is reset."""
         is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
         if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
-            if gpu not in self._abandoned:
+            if gpu not in self._abandoned and not driver.left_error:
                 driver.record.set_locked(False)
             driver.close()
             driver.record.close()

@@ -26,7 +26,18 @@ from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.protocol.messages import Granted, Refused, Release, Released, RequestLease, RequestStatus, Status
+from perseus_ds.protocol.messages import (
+    FindGpu,
+    Found,
+    GpuDescription,
+    Granted,
+    Refused,
+    Release,
+    Released,
+    RequestLease,
+    RequestStatus,
+    Status,
+)
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -66,29 +77,42 @@ class Lease:
     Attributes:
         shared: The memory that the rank shares with the agent.
         memory: What is in it.
+        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`; empty until an agent has found it.
+        description: The GPU as the agent found it; None unless it was to find it.
         grants: Number of times that an agent has granted it.
         is_granted: Whether an agent has granted it and is connected.
     """
 
     def __init__(
-        self, gpu: str, job: str | None = None, timebase: Timebase = REAL_TIME, *, files: Sequence[int] = ()
+        self,
+        gpu: str | FindGpu,
+        job: str | None = None,
+        timebase: Timebase = REAL_TIME,
+        *,
+        files: Sequence[int] = (),
+        checks_permission: bool = False,
     ) -> None:
         """Request the lease from the node's agent and wait for it.
 
         An agent is started if there is none.
 
         Args:
-            gpu: The GPU's ``address``.
+            gpu: The GPU's ``address``, or by what the agent finds it.
             job: Ranks with the same text share an agent. By default the job's ``MASTER_ADDR`` and ``MASTER_PORT``, or
                 this process alone.
             timebase: The time in which to wait.
             files: The files of a simulated GPU's logs.
+            checks_permission: Whether the description is to say if clocks may be set, which resets the clock.
 
         Raises:
             GpuBusyError: Another job uses the GPU.
             GpuError: No agent can be started, or none can use the GPU.
         """
-        self._gpu = gpu
+        self._place = gpu if isinstance(gpu, FindGpu) else None
+        self.gpu = "" if isinstance(gpu, FindGpu) else gpu
+        self._shown = self.gpu if self._place is None else f"GPU {self._place.ordinal}"
+        self.description: GpuDescription | None = None
+        self._checks_permission = checks_permission
         self._time = timebase
         self._process = os.getpid()
         self.shared = SharedMemory(layout.LENGTH)
@@ -219,7 +243,7 @@ class Lease:
     def _request(self, job: str | None) -> None:
         """Wait until the lease is granted."""
         end_s = self._time.now_s() + _ANSWER_TIMEOUT_S
-        alone = places.agent_name(job, self._gpu)
+        alone = places.agent_name(job, self.gpu or str(self._place))
         while not self.is_granted:
             refused = self._progress()
             if refused is not None:
@@ -232,8 +256,8 @@ class Lease:
                 self._name, self._next_start_s = alone, -_STARTED_AGAIN_S
             elif self._time.now_s() > end_s:
                 raise GpuError(
-                    f"No agent answered within {_ANSWER_TIMEOUT_S:.0f} s, so {self._gpu} is not used. Without an agent "
-                    "its clock would stay locked after a kill -9; `perseus-ds reset` restores it."
+                    f"No agent answered within {_ANSWER_TIMEOUT_S:.0f} s, so {self._shown} is not used. Without an "
+                    "agent its clock would stay locked after a kill -9; `perseus-ds reset` restores it."
                 )
             elif not self.is_granted:
                 self._time.sleep(_AGAIN_S)
@@ -246,15 +270,21 @@ class Lease:
         if self._connection is None:
             try:
                 self._connection = places.connect(self._name)
-                request = RequestLease(self._gpu, is_renewal=self.grants > 0)
-                socket.send_fds(self._connection, [messages.encode(request)], self._files)
+                if self._place is not None and not self.gpu:
+                    self._connection.send(messages.encode(self._place))
+                else:
+                    self._send_request(self._connection)
             except (FileNotFoundError, ConnectionError):
                 self._disconnect()
                 self._start_if_due()
                 return None
         answer = self._receive()
-        if isinstance(answer, Granted):
+        if isinstance(answer, Found):
+            self.gpu = answer.gpu
+            self._send_request(self._connection)
+        elif isinstance(answer, Granted):
             self.is_granted = True
+            self.description = answer.gpu or self.description
             self.grants += 1
             self._signals.start(self._connection)
             for left in answer.left_locked:
@@ -266,6 +296,12 @@ class Lease:
             self._disconnect()
             return answer
         return None
+
+    def _send_request(self, connection: socket.socket) -> None:
+        is_renewal = self.grants > 0
+        describes = self._place is not None and not is_renewal
+        request = RequestLease(self.gpu, is_renewal, describes, self._checks_permission and describes)
+        socket.send_fds(connection, [messages.encode(request)], self._files)
 
     def _start_if_due(self) -> None:
         """Start an agent, unless one is starting or was started just now.

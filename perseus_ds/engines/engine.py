@@ -46,7 +46,7 @@ from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.captured import CapturedIteration
 from perseus_ds.runtime.config import PerseusConfig
-from perseus_ds.runtime.devices import driver_of
+from perseus_ds.runtime.devices import gpu_of
 from perseus_ds.runtime.frontiers import read_frontier
 from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, local_rank, own_versions
 
@@ -528,7 +528,7 @@ def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
     with ExitStack() as opened:
         gpu = None
         if (device := engine.device()) is not None and (config.needs_gpu or config.mode == "run"):
-            gpu = driver_of(config, device, rank=dist.get_rank(), local_rank=local_rank())
+            gpu = gpu_of(config, device, rank=dist.get_rank(), local_rank=local_rank())
             opened.callback(gpu.close)
             if config.needs_clocks:
                 gpu.check_lock_permission()

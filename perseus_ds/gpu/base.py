@@ -22,8 +22,8 @@ class GpuState:
     power_state: str | None = None
 
 
-class Gpu(Protocol):
-    """One GPU, the one this process computes on.
+class KnownGpu(Protocol):
+    """What a training process knows of its GPU.
 
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU says that it is simulated.
@@ -31,7 +31,7 @@ class Gpu(Protocol):
         address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu.opening`). None if
             no lock of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
-        settings: What was set of it when it was opened; None where that is not told.
+        settings: What was set of it when it was opened; None if the driver does not report it.
     """
 
     name: str
@@ -42,14 +42,33 @@ class Gpu(Protocol):
     def settings(self) -> GpuSettings | None: ...
 
     @property
-    def has_energy_counter(self) -> bool:
-        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
-
-    @property
     def address(self) -> str | None: ...
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Return the SM clocks that can be locked, ascending [MHz]."""
+        """Return the SM clocks that can be locked, ascending [MHz].
+
+        Raises:
+            GpuError: The driver lists none.
+        """
+
+    def check_lock_permission(self) -> None:
+        """Check that clocks may be locked, without leaving one locked.
+
+        Raises:
+            GpuPermissionError: They may not; the message says what to do.
+            GpuError: The driver refused.
+        """
+
+    def close(self) -> None:
+        """Release the driver. The clock stays as it is."""
+
+
+class Gpu(KnownGpu, Protocol):
+    """One GPU, whose driver this process calls."""
+
+    @property
+    def has_energy_counter(self) -> bool:
+        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
 
     def lock_clock(self, clock_mhz: int) -> None:
         """Request a fixed SM clock.
@@ -66,13 +85,6 @@ class Gpu(Protocol):
 
         Raises:
             GpuError: As for :meth:`lock_clock`.
-        """
-
-    def check_lock_permission(self) -> None:
-        """Check that this process may lock clocks, without leaving one locked.
-
-        Raises:
-            GpuPermissionError: It may not; the message says what to do.
         """
 
     def clock_mhz(self) -> int:
@@ -93,6 +105,3 @@ class Gpu(Protocol):
     @property
     def state(self) -> GpuState:
         """Temperature and performance state now, as far as the driver tells."""
-
-    def close(self) -> None:
-        """Release the driver. The clock stays as it is."""

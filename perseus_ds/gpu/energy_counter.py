@@ -61,6 +61,9 @@ class PowerIntegrator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
+    def __str__(self) -> str:
+        return str(self._gpu)
+
     def energy_j(self) -> float:
         """Return the energy used since the thread started [J].
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ class NvmlGpu:
             GpuError: NVML, the driver or the GPU is missing, or the GPU is split into MIG devices.
         """
         self._time = timebase
-        self._settings: GpuSettings | None = None
+        self._settings: dict[str, Any] | None = None
         _start_nvml()
         self._open = True
         try:
@@ -247,23 +247,24 @@ class NvmlGpu:
     @property
     def settings(self) -> GpuSettings:
         """What was set of it when this was first asked, as far as the driver tells."""
-        # No ``cached_property``: it takes a second, and until Python 3.12 all GPUs of a process share its lock.
-        if self._settings is None:
-            self._settings = self._read_settings()
-        return self._settings
-
-    def _read_settings(self) -> GpuSettings:
         from perseus_ds.artifacts.profile import GpuSettings
 
-        limit_w = self.power_limit_w()
-        clock_mhz = self._optional("nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM)
-        return GpuSettings(
-            power_limit_w=None if limit_w is None else round(limit_w),
-            application_clock_mhz=clock_mhz or None,
-            power_profiles=self._power_profiles(),
-            power_smoothing=self._power_smoothing(),
-            whole_module=self._counts_whole_module(),
-        )
+        return GpuSettings(**self.read_settings())
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the fields of :attr:`settings`, which takes a second if the GPU is a part of a module."""
+        # No ``cached_property``: until Python 3.12 all GPUs of a process share its lock.
+        if self._settings is None:
+            limit_w = self.power_limit_w()
+            clock_mhz = self._optional("nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM)
+            self._settings = {
+                "power_limit_w": None if limit_w is None else round(limit_w),
+                "application_clock_mhz": clock_mhz or None,
+                "power_profiles": self._power_profiles(),
+                "power_smoothing": self._power_smoothing(),
+                "whole_module": self._counts_whole_module(),
+            }
+        return self._settings
 
     @property
     def administrator_settings(self) -> list[str]:
@@ -272,11 +273,11 @@ class NvmlGpu:
         NVML does not report a locked clock. It shows only under load, when the clock stays below the highest one
         without a throttle reason.
         """
-        found, settings = [], self.settings
+        found, settings = [], self.read_settings()
         top_mhz = 0
         with suppress(GpuError):  # a GPU that lists no clocks can still be observed
             top_mhz = self._clocks_mhz[-1]
-        application_mhz = settings.application_clock_mhz
+        application_mhz = settings["application_clock_mhz"]
         usual_mhz = self._optional("nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM)
         # Some GPUs have a default application clock below the highest, and exceed it unless another one is set.
         if application_mhz is not None and application_mhz < top_mhz and application_mhz != usual_mhz:
@@ -285,21 +286,21 @@ class NvmlGpu:
                 f"clocks locked by Perseus may. `nvidia-smi -i {self.index} -rac` resets it."
             )
         default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit")
-        limit_w, default_w = settings.power_limit_w, None if default_mw is None else round(default_mw / 1e3)
+        limit_w, default_w = settings["power_limit_w"], None if default_mw is None else round(default_mw / 1e3)
         if limit_w is not None and default_w is not None and limit_w < default_w:
             found.append(
                 f"its power limit is {limit_w:g} W of {default_w} W: plans are computed for this limit, and again if "
                 f"it is lowered. `nvidia-smi -i {self.index} -pl {default_w}` resets it, unless it was set from "
                 "outside the node."
             )
-        if settings.power_profiles:
+        if settings["power_profiles"]:
             found.append(
-                f"its power profile is {', '.join(settings.power_profiles)}: default clocks and powers are those of "
+                f"its power profile is {', '.join(settings['power_profiles'])}: default clocks and powers are those of "
                 "that profile, and plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to "
                 "clear it."
             )
-        if settings.power_smoothing:
-            values = ", ".join(f"{name} {value}" for name, value in settings.power_smoothing.items())
+        if settings["power_smoothing"]:
+            values = ", ".join(f"{name} {value}" for name, value in settings["power_smoothing"].items())
             found.append(
                 f"power smoothing is on ({values}): a waiting GPU draws more power, and plans are valid only while it "
                 "is on. `nvidia-smi power-smoothing --help` describes how to switch it off."
@@ -426,17 +427,18 @@ def index_of_uuid(uuid: str) -> int:
     return by_uuid(uuid, _node_gpus()).number
 
 
-def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
-    """Return the index of the GPU that CUDA calls ``cuda_index`` in this process.
+def index_of_cuda_device(cuda_index: int, uuid: str | None = None, environment: Mapping[str, str] | None = None) -> int:
+    """Return the index of the GPU that CUDA calls ``cuda_index`` in a process.
 
     Args:
         cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
         uuid: The GPU's UUID if CUDA reports it (``torch.cuda.get_device_properties(i).uuid``).
+        environment: Environment variables of the process; by default those of this one.
 
     Raises:
         GpuError: There is no such GPU, it is a MIG device, or the order of different GPUs is not certain.
     """
-    return nvidia_gpu(cuda_index, os.environ, _node_gpus(), uuid).number
+    return nvidia_gpu(cuda_index, os.environ if environment is None else environment, _node_gpus(), uuid).number
 
 
 def _node_gpus() -> list[NodeGpu]:

@@ -1,4 +1,4 @@
-"""Opens a GPU by its address, in a process that may see other GPUs than the one that wrote the address down."""
+"""Opens a GPU by its address, or by its number in another process, which may see other GPUs than this one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.protocol.messages import FindGpu
 
 
 def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
@@ -32,3 +33,18 @@ def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
 
         return open_simulated(identity, logs)
     raise GpuError(f"Unknown GPU address {address!r}: expected nvml:…, zeus:… or simulated:….")
+
+
+def find_gpu(place: FindGpu) -> Gpu:
+    """Open the GPU that CUDA or HIP gives a number in a process.
+
+    Raises:
+        GpuError: There is no such GPU, it cannot be opened, or the match is not certain.
+    """
+    if place.device == "zeus":
+        from perseus_ds.gpu.zeus import open_zeus_gpu
+
+        return open_zeus_gpu(place.ordinal, place.uuid, place.pci_address, place.variables)
+    from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
+
+    return NvmlGpu(index_of_cuda_device(place.ordinal, place.uuid, place.variables))

@@ -43,13 +43,19 @@ def _zeus_errors(what: str) -> Iterator[None]:
         raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
 
 
-def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None = None) -> Gpu:
-    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in this process.
+def open_zeus_gpu(
+    ordinal: int,
+    uuid: str | None = None,
+    pci_address: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Gpu:
+    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in a process.
 
     Args:
-        ordinal: Number of the device in this process.
+        ordinal: Number of the device in that process.
         uuid: An NVIDIA GPU's UUID if CUDA reports it.
         pci_address: Its PCI address if HIP reports it.
+        environment: Environment variables of the process; by default those of this one.
 
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
@@ -61,9 +67,10 @@ def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None
         is_nvidia = nvml_is_available()
         is_amd = not is_nvidia and amdsmi_is_available()
     if is_nvidia:
-        return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid))
+        return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid, environment))
     if is_amd:
-        return ZeusAmdGpu(amd_gpu(ordinal, os.environ, _amd_gpus(), pci_address))
+        variables = os.environ if environment is None else environment
+        return ZeusAmdGpu(amd_gpu(ordinal, variables, _amd_gpus(), pci_address))
     raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
 
 

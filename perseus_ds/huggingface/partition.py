@@ -29,13 +29,13 @@ from perseus_ds.clocks.timers import FlopCounter
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.device_models import DEVICES, DeviceModel
+from perseus_ds.gpu.opening import find_gpu
 from perseus_ds.huggingface.stages import CausalLoss, Source, checkpoint_activations, new_stage, read_config, skeleton
 from perseus_ds.optimizer.partition import LayerCosts, Partition, best_partition, uniform_cut
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import denoise
-from perseus_ds.runtime.config import PerseusConfig
-from perseus_ds.runtime.devices import open_gpu
+from perseus_ds.runtime.devices import place_of
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 Floats = npt.NDArray[np.float64]
@@ -100,7 +100,7 @@ def partition(
         if memory_gib is None:
             memory_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
         device = torch.device("cuda", torch.cuda.current_device())
-        measured = open_gpu(PerseusConfig(), device, rank=0, local_rank=torch.cuda.current_device())
+        measured = find_gpu(place_of("nvml" if torch.version.hip is None else "zeus", device, local_rank=0))
         with torch.random.fork_rng(devices=[device]):
             costs = measured_costs(config, measured, device, shape, dtype=dtype, checkpointing=gradient_checkpointing)
         measured.close()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from perseus_ds.errors import GpuError
 
-VERSION = 3
+VERSION = 4
 """Of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""

@@ -6,15 +6,97 @@ client's process received. The interpreter writes the latter (``signal.set_wakeu
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+from perseus_ds import errors
+from perseus_ds.errors import GpuError
 
 WAKE = b"\0"
 """Packet that requests the agent to read the memory now."""
 LONGEST = 65536
 """Maximum length of a message [bytes]."""
 Reason: TypeAlias = Literal["unusable", "held", "memory"]
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error of a GPU or its driver.
+
+    Attributes:
+        kind: Name of its class in :mod:`perseus_ds.errors`.
+    """
+
+    kind: Literal["GpuError", "GpuPermissionError", "GpuBusyError"]
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Fault:
+        """Return an error as a message."""
+        kinds: tuple[Literal["GpuPermissionError", "GpuBusyError"], ...] = ("GpuPermissionError", "GpuBusyError")
+        kind = next((name for name in kinds if isinstance(error, getattr(errors, name))), None)
+        return cls(kind or "GpuError", str(error))
+
+    def error(self) -> GpuError:
+        """Return the error, to be raised."""
+        error: GpuError = getattr(errors, self.kind)(self.text)
+        return error
+
+
+class FindGpu(msgspec.Struct, tag=True, frozen=True):
+    """A client requests the address of the GPU that CUDA or HIP gives a number in its process.
+
+    Attributes:
+        device: ``zeus`` for Zeus's device layer.
+        ordinal: The number.
+        uuid: What CUDA reports; None if it does not.
+        pci_address: What HIP reports; None likewise.
+        variables: Those environment variables of the process that hide or renumber GPUs.
+        cgroups: Control groups of the process, which decide which GPUs it can open.
+    """
+
+    device: Literal["nvml", "zeus"]
+    ordinal: int
+    uuid: str | None = None
+    pci_address: str | None = None
+    variables: dict[str, str] = {}
+    cgroups: str = ""
+
+
+class Found(msgspec.Struct, tag=True, frozen=True):
+    """The answer to :class:`FindGpu`.
+
+    Attributes:
+        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
+    """
+
+    gpu: str
+
+
+class GpuDescription(msgspec.Struct, frozen=True):
+    """A GPU as its agent found it.
+
+    Attributes:
+        text: The GPU in messages.
+        name: Product name.
+        driver: Version of the driver; None if unknown.
+        settings: Fields of :class:`~perseus_ds.artifacts.profile.GpuSettings`; None if the driver reports none.
+        notices: What an administrator has set that affects plans, one sentence each.
+        clocks_mhz: The SM clocks that can be locked, ascending [MHz].
+        clocks_fault: Why there are none.
+        permission_fault: Why clocks cannot be set; None if they can, or if it was not checked.
+        is_permission_checked: Whether it was.
+    """
+
+    text: str
+    name: str
+    driver: str | None
+    settings: dict[str, Any] | None
+    notices: tuple[str, ...]
+    clocks_mhz: tuple[int, ...]
+    clocks_fault: Fault | None
+    permission_fault: Fault | None
+    is_permission_checked: bool
 
 
 class RequestLease(msgspec.Struct, tag=True, frozen=True):
@@ -25,10 +107,14 @@ class RequestLease(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
         is_renewal: Whether another agent, which is gone, had granted it to this process.
+        describes: Whether the answer is to describe the GPU.
+        checks_permission: Whether also to check that clocks may be set, which resets the clock.
     """
 
     gpu: str
     is_renewal: bool = False
+    describes: bool = False
+    checks_permission: bool = False
 
 
 class LeftLocked(msgspec.Struct, frozen=True):
@@ -49,13 +135,15 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         left_locked: What earlier processes of this user left locked; sent to one client.
+        gpu: The GPU, if the client has requested its description.
     """
 
     left_locked: tuple[LeftLocked, ...] = ()
+    gpu: GpuDescription | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The lease is refused.
+    """The lease is refused, or the GPU was not found.
 
     Attributes:
         reason: ``unusable`` if this agent cannot use the GPU, ``held`` if another job holds it, ``memory`` if the
@@ -210,8 +298,10 @@ class Released(msgspec.Struct, tag=True, frozen=True):
 
 ToClocks: TypeAlias = Program | WatchDefaultClocks | SetProfiledLimit | Ask
 """What the clocks of one rank are told."""
-ToAgent: TypeAlias = RequestLease | Release | RequestStatus | ToClocks
-ToClient: TypeAlias = Granted | Refused | Released | Status | Answer | Refreshes | Failed | ClockRefused | Latencies
+ToAgent: TypeAlias = FindGpu | RequestLease | Release | RequestStatus | ToClocks
+ToClient: TypeAlias = (
+    Found | Granted | Refused | Released | Status | Answer | Refreshes | Failed | ClockRefused | Latencies
+)
 
 encode = msgspec.msgpack.Encoder().encode
 _to_agent = msgspec.msgpack.Decoder(ToAgent)

@@ -58,6 +58,14 @@ def agent_name(job: str | None = None, gpu: str = "") -> str:
     return hashlib.sha256(f"{VERSION}/{namespace}/{job}/{gpu}".encode()).hexdigest()[:16]
 
 
+def cgroups() -> str:
+    """Return a text that is the same for processes of the same control groups, which can open the same GPUs."""
+    try:
+        return hashlib.sha256(Path("/proc/self/cgroup").read_bytes()).hexdigest()[:16]
+    except OSError:  # such as /proc of another PID namespace
+        return ""
+
+
 def agent_lock_path(name: str) -> Path:
     """Return the file that an agent keeps locked."""
     return user_folder() / f"agent.{name}"

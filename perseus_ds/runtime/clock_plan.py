@@ -9,7 +9,7 @@ import numpy as np
 
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
 from perseus_ds.errors import PlanError
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.protocol.messages import Program
@@ -50,7 +50,7 @@ class ClockPlan:
             return Program(0, self.first)
         return Program(0, self.first, clocks_mhz, tuple(self.spans_s), self.plan.time_s)
 
-    def check(self, gpu: Gpu) -> None:
+    def check(self, gpu: KnownGpu) -> None:
         """Check that a GPU supports these clocks.
 
         Raises:

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from perseus_ds.artifacts.io import MOST_JSON_BYTES, parse_json, read_text
 from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.gpu.simulated import SimulatedConfig
 from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
 
@@ -61,7 +61,7 @@ class ProfileConfig(StrictModel):
         description="Least number of ordinary training iterations before the measurement; more while times drift.",
     )
 
-    def clocks_of(self, gpu: Gpu) -> list[int]:
+    def clocks_of(self, gpu: KnownGpu) -> list[int]:
         """Return the clocks that may be measured, ascending [MHz].
 
         Raises:

@@ -1,4 +1,4 @@
-"""Opens the GPU a rank computes on, and what times operations on it."""
+"""Finds the GPU that a rank computes on, which its agent opens, and what times operations on it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,81 @@ from typing import Literal
 
 import torch
 
+from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease
 from perseus_ds.client.marks import marks_of
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.errors import ConfigError, GpuError
-from perseus_ds.gpu.base import Gpu
-from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.protocol import places
+from perseus_ds.protocol.messages import FindGpu
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.job import Job
 
 logger = logging.getLogger("perseus_ds")
 _LOG_BYTES = 2**15
+# Environment variables that hide or renumber GPUs.
+_RENUMBERING = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
+)  # fmt: skip
 
 
-def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> Gpu:
-    """Open the GPU that a rank computes on, or the simulated one that the config asks for.
+class LeasedGpu:
+    """A GPU whose driver the agent alone calls, as the agent described it when it granted the lease.
+
+    Attributes:
+        lease: The lease.
+        notices: What an administrator has set that affects plans, one sentence each.
+    """
+
+    simulated = False
+
+    def __init__(self, place: FindGpu, *, checks_permission: bool) -> None:
+        """Request a lease of the GPU; the node's agent is started if there is none.
+
+        Args:
+            place: By what the agent finds the GPU.
+            checks_permission: Whether the agent is to check that clocks may be set, which resets the clock.
+
+        Raises:
+            GpuError: No agent can use the GPU.
+        """
+        self.lease = Lease(place, checks_permission=checks_permission)
+        assert self.lease.description is not None
+        self._known = self.lease.description
+        self.name, self.driver = self._known.name, self._known.driver
+        self.address: str | None = self.lease.gpu
+        self.notices = self._known.notices
+
+    def __str__(self) -> str:
+        return self._known.text
+
+    @property
+    def settings(self) -> GpuSettings | None:
+        """What was set of it when the agent opened it."""
+        return None if self._known.settings is None else GpuSettings(**self._known.settings)
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        if self._known.clocks_fault is not None:
+            raise self._known.clocks_fault.error()
+        return self._known.clocks_mhz
+
+    def check_lock_permission(self) -> None:
+        """Raise the error that the agent met when it checked the permission."""
+        if self._known.permission_fault is not None:
+            raise self._known.permission_fault.error()
+
+    def close(self) -> None:
+        """End the lease; harmless when called again."""
+        self.lease.close()
+
+
+def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
+    """Lease the GPU that a rank computes on, or open the simulated one that the config asks for.
 
     Args:
         config: The ``perseus`` block.
@@ -37,32 +93,35 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
 
     Raises:
         ConfigError: There is nothing to open for tensors on this device.
-        GpuError: There is no such GPU, or its driver is missing.
+        GpuError: There is no such GPU, its driver is missing, or another job uses it.
     """
-    gpu = driver_of(config, device, rank=rank, local_rank=local_rank)
+    gpu = gpu_of(config, device, rank=rank, local_rank=local_rank)
     if config.device == "auto" and isinstance(gpu, SimulatedGpu) and rank == 0:
         logger.warning(
             "perseus: no GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
             'Set "device": "simulated" to hide this notice.',
             config.simulated.gpu,
         )
-    if isinstance(gpu, NvmlGpu):
-        for setting in gpu.administrator_settings:
+    if isinstance(gpu, LeasedGpu):
+        for setting in gpu.notices:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
-        if gpu.settings.whole_module:
+        if gpu.settings is not None and gpu.settings.whole_module:
             told = "its energy counter covers the whole module, processor included, and so do all energies and savings."
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, told)
     return gpu
 
 
-def clocks_of(gpu: Gpu, device: torch.device) -> AgentClocks:
-    """Return the clocks of this rank's GPU; the node's agent is started if there is none.
+def clocks_of(gpu: KnownGpu, device: torch.device) -> AgentClocks:
+    """Return the clocks of this rank's GPU, which is leased if it is not yet.
 
     Raises:
         GpuError: No agent can use the GPU, or the GPU cannot write marks.
     """
-    assert gpu.address is not None, "an agent can open it"
-    lease = Lease(gpu.address, files=gpu.files if isinstance(gpu, SimulatedGpu) else ())
+    if isinstance(gpu, LeasedGpu):
+        lease = gpu.lease
+    else:
+        assert gpu.address is not None, "an agent can open it"
+        lease = Lease(gpu.address, files=gpu.files if isinstance(gpu, SimulatedGpu) else ())
     try:
         marks = marks_of(device, lease.shared, lease.memory)
     except GpuError:
@@ -71,14 +130,14 @@ def clocks_of(gpu: Gpu, device: torch.device) -> AgentClocks:
     return AgentClocks(lease, lease.memory, marks, gpu.name)
 
 
-def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execution:
+def execution_on(gpu: KnownGpu, device: torch.device, config: PerseusConfig) -> Execution:
     """Return what times operations on a GPU."""
     if isinstance(gpu, SimulatedGpu):
         return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
     return CudaExecution(device) if device.type == "cuda" else HostExecution()
 
 
-def with_permission(job: Job, gpu: Gpu, communicator: Communicator) -> Job:
+def with_permission(job: Job, gpu: KnownGpu, communicator: Communicator) -> Job:
     """Return the job as it may run: where auto mode cannot set the clocks of all ranks, it observes.
 
     A process may lack the permission, and a virtual GPU the clocks. Every rank must ask at once.
@@ -112,16 +171,11 @@ def with_permission(job: Job, gpu: Gpu, communicator: Communicator) -> Job:
     return replace(job, config=config.model_copy(update={"mode": "observe"}))
 
 
-def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> Gpu:
-    """Open the same as :func:`open_gpu`, without notices of what it is, and without energies if it counts none."""
+def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
+    """Return the same as :func:`open_gpu`, without notices of what it is."""
     kind = _kind_of(device) if config.device == "auto" else config.device
-    if kind == "zeus":
-        from perseus_ds.gpu.zeus import open_zeus_gpu
-
-        return open_zeus_gpu(*_device_of(device, local_rank))
-    if kind == "nvml":
-        ordinal, uuid, _ = _device_of(device, local_rank)
-        return NvmlGpu(index_of_cuda_device(ordinal, uuid))
+    if kind != "simulated":
+        return LeasedGpu(place_of(kind, device, local_rank), checks_permission=config.mode != "observe")
     settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
     work, clock = (SharedMemory(_LOG_BYTES, f"perseus-ds-{log}") for log in ("work", "clock"))
     gpu = SimulatedGpu.shared(work.view, clock.view, seed=rank, **settings)
@@ -145,6 +199,13 @@ def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
         '"enabled": false to train without Perseus, or "device": "simulated" to try it with simulated GPUs, which '
         "makes every pass as long as theirs."
     )
+
+
+def place_of(kind: Literal["nvml", "zeus"], device: torch.device, local_rank: int) -> FindGpu:
+    """Return by what another process finds the GPU of a rank."""
+    variables = {name: os.environ[name] for name in _RENUMBERING if name in os.environ}
+    ordinal, uuid, pci_address = _device_of(device, local_rank)
+    return FindGpu(kind, ordinal, uuid, pci_address, variables, places.cgroups())
 
 
 def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, str | None]:

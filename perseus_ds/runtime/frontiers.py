@@ -14,7 +14,7 @@ from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.runtime.clock_plan import ClockPlan
@@ -27,7 +27,7 @@ _SWITCH_COST_J = 0.5
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
-def read_frontier(path: Path, gpu: Gpu | None = None) -> Frontier:
+def read_frontier(path: Path, gpu: KnownGpu | None = None) -> Frontier:
     """Return the frontier of a file; on rank 0, whose node alone need have it.
 
     Raises:

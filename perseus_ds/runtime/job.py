@@ -16,7 +16,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import Started
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.clocks.timers import Execution
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.ranks import Communicator
@@ -107,7 +107,7 @@ class RankContext:
     """
 
     communicator: Communicator
-    gpu: Gpu
+    gpu: KnownGpu
     clocks: AgentClocks
     timers: Execution
     device: torch.device

@@ -24,7 +24,7 @@ from perseus_ds.artifacts.run_records import ClockRefused, Event
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.clocks.timers import Execution, SimulatedExecution
 from perseus_ds.errors import ConnectionLostError, PlanError
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
@@ -103,7 +103,7 @@ class PerseusRuntime:
         job: Job,
         *,
         communicator: Communicator,
-        gpu: Gpu,
+        gpu: KnownGpu,
         clocks: AgentClocks,
         timers: Execution,
         device: torch.device,
@@ -168,11 +168,12 @@ class PerseusRuntime:
         parts = communicator.pipeline_gather(facts.parts)
         layout = None if facts.engine is None else Layout.of_ranks(facts.engine, parts, tied=facts.tied)
 
-        opened: list[AgentClocks] = []
+        opened: list[KnownGpu | AgentClocks] = []
 
-        def open_all() -> tuple[Gpu, AgentClocks, Execution, Job]:
+        def open_all() -> tuple[KnownGpu, AgentClocks, Execution, Job]:
             check(schedule)
             gpu = open_gpu(config, facts.device, rank=topology.rank, local_rank=local_rank())
+            opened.append(gpu)
             info = ProfileInfo(
                 simulated=gpu.simulated,
                 gpu=gpu.name,
@@ -190,8 +191,9 @@ class PerseusRuntime:
                 versions={**facts.versions, **own_versions()},
             )
             job = Job(config, schedule, info, facts.fingerprint, facts.models)
-            opened.append(clocks_of(gpu, facts.device))
-            return gpu, opened[0], execution_on(gpu, facts.device, config), job
+            clocks = clocks_of(gpu, facts.device)
+            opened.append(clocks)
+            return gpu, clocks, execution_on(gpu, facts.device, config), job
 
         try:
             gpu, clocks, timers, job = communicator.raise_on_all_ranks(open_all)

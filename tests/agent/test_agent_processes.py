@@ -14,14 +14,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from run_log import GIVE_UP_S, wait_until
 from stub_nvml.controller import StubNvml
 
+from perseus_ds.agent.gpu_records import left_locked
+from perseus_ds.client import lease as lease_module
 from perseus_ds.client.lease import Lease
+from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.protocol import places
+from perseus_ds.protocol.messages import FindGpu
 from perseus_ds.timebase import REAL_TIME, RealTime
 
 RANK = (
@@ -346,11 +351,88 @@ def test_a_gpu_of_another_job_is_refused_with_its_agent(node: Node, stub_nvml: S
 
 
 @pytest.fixture
-def address(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> str:
+def address(stub_of_agents: StubNvml) -> str:
     """A GPU that agents of this process see, too."""
-    for name, value in stub_nvml_here.environment.items():
-        monkeypatch.setenv(name, value)
     return NvmlGpu(0).address
+
+
+def test_an_agent_that_may_not_set_clocks_ends_with_its_rank(address: str, tmp_path: Path, stub_nvml: StubNvml) -> None:
+    """Most users may not: there is nothing to restore, for them or for the next job."""
+    for function in ("set_locked", "reset_locked"):
+        stub_nvml.gpus[0].fail(function, "no_permission")
+    lease = Lease(address, str(tmp_path))
+    assert lease.close(GIVE_UP_S)
+    wait_until(lambda: not stub_nvml.agents(), "the end of the agent")
+    assert list(left_locked("another")) == []
+
+
+def test_a_clock_that_may_not_be_reset_is_named_and_stays_recorded(
+    node: Node, address: str, tmp_path: Path, stub_nvml: StubNvml, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = node.rank("wait", 0)
+    kill(node.agent_of(rank))
+    rank.kill()
+    stub_nvml.gpus[0].fail("reset_locked", "no_permission")
+    assert Lease(address, "another job").close(GIVE_UP_S)
+    assert re.search(r"left the clock of nvml:GPU-0\S+ locked: it cannot be reset \(.*needs root", caplog.text)
+    wait_until(lambda: not stub_nvml.agents(), "the end of the agent")
+    assert [record.gpu for record in left_locked("another")] == [address]
+
+
+PLACE = FindGpu("nvml", 2, variables={"CUDA_VISIBLE_DEVICES": "0,1,3"}, cgroups=places.cgroups())
+
+
+def test_an_agent_finds_and_describes_the_gpu_of_a_number(stub_of_agents: StubNvml, tmp_path: Path) -> None:
+    stub_of_agents.gpus[3].power_limit_w = 300.0
+    stub_of_agents.gpus[3].fail("reset_locked", "no_permission")
+    lease = Lease(PLACE, str(tmp_path), checks_permission=True)
+    known = lease.description
+    assert lease.gpu == NvmlGpu(3).address
+    assert known is not None
+    assert known.text == str(NvmlGpu(3))
+    assert known.clocks_mhz == NvmlGpu(3).supported_clocks_mhz()
+    assert known.settings == NvmlGpu(3).read_settings()
+    assert "its power limit is 300 W of 400 W" in known.notices[0]
+    assert known.permission_fault is not None
+    with pytest.raises(GpuPermissionError, match="needs root"):
+        raise known.permission_fault.error()
+    lease.close(GIVE_UP_S)
+
+
+def test_a_lock_by_somebody_else_stays_while_a_job_only_reads(stub_of_agents: StubNvml, tmp_path: Path) -> None:
+    stub_of_agents.gpus[3].locked_clock_mhz = 900
+    lease = Lease(PLACE, str(tmp_path))
+    assert stub_of_agents.locked_clocks_mhz()[3] == 900
+    lease.close(GIVE_UP_S)
+
+
+def test_a_number_in_other_control_groups_names_no_gpu_of_an_agent(stub_of_agents: StubNvml, tmp_path: Path) -> None:
+    """As with ``srun --gpus-per-task=1``: GPU 0 of every task is another one."""
+    other = msgspec.structs.replace(PLACE, cgroups="those of another task")
+    with pytest.raises(GpuError, match="GPU 2 of a process of other control groups cannot be identified"):
+        Lease(other, str(tmp_path))
+    uuid = NvmlGpu(1).uuid
+    lease = Lease(msgspec.structs.replace(other, uuid=uuid), str(tmp_path))
+    assert lease.gpu == f"nvml:{uuid}"
+    lease.close(GIVE_UP_S)
+
+
+def test_a_gpu_that_cannot_be_found_is_an_error_that_says_why(stub_of_agents: StubNvml, tmp_path: Path) -> None:
+    with pytest.raises(GpuError, match="GPU 7 of this process does not exist"):
+        Lease(msgspec.structs.replace(PLACE, ordinal=7), str(tmp_path))
+    wait_until(lambda: not stub_of_agents.agents(), "the end of the agents")
+
+
+def test_a_driver_that_hangs_while_a_gpu_is_looked_for_is_an_error(
+    stub_of_agents: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_ANSWER_TIMEOUT_S", 1.0)
+    for gpu in stub_of_agents.gpus:
+        gpu.hang("name")
+    with pytest.raises(GpuError, match="No agent answered within 1 s, so GPU 2 is not used"):
+        Lease(PLACE, str(tmp_path))
+    for gpu in stub_of_agents.gpus:
+        gpu.hang("name", False)
 
 
 def test_an_agent_reports_which_processes_lease_which_gpus(node: Node, stub_nvml: StubNvml) -> None:

@@ -9,8 +9,9 @@ from gpu_checks.recording import DEVICE, LATENCY_S, RecordingGpu, guard_nvml, la
 from perseus_ds.agent import process
 from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.gpu.nvml import index_of_uuid
+from perseus_ds.gpu.nvml import index_of_cuda_device, index_of_uuid
 from perseus_ds.gpu.opening import open_gpu
+from perseus_ds.protocol.messages import FindGpu
 
 
 def open_to_read(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
@@ -19,10 +20,15 @@ def open_to_read(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
     return RecordingGpu(index_of_uuid(uuid)) if device == DEVICE else open_gpu(address, logs)  # type: ignore[return-value]
 
 
+def find_to_read(place: FindGpu) -> Gpu:
+    """Open a GPU of a job that trains in a check."""
+    return RecordingGpu(index_of_cuda_device(place.ordinal, place.uuid, place.variables))  # type: ignore[return-value]
+
+
 def main() -> None:
     """Become the agent."""
     guard_nvml()
-    process.Agent = partial(process.Agent, open_gpu=open_to_read)  # type: ignore[misc, assignment]
+    process.Agent = partial(process.Agent, open_gpu=open_to_read, find_gpu=find_to_read)  # type: ignore[misc, assignment]
     # No clock is locked, and what other jobs have left locked is not for this agent to reset.
     process.GpuRecord = lambda gpu, agent: UnrecordedGpu(gpu)  # type: ignore[misc, assignment]
     process.left_locked = lambda agent: iter(())  # type: ignore[assignment]

@@ -70,14 +70,11 @@ def train_one_rank(folder: str, mode: str, iterations: str, place: str) -> None:
     """Be one rank of the job, and write what it trained."""
     import deepspeed
     import torch
-    from gpu_checks.recording import RecordingGpu
     from gpu_checks.training import Setup, batches, bits_of, block_of, engine_of
 
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.runtime import devices
 
     machine = named(place)()
-    devices.NvmlGpu = RecordingGpu  # type: ignore[misc]
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
     deepspeed.init_distributed("gloo", dist_init_required=False)

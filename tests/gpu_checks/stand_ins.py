@@ -26,7 +26,7 @@ from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.runtime.config import parse_block
-from perseus_ds.runtime.devices import driver_of
+from perseus_ds.runtime.devices import gpu_of
 from perseus_ds.timebase import REAL_TIME
 
 
@@ -164,7 +164,7 @@ class StubCudaMachine:
         return CudaExecution(torch.device("cuda", 0), cuda)
 
     def clocks(self) -> AbstractContextManager[Recorded]:
-        gpu = driver_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
+        gpu = gpu_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
         cuda = SimpleNamespace(current_device=lambda: 0)
         return clocks_by_an_agent(
             gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, lambda device: self._cuda.stream)

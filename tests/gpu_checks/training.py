@@ -20,7 +20,6 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from frontiers import save_random_plan
-from gpu_checks.recording import RecordingGpu
 from job_parts import config
 from one_rank_engine import one_rank
 from torch import nn
@@ -28,7 +27,6 @@ from torch import nn
 import perseus_ds
 from perseus_ds.artifacts.run_records import Failed, read_records
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.runtime import devices
 
 _BATCHES = 4
 MOST_ITERATIONS = 400
@@ -94,13 +92,8 @@ SETUPS = {
 def training_on(machine: Any) -> Iterator[Path]:
     """Be the only rank of a job whose GPU is never changed; yields a folder for it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    opened = devices.NvmlGpu
     with tempfile.TemporaryDirectory() as folder, one_rank(folder, machine.backend):
-        devices.NvmlGpu = RecordingGpu  # type: ignore[misc]
-        try:
-            yield Path(folder)
-        finally:
-            devices.NvmlGpu = opened  # type: ignore[misc]
+        yield Path(folder)
 
 
 @contextmanager

@@ -1,13 +1,17 @@
 """Real ranks on the real pynvml and a stub driver: clocks follow the plan, and none stays locked when a job ends."""
 
 import itertools
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 from frontiers import save_random_plan
-from job import launch, run, start
+from job import launch, run, run_while, start
 from run_log import wait_until
+
+from perseus_ds.client.lease import leases
 
 pytestmark = pytest.mark.integration
 
@@ -34,6 +38,25 @@ def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(t
         # A request that a later one has overtaken is left out. The last instruction asks for the first one's clock.
         planned = itertools.chain.from_iterable([clocks_mhz] * 7)
         assert all(clock in planned for clock in asked), "each is found after the one before it"
+
+
+@pytest.mark.parametrize("block", [{"mode": "observe"}, {"mode": "auto", "required": True}])
+def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, block):
+    """The agent alone calls it, also at the start, when the GPU's name, clocks and permissions are read."""
+    stub = make_stub_nvml(2)
+    seen = {}
+
+    def look(_):
+        wait_until(lambda: len(leases()) == 2, "the leases of two ranks")
+        wait_until(lambda: all(gpu.calls("energy") > 10 for gpu in stub.gpus), "iterations with their energies")
+        pids = {pid for agent, ranks in leases().values() for pid in (agent, *ranks)}
+        seen.update((pid, Path(f"/proc/{pid}/maps").read_text()) for pid in pids)
+
+    # Processes are forked from one that another test may have started.
+    environment = {**stub.environment, "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    job = {"environment": environment, "perseus": {**block, "device": "nvml"}}
+    assert run_while(look, tmp_path / "job", 2, **job).returncode == 0
+    assert sorted("libnvidia-ml" in maps for maps in seen.values()) == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_progress_is_odd_within_an_iteration_and_increases_whatever_is_left_out(
 
 @pytest.mark.parametrize("content", [b"", b"PERSEUS\0\1\0\0\0", b"x" * layout.LENGTH])
 def test_memory_of_another_layout_is_an_error(content):
-    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 3 and 135168 bytes"):
+    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 4 and 135168 bytes"):
         RankMemory(memoryview(bytearray(content)))
 
 

@@ -14,25 +14,26 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.gpu import zeus
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.runtime import runtime
+from perseus_ds.gpu.opening import find_gpu
+from perseus_ds.runtime import devices, runtime
 from perseus_ds.runtime.config import parse_block
-from perseus_ds.runtime.devices import open_gpu, with_permission
+from perseus_ds.runtime.devices import gpu_of, open_gpu, with_permission
 from perseus_ds.runtime.job import Job
 
 
 @pytest.mark.parametrize(("limit_w", "warnings"), [(400.0, 0), (300.0, 1)])
-def test_a_power_limit_below_the_default_is_said_at_the_start_of_a_job(stub_nvml_here, caplog, limit_w, warnings):
-    stub_nvml_here.gpus[0].power_limit_w = limit_w
+def test_a_power_limit_below_the_default_is_said_at_the_start_of_a_job(stub_of_agents, caplog, limit_w, warnings):
+    stub_of_agents.gpus[0].power_limit_w = limit_w
     gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0)
     gpu.close()
     assert caplog.text.count("rank 5, GPU 0") == warnings
     assert caplog.text.count("its power limit is 300 W of 400 W: plans are computed for this limit") == warnings
 
 
-def test_plans_are_kept_for_the_settings_of_all_gpus_and_jobs_are_told_apart_without_them(stub_nvml_here):
+def test_plans_are_kept_for_the_settings_of_all_gpus_and_jobs_are_told_apart_without_them(stub_of_agents):
     def keys(*limits_w):
         infos = []
-        for gpu, limit_w in zip(stub_nvml_here.gpus, limits_w, strict=False):
+        for gpu, limit_w in zip(stub_of_agents.gpus, limits_w, strict=False):
             gpu.enforced_power_limit_w = limit_w
             opened = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=0, local_rank=len(infos))
             infos.append(ProfileInfo(gpu=opened.name, settings=opened.settings))
@@ -65,13 +66,15 @@ def test_no_gpu_is_simulated_for_a_job_that_computes_on_another_accelerator(devi
 
 def test_amds_gpus_are_opened_through_zeus(monkeypatch):
     opened = []
-    gpu = open_gpu(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
     monkeypatch.setattr(torch.version, "hip", "6.2")
     known = SimpleNamespace(uuid="66306363-3837", pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
-    monkeypatch.setattr(zeus, "open_zeus_gpu", lambda *place: opened.append(place) or gpu)
-    assert open_gpu(parse_block({}), torch.device("cuda", 3), rank=0, local_rank=0) is gpu
-    assert opened == [(3, None, "0000:c1:00.0")]
+    monkeypatch.setattr(devices, "LeasedGpu", lambda place, **_: opened.append(place))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5,6,7")
+    gpu_of(parse_block({}), torch.device("cuda", 3), rank=0, local_rank=0)
+    monkeypatch.setattr(zeus, "open_zeus_gpu", lambda *place: opened.append(place))
+    find_gpu(opened[0])
+    assert opened[1] == (3, None, "0000:c1:00.0", {"HIP_VISIBLE_DEVICES": "4,5,6,7"})
 
 
 def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):
@@ -84,9 +87,9 @@ def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("function", ["reset_locked", "memory_clocks"])
-def test_auto_mode_observes_where_a_virtual_gpu_has_no_clocks_to_set(stub_nvml_here, tmp_path, caplog, function):
-    gpu = NvmlGpu(0)
-    stub_nvml_here.gpus[0].fail(function, "not_supported")
+def test_auto_mode_observes_where_a_virtual_gpu_has_no_clocks_to_set(stub_of_agents, tmp_path, caplog, function):
+    stub_of_agents.gpus[0].fail(function, "not_supported")
+    gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=0, local_rank=0)
     job = Job(parse_block({}), one_f_one_b(ranks=1, micro_batches=1), ProfileInfo())
     block = {"mode": "auto", "output_dir": str(tmp_path)}
     assert with_permission(replace(job, config=parse_block(block)), gpu, LoneCommunicator()).config.mode == "observe"
@@ -107,7 +110,7 @@ def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, bloc
 def test_a_gpu_whose_driver_lists_no_clocks_is_observed(stub_nvml_here, function):
     for gpu in stub_nvml_here.gpus:
         gpu.fail(function, "not_supported")
-    gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=0, local_rank=0)
+    gpu = NvmlGpu(0)
     clocks = ClockController(gpu, pytest.fail)
     clocks.watch_default_clocks()
     assert clocks.call(gpu.energy_j).value() > 0

@@ -58,14 +58,6 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def stub(stub_nvml_here, monkeypatch):
-    """GPUs that the agent sees too."""
-    for name, value in stub_nvml_here.environment.items():
-        monkeypatch.setenv(name, value)
-    return stub_nvml_here
-
-
-@pytest.fixture
 def plan(tmp_path):
     """The block of a job that runs under one plan, all of it at one clock."""
     plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
@@ -94,26 +86,26 @@ def fork(function):
     return child
 
 
-def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(start, plan, stub, tmp_path):
+def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(start, plan, stub_of_agents, tmp_path):
     runtime = start(NvmlGpu(0), **plan)
     train(runtime)
     worker = fork(lambda: time.sleep(60))
     os.kill(worker, signal.SIGTERM)  # as a Pool does to its workers
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
     os.waitpid(fork(runtime.close), 0)  # as happens to a copy of DeepSpeed's engine that is collected
-    wait_until(lambda: train(runtime) or stub.locked_clocks_mhz()[0] == CLOCK_MHZ, "the plan's clock")
+    wait_until(lambda: train(runtime) or stub_of_agents.locked_clocks_mhz()[0] == CLOCK_MHZ, "the plan's clock")
     runtime.close()
     assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
 
 
-def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub, tmp_path):
+def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub_of_agents, tmp_path):
     with pytest.raises(ConfigError, match="nowhere does not exist on rank 0's node"):
         start(NvmlGpu(0), mode="run", frontier=str(tmp_path / "nowhere"))
     with pytest.raises(FrontierError, match="no such file; expected a frontier"):
         start(NvmlGpu(0), mode="run", frontier=str(tmp_path))
 
 
-def test_a_plan_that_does_not_fit_is_an_error_before_training(start, stub, tmp_path):
+def test_a_plan_that_does_not_fit_is_an_error_before_training(start, stub_of_agents, tmp_path):
     for micro_batches, clock_mhz, message in (
         (3, CLOCK_MHZ, "Plan does not fit this schedule: rank 0, instruction"),
         (2, 1111, "Plan does not fit this GPU: .* has no 1111 MHz"),
@@ -125,7 +117,7 @@ def test_a_plan_that_does_not_fit_is_an_error_before_training(start, stub, tmp_p
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_a_loop_may_go_on_after_closing(start, plan, stub, tmp_path, caplog):
+def test_a_loop_may_go_on_after_closing(start, plan, stub_of_agents, tmp_path, caplog):
     """As a job does that catches SIGTERM, saves a checkpoint and goes on."""
     runtime = start(NvmlGpu(0), **plan)
     train(runtime)
@@ -136,18 +128,19 @@ def test_a_loop_may_go_on_after_closing(start, plan, stub, tmp_path, caplog):
     assert (before["plan"], after["plan"]) == (0, None)
     assert not events(records(tmp_path), "failure")
     assert not caplog.records
-    assert stub.locked_clocks_mhz()[0] == 0
+    assert stub_of_agents.locked_clocks_mhz()[0] == 0
 
 
 @pytest.mark.parametrize("end", ["schedule_changed", "close"])
-def test_the_process_that_optimises_does_not_outlive_its_phase(start, stub, end):
-    stub.gpus[0].counter_period_s = 0.005
+def test_the_process_that_optimises_does_not_outlive_its_phase(start, stub_of_agents, end):
+    stub_of_agents.gpus[0].counter_period_s = 0.005
     profile = {"warm_up": 2, "min_clock_mhz": 1395, "sampling": "stride", "clock_stride": 1}
     runtime = start(NvmlGpu(0), mode="auto", cache=False, profile=profile)
     for _ in range(10_000):
         if runtime.next.phase == "optimizing":
             break
-        stub.gpus[0].power_w = 100.0 if runtime.next.phase == "warm-up" else 400.0  # more than was drawn when waiting
+        # More than was drawn when waiting.
+        stub_of_agents.gpus[0].power_w = 100.0 if runtime.next.phase == "warm-up" else 400.0
         train(runtime, 0.01)
     assert runtime.next.phase == "optimizing"
     assert optimizing()

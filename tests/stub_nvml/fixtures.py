@@ -62,6 +62,14 @@ def stub_nvml_here(stub_nvml: StubNvml, stub_library: Path, monkeypatch: pytest.
         pass
 
 
+@pytest.fixture
+def stub_of_agents(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> StubNvml:
+    """The same node, seen by agents that this process starts as well."""
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
+    return stub_nvml_here
+
+
 class StubTime(VirtualTime):
     """A virtual time that the stub's GPUs live in as well."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import multiprocessing
@@ -123,12 +122,11 @@ def _call(python_path: str, target: Callable[..., object], arguments: Sequence[A
 
 
 def live_in(environment: Mapping[str, str]) -> None:
-    """Set variables in this process, as if it had been started with them."""
+    """Set variables in this process, and so in those that it starts.
+
+    The linker has read those of this process before: it finds no stub of a driver, which agents alone may call.
+    """
     os.environ.update(environment)
-    for directory in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
-        # The linker reads the variable when a program starts; later it finds a library that is already loaded.
-        for library in Path(directory).glob("libnvidia-ml.so.1") if directory else ():
-            ctypes.CDLL(str(library))
 
 
 @contextlib.contextmanager
