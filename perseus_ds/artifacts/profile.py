@@ -124,6 +124,36 @@ class RowQuality(FileModel):
     power_state: Text | None = None
 
 
+Share = Annotated[float, Field(ge=0, le=1e6)]
+Length = Annotated[float, Field(gt=0, le=1e18)]
+
+
+class PassByLength(FileModel):
+    """Time of a pass by the length of its input, relative to that at the profile's length; the three sum up to 1."""
+
+    stage: Stage
+    kind: Kind
+    constant: Share
+    linear: Share
+    quadratic: Share
+
+
+class ByLength(FileModel):
+    """How passes depend on the lengths of their inputs.
+
+    Attributes:
+        length: The length for which the rows are, such as a number of tokens.
+    """
+
+    length: Length
+    passes: Many[PassByLength]
+
+    def factors(self, length: float) -> dict[tuple[int, Kind], float]:
+        """Return how many times the time and energy of its rows each pass takes with an input of some length."""
+        n = length / self.length
+        return {(one.stage, one.kind): one.constant + n * (one.linear + n * one.quadratic) for one in self.passes}
+
+
 class ProfileInfo(FileModel):
     """The contents of ``profile.json``, all of them optional."""
 
@@ -152,6 +182,7 @@ class ProfileInfo(FileModel):
     transfers: Many[TransferDuration] = Field(default_factory=list)
     others: Many[OtherDuration] = Field(default_factory=list)
     rows: Many[RowQuality] = Field(default_factory=list)
+    by_length: ByLength | None = None
 
     @property
     def fixed_durations(self) -> FixedDurations:
@@ -278,6 +309,10 @@ class ClockOptions:
     def effective_energy_j(self, blocking_power_w: float) -> Floats:
         """Return the effective energies, ``energy - blocking power * time`` [J]."""
         return self.energy_j - blocking_power_w * self.time_s
+
+    def times(self, factor: float) -> ClockOptions:
+        """Return the clocks with so many times the time and energy at each."""
+        return ClockOptions(self.clock_mhz, factor * self.time_s, factor * self.energy_j)
 
     def pareto(self, blocking_power_w: float) -> ClockOptions:
         """Return the Pareto-optimal options in time and effective energy, the fastest first."""

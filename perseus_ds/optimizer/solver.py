@@ -58,8 +58,7 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     time_s[0] = problem.t_min_s
     deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
     target_s = np.stack([r.event_s for r in solved], axis=1)
-    # A dwell time that no instruction is shorter than has no effect.
-    is_held = problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
+    is_held = _is_held(problem)
     if _is_long(problem):
         found_s = _round(network, [target_s], time_s, progress)
         # With many micro-batches, a change from one plan to another within the iteration costs almost nothing.
@@ -81,6 +80,28 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
         free = _FreePlans(event_s[-1], problem.table.clock_mhz[options], price_w)
         return _held(network, free, deadline_s, progress), bounds
     return [problem.plan(choice) for choice in options.T], bounds
+
+
+def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
+    """Return a good plan for one deadline, quickly; the fastest plan if none is as fast.
+
+    It is the rounded optimum of the relaxed problem. The dwell time is respected as in a frontier.
+    """
+    problem = network.problem
+    fastest_s, slowest_s = problem.t_min_s * (1 + _NEAR), problem.time_s(problem.most_frugal)
+    deadline_s = max(problem.t_min_s, min(deadline_s, slowest_s))
+    relaxed = Relaxation(network).solve(max(deadline_s, fastest_s))
+    descent, own_s = Descent(network), np.array([deadline_s])
+    tables = problem.table, OptionTable(problem.groups, hull_only=True)
+    targets = (round_late(network, table, relaxed.event_s[:, None], own_s) for table in tables)
+    event_s = reduce(partial(_better, descent), [descent.run(target, _FIRST_SWEEPS) for target in targets])
+    options = choose_clocks(network, event_s)
+    if not _is_held(problem):
+        return problem.plan(options[:, 0])
+    price_w = relaxed.flow_w[: network.decisions, None]
+    return _held(network, _FreePlans(own_s, problem.table.clock_mhz[options], price_w), own_s, lambda what, done: None)[
+        0
+    ]
 
 
 @dataclass(frozen=True)
@@ -193,6 +214,11 @@ def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
         parts[np.argmax(length / parts)] += 1
     inner = [np.linspace(a, b, n, endpoint=False) for a, b, n in zip(time_s[:-1], time_s[1:], parts, strict=True)]
     return np.append(np.concatenate(inner), time_s[-1])
+
+
+def _is_held(problem: Problem) -> bool:
+    """Return whether the dwell time has an effect: an instruction is shorter."""
+    return problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
 
 
 def _is_long(problem: Problem) -> bool:

@@ -25,22 +25,28 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.planning import PlanningSettings
 
-_NICENESS = 10
+NICENESS = 10
 """Nice level, so that training on the same cores has priority."""
 # More linear-algebra threads would wait for each other in loops without being faster.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Equivalent to ``python -P -m`` of Python 3.11, also for 3.10. Without -P, the path starts with the current folder.
-_START = (
-    "import sys\n"
-    "if not getattr(sys.flags, 'safe_path', False):\n"
-    "    del sys.path[0]\n"
-    "from perseus_ds.optimizer.worker import main\n"
-    "sys.exit(main())"
-)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _FAILED = 3
 """Exit code for a failure; the last line of the output is the reason in JSON."""
 _SECTIONS = ("bounds", "clocks")
 _MOST_PROGRESS = 1 << 16
+
+
+def start_code(module: str) -> str:
+    """Return the code that runs a module's ``main``, without the current folder on the module search path.
+
+    It is equivalent to ``python -P -m`` of Python 3.11, also for 3.10. Without -P, the path starts with that folder.
+    """
+    return (
+        "import sys\n"
+        "if not getattr(sys.flags, 'safe_path', False):\n"
+        "    del sys.path[0]\n"
+        f"from {module} import main\n"
+        "sys.exit(main())"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +88,11 @@ class OptimizeWorker:
             pickle.dump(request, order)
             order.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START],
+                [sys.executable, "-c", start_code(__name__)],
                 stdin=order,
                 stdout=self._output,
                 stderr=log,
-                env={**os.environ, **_ONE_THREAD},
+                env={**os.environ, **ONE_THREAD},
             )
 
     def poll(self) -> OptimizeResult | None:
@@ -124,7 +130,7 @@ class OptimizeWorker:
 
 def main() -> int:
     """Read a request from stdin, write the frontier, and return the exit code."""
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             request: OptimizeRequest = pickle.load(sys.stdin.buffer)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile import Measurement, RowQuality, StageProfile
+from perseus_ds.artifacts.profile import ByLength, Measurement, PassByLength, RowQuality, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
@@ -30,6 +30,9 @@ FEWEST_LENGTHS = 3
 """Number of measured lengths, below which a formula of three terms has no error bars."""
 # The relative error of a row at least, and where it is not known: no formula is exact.
 _LEAST_ERROR, _UNKNOWN_ERROR = 0.003, 0.01
+_LEAST_VARIATION = 0.01
+"""Relative variation of lengths below which iterations are planned as if all had one length."""
+_ROBUST_FITS, _OUTLIER = 4, 3.0
 
 
 class LengthModel:
@@ -127,6 +130,35 @@ class LengthModel:
         return {
             key: float(wanted @ nnls(terms, np.array([of_length[key] for of_length in durations]))[0]) for key in shared
         }
+
+
+def fit_by_length(times: Mapping[tuple[int, Kind], Sequence[tuple[float, float]]], length: float) -> ByLength | None:
+    """Return how passes depend on the lengths of their inputs, or None if these hardly vary.
+
+    Args:
+        times: By stage and kind, the length and the time [s] of passes at one clock.
+        length: The length for which rows are to be.
+    """
+    passes = []
+    for (stage, kind), measured in times.items():
+        lengths, times_s = np.array(measured, float).reshape(-1, 2).T
+        if len(lengths) <= FEWEST_LENGTHS or np.std(lengths) < _LEAST_VARIATION * length:
+            continue
+        relative = lengths / length
+        terms = np.column_stack([np.ones_like(relative), relative, relative**2])
+        weights = 1 / times_s
+        for _ in range(_ROBUST_FITS):  # a pass that was held up by something else has little weight
+            parts, _ = nnls(terms * weights[:, None], times_s * weights)
+            if parts.sum() <= 0:
+                break
+            deviation = np.abs(times_s / (terms @ parts) - 1)
+            scale = max(float(np.median(deviation)), _LEAST_ERROR)
+            weights = 1 / times_s / (1 + (deviation / (_OUTLIER * scale)) ** 2)
+        if (total := float(parts.sum())) > 0:
+            constant, linear, quadratic = (parts / total).tolist()
+            one = PassByLength(stage=stage, kind=kind, constant=constant, linear=linear, quadratic=quadratic)
+            passes.append(one)
+    return ByLength(length=length, passes=passes) if passes else None
 
 
 def typical_error(profile: StageProfile) -> float:

@@ -11,7 +11,7 @@ from pipelines import synthetic_profile
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.lengths import LengthModel, typical_error
+from perseus_ds.profiler.lengths import LengthModel, fit_by_length, typical_error
 
 AT_1 = synthetic_profile(2, load_s={0: 0.01}, blocking_power_w=80.0)
 
@@ -94,3 +94,28 @@ def test_a_clock_that_one_length_lacks_has_no_row_and_tails_are_those_of_the_nea
 def test_two_lengths_are_too_few():
     with pytest.raises(ProfileError, match=r"Profiles of 2 lengths .* expected 3"):
         LengthModel({1.0: profile_at(1.0), 2.0: profile_at(2.0)})
+
+
+@given(fixed=st.floats(0, 0.4), attention=st.floats(0, 0.5), wanted=st.floats(50, 300))
+@settings(max_examples=30, deadline=None)
+def test_passes_of_mixed_lengths_tell_how_they_depend_on_them_also_if_some_are_held_up(fixed, attention, wanted):
+    draw = np.random.default_rng(4)
+    lengths = draw.uniform(50, 300, 40)
+    times_s = 0.1 * factor(lengths / 150, fixed, attention) * draw.normal(1, 0.003, 40)
+    times_s[::13] *= 1.5
+    found = fit_by_length({(0, Kind.FORWARD): [*zip(lengths, times_s, strict=True)]}, 150)
+    assert found.factors(150) == {(0, Kind.FORWARD): pytest.approx(1)}
+    expected = factor(wanted / 150, fixed, attention)
+    assert found.factors(wanted)[0, Kind.FORWARD] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("lengths", [[], [100] * 30, [100.0, 100.1] * 20, [80, 120]])
+def test_lengths_that_hardly_vary_or_are_few_tell_nothing(lengths):
+    assert fit_by_length({(0, Kind.FORWARD): [(length, length) for length in lengths]}, 100) is None
+
+
+def test_lengths_with_which_passes_have_nothing_to_do_explain_nothing():
+    draw = np.random.default_rng(5)
+    times = [*zip(draw.uniform(50, 150, 200), 0.1 * draw.uniform(0.5, 1.5, 200), strict=True)]
+    found = fit_by_length({(0, Kind.FORWARD): times}, 100)
+    assert found is None or found.factors(150)[0, Kind.FORWARD] == pytest.approx(1, abs=0.15)
