@@ -48,6 +48,7 @@ from perseus_ds.runtime.captured import CapturedIteration
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import gpu_of
 from perseus_ds.runtime.frontiers import read_frontier
+from perseus_ds.runtime.look_ahead import check_lengths
 from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, local_rank, own_versions
 
 logger = logging.getLogger("perseus_ds")
@@ -192,6 +193,12 @@ class Session:
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
         """Report that a data-parallel pipeline takes longer. See :meth:`PerseusRuntime.set_straggler`."""
         self._when_started(lambda runtime: runtime.set_straggler(pipeline, slowdown, after_iterations))
+
+    def next_lengths(self, lengths: Sequence[float]) -> None:
+        """Give the lengths of the micro-batches of an iteration to come; see :meth:`PerseusRuntime.next_lengths`."""
+        given = tuple(lengths)
+        check_lengths(given)
+        self._when_started(lambda runtime: runtime.next_lengths(given))
 
     def state(self) -> dict[str, Any]:
         """Return the state of Perseus for a checkpoint."""

@@ -97,12 +97,14 @@ class IterationSample:
     def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.
 
-        Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still.
+        Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still. Where
+        the lengths of its micro-batches are known, time and energy are those of an iteration of the profile's length.
         """
         stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
-        if math.isfinite(reports.energy_j) and not (stands_still or reports.failed):
+        is_known = math.isfinite(reports.energy_j) and math.isfinite(reports.relative_time)
+        if is_known and not (stands_still or reports.failed):
             self.shapes[reports.shapes] += 1
-            self.add(reports.time_s, reports.energy_j)
+            self.add(reports.time_s / reports.relative_time, reports.energy_j / reports.relative_energy)
 
     def has_other_shapes(self, reports: JobReport) -> bool:
         """Whether an iteration cannot be compared with these, its inputs being of other shapes."""

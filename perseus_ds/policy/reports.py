@@ -53,6 +53,11 @@ class RankReport:
         shapes: Number that depends on the rank and the shapes of the inputs of its forwards. An integer below 2^48.
         closed: Whether this rank has been closed, so that all ranks leave the mode.
         stops: Whether the current phase at default clocks ends. Decided by rank 0.
+        gives_lengths: Whether this rank has been given lengths of micro-batches.
+        planned: Whether this rank ran a plan.
+        relative_time: Time at default clocks predicted for these, relative to an iteration of the profile's length.
+            Known on rank 0, NaN if it is unknown.
+        relative_energy: The same of energy.
     """
 
     time_s: float
@@ -72,6 +77,10 @@ class RankReport:
     shapes: float = 0.0
     closed: bool = False
     stops: bool = False
+    gives_lengths: bool = False
+    planned: bool = False
+    relative_time: float = 1.0
+    relative_energy: float = 1.0
 
     def as_numbers(self) -> list[float]:
         """Return the fields in order."""
@@ -112,6 +121,10 @@ class JobReport:
         drift_beside_pace_most: The same of the pipeline that is farthest from it.
         limits: Of each GPU that may do less than when the profile was measured.
         decided: What rank 0 has decided on a later iteration; None in phases without plans.
+        gives_lengths: Whether a rank has been given lengths of micro-batches.
+        planned: Whether all ranks ran a plan.
+        relative_time: Time at default clocks predicted for these lengths, as in :class:`RankReport`.
+        relative_energy: The same of energy.
     """
 
     time_s: float
@@ -128,6 +141,10 @@ class JobReport:
     drift_beside_pace_most: float = 0.0
     limits: tuple[GpuLimit, ...] = ()
     decided: Assignment | None = None
+    gives_lengths: bool = False
+    planned: bool = False
+    relative_time: float = 1.0
+    relative_energy: float = 1.0
 
     @classmethod
     def of(cls, ranks: RankReports, decided: Assignment | None = None) -> JobReport:
@@ -153,6 +170,10 @@ class JobReport:
             drift_beside_pace_most=beside_most,
             limits=ranks.limits(),
             decided=decided,
+            gives_lengths=bool(ranks.column("gives_lengths").any()),
+            planned=bool(ranks.column("planned").all()),
+            relative_time=float(ranks.column("relative_time")[0]),
+            relative_energy=float(ranks.column("relative_energy")[0]),
         )
 
 

@@ -22,7 +22,7 @@ from perseus_ds.artifacts.profile import Incomplete, Key, Measurement, RowQualit
 from perseus_ds.clocks.timers import Span
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
 
@@ -175,6 +175,7 @@ class OnlineProfiler:
         iterations: Sequence[Sequence[Span]],
         readings: Sequence[tuple[float, float]],
         state: GpuState = GpuState(),  # noqa: B008  # immutable
+        factors: Sequence[Mapping[Instruction, float]] = (),
     ) -> None:
         """Add consecutive iterations at one clock.
 
@@ -183,6 +184,7 @@ class OnlineProfiler:
             iterations: The operations of each, on the same time axis as the readings.
             readings: When [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
             state: Of the GPU at the end.
+            factors: By iteration, how many times as long as the row's instructions take, 1 without an entry.
         """
         self._state[clock_mhz] = state
         computed = [
@@ -196,9 +198,13 @@ class OnlineProfiler:
         for known in outdated:
             del self._known[known]
         self._keys = keys
-        for span, key in computed:
-            if key[1] is not Kind.TAIL:
-                self._times_s[clock_mhz, key].append(span.time_s)
+        for number, spans in enumerate(iterations):
+            factor = factors[number] if factors else {}
+            for span in spans:
+                if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
+                    instruction = span.operation.instruction
+                    time_s = span.time_s / factor.get(instruction, 1.0)
+                    self._times_s[clock_mhz, (instruction.stage, instruction.kind)].append(time_s)
         for spans in iterations:
             for stage, time_s in tails_s(spans).items():
                 self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)

@@ -12,9 +12,12 @@ from platformdirs import user_cache_path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import KnownGpu
+from perseus_ds.optimizer.lengths import LengthsPlanner
+from perseus_ds.optimizer.lengths_worker import PlannedJob
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.runtime.clock_plan import ClockPlan
@@ -196,3 +199,39 @@ def optimise(
         if worker is not None:
             worker.stop()
     return load_frontier(context, job.output_dir / "frontier.json")
+
+
+def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
+    """Begin to plan iterations by the lengths that the job gives, if it does; every rank must do so at once.
+
+    Returns:
+        Whether they are planned so.
+    """
+    job, look_ahead = context.job, context.look_ahead
+    look_ahead.stop_planner(context.order)
+    if not look_ahead.is_used:
+        return False
+
+    def start() -> bool:
+        settings = PlanningSettings(
+            switch_cost_j=_SWITCH_COST_J,
+            switch_cost_s=frontier.provenance.switch_cost_s or 0.0,
+            least_dwell_s=frontier.provenance.least_dwell_s or 0.0,
+        )
+        try:
+            profile = StageProfile.load(job.profile_path)
+            if profile.info.by_length is None:
+                context.recorder.say(
+                    "micro-batches are planned as if all had one length: those given hardly vary, were not given "
+                    "before the iteration ahead of theirs, or were not when this profile was measured"
+                )
+                return False
+            LengthsPlanner(job.schedule, profile, settings)
+            planned = PlannedJob(profile=job.profile_path, schedule=job.schedule, settings=settings)
+            look_ahead.start_planner(planned, job.output_dir / "lengths.log", context.order, 0.0)
+        except (PerseusError, OSError) as error:
+            context.recorder.say(f"iterations are not planned by the lengths given: {str(error).rstrip('.')}")
+            return False
+        return True
+
+    return context.rank.communicator.computed_on_rank_0(start)

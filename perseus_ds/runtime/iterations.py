@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from perseus_ds.clocks.timers import FinishedIteration, Span
+from perseus_ds.optimizer.lengths import Lengths
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.protocol.layout import IterationEnergy
 from perseus_ds.runtime.clock_plan import ClockPlan
+from perseus_ds.runtime.look_ahead import Outlook
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
@@ -52,6 +54,8 @@ class NextIteration:
         order: Number of its order, where orders have plans of their own.
         of_order: Returns what to run instead, by the order of the iteration that begins, of which the schedule of this
             rank can be read; None where all orders run alike.
+        by_length: Returns this request for an iteration of which the lengths given tell something, or nothing; None if
+            it does not depend on them.
         new_orders: Orders that get phases of their own when they come next, for which all ranks meet.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
         by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
@@ -73,6 +77,7 @@ class NextIteration:
     times: Times = "all"
     order: int | None = None
     of_order: Callable[[Hashable, Callable[[], Schedule] | None], NextIteration] | None = None
+    by_length: Callable[[NextIteration, Outlook | None], NextIteration] | None = None
     new_orders: frozenset[Hashable] = frozenset()
     shape: int | None = None
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
@@ -107,6 +112,7 @@ class IterationMeasurement:
         order: What the engine runs, equal for equal schedules.
         shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
         length: The mean length of the inputs of a forward, in proportion to their tokens; NaN if not known.
+        lengths: Returns the lengths of this pipeline's micro-batches that the job has given; None if not known.
         number: Of the iteration in the job.
         stopped_s: How long before it began the one before had ended [s].
         reports: What all ranks have reported of the iteration before; None where there was none, or it was cut off by a
@@ -124,6 +130,7 @@ class IterationMeasurement:
     order: Hashable = None
     shapes: tuple[float, float] = (0.0, 0.0)
     length: float = math.nan
+    lengths: Callable[[], Lengths | None] = lambda: None
     number: int = 0
     stopped_s: float = 0.0
     _recorded: IterationEnergy | None = None

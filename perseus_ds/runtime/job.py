@@ -21,6 +21,7 @@ from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
+from perseus_ds.runtime.look_ahead import LookAhead
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -137,6 +138,7 @@ class ModeContext:
         orders: Knows the order of the job's schedule, also when its mode begins again.
         order: Number of that order.
         shape: Number of that shape.
+        look_ahead: The lengths that the job gives for iterations to come.
         comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
     """
 
@@ -144,6 +146,7 @@ class ModeContext:
     rank: RankContext
     recorder: Recorder
     control: JobControl
+    look_ahead: LookAhead
     orders: FirstOrder = field(default_factory=FirstOrder)
     order: int = 0
     shape: int = 0

@@ -22,6 +22,7 @@ from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
 from perseus_ds.runtime.devices import peak_memory_bytes
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, NextPhase, Times
 from perseus_ds.runtime.job import Job, ModeContext, RankContext
+from perseus_ds.runtime.look_ahead import LookAhead
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder, TimelineLog
 from perseus_ds.runtime.supervision import may_pass
@@ -37,6 +38,7 @@ class ModeDriver:
 
     Attributes:
         next: The request for the next iteration.
+        look_ahead: The lengths that the job gives for iterations to come.
         unsent: Returns the report of the last iteration, which is still to be sent once the device has done it; None
             where there is none.
     """
@@ -74,7 +76,8 @@ class ModeDriver:
         self._keeps_timeline = False
         self._order: Hashable = None
         self._is_closed = False
-        context = ModeContext(job, rank, recorder, control)
+        self.look_ahead = LookAhead(rank.communicator, recorder.say)
+        context = ModeContext(job, rank, recorder, control, self.look_ahead)
         if job.config.mode in ("run", "auto"):
             _check_deadline(context)
             _follow_signals(context)
@@ -84,14 +87,16 @@ class ModeDriver:
         self.next: NextIteration = next(self._mode)
 
     def begin(self, order: Hashable, read: Callable[[], Schedule] | None) -> None:
-        """Have the iteration that begins run what its order asks for; every rank must do so at once."""
+        """Have the iteration that begins run what its order and lengths ask for; every rank must do so at once."""
         self._order = order
-        if self.next.of_order is None:
-            return
-        if order in self.next.new_orders:
-            self.send_report()
+        self.look_ahead.begin()
         try:
-            self.next = self.next.of_order(order, read)
+            if self.next.of_order is not None:
+                if order in self.next.new_orders:
+                    self.send_report()
+                self.next = self.next.of_order(order, read)
+            if self.next.by_length is not None:
+                self.next = self.next.by_length(self.next, self.look_ahead.outlook)
         except Exception as error:
             self._leave(error)
 
@@ -115,6 +120,8 @@ class ModeDriver:
             is_last: Whether the process ends: other ranks are hardly waited for, and nothing is decided any more.
         """
         reports = self._received(timeout_s=_LAST_REPORTS_S if is_last else None)
+        if reports is not None and reports.gives_lengths:
+            self.look_ahead.use()
         self._record(reports)
         self._control.count_step()
         ran, ended = self.next, time.time()
@@ -124,8 +131,11 @@ class ModeDriver:
         seen.number, seen.stopped_s, seen.reports = self._control.steps, stopped_s, reports
         seen.ranks = self._exchange.ranks if reports is not None else None
         seen.order = self._order
+        iteration = self.look_ahead.iteration
+        seen.lengths = partial(self.look_ahead.lengths_of, iteration)
         if seen.failed:
             ran = replace(ran, plan=None, forecast=None)
+        own = {**own, "gives_lengths": self.look_ahead.has_given, "planned": ran.plan is not None}
         if self._keeps_timeline:
             self._keep = partial(self._timelines.keep, ran, seen, peak_memory_bytes(self._rank.device))
         if reports is not None and reports.closed:
@@ -138,7 +148,7 @@ class ModeDriver:
         self._ended = IterationContext(
             seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.order, ran.shape, ended, next_phase
         )
-        self.unsent = partial(self._report, seen, own, self.next)
+        self.unsent = partial(self._report, seen, own, self.next, iteration)
         self._is_known = seen.is_known
         # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
         if self.next.aligns_tail or seen.is_known():
@@ -159,7 +169,7 @@ class ModeDriver:
             self._leave(error)
 
     def _report(
-        self, seen: IterationMeasurement, own: Mapping[str, Any], following: NextIteration
+        self, seen: IterationMeasurement, own: Mapping[str, Any], following: NextIteration, iteration: int
     ) -> tuple[RankReport, Assignment | None]:
         try:
             reported = following.reported()
@@ -168,8 +178,11 @@ class ModeDriver:
             reported = {}
         time_s, energy_j = seen.time_s, seen.energy_j
         status = self._rank.clocks.status  # now, after the device and the agent have done the iteration
+        relative_time, relative_energy = self.look_ahead.relative(iteration)
         report = {
             **own,
+            "relative_time": relative_time,
+            "relative_energy": relative_energy,
             "time_s": time_s,
             "energy_j": energy_j,
             "limit_w": status.limit_w,
@@ -226,6 +239,7 @@ class ModeDriver:
         """
         self._is_closed = True
         self._rank.beside_training.close()
+        self.look_ahead.close()
         end_s = self._rank.timebase.now_s() + _LAST_REPORTS_S
         while self.unsent is not None and not self._is_known() and self._rank.timebase.now_s() < end_s:
             self._rank.timebase.sleep(_POLL_S)

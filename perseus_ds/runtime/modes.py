@@ -23,6 +23,7 @@ from perseus_ds.runtime.frontiers import (
     keep_for_later_runs,
     load_frontier,
     optimise,
+    plan_by_length,
 )
 from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import ModeContext
@@ -113,7 +114,10 @@ def _of_order(context: ModeContext, has_profile: bool) -> Phase[None]:
 def _by_shape(context: ModeContext, frontier: Frontier | None, *, has_profile: bool = False) -> Phase[None]:
     """Train iterations of one order, all of them alike if possible, else by the shapes of their inputs."""
     job = context.job
-    first = yield from _profile_and_run(context, frontier, has_profile=has_profile)
+    try:
+        first = yield from _profile_and_run(context, frontier, has_profile=has_profile)
+    finally:
+        context.look_ahead.stop_planner(context.order)
 
     def load() -> tuple[Frontier, StageProfile]:
         return Frontier.load(job.output_dir), StageProfile.load(job.profile_path)
@@ -159,6 +163,7 @@ def _profile_and_run(
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
     period_s, profiles = 0.0, 0
+    by_length = False
     begun = control.own_steps
     back_off = BackOff(DROPPED_FOR)
     switch_cost = SwitchCost()
@@ -172,13 +177,16 @@ def _profile_and_run(
         if frontier is None:
             frontier = yield from optimise(context, default, switch_cost.time_s)
             profiles += 1
+        if runner is None:
+            by_length = plan_by_length(context, frontier)
+            default = DefaultIterations(period_s) if by_length else default  # those before were of any lengths
         yield from _measure_again(context, runner, default) if runner else measure_default(default, recorder.say)
-        if default.sample.mixes_shapes:
+        if default.sample.mixes_shapes and not by_length:
             return None
         if runner is None:
-            if correct_profile(context, frontier, default, before=baseline):
+            if not by_length and correct_profile(context, frontier, default, before=baseline):
                 frontier = yield from optimise(context, default, switch_cost.time_s)
-            runner = PlanRunner(context, frontier, default=default)
+            runner = PlanRunner(context, frontier, default=default, by_length=by_length)
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         runner.profiles_again = may_profile
         result = yield from runner.run_while_kept(lambda: keep_for_later_runs(context))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.profile import ByLength, ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.clocks.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.optimizer.lengths import Lengths
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.blocking_power import measure_blocking_power_w
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
@@ -38,7 +39,7 @@ from perseus_ds.profiler.fixed_durations import (
     transfer_durations_s,
     without_gaps,
 )
-from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, typical_error
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, fit_by_length, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
 from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.config import ProfileConfig
@@ -54,6 +55,8 @@ _WAITED_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
 _SHORT_WINDOW_S = 0.35
 _WINDOW_S = 1.0
 _MOST_TIMES_AS_LONG = 3
+# The lengths of an iteration are known on all ranks when it has ended; the first ones were given before.
+_LENGTHS_KNOWN_AFTER = 4
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Baseline:
         counter_settle_s: How long, on any rank, the counter still tells what was drawn before a step of power [s].
         info: The job, and the durations of what has no clock to choose; complete on rank 0.
         tails_of: On rank 0, the profile whose tails are used, since these were not measured; None where they were.
+        by_length: How the passes of this rank depend on lengths; None where the job gives none.
     """
 
     spans: list[list[Span]]
@@ -75,6 +79,7 @@ class Baseline:
     counter_settle_s: float
     info: ProfileInfo
     tails_of: StageProfile | None = None
+    by_length: ByLength | None = None
 
 
 def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Phase[Baseline]:
@@ -94,7 +99,8 @@ def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Ph
         left_s = taken[-1].time_s * max(1, least - len(taken)) if taken else None
         wanted = NextIteration("warm-up", aligns_tail=True, next_phase=NextPhase("profile", left_s))
         taken.append((yield from one_iteration(wanted)))
-        if len(taken) >= least:
+        is_unknown = context.look_ahead.is_used and context.look_ahead.used_for <= _LENGTHS_KNOWN_AFTER
+        if len(taken) >= least and not is_unknown:
             drift = abs(taken[-1].time_s / taken[-2].time_s - 1)
             if rank.communicator.all_max(drift) <= _STEADY:
                 break
@@ -106,7 +112,39 @@ def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Ph
     info = _info(job, rank, spans, [seen.start_s for seen in taken[1:]], power_w)
     if tails_of is not None:
         info = info.model_copy(update={"tail_s": tails_of.info.tail_s})
-    return Baseline(spans, time_s, energy_j, period_s, settle_s, info, tails_of)
+    by_length = None
+    if context.look_ahead.is_used:
+        by_length, of_pipeline = _by_length(
+            rank, [(seen.lengths(), own) for seen, own in zip(taken[1:], spans, strict=True)]
+        )
+        info = info.model_copy(update={"by_length": of_pipeline})
+    return Baseline(spans, time_s, energy_j, period_s, settle_s, info, tails_of, by_length)
+
+
+def _by_length(
+    rank: RankContext, iterations: Sequence[tuple[Lengths | None, Sequence[Span]]]
+) -> tuple[ByLength | None, ByLength | None]:
+    """Return how passes depend on lengths: those of this rank and, on rank 0, those of its pipeline."""
+    known = [(lengths, spans) for lengths, spans in iterations if lengths is not None]
+    own = [length for lengths, _ in known for length in lengths]
+    length = rank.communicator.computed_on_rank_0(lambda: statistics.fmean(own) if own else None)
+    by_length = None
+    if length is not None:
+        times: dict[tuple[int, Kind], list[tuple[float, float]]] = defaultdict(list)
+        for lengths, spans in known:
+            for span in spans:
+                if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
+                    instruction = span.operation.instruction
+                    if instruction.micro_batch < len(lengths):
+                        times[instruction.stage, instruction.kind].append(
+                            (lengths[instruction.micro_batch], span.time_s)
+                        )
+        by_length = fit_by_length(times, length)
+    is_shown = rank.communicator.topology.is_shown
+    ours = [one for one in rank.communicator.gather(by_length if is_shown else None) if one is not None]
+    if not ours:
+        return by_length, None
+    return by_length, ByLength(length=ours[0].length, passes=[one for found in ours for one in found.passes])
 
 
 def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
@@ -333,12 +371,23 @@ class _Measurement:
                 [Span(span.operation, span.start_s + seen.start_s, span.end_s + seen.start_s) for span in seen.spans()]
                 for seen in run
             ]
-            self._profiler.add(clock_mhz, spans, readings, self.log.state)
+            self._profiler.add(clock_mhz, spans, readings, self.log.state, [self._factors(seen) for seen in run])
             self._refreshes[clock_mhz] += len(readings)
         self.log.forget()
         self.iterations += len(visit)
         self.lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
         self.lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit)
+
+    def _factors(self, seen: IterationMeasurement) -> Mapping[Instruction, float]:
+        """Return how many times as long passes take as with inputs of the profile's length."""
+        by_length, lengths = self._baseline.by_length, seen.lengths()
+        if by_length is None or lengths is None:
+            return {}
+        return {
+            Instruction(stage, kind, micro_batch): factor
+            for micro_batch, length in enumerate(lengths)
+            for (stage, kind), factor in by_length.factors(length).items()
+        }
 
     def rows(self, clocks: Sequence[int]) -> list[MeasuredRow]:
         """Return all rows measured so far, by what is known now.

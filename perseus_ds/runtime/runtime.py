@@ -406,6 +406,21 @@ class PerseusRuntime:
         """
         self._control.set_straggler(pipeline, slowdown, after_iterations)
 
+    def next_lengths(self, lengths: Sequence[float]) -> None:
+        """Give the lengths of the micro-batches of the next iteration for which none were given yet.
+
+        Call it once for each iteration, in the order in which they train, at least one iteration before: as when a
+        data loader reads a batch ahead. At least one rank of each pipeline has to give them; if several do,
+        the same. It may be called from any thread, and returns at once.
+
+        Args:
+            lengths: Of the input of each micro-batch, in their order, such as its number of tokens.
+
+        Raises:
+            ValueError: They are no lengths.
+        """
+        self._driver.look_ahead.give(lengths)
+
     def carry_out(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out an order as ``perseus-ds control`` sends it, such as ``{"command": "pause"}``; rank 0's counts.
 

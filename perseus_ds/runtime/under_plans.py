@@ -21,6 +21,7 @@ from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.default_clocks import DefaultIterations
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
+from perseus_ds.runtime.look_ahead import Outlook
 from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
@@ -79,6 +80,7 @@ class PlanRunner:
         frontier: Frontier,
         *,
         default: DefaultIterations | None = None,
+        by_length: bool = False,
     ) -> None:
         """Decide on the first plan; every rank must do so at once.
 
@@ -86,6 +88,7 @@ class PlanRunner:
             context: Of the mode.
             frontier: The plans.
             default: Iterations of this job at default clocks; None where savings are relative to the profile.
+            by_length: Whether each iteration runs a plan for the lengths given, or else default clocks.
         """
         self._communicator = context.rank.communicator
         self._topology = self._communicator.topology
@@ -104,6 +107,8 @@ class PlanRunner:
         self._iterations = 0
         self._default = None if default is None else default.sample
         self._comparisons = context.comparisons
+        self._look_ahead, self._by_length = context.look_ahead, by_length
+        self._order = context.order
         self._kind = {"order": context.order, "shape": context.shape}
         self._sure: float | None = None
         # Whether default clocks have just been measured.
@@ -337,7 +342,7 @@ class PlanRunner:
         while True:
             wanted = {**self._reported, "next_phase": next_phase}
             if at_default and not self.selector.in_force.paused:
-                wanted |= {"phase": "default", "clocks": ClockPlan(), "plan": None, "forecast": None}
+                wanted |= {"phase": "default", "clocks": ClockPlan(), "plan": None, "forecast": None, "by_length": None}
             received = yield replace(self._planned, **wanted)
             if isinstance(received, IterationMeasurement):
                 return received
@@ -353,6 +358,9 @@ class PlanRunner:
         """Take in an iteration, and the reports of all ranks of the one before; decide on the next one."""
         self._iterations += 1
         ran, self._ran = self._ran, _Ran(None if at_default else self.selector.in_force, block)
+        is_planned = seen.reports is None or seen.reports.planned
+        if self._by_length and ran.assignment is not None and not is_planned:
+            ran = _Ran()  # at least one rank had no plan for these lengths in time
         if ran.assignment is not None:
             self.selector.statistics.add_stop(seen.stopped_s)
         if self.selector.advance(seen.reports, seen.ranks, ran.assignment):
@@ -431,6 +439,9 @@ class PlanRunner:
         if assignment.paused:
             return NextIteration("pause", status=status, progress=selector.state)
         number = selector.plan_of_this_rank()
+        if self._by_length and self._is_first:
+            fastest = frontier.plans[min(assignment.plans)]
+            self._look_ahead.set_slowdown(self._order, fastest.time_s / frontier.t_min_s - 1)
         return NextIteration(
             "run",
             ClockPlan.of_rank(
@@ -440,7 +451,27 @@ class PlanRunner:
             forecast=self._forecast(assignment) if self._is_first else None,
             status=status,
             progress=selector.state,
+            by_length=self._of_lengths if self._by_length else None,
         )
+
+    def _of_lengths(self, planned: NextIteration, known: Outlook | None) -> NextIteration:
+        """Return an iteration under the plan for its lengths; at default clocks without one."""
+        if known is None or known.plan is None or known.order != self._order:
+            return replace(planned, phase="observe", clocks=ClockPlan(), plan=None, forecast=None)
+        found, rank = known.plan.pipelines[self._topology.data_parallel_rank], self._topology.pipeline_rank
+        plan = FrequencyPlan(self._frontier.instructions, found.clocks_mhz, found.time_s, found.energy_j)
+        clocks = replace(ClockPlan.of_rank(plan, rank), spans_s=found.spans_s[rank])
+        forecast = planned.forecast
+        if forecast is not None:
+            default_s = known.plan.relative_time * forecast.default_time_s
+            default_j = known.plan.relative_energy * forecast.default_energy_j
+            forecast = Forecast(
+                time_s=(1 + known.plan.slowdown) * default_s,
+                energy_j=(1 - known.plan.saved) * default_j,
+                default_time_s=default_s,
+                default_energy_j=default_j,
+            )
+        return replace(planned, clocks=clocks, forecast=forecast)
 
     def _forecast(self, assignment: Assignment) -> Forecast:
         """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
@@ -462,21 +493,26 @@ class PlanRunner:
 
     def _report(self, seen: IterationMeasurement | None = None) -> dict[str, Any]:
         """Return what this rank reports of the last iteration and rank 0 of its decision, for the next one to carry."""
-        knows_times = bool(self._frontier.instruction_times_s)
+        # Passes of different lengths are no stragglers and have not drifted.
+        knows_times = bool(self._frontier.instruction_times_s) and not self._by_length
         looks = knows_times and self._iterations % _DRIFT_EVERY == 0
         will_look = knows_times and (self._iterations + 1) % _DRIFT_EVERY == 0
         later = partial(self._own_times, seen, self._ran.assignment, looks) if seen is not None else dict
         return {
-            "times": "passes" if will_look or self._topology.data_parallel > 1 else "none",
+            "times": "passes" if will_look or self._compares_pipelines else "none",
             "reported": later,
             "decided": self.selector.decided,
         }
+
+    @property
+    def _compares_pipelines(self) -> bool:
+        return self._topology.data_parallel > 1 and not self._by_length
 
     def _own_times(
         self, seen: IterationMeasurement, ran: Assignment | None, looks_for_drift: bool
     ) -> Mapping[str, float]:
         """Return the times that this rank reports of an iteration, where they are asked for."""
-        if self._topology.data_parallel == 1 and not looks_for_drift:
+        if not (self._compares_pipelines or looks_for_drift):
             return {}
         spans = seen.spans()
         reported = computed_and_tail_s(spans)

@@ -86,6 +86,7 @@ def model_of(job: dict[str, Any]) -> list[Any]:
         attention_dropout=0.1,
         hidden_dropout=0.1,
         calculate_per_token_loss=job.get("per_token", False),
+        variable_seq_lengths="mixed" in job,
     )
     parts = []
     for chunk in range(chunks):
@@ -183,7 +184,9 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        losses = iterate(model, data, micro_batches, length=length_of(job, step))
+        give_lengths(job, session, [0, 1] if step == 0 else [step + 1])
+        own = [cut(of_chunk, job, step) for of_chunk in data] if "mixed" in job else data
+        losses = iterate(model, own, micro_batches, length=length_of(job, step))
         norm = gradient_norm(model)
         _, total, _ = optimizer.step()
         report["losses"].append(losses)
@@ -219,6 +222,19 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
         while left:
             left -= phase is None or session.phase == phase
             yield count
+
+
+def give_lengths(job: dict[str, Any], session: Any, steps: list[int]) -> None:
+    """Give Perseus the lengths of the micro-batches of some iterations, on all ranks alike."""
+    for step in steps:
+        if session is not None and "mixed" in job:
+            session.next_lengths(job["mixed"][step % len(job["mixed"])])
+
+
+def cut(data: Any, job: dict[str, Any], step: int) -> Iterator[torch.Tensor]:
+    """Yield the micro-batches of an iteration, each of its own length."""
+    for length in job["mixed"][step % len(job["mixed"])]:
+        yield next(data)[:, :length]
 
 
 def length_of(job: dict[str, Any], step: int) -> int:

@@ -80,7 +80,7 @@ def pipeline_module(job: dict) -> PipelineModule:
         from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
         return DualPipeVModule(**common)
-    module = PipelineModule(**common, seed_layers=True, base_seed=7)
+    module = PipelineModule(**common, seed_layers=True, base_seed=7, dynamic_shape="mixed" in job)
     return module.to(dtype_of(job))  # buffers as well, which DeepSpeed leaves in fp32
 
 
@@ -119,6 +119,7 @@ def main() -> None:
     rank = torch.distributed.get_rank()
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
     buckets = [size for size in job.get("buckets", [8]) for _ in range(job["micro_batches"])]
+    buckets = [size for of_iteration in job["mixed"] for size in of_iteration] if "mixed" in job else buckets
     data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job), buckets)
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     report = train(engine, module, data, job, folder)
@@ -161,6 +162,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             (folder / "cut").unlink()
             job["connected"].cut()
         change_batch(engine, job, step)
+        give_lengths(engine, job, [0, 1] if step == 0 else [step + 1])
         losses.append(float(engine.train_batch(data)))
         if "file_limit_bytes" in job and step == first:  # from now on writing more fails, as on a full disk
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -190,6 +192,13 @@ def change_batch(engine, job: dict, step: int) -> None:
     if "counts" in job:
         count = job["counts"][step % len(job["counts"])]
         engine.set_train_batch_size(8 * count * engine.grid.data_parallel_size)
+
+
+def give_lengths(engine, job: dict, steps: list[int]) -> None:
+    """Give Perseus the sizes of the micro-batches of some steps, as the first stage reads them ahead."""
+    if "mixed" in job and hasattr(engine, "perseus") and engine.is_first_stage():
+        for step in steps:
+            engine.perseus.next_lengths(job["mixed"][step % len(job["mixed"])])
 
 
 def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:

@@ -122,6 +122,8 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
             left -= attachment.phase == last_phase
             if left < 0:
                 break
+        for ahead in ([0, 1] if step == 0 else [step + 1]) if attachment is not None and "mixed" in job else ():
+            attachment.next_lengths(job["mixed"][ahead % len(job["mixed"])])
         inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)
         losses: list[torch.Tensor] = []
         if step == 0 and "evaluate_after" in job:  # what a first evaluation leaves out, training must make up for

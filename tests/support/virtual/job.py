@@ -25,6 +25,7 @@ from perseus_ds.clocks.timers import CudaExecution, HostExecution
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.lengths import LengthsPlanner
 from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
@@ -107,6 +108,7 @@ class VirtualJob:
         self.slowdowns = [1.0] * ranks
         self.shapes = 1.0
         self.worker = WorkerAtOnce
+        self.lengths_worker = LengthsWorkerAtOnce
         self.taken = []
         self.read = 0
         self.runtimes = [None] * ranks
@@ -336,6 +338,7 @@ class VirtualJob:
         with (
             patch("perseus_ds.profiler.blocking_power.dist", self._collectives),
             patch("perseus_ds.runtime.frontiers.OptimizeWorker", self.worker),
+            patch("perseus_ds.runtime.look_ahead.LengthsWorker", self.lengths_worker),
         ):
             yield
 
@@ -393,6 +396,34 @@ class WorkerAtOnce:
             frontier.save(request.out)
             self._result = OptimizeResult()
         return self._result
+
+    def stop(self):
+        """There is no process to end."""
+
+
+class LengthsWorkerAtOnce:
+    """What ``LengthsWorker`` does, in this process.
+
+    Attributes:
+        problem: Why it fails; a test may set it.
+        is_slow: Whether no plan comes in time; a test may set it.
+    """
+
+    problem = ""
+    is_slow = False
+
+    def __init__(self, job, log_path):
+        self._planner = LengthsPlanner(job.schedule, StageProfile.load(job.profile), job.settings)
+        self._plan = None
+        self.error = ""
+
+    def request(self, lengths, slowdown):
+        self.error = self.problem
+        self._plan = None if self.problem else self._planner.plan(lengths, slowdown)
+
+    def received(self, timeout_s):
+        plan, self._plan = self._plan, None
+        return None if self.is_slow else plan
 
     def stop(self):
         """There is no process to end."""
