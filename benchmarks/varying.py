@@ -16,11 +16,13 @@ with the highest clock throughout *for the same lengths*. Clocks follow at once,
 - *Own plan*: planned for the lengths of each iteration, which the data loader would have to give one iteration ahead;
   in the time of the highest clock, and in the time that the plan for the mean took. Also planned from rows whose time
   and energy are wrong by 2 % (standard deviation, another error for each length), as those of a fit over lengths are.
-- *Planning*: processor time of one own plan, from the rows of its passes to its clocks, on one thread.
+- *As a job computes it*: the same by the quick method of ``engine.perseus.next_lengths``, with its processor time on
+  one thread, from the lengths to clocks. Rows that are wrong are planned by it, too.
 
-``--jobs`` trains a job with such lengths in auto mode, which does not know them: four unequal stages on SIMULATED
-A100s in virtual time, eight micro-batches, the real runtime. The last 100 of 500 iterations are compared with those of
-the same job in observe mode, which have the same lengths; energies are the true ones of the simulated GPUs.
+``--jobs`` trains a job with such lengths in auto mode, which is told them an iteration ahead, or never: four unequal
+stages on SIMULATED A100s in virtual time, eight micro-batches, the real runtime. The last 100 of 500 iterations are
+compared with those of the same job in observe mode, which have the same lengths; energies are the true ones of the
+simulated GPUs.
 
 ``--counts`` trains the same four stages with 8 and 4 micro-batches in turns, and with 2, 4, 6 and 8, each for a quarter
 of the job, as in a warm-up of the batch size. Of these, all iterations of the job are compared.
@@ -37,8 +39,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
+from itertools import chain, product
 from operator import add
 from pathlib import Path
 
@@ -48,13 +51,17 @@ import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.measures import Saving
-from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.problem import Clocks, Problem, problem_for
+from perseus_ds.optimizer import frontier_of, optimize
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import Clocks, Problem
+from perseus_ds.optimizer.solver import plan_within, solve_exact
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.planning import PlanningSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support")]
@@ -78,58 +85,34 @@ _SAME = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Model:
-    """A model's profile at the mean length, and its schedule.
-
-    Attributes:
-        apart: The same schedule with a stage of its own for each pass of a stage, so that each has rows of its own.
-    """
+    """A model's profile at the mean length, and its schedule."""
 
     profile: StageProfile
     schedule: Schedule
-    apart: Schedule
-    blocking_power_w: float
+    dag: Dag
 
     @classmethod
     def of(cls, gpu: str, micro_batches: int) -> Model:
         """Return the published model on a kind of GPU."""
         file, power_w = GPUS[gpu]
         schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=micro_batches)
-        passes = tuple(tuple(op for op in map(_apart, stream) if op is not None) for stream in schedule.ranks)
-        return cls(StageProfile.load(PROFILES / file), schedule, replace(schedule, ranks=passes), power_w)
+        profile = StageProfile.load(PROFILES / file)
+        info = profile.info.model_copy(update={"blocking_power_w": power_w})
+        return cls(StageProfile(profile.measurements, info), schedule, Dag.build(schedule))
 
     def at_mean_length(self, least_dwell_s: float = 0.0) -> Frontier:
         """Return the frontier for micro-batches that all have the mean length."""
-        return optimize(
-            self.schedule, self.profile, blocking_power_w=self.blocking_power_w, least_dwell_s=least_dwell_s, plans=60
-        )
+        return optimize(self.schedule, self.profile, least_dwell_s=least_dwell_s, plans=60)
 
-    def rows_for(self, factors: Sequence[float]) -> StageProfile:
-        """Return the rows of each pass, given each micro-batch's time relative to one of the mean length."""
-        rows = [
-            Measurement(_own_stage(m.stage, micro_batch), m.kind, m.clock_mhz, m.time_s * factor, m.energy_j * factor)
-            for micro_batch, factor in enumerate(factors)
-            for m in self.profile.measurements
-        ]
-        return StageProfile(rows, self.profile.info)
+    def problem(self, factors: Sequence[float], plans: int = 2) -> Problem:
+        """Return the choice of clocks, given each micro-batch's time relative to one of the mean length."""
+        of_pass = {i: factors[i.micro_batch] for i in chain(*self.schedule.instructions) if i.kind is not Kind.TAIL}
+        return Problem(self.dag, self.profile, PlanningSettings(plans=plans), of_pass)
 
 
 def time_factor(length: float) -> float:
     """Return how many times as long as at the mean length a pass takes."""
     return (1 - ATTENTION) * length + ATTENTION * length**2
-
-
-def _own_stage(stage: int, micro_batch: int) -> int:
-    return STAGES * micro_batch + stage
-
-
-def _apart(operation: Operation) -> Operation | None:
-    """Return a pass with a stage of its own, and None for the tail, of which nothing was published."""
-    if not isinstance(operation, Compute):
-        return operation
-    instruction = operation.instruction
-    if instruction.kind.value == "tail":
-        return None
-    return Compute(replace(instruction, stage=_own_stage(instruction.stage, instruction.micro_batch)))
 
 
 class Iteration:
@@ -138,8 +121,7 @@ class Iteration:
     def __init__(self, model: Model, lengths: Sequence[float]) -> None:
         self._model = model
         self._factors = [time_factor(length) for length in lengths]
-        self._rows = model.rows_for(self._factors)
-        self.problem: Problem = problem_for(model.apart, self._rows, blocking_power_w=model.blocking_power_w)
+        self.problem = model.problem(self._factors)
         self.default = self.problem.baseline()
 
     def at(self, clocks: Clocks) -> Saving:
@@ -152,18 +134,24 @@ class Iteration:
 
     def own_plans(self, plans: int) -> Frontier:
         """Return plans for these lengths."""
-        return optimize(self._model.apart, self._rows, blocking_power_w=self._model.blocking_power_w, plans=plans)
+        problem = self._model.problem(self._factors, plans)
+        found, _ = solve_exact(problem, lambda what, done: None)
+        return frontier_of(problem, found, "exact")
+
+    def quick_plan(self) -> Saving:
+        """Return what the plan takes that a job computes for these lengths."""
+        return self.saving(plan_within(Network(self.problem), self.problem.t_min_s))
 
     def from_wrong_rows(self, errors: Sequence[float]) -> Saving:
         """Return what the fastest plan takes whose rows are wrong by some factors, one for each micro-batch."""
-        wrong = self._model.rows_for([f * (1 + error) for f, error in zip(self._factors, errors, strict=True)])
-        planned = optimize(self._model.apart, wrong, blocking_power_w=self._model.blocking_power_w, plans=2)
-        return self.at(planned.plans[0].clocks_mhz)
+        wrong = self._model.problem([f * (1 + error) for f, error in zip(self._factors, errors, strict=True)])
+        return self.at(plan_within(Network(wrong), wrong.t_min_s).clocks_mhz)
 
     def seconds_to_plan(self) -> float:
-        """Return the processor time of the plan that takes no longer than the highest clock [s]."""
+        """Return the processor time of the plan that a job computes [s]."""
         begin_s = time.process_time()
-        self.own_plans(2)
+        problem = self._model.problem(self._factors)
+        plan_within(Network(problem), problem.t_min_s)
         return time.process_time() - begin_s
 
 
@@ -184,6 +172,8 @@ def compare(model: Model, iterations: Sequence[Iteration]) -> None:
     clocks_mhz = sorted({m.clock_mhz for m in model.profile.measurements})
     own = [iteration.own_plans(60) for iteration in iterations]
     print(f"    {'own plan in the time of the highest clock':50} {_figures(_own(iterations, own, _default_s))}")
+    quick = total(iteration.quick_plan() for iteration in iterations)
+    print(f"      {'as a job computes it':48} {_figures(quick)}")
     errors = np.random.default_rng(2).normal(0.0, WRONG, (len(iterations), model.schedule.micro_batches))
     wrong = total(iteration.from_wrong_rows(row.tolist()) for iteration, row in zip(iterations, errors, strict=True))
     print(f"      {f'from rows that are wrong by {WRONG:.0%}':48} {_figures(wrong)}")
@@ -204,7 +194,7 @@ def compare(model: Model, iterations: Sequence[Iteration]) -> None:
         print(f"      {'own plan, in no more time':48} {_figures(as_long)}", flush=True)
     own_s = [iteration.seconds_to_plan() for iteration in iterations[:5]]
     share = np.median(own_s) / (SCALE * np.mean([iteration.default.time_s for iteration in iterations]))
-    print(f"    planning one own plan: {np.median(own_s):.2f} s of processor time, {share:.1%} of an iteration")
+    print(f"    planning one own plan: {np.median(own_s):.3f} s of processor time, {share:.2%} of an iteration")
 
 
 def _default_s(iteration: Iteration) -> float:
@@ -225,44 +215,58 @@ def _figures(saving: Saving | None) -> str:
 
 
 class MixedJob(VirtualJob):  # type: ignore[misc]
-    """A job whose micro-batches have random lengths, of which Perseus is not told."""
+    """A job whose micro-batches have random lengths, of which Perseus is told an iteration ahead, or never."""
 
-    def __init__(self, folder: Path, variation: float, **block: object) -> None:
-        lengths = 1 + variation * np.random.default_rng(3).uniform(-1, 1, (ITERATIONS + 1, 8))
-        self._factors = np.vectorize(time_factor)(np.maximum(lengths, 0.01))
+    def __init__(self, folder: Path, variation: float, *, ahead: bool, **block: object) -> None:
+        drawn = 1 + variation * np.random.default_rng(3).uniform(-1, 1, (ITERATIONS + 2, 8))
+        self._lengths = np.maximum(drawn, 0.01)
+        self._ahead = ahead
         super().__init__(folder, stages_s=STAGES_S, micro_batches=8, **block)
+        self._give(0)
+
+    def _give(self, iteration: int) -> None:
+        if self._ahead:
+            self.runtime.next_lengths((1000 * self._lengths[iteration]).tolist())
+
+    def _iterate(self, rank: int) -> None:
+        if rank == 0:
+            self._give(self._iterations[rank] + 1)
+        super()._iterate(rank)
 
     def work(self, rank: int, instruction: Instruction) -> None:
         """Compute an instruction, for as long as its micro-batch takes."""
         factor = 1.0
-        if instruction.kind.value != "tail":
-            factor = self._factors[self._iterations[rank], instruction.micro_batch]
+        if instruction.kind is not Kind.TAIL:
+            factor = time_factor(float(self._lengths[self._iterations[rank] - 1, instruction.micro_batch]))
         self.slowdowns[rank] = factor
         super().work(rank, instruction)
 
 
-def train(variation: float, **block: object) -> tuple[MixedJob, list[str]]:
+def train(variation: float, *, ahead: bool = False, **block: object) -> tuple[MixedJob, list[str]]:
     """Return a job that has trained, and what it said of plans."""
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
-        job = MixedJob(Path(folder), variation, **block)
+        job = MixedJob(Path(folder), variation, ahead=ahead, **block)
         job.train(ITERATIONS)
         job.close()
     return job, [line for line in printed.getvalue().splitlines() if "is kept" in line or "is dropped" in line]
 
 
-def compare_jobs() -> None:
-    """Print what auto mode does with lengths of which it is not told."""
-    for variation in VARIATIONS:
+def compare_jobs(variations: Sequence[float]) -> None:
+    """Print what auto mode does with lengths of which it is told an iteration ahead, or never."""
+    for variation in variations:
         default, _ = train(variation, mode="observe")
-        for slowdown in SLOWDOWNS:
-            auto, said = train(variation, mode="auto", policy={"name": "slowdown", "max_slowdown": slowdown})
+        for slowdown, ahead in product(SLOWDOWNS, (False, True)):
+            auto, said = train(
+                variation, ahead=ahead, mode="auto", policy={"name": "slowdown", "max_slowdown": slowdown}
+            )
             (time_s, energy_j), (default_s, default_j) = (
                 np.sum([taken[1:] for taken in job.taken[-COMPARED:]], axis=0) for job in (auto, default)
             )
             phases = sorted({taken[0] for taken in auto.taken[-COMPARED:]})
             saving = Saving(COMPARED, time_s, energy_j, default_s, default_j)
-            print(f"lengths within {variation:.0%}, {slowdown:+.0%} of time: {_figures(saving)}   {', '.join(phases)}")
+            of = f"lengths within {variation:.0%}{', given ahead' if ahead else ''}, {slowdown:+.0%} of time"
+            print(f"{of}: {_figures(saving)}   {', '.join(phases)}")
             for line in said[-1:]:
                 print(f"    {line}", flush=True)
 
@@ -295,6 +299,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="*", choices=[*GPUS], default=[*GPUS])
     parser.add_argument("--micro-batches", type=int, default=24)
     parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--variations", nargs="*", type=float, default=VARIATIONS)
     parser.add_argument("--jobs", action="store_true", help="auto mode on SIMULATED GPUs")
     parser.add_argument("--counts", action="store_true", help="numbers of micro-batches, on SIMULATED GPUs")
     arguments = parser.parse_args()
@@ -302,11 +307,11 @@ def main() -> None:
         compare_counts()
         return
     if arguments.jobs:
-        compare_jobs()
+        compare_jobs(arguments.variations)
         return
     for gpu in arguments.gpus:
         model = Model.of(gpu, arguments.micro_batches)
-        for variation in VARIATIONS:
+        for variation in arguments.variations:
             draw = np.random.default_rng(1)
             lengths = 1 + variation * draw.uniform(-1, 1, (arguments.iterations, arguments.micro_batches))
             print(f"{gpu}, {arguments.micro_batches} micro-batches, lengths within {variation:.0%} of the mean")
