@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Annotated, NamedTuple
@@ -29,6 +30,7 @@ MARGIN = 0.005
 # ten iterations may be this much below the real power.
 _READING = 0.002
 _REMEMBERED = 10
+_LAST_KINDS = 100
 _LEAST_POWERS = 4
 _LARGEST = 10**18
 _Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
@@ -77,6 +79,7 @@ class Situation:
         time_ratio: Measured divided by predicted iteration time.
         power_ratio: Measured divided by predicted power.
         stopped_s: Time between iterations [s].
+        relative_time: Time of the iterations that are planned, relative to the mean of all iterations of the job.
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
         default_power_w: Power of all GPUs at default clocks, as measured in the job or from the profile [W].
         signals: Last valid values of the signals, by file.
@@ -88,10 +91,33 @@ class Situation:
     time_ratio: float = 1.0
     power_ratio: float = 1.0
     stopped_s: float = 0.0
+    relative_time: float = 1.0
     gpus_per_rank: int = 1
     default_power_w: float = 0.0
     signals: Mapping[str, Signal] = field(default_factory=dict)
     before: Decision | None = None
+
+
+class KindTimes:
+    """Times at default clocks of the last iterations of a job, by kind, such as their number of micro-batches."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[Hashable, float]] = deque(maxlen=_LAST_KINDS)
+
+    def add(self, kind: Hashable, time_s: float) -> None:
+        """Add an iteration."""
+        self._last.append((kind, time_s))
+
+    def relative(self, kind: Hashable) -> float:
+        """Return the time of iterations of a kind relative to the mean of all, 1 if there is only one kind."""
+        by_kind: dict[Hashable, list[float]] = defaultdict(list)
+        for of, time_s in self._last:
+            by_kind[of].append(time_s)
+        if kind not in by_kind or len(by_kind) == 1:
+            return 1.0
+        typical_s = {of: statistics.median(times_s) for of, times_s in by_kind.items()}
+        mean_s = sum(typical_s[of] * len(times_s) for of, times_s in by_kind.items()) / len(self._last)
+        return typical_s[kind] / mean_s
 
 
 class RunStatistics(FileModel):
@@ -312,7 +338,8 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         return Decision(len(frontier.plans) - 1)
     seconds = (policy.finish_by - situation.now).total_seconds()
     # One step is kept in reserve, because the duration of a longer iteration is known only afterwards.
-    allowed_s = (seconds / (left + 1) - situation.stopped_s) / situation.time_ratio
+    ratio = situation.time_ratio / situation.relative_time
+    allowed_s = (seconds / (left + 1) - situation.stopped_s) / ratio
     fastest_s = frontier.plans[0].time_s
     if allowed_s >= fastest_s:
         most = _slowest(frontier, allowed_s)
@@ -320,7 +347,7 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         # Within this range, choose the plan that is nearest to the current one, so that small fluctuations have no
         # effect.
         return Decision(min(max(running, _slowest(frontier, allowed_s * (1 - MARGIN))), most))
-    needed_s = left * (fastest_s * situation.time_ratio + situation.stopped_s)
+    needed_s = left * (fastest_s * ratio + situation.stopped_s)
     return Decision(0, "" if needed_s <= seconds else _too_late(policy, situation, needed_s))
 
 

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
 from perseus_ds.policy.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
+from perseus_ds.policy.decisions import KindTimes
 from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, reduced
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -97,6 +98,7 @@ class JobControl:
         progress: Progress under plans from a checkpoint or from earlier plans, until plans run.
         signals: Signals of the policy. None on ranks other than 0.
         effect_of: Returns the effect of a policy. Thread-safe. The effect is unknown until plans run.
+        kind_times: Times of the last iterations by order and shape. Empty on ranks other than 0.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class JobControl:
         self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
+        self.kind_times = KindTimes()
         self.on_order: Callable[[OrderGiven], None] = lambda order: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -142,6 +142,7 @@ class PlanSelector:
         timebase: Timebase,
         record: Callable[[Event], None],
         say: Callable[[str], None],
+        kind: Hashable = None,
     ) -> None:
         """Decide on the first assignment. All ranks call this together.
 
@@ -152,7 +153,9 @@ class PlanSelector:
             timebase: Timebase of the rank.
             record: Records an event of the job on rank 0.
             say: Prints a line for the whole job on rank 0.
+            kind: Order and shape of the iterations that are planned.
         """
+        self._kind = kind
         self._communicator = communicator
         self._frontier = frontier
         self._asked: tuple[Any, ...] = ()
@@ -307,6 +310,7 @@ class PlanSelector:
             time_ratio=self.statistics.time_ratio,
             power_ratio=self.statistics.power_ratio,
             stopped_s=self.statistics.stopped_s,
+            relative_time=self._control.kind_times.relative(self._kind),
             gpus_per_rank=self._gpus_per_rank,
             default_power_w=self._power_at_default_clocks_w,
             signals=self._signals,

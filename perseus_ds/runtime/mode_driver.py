@@ -22,6 +22,7 @@ from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
 from perseus_ds.runtime.devices import peak_memory_bytes
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, NextPhase, Times
 from perseus_ds.runtime.job import Job, ModeContext, RankContext
+from perseus_ds.runtime.kinds import MEASURING
 from perseus_ds.runtime.look_ahead import LookAhead
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder, TimelineLog
@@ -253,6 +254,10 @@ class ModeDriver:
         ranks = self._exchange.ranks
         if reports is not None and ended is not None and ranks is not None:
             self._recorder.add(ended, ranks, reports.limits)
+            if ended.phase not in MEASURING:
+                forecast = ended.forecast
+                slowdown = 1.0 if forecast is None else forecast.time_s / forecast.default_time_s
+                self._control.kind_times.add((ended.order or 0, ended.shape or 0), reports.time_s / slowdown)
 
     def _advance(self, received: IterationMeasurement | Mapping[str, Any]) -> None:
         """Have the mode decide on the next iteration; errors in it never end training."""

@@ -127,6 +127,7 @@ class PlanRunner:
             timebase=context.rank.timebase,
             record=self._recorder.event,
             say=self._recorder.say,
+            kind=(context.order, context.shape),
         )
         if default is not None:
             self.selector.default_power_w = default.sample.power_w

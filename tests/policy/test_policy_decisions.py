@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from lone_selector import FRONTIER, PLANS
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
+from perseus_ds.policy.decisions import (
+    MARGIN,
+    Decision,
+    KindTimes,
+    PowerCap,
+    RunStatistics,
+    Situation,
+    decide,
+    stretched_plan,
+)
 from perseus_ds.policy.policies import (
     POLICY,
     DeadlinePolicy,
@@ -119,3 +128,30 @@ def test_the_signals_of_a_reduction_and_of_the_policy_beside_it_are_known():
     policy = POLICY.validate_python({"name": "reduce", "signal": "fraction.csv", "policy": cap})
     assert signal_files(policy) == {"cap.csv": "cap", "fraction.csv": "fraction"}
     assert not signal_files(SlowdownPolicy())
+
+
+@given(st.floats(1.05, 3.0), st.floats(0.2, 5.0))
+def test_a_deadline_slows_down_orders_of_different_lengths_by_the_same_factor(seconds_per_step, relative_time):
+    policy = DeadlinePolicy(
+        name="deadline", finish_by=NOW + timedelta(seconds=1001 * seconds_per_step), total_steps=1000
+    )
+    alone = decide(policy, FRONTIER, Situation(0, NOW))
+    # The plans of this order take ``relative_time`` times as long as those of the mean iteration.
+    mixed = decide(policy, FRONTIER, Situation(0, NOW, time_ratio=relative_time, relative_time=relative_time))
+    assert mixed == alone
+
+
+def test_the_time_of_a_kind_is_relative_to_all_kinds_by_how_often_they_come():
+    times = KindTimes()
+    assert times.relative("a") == 1
+    times.add("a", 2.0)
+    assert times.relative("a") == 1
+    for _ in range(30):
+        times.add("a", 2.0)
+        times.add("b", 1.0)
+        times.add("b", 1.0)
+    assert times.relative("a") == pytest.approx(1.5, rel=0.02)
+    assert times.relative("b") == pytest.approx(0.75, rel=0.02)
+    for _ in range(100):
+        times.add("c", 5.0)
+    assert (times.relative("a"), times.relative("c")) == (1, 1), "only the last ones count"

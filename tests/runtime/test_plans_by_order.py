@@ -1,6 +1,8 @@
 """Numbers of micro-batches that alternate or grow each get a plan, by one profile of the passes that they share."""
 
 import itertools
+from datetime import timedelta
+from statistics import fmean
 
 import pytest
 from pipelines import one_f_one_b
@@ -54,6 +56,24 @@ def test_counts_that_alternate_from_the_start_each_get_a_plan_and_one_profile_is
         assert Frontier.load(folder).provenance.micro_batches == count
         assert StageProfile.load(folder).info.micro_batches == count
     assert job.read == 1
+
+
+def test_a_deadline_slows_down_all_counts_alike_and_is_met_just_in_time(start):
+    counts = [8, 2] * 400
+    typical = start(folder="default", mode="observe", micro_batches=8)
+    train(typical, [8, 2] * 5)
+    seconds = sum(time_s for _, time_s, _ in typical.taken[-2:]) / 2 * len(counts)
+    finish_by = (typical.time.epoch + timedelta(seconds=1.2 * seconds)).isoformat()
+    policy = {"name": "deadline", "finish_by": finish_by, "total_steps": len(counts)}
+    job = start(mode="auto", micro_batches=8, policy=policy)
+    begun_s = job.time.now_s()
+    train(job, counts)
+    assert 1.1 * seconds < job.time.now_s() - begun_s <= 1.2 * seconds
+    records = [record for record in job.close()[400:] if record.phase == "run"]
+    slowdowns = {
+        order: fmean(record.promised_slowdown for record in records if record.order == order) for order in (None, 1)
+    }
+    assert slowdowns[1] == pytest.approx(slowdowns[None], abs=0.05)
 
 
 def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(job):
