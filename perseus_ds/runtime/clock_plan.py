@@ -15,18 +15,20 @@ from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.protocol.messages import Program
 
 Spans = Sequence[tuple[float, float]]
-"""When each instruction of a rank begins and ends, in an iteration [s]."""
+"""Begin and end of each instruction of a rank in an iteration [s]."""
 
 
 @dataclass(frozen=True)
 class ClockPlan:
-    """One rank's share of a frequency plan; without one, one clock for all of an iteration, or default clocks.
+    """One rank's share of a frequency plan.
+
+    Without a plan, one clock for the whole iteration, or default clocks.
 
     Attributes:
-        plan: The whole plan; None without one.
-        first: Clock of the rank's first instruction [MHz]; None for the default.
+        plan: The whole plan. None without one.
+        first: Clock of the rank's first instruction [MHz]. None for default clocks.
         clock: Clock of each instruction, in program order [MHz].
-        spans_s: When each instruction begins and ends by the plan [s]; empty where that is not known.
+        spans_s: Predicted begin and end of each instruction [s]. Empty if unknown.
     """
 
     plan: FrequencyPlan | None = None
@@ -38,13 +40,13 @@ class ClockPlan:
     def of_rank(
         cls, plan: FrequencyPlan, pipeline_rank: int, times: ClockTimes | None = None, dag: Dag | None = None
     ) -> ClockPlan:
-        """Return the share of one pipeline rank; with the DAG, times of instructions say when each of them begins."""
+        """Return the share of one pipeline rank. With a DAG, it includes the begins of instructions."""
         instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
         spans_s = _spans_s(plan, times, dag, pipeline_rank) if times is not None and dag is not None else ()
         return cls(plan, clocks[0], dict(zip(instructions, clocks, strict=True)), spans_s)
 
     def program(self) -> Program:
-        """Return the clocks as the agent needs them."""
+        """Return the clocks as a program for the agent."""
         clocks_mhz = tuple(self.clock.values())
         if self.plan is None or len(set(clocks_mhz)) == 1:
             return Program(0, self.first)
@@ -58,14 +60,16 @@ class ClockPlan:
         """
         for clock_mhz in sorted(set(self.clock.values()) - set(gpu.supported_clocks_mhz())):
             raise PlanError(
-                f"Plan does not fit this GPU: {gpu.name} has no {clock_mhz} MHz. Profile on GPUs of this kind."
+                f"Plan does not fit this GPU: {gpu.name} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
             )
 
 
 def _spans_s(plan: FrequencyPlan, times: ClockTimes, dag: Dag, pipeline_rank: int) -> Spans:
-    """Return when the instructions of a rank begin and end if they take the times of the profile, none if one has none.
+    """Return begin and end of a rank's instructions with the times of the profile.
 
-    What has no clock to choose takes no time here, but at the end of the iteration.
+    Empty if a time is unknown.
+
+    Operations without a clock to choose take no time here, except at the end of the iteration.
     """
     node_of = {node.work: number for number, node in enumerate(dag.nodes)}
     duration_s = np.zeros(len(dag.nodes))

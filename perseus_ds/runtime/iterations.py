@@ -1,9 +1,9 @@
-"""One iteration of a job: what a phase of a mode asks for, and what this rank measures of it.
+"""One iteration of a job: the request of a phase, and this rank's measurement.
 
-A phase is a generator: it yields a description of the next iteration, and receives what this rank measured of it; or
-where the job goes on from a checkpoint, on all ranks at once, what its progress was, empty if that does not fit. All
-ranks go through the same phases at the same iterations: what a phase decides by is the same on all ranks, that is, the
-reports of the iteration before, or rank 0's decision.
+A phase is a generator. It yields a description of the next iteration and receives this rank's measurement of it, or,
+when the job continues from a checkpoint, on all ranks together, its stored progress (empty if that does not fit). All
+ranks go through the same phases at the same iterations, because decisions depend only on values that are the same on
+all ranks: the reports of the previous iteration, or rank 0's decision.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class NextPhase:
     """The phase that follows, with an estimate of the time left until then.
 
     Attributes:
-        phase: As in ``run.jsonl``.
-        in_s: The time left, this iteration included, as estimated on rank 0 [s]; None where it is not known.
+        phase: Name of the phase, as in ``run.jsonl``.
+        in_s: Time left, including this iteration, as estimated on rank 0 [s]. None if unknown.
     """
 
     phase: str
@@ -45,7 +45,7 @@ class NextIteration:
     """A phase's request for the next iteration.
 
     Attributes:
-        phase: As it is called in ``run.jsonl``.
+        phase: Name of the phase, as in ``run.jsonl``.
         clocks: This rank's clocks.
         plan: This pipeline's plan, as a place on the frontier; None without one.
         forecast: Prediction for the whole job; None without a plan.
@@ -91,17 +91,19 @@ class NextIteration:
 
     @property
     def follows_operations(self) -> bool:
-        """Whether anything is done or asked at its operations: clocks, times, or the shapes of inputs."""
+        """True if its operations need clocks, times, or the shapes of inputs."""
         return not (self.phase == "observe" and self.times == "none") or bool(self.by_shape or self.tell_shapes)
 
 
-# At default clocks, in a job that runs plans in other iterations.
+# An iteration at default clocks in a job that runs plans in other iterations.
 UNPLANNED = NextIteration("observe", times="none", status={"plan": None})
 
 
 @dataclass
 class IterationMeasurement:
-    """This rank's measurement of an iteration, which the device may still be at: asking for a time waits for it.
+    """This rank's measurement of an iteration, which the device may not have finished.
+
+    Reading a time waits for it.
 
     Attributes:
         finished: Its times.
@@ -137,35 +139,35 @@ class IterationMeasurement:
 
     # No ``cached_property``, whose lock all ranks of a process share until Python 3.12.
     def is_known(self) -> bool:
-        """Return whether times and energy are there without waiting."""
+        """Return True if times and energy are known without waiting."""
         return self.finished.is_over() and self._record() is not None
 
     def _record(self, *, waits: bool = False) -> IterationEnergy | None:
-        if self._recorded is None:  # the agent's memory holds the last iterations only
+        if self._recorded is None:  # the agent's memory contains only the last iterations
             self._recorded = self.recorded(waits=waits)
         return self._recorded
 
     @property
     def start_s(self) -> float:
-        """When it began, in the rank's timebase [s]; waits until the device has done it."""
+        """Begin of the iteration in the rank's timebase [s]. Waits until the device has finished it."""
         self.finished.end.synchronize()
         recorded = self._record(waits=True)
         return self.host_s[0] if recorded is None or math.isnan(recorded.begun_s) else recorded.begun_s
 
     @property
     def time_s(self) -> float:
-        """How long it took [s]."""
+        """Duration of the iteration [s]."""
         return self.finished.time_s()
 
     @property
     def energy_j(self) -> float:
-        """Of this rank's GPU [J]; NaN if it cannot be read."""
+        """Energy of this rank's GPU [J]. NaN if it cannot be read."""
         self.finished.end.synchronize()
         recorded = self._record(waits=True)
         return math.nan if recorded is None else recorded.energy_j
 
     def spans(self) -> list[Span]:
-        """Return the operations that were timed."""
+        """Return the timed operations."""
         return self.finished.spans()
 
 

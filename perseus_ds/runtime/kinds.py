@@ -28,9 +28,9 @@ class KindOfIteration:
     """The phases of one kind of iterations, with the measurements and reports of that kind only.
 
     Attributes:
-        number: As it is recorded.
-        phases: The phases; None when they have been given up.
-        wanted: What to run in iterations of this kind.
+        number: Number in records.
+        phases: The phases. None after they have been given up.
+        wanted: Request for iterations of this kind.
         came: Number of the last iteration of this kind.
     """
 
@@ -51,7 +51,7 @@ class KindOfIteration:
         self._reports = following.reports, following.ranks
 
     def advance(self, received: IterationMeasurement | Mapping[str, Any]) -> None:
-        """Pass a measurement or the progress of a checkpoint to the phases, which decide on the next iteration.
+        """Pass a measurement or the progress of a checkpoint to the phases, which select the next request.
 
         Raises:
             PerseusError: Of the phases.

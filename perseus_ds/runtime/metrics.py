@@ -1,4 +1,4 @@
-"""A job's figures for Prometheus, while it trains: served over HTTP or written for node_exporter, on other threads."""
+"""A job's figures for Prometheus during training, over HTTP or in a file for node_exporter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("perseus_ds")
 _PERIOD_S = 5.0
 _CLOSE_S = 2.0
 _CLIENT_TIMEOUT_S = 5.0
-# After each request, so that clients that ask without pause take little processor time from training.
+# Pause after each request, so that clients take little processor time from training.
 _PAUSE_S = 0.05
 _LABELS = ("training_job", "simulated")
 _Kind: TypeAlias = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -30,15 +30,15 @@ _Values: TypeAlias = Mapping[str, float | None]
 
 
 class MetricsReporter:
-    """Serves or writes the figures until closed, on threads of its own."""
+    """Serves or writes the figures until closed, on its own threads."""
 
     def __init__(self, config: MetricsConfig, facts: Callable[[], JobFacts], on_error: Callable[[str], None]) -> None:
-        """Begin.
+        """Start to serve or write figures.
 
         Args:
-            config: Where to.
-            facts: Returns the facts of the job, from any thread.
-            on_error: Called once, from another thread, with the reason why there are no figures at one of the places.
+            config: Addresses.
+            facts: Returns the facts of the job. Thread-safe.
+            on_error: Called once from another thread with the reason why figures are not available at an address.
         """
         self._registry = registry_of(facts)
         self._on_error = on_error
@@ -50,7 +50,7 @@ class MetricsReporter:
             self._start(self._write_all, Path(config.textfile))
 
     def close(self) -> None:
-        """Write the last figures and stop; harmless when called again."""
+        """Write the last figures and stop. May be called repeatedly."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(_CLOSE_S)
@@ -90,32 +90,32 @@ class MetricsReporter:
             self._stopping.wait(_PERIOD_S)
 
     def _fail(self, problem: str) -> None:
-        logger.warning("perseus: metrics: %s. Training goes on without them.", problem)
+        logger.warning("perseus: metrics: %s. Training continues without them.", problem)
         self._on_error(problem)
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers each request on a thread of its own, which ends when its client is silent for some seconds."""
+    """Answers each request on a separate thread, which ends if its client is silent for some seconds."""
 
-    timeout = 0.2  # of waiting for a request, after which the server looks whether it is to stop
+    timeout = 0.2  # for a request, after which the server checks whether to stop
 
     def __init__(self, address: tuple[str, int], handler: type[MetricsHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: it is the client's mistake."""
+        """Ignore errors of clients."""
 
 
 def registry_of(facts: Callable[[], JobFacts]) -> CollectorRegistry:
-    """Return a registry of nothing but the metrics of a job."""
+    """Return a registry with only the metrics of a job."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(JobCollector(facts))
     return registry
 
 
-# By field of the facts, whose description is the metric's. Counters and savings are of all starts of the job; other
-# gauges are those of now, and there are none after the job's end.
+# By field of the facts, which provides the description. Counters and savings include all starts of the job. Gauges are
+# current values, and are omitted after the job's end.
 _COUNTERS = {
     "iterations": "perseus_iterations",
     "time_s": "perseus_iteration_seconds",
@@ -156,7 +156,7 @@ _GAUGES_OF_PLAN = {
 
 
 class JobCollector(Collector):
-    """Makes metrics of the facts whenever they are asked for."""
+    """Creates metrics from the facts at each request."""
 
     def __init__(self, facts: Callable[[], JobFacts]) -> None:
         self._facts = facts
@@ -180,7 +180,7 @@ class JobCollector(Collector):
         energies_j = {str(each.pipeline): each.energy_j for each in facts.pipelines}
         text = of(PipelineFacts, "energy_j")
         yield metric(CounterMetricFamily, "perseus_energy_joules", text, energies_j, "pipeline")
-        # Typical iterations may become faster or slower, so this may fall.
+        # Not a counter, because it decreases when typical iterations become faster.
         saved_j = {str(each.pipeline): each.saved_j for each in facts.pipelines}
         text = of(PipelineFacts, "saved_j")
         yield metric(GaugeMetricFamily, "perseus_saved_joules", text, saved_j, "pipeline")
@@ -199,14 +199,14 @@ class JobCollector(Collector):
             "perseus_order_pending": ("1 while an order is not in force yet.", facts.pending is not None),
             "perseus_failed_ranks": (of(JobFacts, "failed_ranks"), len(facts.failed_ranks) + facts.more_failed_ranks),
             "perseus_ranks_below_clock": (
-                "Ranks whose GPU does not reach the clock that it was asked for.", len(facts.ranks_below_their_clock)
+                "Ranks with a GPU that does not reach the requested clock.", len(facts.ranks_below_their_clock)
             ),
         }  # fmt: skip
         for name, (text, count) in counts.items():
             yield metric(GaugeMetricFamily, name, text, now({"": float(count)}))
         limits_w = {str(rank): power_w for rank, power_w, _ in facts.limits}
-        text = "Power limit of a GPU, where it is lower than when the profile was measured."
+        text = "Power limit of a GPU, if it is lower than during profiling."
         yield metric(GaugeMetricFamily, "perseus_gpu_power_limit_watts", text, now(limits_w), "rank")
         phases = {phase: float(phase == facts.phase) for phase in PHASES if phase != "verdict"}
-        text = "1 for what the job does, 0 for the others."
+        text = "1 for the current phase, 0 for others."
         yield metric(GaugeMetricFamily, "perseus_phase", text, phases, "phase")

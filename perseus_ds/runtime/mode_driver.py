@@ -35,7 +35,7 @@ _BACK_OFF = 10
 
 
 class ModeDriver:
-    """Sends a mode what was measured, and keeps its request for the next iteration.
+    """Passes measurements to a mode, and holds its request for the next iteration.
 
     Attributes:
         next: The request for the next iteration.
@@ -53,12 +53,12 @@ class ModeDriver:
         *,
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin the job's mode; every rank must do so at once.
+        """Start the job's mode. All ranks call this together.
 
-        When the mode fails, ``on_error`` is called, and the job trains at default clocks.
+        If the mode fails, ``on_error`` is called, and the job trains at default clocks.
 
         Raises:
-            PerseusError: On all ranks, what is wrong on one.
+            PerseusError: On all ranks, if a check fails on one.
         """
         self._rank = rank
         self._recorder = recorder
@@ -102,7 +102,7 @@ class ModeDriver:
             self._leave(error)
 
     def times(self) -> Times:
-        """Which operations of the next iteration are to be timed; asked for once, when it begins."""
+        """Return the operations to time in the next iteration. Called once, at its begin."""
         is_first_kind = not (self.next.by_shape or self.next.order)
         self._keeps_timeline = is_first_kind and self._timelines.wants(self.next.phase, self.next.plan)
         return "all" if self._keeps_timeline or self.next.by_shape else self.next.times
@@ -110,15 +110,15 @@ class ModeDriver:
     def end_iteration(
         self, seen: IterationMeasurement, own: Mapping[str, Any], samples: int, *, is_last: bool = False
     ) -> None:
-        """Record the iteration before, of which all have reported; ask for the next one.
+        """Record the previous iteration, which all ranks have reported, and request the next one.
 
-        This one is reported as soon as the device has done it, while the next one runs.
+        The iteration that has just ended is reported after the device has finished it, while the next one runs.
 
         Args:
-            seen: This rank's measurement of the iteration that has just ended; its reports are filled in here.
-            own: What this rank reports of it beside time, energy and what the mode adds.
-            samples: Samples the job has seen after it.
-            is_last: Whether the process ends: other ranks are hardly waited for, and nothing is decided any more.
+            seen: This rank's measurement of the iteration that has just ended. Its reports are added here.
+            own: Additional fields of this rank's report.
+            samples: Number of samples that the job has seen after it.
+            is_last: Whether the process ends. Then the wait for other ranks is short, and nothing is decided.
         """
         reports = self._received(timeout_s=_LAST_REPORTS_S if is_last else None)
         if reports is not None and reports.gives_lengths:
@@ -145,23 +145,23 @@ class ModeDriver:
             self._advance(seen)
         is_over = self.next.phase != ran.phase
         next_phase = NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase
-        # Records wait to be written together: until then none may keep the events of its iteration from the pool.
+        # Records are written in groups. Until then they must not keep the events of their iteration from the pool.
         self._ended = IterationContext(
             seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.order, ran.shape, ended, next_phase
         )
         self.unsent = partial(self._report, seen, own, self.next, iteration)
         self._is_known = seen.is_known
-        # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
+        # With aligned tails, ranks exchange other data within the next iteration, all at the same position.
         if self.next.aligns_tail or seen.is_known():
             self.send_report()
 
     def send_report_if_known(self) -> None:
-        """Send the report of the last iteration if that needs no waiting."""
+        """Send the report of the last iteration if that requires no waiting."""
         if self._is_known():
             self.send_report()
 
     def send_report(self) -> None:
-        """Send the report of the last iteration, unless it was sent; wait for the device."""
+        """Send the report of the last iteration, unless it was sent. Waits for the device."""
         unsent, self.unsent = self.unsent, None
         try:
             if unsent is not None:
@@ -174,7 +174,7 @@ class ModeDriver:
     ) -> tuple[RankReport, Assignment | None]:
         try:
             reported = following.reported()
-        except Exception as error:  # the other ranks wait for this report
+        except Exception as error:  # other ranks wait for this report
             self._on_error(error)
             reported = {}
         time_s, energy_j = seen.time_s, seen.energy_j
@@ -194,9 +194,9 @@ class ModeDriver:
         return RankReport(**{**report, **reported}), following.decided
 
     def _received(self, timeout_s: float | None = None) -> JobReport | None:
-        """Return what all ranks have reported of the iteration before; with a timeout, where they may be gone [s].
+        """Return the reports of all ranks about the previous iteration, and record its timeline if requested.
 
-        What the iteration did is kept where that is wanted.
+        With a timeout [s], other ranks may have ended.
         """
         self.send_report()
         keep, self._keep = self._keep, None
@@ -209,34 +209,37 @@ class ModeDriver:
             return None
 
     def _leave(self, error: Exception) -> None:
-        """Leave the mode because of an error; training goes on at default clocks, as on the other ranks."""
+        """End the mode because of an error. Training continues at default clocks, as on the other ranks."""
         self._on_error(error)
         self.observe()
 
     def choose(self, shape: float) -> bool:
-        """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""
+        """Select the request for the shape of the first inputs. Return True if shapes have different requests."""
         choices = self.next.by_shape
         if choices:
             self.next = replace(choices.get(shape, UNPLANNED), order=self.next.order)
         return bool(choices)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint that kept the mode's :attr:`NextIteration.progress`; all ranks must do so at once."""
+        """Continue from a checkpoint with the mode's :attr:`NextIteration.progress`.
+
+        All ranks call this together.
+        """
         self._record(self._received())
         self._control.progress = progress
         self._advance(progress)
 
     def observe(self) -> None:
-        """End the mode and the processes it has started; return to default clocks."""
+        """End the mode and its processes, and return to default clocks."""
         self._mode.close()
         self._mode = observe()
         self.next = next(self._mode)
 
     def close(self) -> None:
-        """End whatever runs beside training, and record the last iteration if all ranks have reported it.
+        """End all activities, and record the last iteration if all ranks have reported it.
 
-        The mode is left together with the other ranks, once they have been told by the next reports: they may be
-        waiting for this one.
+        All ranks end the mode together, after they have received this in the next reports, because they may wait for
+        this rank.
         """
         self._is_closed = True
         self._rank.beside_training.close()
@@ -248,7 +251,7 @@ class ModeDriver:
         self._record(self._exchange.received_within(_LAST_REPORTS_S))
 
     def _record(self, reports: JobReport | None) -> None:
-        """Record the iteration that all ranks have reported, and the events that have come with their reports."""
+        """Record the iteration that all ranks have reported, and the events sent with their reports."""
         self._recorder.add_events_of_others()
         ended, self._ended = self._ended, None
         ranks = self._exchange.ranks
@@ -260,7 +263,7 @@ class ModeDriver:
                 self._control.kind_times.add((ended.order or 0, ended.shape or 0), reports.time_s / slowdown)
 
     def _advance(self, received: IterationMeasurement | Mapping[str, Any]) -> None:
-        """Have the mode decide on the next iteration; errors in it never end training."""
+        """Let the mode decide on the next iteration. Its errors never end training."""
         try:
             self.next = self._mode.send(received)
         except StopIteration:
@@ -274,10 +277,13 @@ class ModeDriver:
 
 
 def _check_deadline(context: ModeContext) -> None:
-    """Check that the policy's deadline lies ahead; every rank must call it. Records in the folder mean a resumed job.
+    """Check that the policy's deadline has not passed.
+
+    All ranks call this. A folder with records is that of a resumed
+    job.
 
     Raises:
-        ConfigError: On all ranks: it has passed, and the job is new.
+        ConfigError: On all ranks, if it has passed and the job is new.
     """
     job, rank = context.job, context.rank
 
@@ -287,16 +293,16 @@ def _check_deadline(context: ModeContext) -> None:
         except ConfigError as error:
             if not (job.output_dir / FILE_NAME).exists():
                 raise
-            context.recorder.say(f"{error} This job goes on under the fastest plan")
+            context.recorder.say(f"{error} This job continues with the fastest plan")
 
     rank.communicator.computed_on_rank_0(check)
 
 
 def _follow_signals(context: ModeContext) -> None:
-    """Read the signals of the policy, on rank 0, and follow their files until the job ends; every rank must call it.
+    """Read the policy's signals on rank 0, and follow their files until the job ends. All ranks call this.
 
     Raises:
-        SignalError: On all ranks: a file cannot be used.
+        SignalError: On all ranks, if a file cannot be used.
     """
     rank, recorder, control = context.rank, context.recorder, context.control
 

@@ -1,4 +1,4 @@
-"""The modes: each is the sequence of phases that a job goes through over its life."""
+"""The modes: each is the sequence of phases of a job."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from perseus_ds.runtime.profiling import Baseline, counter_period_s, predict_pro
 from perseus_ds.runtime.shapes import Shape, ShapePhases
 from perseus_ds.runtime.under_plans import Outcome, PlanRunner
 
-# Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use; at
-# most so many profiles, and one more for every so many iterations.
+# Times that keep changing, for example with sequences of different lengths, fit no profile, so the number of profiles
+# is limited, with one more for each of the following number of iterations.
 _MOST_PROFILES = 3
 _PROFILED_AGAIN_EVERY = 1000
 
@@ -42,10 +42,10 @@ _PROFILED_AGAIN_EVERY = 1000
 def mode_of(context: ModeContext) -> Phase[None]:
     """Return the phases of the job's mode.
 
-    What can be checked before training is checked before the first iteration.
+    All checks that are possible before training are made before the first iteration.
 
     Raises:
-        PerseusError: On all ranks, what is wrong on one.
+        PerseusError: On all ranks, if a check fails on one.
     """
     mode = context.job.config.mode
     if mode == "run":
@@ -67,8 +67,8 @@ def _run(context: ModeContext) -> Phase[None]:
     made, now = frontier.provenance.settings, context.job.info.settings
     if made is not None and now is not None and made != now:
         recorder.say(
-            f"the plans of {config.frontier} were made for other settings of the GPU ({made}) than today's ({now}): "
-            'measure a profile again, with "mode": "profile", if they do not keep what they promise'
+            f"the plans of {config.frontier} were made for other settings of the GPU ({made}) than the current ones "
+            f'({now}). If they do not keep their promise, measure a profile with "mode": "profile"'
         )
     yield from calibrate(context)
     if made is not None:
@@ -87,7 +87,7 @@ def _run(context: ModeContext) -> Phase[None]:
         result = yield from runner.run_while_kept()
         if isinstance(result, Verdict) and not runner.hurry(result):
             iterations = back_off.next(context.control.steps)
-            runner.drop(result, f"training goes on at default clocks, tried again in {iterations} iterations")
+            runner.drop(result, f"training continues at default clocks, tried again in {iterations} iterations")
             yield from back_off_for(iterations, runner.would_be_capped)
 
 
@@ -107,12 +107,12 @@ def _auto(context: ModeContext) -> Phase[None]:
 
 
 def _of_order(context: ModeContext, has_profile: bool) -> Phase[None]:
-    """Train iterations of another order than the first, whose profile may be known."""
+    """Train iterations of another order than the first. Its profile may be known."""
     yield from _by_shape(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
 
 
 def _by_shape(context: ModeContext, frontier: Frontier | None, *, has_profile: bool = False) -> Phase[None]:
-    """Train iterations of one order, all of them alike if possible, else by the shapes of their inputs."""
+    """Train iterations of one order, with the same plans for all shapes if possible, otherwise by shape."""
     job = context.job
     try:
         first = yield from _profile_and_run(context, frontier, has_profile=has_profile)
@@ -124,7 +124,7 @@ def _by_shape(context: ModeContext, frontier: Frontier | None, *, has_profile: b
 
     frontier, profile = context.rank.communicator.computed_on_rank_0(load)
 
-    # The profiles that are or will be measured, by the lengths of inputs.
+    # Profiles that are or will be measured, by the lengths of inputs.
     measured: dict[float, Path] = {}
 
     def start(number: int, shape: Shape, length: float) -> tuple[Phase[float | None], float | None]:
@@ -148,16 +148,16 @@ def _profile_and_run(
     has_profile: bool = False,
     tails_of: StageProfile | None = None,
 ) -> Phase[float | None]:
-    """Train under plans of an earlier run, or of a profile that is measured first.
+    """Train with plans of an earlier run, or of a profile that is measured first.
 
     Args:
-        context: Of the mode.
-        frontier: Plans of an earlier run, if there are any.
-        has_profile: Whether the job's profile need not be measured.
-        tails_of: A profile whose tails are used: those of iterations of one shape cannot be measured.
+        context: Context of the mode.
+        frontier: Plans of an earlier run, if any.
+        has_profile: Whether the job has a profile already.
+        tails_of: Profile with the tails to use, because those of iterations of one shape cannot be measured.
 
     Returns:
-        Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
+        If shapes of inputs need their own plans: the number of the profiled shape, None for several.
     """
     rank, recorder, control = context.rank, context.recorder, context.control
     runner: PlanRunner | None = None
@@ -202,7 +202,7 @@ def _profile_and_run(
             explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
             then = f"tried again in {iterations} iterations" if iterations else "profiling again"
-            runner.drop(result, f"training goes on at default clocks, {then}")
+            runner.drop(result, f"training continues at default clocks, {then}")
             yield from back_off_for(iterations, runner.would_be_capped)
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
         if result is Outcome.PROFILE_OUTDATED:
@@ -213,7 +213,7 @@ def _profile_and_run(
 
 
 def _measure_again(context: ModeContext, runner: PlanRunner, default: DefaultIterations) -> Phase[None]:
-    """Measure default clocks for the plans to be compared with, unless they would draw more than a power cap."""
+    """Measure default clocks for comparisons with plans, unless they would exceed a power cap."""
     while not (default.sample.is_enough or runner.becomes_capped()):
         yield from measure_default(default, context.recorder.say, runner.would_be_capped)
     if default.sample.is_enough:
@@ -221,7 +221,7 @@ def _measure_again(context: ModeContext, runner: PlanRunner, default: DefaultIte
 
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:
-    """Return whether the profile of a dropped plan no longer holds; later runs do not begin with it then."""
+    """Return True if the profile of a dropped plan is outdated. Later runs then do not use it."""
     if is_predicted(context.rank, frontier, default):
         return False
     forget_for_later_runs(context)
@@ -229,7 +229,10 @@ def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample
 
 
 def _has_other_switch_cost(context: ModeContext, runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:
-    """Learn from a dropped plan how much a change of clock delays this job; return whether to plan for that."""
+    """Learn the delay of a clock change from a dropped plan.
+
+    Return True if plans should be computed with it.
+    """
     plan, default_s = runner.plan, runner.default.time_s
 
     def learn() -> float | None:
@@ -248,7 +251,7 @@ def _check_clocks(context: ModeContext) -> None:
     """Check that there are clocks to choose from, and print a note if the config excludes the highest.
 
     Raises:
-        ConfigError: On all ranks, if one has none.
+        ConfigError: On all ranks, if one has no clocks.
     """
     gpu, settings = context.rank.gpu, context.job.config.profile
     clocks_mhz = context.rank.communicator.raise_on_all_ranks(lambda: settings.clocks_of(gpu))
@@ -256,5 +259,5 @@ def _check_clocks(context: ModeContext) -> None:
     if highest_mhz < gpu_mhz:
         context.recorder.say(
             f"perseus.profile.max_clock_mhz keeps all plans at or below {highest_mhz} MHz: savings and slowdowns are "
-            f"relative to that clock, not to the GPU's own {gpu_mhz} MHz"
+            f"relative to that clock, not to the GPU's {gpu_mhz} MHz"
         )

@@ -1,9 +1,9 @@
-"""Plans for each order of passes, such as for numbers of micro-batches that alternate or grow.
+"""Plans for each order of passes, for example for numbers of micro-batches that alternate or grow.
 
 All ranks know the order of an iteration when it begins. The first order goes through the phases of the mode. Another
-one that is frequent goes through its own phases, which receive the iterations of that order only. Passes are the same
-in all orders, so all orders share one profile: of a new order only the schedule is read, for which all ranks meet once.
-Rare orders run at default clocks.
+frequent order goes through its own phases, which receive only iterations of that order. Passes are the same in all
+orders, so all orders share one profile: for a new order only the schedule is read, for which all ranks exchange data
+once. Rare orders run at default clocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from perseus_ds.runtime.kinds import MEASURING, MOST_KINDS, MOST_NUMBERS, Freque
 from perseus_ds.runtime.profiling import share_profile
 
 _OF_UNKNOWN_ORDER = replace(UNPLANNED, order=NO_ORDER)
-# An order that has not come for so many iterations is not waited for.
+# An order that has not occurred in this number of iterations is not waited for.
 _GONE = 10
 _WITHOUT_PROFILE = ("calibrate", "observe")
 
 
 class _Order(KindOfIteration):
-    """An order that has its own phases.
+    """An order with its own phases.
 
     Attributes:
-        profile: The profile of its passes; None before there is one.
+        profile: Profile of its passes. None before it is complete.
     """
 
     def __init__(self, number: int, phases: Phase[Any], profile_path: Path, came: int = 0) -> None:
@@ -40,7 +40,7 @@ class _Order(KindOfIteration):
         self.profile: Path | None = None
 
     def note_profile(self) -> None:
-        """Update whether there is a profile, by the present phase."""
+        """Update the path of the profile according to the current phase."""
         if self.wanted.phase in MEASURING and not self.wanted.shape:
             self.profile = None
         elif self.wanted.phase not in _WITHOUT_PROFILE:
@@ -48,17 +48,17 @@ class _Order(KindOfIteration):
 
     @property
     def is_measured(self) -> bool:
-        """Whether its profile is being measured."""
+        """True if its profile is being measured."""
         return self.phases is not None and self.profile is None
 
 
 class OrderPhases:
-    """Trains each frequent order in its own phases; all ranks call all methods together.
+    """Trains each frequent order in its own phases. All ranks call all methods together.
 
     Args:
-        context: Of the mode.
+        context: Context of the mode.
         first: The phases of the first order.
-        start: Begins the phases of another order, given whether its profile is known. None if only the first order has
+        start: Starts the phases of another order, given whether its profile is known. None if only the first order has
             plans.
     """
 
@@ -70,7 +70,7 @@ class OrderPhases:
         self._first = _Order(0, first, context.job.profile_path)
         self._planned: dict[Hashable, _Order] = {}
         self._frequent: FrequentKinds[Hashable] = FrequentKinds()
-        # Orders that get phases when they come next: only then can their schedule be read.
+        # Orders that get phases at their next occurrence, because only then can their schedule be read.
         self._awaited: set[Hashable] = set()
         self._numbers = 0
         self._has_said = False
@@ -97,9 +97,9 @@ class OrderPhases:
                 order.close()
 
     def _next_iteration(self, ran: _Order | None) -> NextIteration:
-        """Return the request for an iteration whose order is not known yet."""
+        """Return the request for an iteration with an order that is not known yet."""
         begin = ran.wanted if ran is not None else _OF_UNKNOWN_ORDER if self._planned else self._first.wanted
-        # Reports must have been sent before an iteration in which ranks exchange something else.
+        # Reports must have been sent before an iteration in which ranks exchange other data.
         aligns_tail = begin.aligns_tail or any(order.wanted.aligns_tail for order in self._planned.values())
         return replace(
             begin,
@@ -114,7 +114,7 @@ class OrderPhases:
         return {**progress, "plan": None} if progress and len(self._planned) > 1 else progress
 
     def _of_order(self, order: Hashable, read: Callable[[], Schedule] | None) -> NextIteration:
-        """Return the request for an iteration of an order that is about to begin."""
+        """Return the request for an iteration that is about to begin."""
         if order not in self._planned and self._context.orders.is_first(order):
             self._planned[order] = self._first
         if order in self._awaited and read is not None:
@@ -124,7 +124,7 @@ class OrderPhases:
         return found.wanted if found is not None and found.phases else _OF_UNKNOWN_ORDER
 
     def _of(self, order: Hashable) -> _Order | None:
-        """Return the order of an iteration that has ended, or None if it has no phases yet."""
+        """Return the order of an iteration that has ended. None if it has no phases yet."""
         self._frequent.add(order)
         self._awaited = {awaited for awaited in self._awaited if self._frequent.is_frequent(awaited)}
         found = self._planned.get(order)
@@ -133,7 +133,7 @@ class OrderPhases:
             return found if found.phases else None
         if not self._has_said:
             self._has_said = True
-            which = "numbers that come often get plans" if self._start else "the plans are for one number"
+            which = "frequent numbers get plans" if self._start else "the plans are for one number"
             self._context.recorder.say(
                 f"iterations differ in their number of micro-batches: {which}, all others run at default clocks"
             )
@@ -142,12 +142,12 @@ class OrderPhases:
         return None
 
     def _deserves_plans(self, order: Hashable) -> bool:
-        """Return whether an order is frequent and may get plans now."""
+        """Return True if an order is frequent and may get plans now."""
         if self._start is None or order in self._awaited or not self._frequent.is_frequent(order):
             return False
         if self._numbers + len(self._awaited) >= MOST_NUMBERS:
             return False
-        # An order that is measured keeps others waiting, unless it is gone.
+        # Other orders wait for an order that is being measured, unless it no longer occurs.
         now = self._frequent.iterations
         if self._profile() is None and any(o.is_measured and now - o.came < _GONE for o in self._planned.values()):
             return False
@@ -161,11 +161,11 @@ class OrderPhases:
         return True
 
     def _profile(self) -> Path | None:
-        """Return the path of a profile of the job's passes, if there is one."""
+        """Return the path of a profile of the job's passes, if any."""
         return next((order.profile for order in self._planned.values() if order.profile), None)
 
     def _begin(self, order: Hashable, read: Callable[[], Schedule]) -> None:
-        """Start the phases of an order whose iteration is about to begin."""
+        """Start the phases of the order of an iteration that is about to begin."""
         assert self._start is not None, "orders are awaited to be begun"
         communicator = self._context.rank.communicator
         self._numbers += 1
@@ -189,10 +189,10 @@ class OrderPhases:
             self._announce(self._numbers, micro_batches, given_up=str(error).rstrip("."))
 
     def _advance(self, order: _Order, received: Any) -> bool:
-        """Advance the phases of an order, and return False if those of the first order have ended.
+        """Advance the phases of an order. Return False if those of the first order have ended.
 
         Raises:
-            PerseusError: Of the first order.
+            PerseusError: The phases of the first order failed.
         """
         try:
             order.advance(received)

@@ -1,4 +1,4 @@
-"""A profile, measured while training goes on: ordinary iterations until times are steady, then some at each clock."""
+"""Measures a profile during training: at default clocks until times are stable, then at each clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from perseus_ds.runtime.job import Job, ModeContext, RankContext
 from perseus_ds.runtime.recorder import known_of_all
 
 _STEADY = 0.02
-# Blocking power is measured over so many refreshes of the counter, at most for so long [s], but over the fewest.
+# Number of refreshes of the counter for measuring blocking power, maximum time [s], and minimum number of refreshes.
 _WAITED_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
 _SHORT_WINDOW_S = 0.35
 _WINDOW_S = 1.0
@@ -61,7 +61,7 @@ _LENGTHS_KNOWN_AFTER = 4
 
 @dataclass(frozen=True)
 class Baseline:
-    """Iterations before any clock was changed, as this rank measured them.
+    """This rank's measurement of iterations before clocks were changed.
 
     Attributes:
         energy_j: Of this rank's GPU in a typical iteration [J].
@@ -83,16 +83,16 @@ class Baseline:
 
 
 def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Phase[Baseline]:
-    """Run ordinary iterations until times are steady on all ranks.
+    """Run iterations at default clocks until times are stable on all ranks.
 
-    Their tails are those of a profile, if there is one: they are the same for inputs of other shapes.
+    If a profile is given, its tails are used, because they are the same for inputs of other shapes.
 
     Raises:
         PerseusError: On all ranks, if the GPU of one cannot be measured.
     """
     job, rank = context.job, context.rank
     rank.clocks.watch_default_clocks()
-    rank.clocks.set_profiled_limit(None)  # those of now are the profile's
+    rank.clocks.set_profiled_limit(None)  # the current limits are those of the profile
     taken: list[IterationMeasurement] = []
     least = job.config.profile.warm_up
     while len(taken) < _MOST_TIMES_AS_LONG * least:
@@ -148,10 +148,10 @@ def _by_length(
 
 
 def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
-    """Return the job and what was measured of it; on rank 0, with the durations of what has no clock to choose."""
+    """Return the job with measured values. On rank 0 they include the durations without a clock to choose."""
     communicator = rank.communicator
     profile_key = job.profile_key(communicator)
-    # Spans are many: those of one pipeline go to rank 0, and of all other ranks only the mean power and the tails.
+    # There are many spans. Only those of one pipeline are sent to rank 0, and mean power and tails of all other ranks.
     ours = []
     if communicator.topology.is_shown:
         ahead_s = communicator.ahead_s(rank.timebase) if launches_transfers(job.schedule) else 0.0
@@ -179,7 +179,7 @@ def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[f
 
 
 def _transfers_s(schedule: Schedule, ranks: list[tuple[list[list[Span]], list[float]]]) -> dict[Boundary, float]:
-    """Return the durations of transfers, given of each rank its spans by iteration and when each of them began [s]."""
+    """Return the durations of transfers, given spans and begins of the iterations of each rank [s]."""
     if not launches_transfers(schedule):
         return transfer_durations_s([spans for spans, _ in ranks])
     iterations = zip(*(zip(spans, begins_s, strict=True) for spans, begins_s in ranks), strict=True)
@@ -187,7 +187,9 @@ def _transfers_s(schedule: Schedule, ranks: list[tuple[list[list[Span]], list[fl
 
 
 def counter_period_s(rank: RankContext) -> float:
-    """Return how often the slowest energy counter of all ranks is refreshed [s]; every rank must ask at once.
+    """Return the refresh period of the slowest energy counter of all ranks [s].
+
+    All ranks call this together.
 
     Raises:
         GpuError: On all ranks, if it cannot be measured on one.
@@ -204,9 +206,9 @@ def counter_period_s(rank: RankContext) -> float:
 
 
 def _counter_and_blocking_power(rank: RankContext, before_w: float) -> tuple[float, float, float]:
-    """Return period and settling time of the slowest counter [s], and what this rank's GPU draws while it waits [W].
+    """Return period and settling time of the slowest counter [s], and this GPU's blocking power [W].
 
-    In the last iteration it has drawn ``before_w``.
+    ``before_w`` is its power in the last iteration.
     """
     communicator = rank.communicator
     rank.timers.wait()
@@ -229,18 +231,17 @@ def _counter_and_blocking_power(rank: RankContext, before_w: float) -> tuple[flo
 
 logger = logging.getLogger("perseus_ds")
 
-# The clock follows a little after an iteration has begun, at the earliest [s]. A GPU that is slower is read back; one
-# that a limit keeps below the clock is taken to have settled after this time.
+# The clock takes effect after the begin of an iteration, at the earliest after this time [s]. Slower GPUs are read
+# back. A GPU that a limit keeps below the clock is assumed to have settled after this time.
 _SETTLE_S = 0.05
-# A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
-# clocks are visited more than once for that.
+# Minimum number of refreshes and maximum relative error of the power at a clock. Some clocks are repeated for this.
 _REFRESHES = 10
 _KNOWN = 0.05
 _MOST_VISITS = 8
-# A tail that takes less of an iteration than this needs no clock of its own.
+# A tail with a smaller share of an iteration needs no clock.
 _TAIL_MATTERS = 0.02
-# Predicted rows may have such errors, or those of the measured ones: plans from rows that are wrong by 2 % take 0.6 to
-# 2.5 % longer (benchmarks/varying.py).
+# Maximum error of predicted rows, unless those of the measured ones are larger. Plans from rows with errors of 2 % take
+# 0.6 to 2.5 % longer (benchmarks/varying.py).
 _MOST_PREDICTED_ERROR = 0.02
 
 
@@ -261,13 +262,13 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
     at_highest = rank.communicator.all_max(window_s / baseline.time_s)
 
     def iterations(clock_mhz: int) -> int:
-        """In how many iterations at a clock the energy counter is refreshed often enough."""
+        """Return the number of iterations at a clock in which the energy counter is refreshed often enough."""
         return max(1, math.ceil(at_highest * clock_mhz / clocks[-1]))
 
     expected = most * iterations(clocks[len(clocks) // 2])
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
-        f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
+        f"profiling during training: about {most} clocks in {expected} iterations, which take "
         f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
     )
     if following == "optimizing":
@@ -293,7 +294,7 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
         save_profile(job, baseline, raw, denoise(raw, clocks))
 
     rank.communicator.computed_on_rank_0(save)
-    # Against default clocks: the time that the rank lost that lost most, and the energy of all GPUs.
+    # Relative to default clocks: the largest loss of time of a rank, and the energy of all GPUs.
     lost_s = rank.communicator.all_max(measurement.lost_s)
     lost_j = rank.communicator.all_sum(measurement.lost_j)
     recorder.announce(
@@ -321,12 +322,12 @@ def _sampler(settings: ProfileConfig, clocks_mhz: list[int], info: ProfileInfo) 
 
 
 class _Measurement:
-    """Iterations at one clock each, of this rank.
+    """Iterations of this rank at one clock each.
 
     Attributes:
-        iterations: How many were measured.
-        lost_s: How much longer they took than at default clocks [s].
-        lost_j: How much more energy they used [J].
+        iterations: Number of measured iterations.
+        lost_s: Additional time relative to default clocks [s].
+        lost_j: Additional energy relative to default clocks [J].
     """
 
     def __init__(self, rank: RankContext, baseline: Baseline) -> None:
@@ -340,7 +341,7 @@ class _Measurement:
         self.lost_j = 0.0
 
     def measure(self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase]) -> Phase[None]:
-        """Run so many iterations at a clock, and as many again until each rank knows what its GPU draws.
+        """Run iterations at a clock, repeatedly until each rank knows the power of its GPU.
 
         Raises:
             PerseusError: On all ranks, if one could not measure.
@@ -356,10 +357,10 @@ class _Measurement:
                 break
 
     def _add(self, clock_mhz: int, visit: Sequence[IterationMeasurement]) -> None:
-        """Take in iterations at a clock."""
+        """Add iterations at a clock."""
         if visit[-1].failed:
             raise GpuError("the clock could not be set")
-        # In runs without a gap: iterations of other shapes may lie between.
+        # In consecutive groups, because iterations of other shapes may lie in between.
         for _, placed in groupby(enumerate(visit), lambda placed: placed[1].number - placed[0]):
             run = [seen for _, seen in placed]
             first, last = run[0], run[-1]
@@ -390,28 +391,28 @@ class _Measurement:
         }
 
     def rows(self, clocks: Sequence[int]) -> list[MeasuredRow]:
-        """Return all rows measured so far, by what is known now.
+        """Return all rows, computed from all measurements so far.
 
         Raises:
-            GpuError: There is none at one of some clocks.
+            GpuError: There is no row at one of the given clocks.
         """
         rows = self._profiler.rows()
         missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
         if missing:
             raise GpuError(
-                f"no power could be told at {missing[0]} MHz: the energy counter was refreshed "
+                f"could not measure power at {missing[0]} MHz: the energy counter was refreshed "
                 f"{self._refreshes[missing[0]]} times."
             )
         return rows
 
     def remaining_s(self, iterations: int) -> float:
-        """Return about how long it takes until so many iterations are measured, one more at least [s]."""
+        """Return the estimated time until the given number of iterations is measured, at least one more [s]."""
         lost_s = self.lost_s / self.iterations if self.iterations else 0.0
         return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
 
 
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
-    """Write the estimates to plan with, and the rows as they were measured beside them; on rank 0 only.
+    """Write the estimates for planning, and the measured rows to another file. Only on rank 0.
 
     Raises:
         ProfileError: No forward or backward was measured.
@@ -419,7 +420,7 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
     """
     waiting_w = baseline.info.blocking_power_w or 0.0
     if baseline.tails_of is None:
-        # Where a tail is short, or its GPU draws no more than waiting, any clock will do.
+        # If a tail is short, or its GPU draws no more power than while waiting, any clock is suitable.
         idle = {
             (stage, kind)
             for stage, kind in estimated.keys
@@ -440,14 +441,14 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
 
 
 def share_profile(context: ModeContext, path: Path) -> bool:
-    """Copy the profile of another order, if it has all passes of this one; every rank must do so at once.
+    """Copy the profile of another order, if it has all passes of this one. All ranks call this together.
 
     Returns:
         Whether the job has a profile now.
 
     Raises:
-        PerseusError: On all ranks: it cannot be read.
-        OSError: On all ranks: it cannot be written.
+        PerseusError: On all ranks, if it cannot be read.
+        OSError: On all ranks, if it cannot be written.
     """
     job, communicator = context.job, context.rank.communicator
     of_order = {
@@ -471,18 +472,21 @@ def share_profile(context: ModeContext, path: Path) -> bool:
 
 
 def predict_profile(context: ModeContext, length: float, measured: Mapping[float, Path]) -> float | None:
-    """Write the profile for a length of inputs if it follows from measured ones; every rank must do so at once.
+    """Write the profile for a length of inputs, if it can be predicted from measured ones.
+
+    All ranks call this
+    together.
 
     Args:
-        context: Of the iterations with such inputs.
-        length: Of their inputs; rank 0's counts, as of what was measured.
-        measured: Profiles by length, of which some may not be complete, or predicted themselves.
+        context: Context of the iterations with such inputs.
+        length: Length of their inputs. Rank 0's value is used.
+        measured: Profiles by length. Some of them may be incomplete or predicted.
 
     Returns:
-        The typical relative error of its rows; None if no profile was written.
+        The typical relative error of its rows. None if no profile was written.
 
     Raises:
-        OSError: On all ranks: it cannot be written.
+        OSError: On all ranks, if it cannot be written.
     """
     job, communicator = context.job, context.rank.communicator
     key = job.profile_key(communicator)
@@ -515,7 +519,7 @@ def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
 
 
 def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfile:
-    """Leave out rows that noise has put below what waiting takes, which no plan can be made from; two clocks stay."""
+    """Omit rows with less power than waiting, which are due to noise. At least two clocks are kept."""
     below: set[tuple[int, Kind, int]] = set()
     for stage, kind in profile.keys:
         options = profile.options(stage, kind)
@@ -525,7 +529,7 @@ def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfi
     if below:
         clocks = sorted({clock_mhz for _, _, clock_mhz in below})
         logger.warning(
-            "perseus: %d rows at %s MHz are left out of the profile: they say less power than waiting takes, %.1f W.",
+            "perseus: %d rows at %s MHz are left out of the profile: their power is below that of waiting, %.1f W.",
             len(below),
             f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
             blocking_power_w,

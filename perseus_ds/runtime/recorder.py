@@ -415,7 +415,7 @@ class RecordWriter:
                     self._unwritten.popleft()
         except OSError as error:
             if self._works:
-                logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+                logger.warning("perseus: %s cannot be written (%s); training continues without it.", self._path, error)
             self._works = False
             return
         if not self._works:
@@ -504,7 +504,7 @@ class TimelineLog:
                 write_atomically(self._path, self._file.model_dump_json(exclude_none=True) + "\n")
             except OSError as error:
                 self._works = False
-                logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+                logger.warning("perseus: %s cannot be written (%s); training continues without it.", self._path, error)
 
 
 def known_of_all(values: Sequence[int | None]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a job runs beside training: control socket and metrics; and a rank's fall back to default clocks."""
+"""Control socket and metrics of a job, and a rank's fallback to default clocks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from perseus_ds.timebase import Timebase
 
 logger = logging.getLogger("perseus_ds")
 _PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-# What fails again so soon had not passed: it is not warned of twice.
+# A failure within this time counts as the same fault, and causes no second warning.
 _OVER_S = 300.0
 
 
 class Supervision:
-    """Started before training; ended by :meth:`close`."""
+    """Control socket and metrics, from before training until :meth:`close`."""
 
     def __init__(self, job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> None:
-        """Open the control socket, and begin to report metrics; on rank 0."""
+        """Open the control socket and start metrics on rank 0."""
         self._rank = rank
         self._process = os.getpid()
         self._parts = ExitStack()
@@ -46,7 +46,7 @@ class Supervision:
             raise
 
     def _listen(self, job: Job, recorder: Recorder, control: JobControl) -> None:
-        """Take orders from outside; a job that runs no plans needs none."""
+        """Accept orders, if the job runs plans."""
         if job.config.mode not in ("auto", "run"):
             return
         try:
@@ -57,31 +57,31 @@ class Supervision:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the rank's."""
+        """Return True if this process was forked from the rank's."""
         return os.getpid() != self._process
 
     def problem(self) -> GpuError | None:
-        """Return what keeps clocks from being set safely, if anything."""
+        """Return the error that keeps clocks from being set safely, if any."""
         return self._rank.clocks.problem
 
     def close(self) -> None:
-        """End metrics and control socket; harmless when called again."""
+        """End metrics and control socket. May be called repeatedly."""
         self._parts.close()
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether it may work later: errors of GPUs, drivers and disks. Others are mistakes, which stay."""
+    """Return True for errors of GPUs, drivers and disks, which may be temporary. Others are permanent."""
     return isinstance(error, GpuError | OSError)
 
 
 class Fallback:
-    """Whether a rank runs at default clocks because something has failed.
+    """Fallback of a rank to default clocks after a failure.
 
-    The driver is probed at growing intervals; when it does everything that plans need, the rank runs under plans again.
+    The driver is probed at growing intervals. When all calls that plans need succeed, the rank uses plans again.
     """
 
     def __init__(self, rank: int, clocks: AgentClocks, timebase: Timebase, warn: Callable[[str, Event], None]) -> None:
-        """Begin under plans; each fault and each return from one is warned of and recorded by ``warn``."""
+        """Start without a fault. ``warn`` reports and records each fault and each return to plans."""
         self.is_in_force = False
         self._rank = rank
         self._clocks = clocks
@@ -94,7 +94,7 @@ class Fallback:
         self._next_s = 0.0
 
     def begin(self, error: Exception) -> None:
-        """Fall back; from any thread."""
+        """Return to default clocks. Thread-safe."""
         was_in_force, self.is_in_force = self.is_in_force, True
         self._may_pass = may_pass(error) and (self._may_pass or not was_in_force)
         if was_in_force:
@@ -104,15 +104,15 @@ class Fallback:
             self._fault, self._probes = fault, 0
             text = str(error).rstrip(".")
             event = Failed(rank=self._rank, error=str(error))
-            self._warn(f"perseus: {text}. Training goes on at default clocks.", event)
+            self._warn(f"perseus: {text}. Training continues at default clocks.", event)
         self._probe = None
         self._wait()
 
     def end_if_over(self, *, may_probe: bool) -> None:
-        """Return to plans if the driver does everything again; called between iterations, and returns at once.
+        """Return to plans if the driver works again. Called between iterations, does not wait.
 
         Args:
-            may_probe: Whether clocks may be set but for what has failed.
+            may_probe: Whether clocks may be set, apart from the failed calls.
         """
         if not self.is_in_force:
             if self._fault is not None and self._time.now_s() >= self._next_s:

@@ -94,7 +94,7 @@ def test_training_outlives_the_connections_of_perseus(tmp_path, make_stub_nvml):
     assert not any(gpu.locked_clock_mhz for gpu in stub.gpus)
     (failure,) = finished.events("failure")
     assert (failure["rank"], "a connection between ranks is lost (rank " in failure["error"]) == (0, True)
-    assert finished.output.count("Training goes on at default clocks") == 3
+    assert finished.output.count("Training continues at default clocks") == 3
     assert "Traceback" not in finished.output
 
 
@@ -115,7 +115,7 @@ def test_a_rank_whose_driver_hangs_runs_at_default_clocks_until_it_answers(tmp_p
     finished = run_under_a_plan(tmp_path, stub, during)
     (failure,) = finished.events("failure")
     assert (failure["rank"], "the driver has not answered" in failure["error"]) == (1, True)
-    assert finished.output.count(f"{failure['error']}. Training goes on at default clocks") == 1
+    assert finished.output.count(f"{failure['error']}. Training continues at default clocks") == 1
     wait_until_restored(*stub.gpus)
 
 

@@ -206,7 +206,7 @@ def test_a_plan_that_is_late_under_a_limit_is_dropped(start_compared):
     job = start_compared()
     job.gpus[1].limit(power_w=300.0)
     job.late_under_plans()
-    job.train_while(lambda: "training goes on at default clocks" not in job.events(PlanJudged)[-1].then)
+    job.train_while(lambda: "training continues at default clocks" not in job.events(PlanJudged)[-1].then)
     assert set(job.train(20)) == {"observe"}
 
 

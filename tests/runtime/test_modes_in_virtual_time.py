@@ -126,7 +126,7 @@ def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_a
     assert first.kept
     assert [event.kept for event in late] == [False] * len(late)
     assert all(event.slowdown > event.promised_slowdown + 0.05 for event in late)
-    assert late[-1].then == "training goes on at default clocks, tried again in 200 iterations"
+    assert late[-1].then == "training continues at default clocks, tried again in 200 iterations"
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(late)
     job.work = work
     assert set(job.train(190)) == {"observe"}
@@ -236,7 +236,7 @@ def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeyp
     job.train_until("observe")
     job.train(3)
     assert [record.plan for record in job.close()][-3:] == [None] * 3
-    assert caplog.text.count("optimising failed: no such profile. Training goes on at default clocks") == 1
+    assert caplog.text.count("optimising failed: no such profile. Training continues at default clocks") == 1
     assert [event.error for event in job.events(Failed)] == ["optimising failed: no such profile"]
 
 

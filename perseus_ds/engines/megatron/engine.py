@@ -243,7 +243,7 @@ class MegatronEngine(Engine):
         if problem := self._problem(communicator):
             if self._session.config.mode != "auto":
                 raise ScheduleError(f"perseus: {problem}.")
-            self._warn(f"{problem}: training goes on at default clocks")
+            self._warn(f"{problem}: training continues at default clocks")
             return False
         own = self._parallel_state.get_pipeline_model_parallel_group
         self._pp_group = own() if communicator is None else communicator.pp_group
