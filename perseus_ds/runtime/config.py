@@ -1,4 +1,4 @@
-"""The ``perseus`` block of a job: its keys, and where it comes from."""
+"""The ``perseus`` block of a job: its keys and its sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perseus_ds.gpu.simulated import SimulatedConfig
 from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
 
 VARIABLE = "PERSEUS"
-# Every measured clock costs slower iterations, so adaptive sampling measures at most so many, and a third of all.
+# Every measured clock costs slower iterations, so adaptive sampling measures at most this number, and a third of all.
 MOST_CLOCKS = 8
 
 
@@ -41,7 +41,7 @@ class MetricsConfig(StrictModel):
 
 
 class ProfileConfig(StrictModel):
-    """How a profile is measured."""
+    """Measurement of a profile."""
 
     min_clock_mhz: int | None = Field(
         None, gt=0, description="Lowest clock to measure [MHz]; the GPU's lowest by default."
@@ -51,14 +51,14 @@ class ProfileConfig(StrictModel):
     )
     sampling: Literal["full", "stride", "adaptive"] = Field(
         "adaptive",
-        description="Clocks to measure. full: each one; stride: every n-th; adaptive: a few, chosen from what was "
+        description="Clocks to measure. full: each one; stride: every n-th; adaptive: a few, chosen from the rows "
         "measured so far, and a fitted model in between.",
     )
     clock_stride: int = Field(1, ge=1, description="The n of stride.")
     warm_up: int = Field(
         3,
         ge=2,
-        description="Least number of ordinary training iterations before the measurement; more while times drift.",
+        description="Minimum number of iterations at default clocks before the measurement; more while times drift.",
     )
 
     def clocks_of(self, gpu: KnownGpu) -> list[int]:
@@ -78,7 +78,7 @@ class ProfileConfig(StrictModel):
         return chosen
 
     def most_clocks(self, clocks: int) -> int:
-        """Return the largest number of clocks that are measured, given how many there are."""
+        """Return the maximum number of clocks that are measured, given their total number."""
         if self.sampling == "adaptive":
             return min(MOST_CLOCKS, max(4, clocks // 3))
         return clocks if self.sampling == "full" else -(-clocks // self.clock_stride)
@@ -90,9 +90,9 @@ class PerseusConfig(StrictModel):
     enabled: bool = Field(True, description="Without it, DeepSpeed runs as if there were no block.")
     mode: Literal["auto", "observe", "profile", "run"] = Field(
         "auto",
-        description="auto: profile while training goes on, optimise in the background, then run under the plan; "
+        description="auto: profile during training, optimise in the background, then run with the plan; "
         "observe: measure time and energy at default clocks; profile: measure every clock, write "
-        "profile.csv, train on at default clocks; run: train under the plan chosen from a frontier.",
+        "profile.csv, continue at default clocks; run: train with a plan of a frontier.",
     )
     device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
         "auto",
@@ -108,9 +108,9 @@ class PerseusConfig(StrictModel):
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
     policy: PolicyConfig = Field(
         default_factory=SlowdownPolicy,
-        description="The rule that chooses a plan.",
+        description="Rule that selects a plan.",
     )
-    cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
+    cache: bool = Field(True, description="auto mode: start with the plan of an earlier run of the same job.")
     max_drift: float = Field(
         0.05,
         gt=0,
@@ -126,17 +126,17 @@ class PerseusConfig(StrictModel):
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether it is an error if a GPU cannot be used."""
+        """True if a GPU that cannot be used is an error."""
         return self.required or self.mode in ("profile", "run")
 
     @property
     def needs_clocks(self) -> bool:
-        """Whether it is an error if clocks may not be set."""
+        """True if clocks that may not be set are an error."""
         return self.mode in ("profile", "run") or (self.mode == "auto" and self.required)
 
     @model_validator(mode="after")
     def _run_needs_a_frontier(self) -> Self:
-        # Only rank 0's node can tell whether the file exists.
+        # Only rank 0's node can determine whether the file exists.
         if self.enabled and self.mode == "run" and self.frontier is None:
             raise ValueError('"mode": "run" needs "frontier": the frontier.json that "perseus-ds optimize" wrote')
         return self
@@ -146,7 +146,7 @@ def parse_block(block: object) -> PerseusConfig:
     """Validate a ``perseus`` block.
 
     Raises:
-        ConfigError: The message names the key and says what to write instead.
+        ConfigError: The block is invalid. The message names the key and a valid value.
     """
     if not isinstance(block, Mapping):
         raise ConfigError(f'perseus: expected an object such as {{"enabled": true}}, got {block!r}.')
@@ -157,7 +157,7 @@ def parse_block(block: object) -> PerseusConfig:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with dictionaries and lists in place of such containers as OmegaConf's."""
+    """Return a value with dictionaries and lists instead of other containers such as those of OmegaConf."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -166,14 +166,14 @@ def _plain(value: Any) -> Any:
 
 
 def settings_of(block: Any) -> PerseusConfig | None:
-    """Return the settings of a job; None if neither its own config nor the environment has any.
+    """Return the settings of a job. None if neither its config nor the environment has any.
 
     Args:
-        block: The ``perseus`` block of the job's config; None without one. A key of the variable ``PERSEUS`` (JSON, or
-            the path of a JSON file) replaces the same key of the block.
+        block: The ``perseus`` block of the job's config, or None. Keys of the variable ``PERSEUS`` (JSON, or the path
+            of a JSON file) override those of the block.
 
     Raises:
-        ConfigError: The message names the key and says what to write instead.
+        ConfigError: The settings are invalid. The message names the key and a valid value.
     """
     variable = _from_environment()
     if variable is None:
@@ -184,7 +184,7 @@ def settings_of(block: Any) -> PerseusConfig | None:
 
 
 def _from_environment() -> Mapping[str, Any] | None:
-    """Return the block of the variable ``PERSEUS``; None if it is not set or empty."""
+    """Return the block in the variable ``PERSEUS``. None if it is not set or empty."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Training at default clocks: for good, to compare plans with it, or for a while after a fault or a dropped plan."""
+"""Training at default clocks: permanently, for comparisons, or after a fault or a dropped plan."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, N
 from perseus_ds.runtime.job import ModeContext
 
 SETTLED = 2
-"""Iterations after a change of clocks that do not count; the first one begins at the clocks before."""
+"""Number of iterations after a clock change that are ignored. The first one begins at the previous clocks."""
 DROPPED_FOR = 200
-"""After so many iterations a dropped plan is compared again, the first time."""
+"""Number of iterations after which a dropped plan is compared again for the first time."""
 _KEPT = 4
 _LONGER = 4
 _LONG_AGO = 20
-# The reports of the iteration after a fault are the first that say which ranks have fallen back.
+# The reports of the iteration after a fault are the first that include the ranks with failures.
 _UNTIL_TOLD = 2
 
 
 class DefaultIterations:
-    """Iterations at default clocks, one right after the other.
+    """Consecutive iterations at default clocks.
 
-    Their times are those that all ranks have reported, an iteration later: asking for the last one's would wait for the
-    device, which iterations under a plan do not.
+    Their times are those reported by all ranks, one iteration later. Reading the time of the last one would wait for
+    the device, which iterations with a plan do not do.
 
     Attributes:
         sample: Time and energy of the whole job, under the limits that its GPUs have now.
@@ -46,13 +46,16 @@ class DefaultIterations:
         self.last_s: float | None = None
 
     def remaining_s(self, blocks: int = 1) -> float | None:
-        """Return about how long it takes until they are so many blocks [s]; None before the first report of one."""
+        """Return the estimated time until they fill the given number of blocks [s].
+
+        None before the first report.
+        """
         if self.last_s is None:
             return None
         return self.sample.remaining_s(self.last_s, max(0, SETTLED + 1 - self._iterations), blocks)
 
     def spans(self) -> list[list[Span]]:
-        """Return the operations of this rank in the last of them; waits until the device has done them."""
+        """Return the operations of this rank in the last of them. Waits until the device has finished them."""
         return [without_gaps(seen.spans(), seen.time_s) for seen in self._latest]
 
     def add(self, seen: IterationMeasurement) -> None:
@@ -73,10 +76,9 @@ class DefaultIterations:
 def measure_default(
     default: DefaultIterations, say: Callable[[str], None], stops: Callable[[], bool] = lambda: False
 ) -> Phase[None]:
-    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
+    """Run iterations at default clocks until time and energy are accurate enough for comparisons.
 
-    They are added to ``default``; how many they are about to be is said as soon as the time of one is known. Rank 0 may
-    stop before that.
+    They are added to ``default``. Their expected number is printed after the first one. Rank 0 may stop earlier.
     """
     is_announced = False
 
@@ -105,11 +107,11 @@ def run_at_default_clocks(
     """Run iterations at default clocks.
 
     Args:
-        phase: As it is called in ``run.jsonl``.
+        phase: Name of the phase in ``run.jsonl``.
         default: The iterations are added to it.
-        goes_on: Returns whether to run one more; the same on all ranks.
-        next_phase: Returns what follows.
-        stops: Returns whether to stop before that; rank 0's answer counts.
+        goes_on: Returns whether to run another one. The same on all ranks.
+        next_phase: Returns the phase that follows.
+        stops: Returns whether to stop earlier. Only rank 0's value is used.
     """
     seen: IterationMeasurement | None = None
     while goes_on() and not _is_stopped(seen):
@@ -118,23 +120,26 @@ def run_at_default_clocks(
 
 
 def _one_iteration(wanted: NextIteration, *, stops: bool) -> Phase[IterationMeasurement]:
-    """Run one iteration, with whose report rank 0 may stop the phase."""
+    """Run one iteration, with whose report rank 0 may end the phase."""
     return one_iteration(replace(wanted, reported=lambda: {"stops": stops}))
 
 
 def _is_stopped(seen: IterationMeasurement | None) -> bool:
-    """Return whether rank 0 has ended the phase, by the reports of an iteration; the same on all ranks."""
+    """Return True if rank 0 has ended the phase, according to the reports of an iteration.
+
+    The same on all ranks.
+    """
     return seen is not None and seen.reports is not None and seen.reports.stops
 
 
 def observe() -> Phase[None]:
-    """Train at default clocks for the rest of the job; time and energy are measured."""
+    """Train at default clocks for the rest of the job. Time and energy are measured."""
     while True:
         yield from one_iteration(NextIteration("observe", times="none"))
 
 
 def calibrate(context: ModeContext) -> Phase[None]:
-    """On simulated GPUs, run one iteration, after which each rank knows how much work its instructions are."""
+    """On simulated GPUs, run one iteration, after which each rank knows the work of its instructions."""
     job, rank = context.job, context.rank
     if not isinstance(rank.timers, SimulatedExecution):
         return
@@ -153,10 +158,10 @@ def calibrate(context: ModeContext) -> Phase[None]:
 def most_in_step(
     pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[Hashable, int]]
 ) -> dict[int, dict[Hashable, int]]:
-    """Return the work of each pass, by pipeline, on the rank that has most of it; given of each rank, by pass.
+    """Return, by pipeline, the largest work of each pass over its ranks, given the work of each rank.
 
-    Ranks that share a stage exchange parts of their results within a pass, so that none is done before the others:
-    experts with few tokens wait for those with many.
+    Ranks that share a stage exchange partial results within a pass, so they finish it together: experts with few tokens
+    wait for those with many.
     """
     most: dict[int, dict[Hashable, int]] = defaultdict(dict)
     for pipeline, own in zip(pipeline_of_rank, flops, strict=True):
@@ -165,9 +170,11 @@ def most_in_step(
 
 
 class BackOff:
-    """For how many iterations a job trains at default clocks before it tries again, the same on all ranks.
+    """Number of iterations for which a job trains at default clocks before it tries again.
 
-    Each time four times as many as before, unless that is long ago.
+    The same on all ranks.
+
+    It is multiplied by four each time, unless the last time is long ago.
     """
 
     def __init__(self, first: int) -> None:
@@ -176,7 +183,7 @@ class BackOff:
         self._until = 0
 
     def next(self, step: int) -> int:
-        """Return for how many iterations to back off after a step of the job."""
+        """Return the number of iterations to back off after a step of the job."""
         is_long_ago = step - self._until > _LONG_AGO * self._last
         self._last = self._first if is_long_ago else _LONGER * self._last
         self._until = step + self._last
@@ -196,7 +203,7 @@ def back_off_for(iterations: int, stops: Callable[[], bool]) -> Phase[None]:
 
 
 def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:
-    """Train at default clocks for so many iterations and until no rank is fallen back; then begin a mode again."""
+    """Train at default clocks for some iterations and until no rank has a failure, then restart a mode."""
     for done in itertools.count(1):
         seen = yield from one_iteration(NextIteration("observe", times="none"))
         is_told = done >= max(iterations, _UNTIL_TOLD)

@@ -1,4 +1,4 @@
-"""The frontier of a job: of the file that its config names, of an earlier run, or made while the job trains on."""
+"""The frontier of a job: from the configured file, from an earlier run, or computed during training."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_
 from perseus_ds.runtime.iterations import NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
 
-# A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
+# A clock changes about 15 ms after its request. Until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
 def read_frontier(path: Path, gpu: KnownGpu | None = None) -> Frontier:
-    """Return the frontier of a file; on rank 0, whose node alone need have it.
+    """Return the frontier in a file. Called on rank 0, because only its node needs the file.
 
     Raises:
-        PerseusError: There is no such file, it is wrong, or it was measured on simulated GPUs and this one is real.
+        PerseusError: The file is missing or invalid, or is from simulated GPUs and this one is real.
     """
     if not path.exists():
         raise ConfigError(f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".')
@@ -51,7 +51,7 @@ def load_frontier(context: ModeContext, path: Path) -> Frontier:
     """Return the frontier that rank 0 reads, on all ranks.
 
     Raises:
-        PerseusError: On all ranks: the file is wrong, or its plans do not fit this schedule or GPU.
+        PerseusError: On all ranks, if the file is invalid, or its plans do not fit this schedule or GPU.
     """
     rank = context.rank
 
@@ -83,10 +83,10 @@ def cached(key: str) -> Path:
 
 
 def store(source: Path, cache: Path) -> None:
-    """Keep the files of a run's output folder in a folder of the cache.
+    """Store the files of a run's output folder in a folder of the cache.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written; nothing is left half-made.
+        OSError: The disk is full, or the folder cannot be written. The cache is unchanged.
     """
     staging = cache.with_name(f"{cache.name}.{os.getpid()}")
     outdated = cache.with_name(f"{staging.name}.outdated")
@@ -94,7 +94,7 @@ def store(source: Path, cache: Path) -> None:
     try:
         for name in _FILES:
             shutil.copyfile(source / name, staging / name)
-        # A job that reads the cache, or is killed here, finds all files or none.
+        # A job that reads the cache, or is killed at this point, finds either all files or none.
         with contextlib.suppress(FileNotFoundError):
             cache.rename(outdated)
         staging.rename(cache)
@@ -104,7 +104,7 @@ def store(source: Path, cache: Path) -> None:
 
 
 def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
-    """Return the frontier that an earlier run of this job left, if it still fits; every rank must ask at once."""
+    """Return the frontier of an earlier run of this job, if it still fits. All ranks call this together."""
     job, communicator = context.job, context.rank.communicator
     key = job.profile_key(communicator)
 
@@ -128,7 +128,7 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
 
 
 def forget_for_later_runs(context: ModeContext) -> None:
-    """Leave nothing of this job for later runs; every rank must do so at once."""
+    """Remove the files for later runs of this job. All ranks call this together."""
     key = context.job.profile_key(context.rank.communicator)
     if context.rank.communicator.is_rank_0 and context.job.config.cache:
         with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ def forget_for_later_runs(context: ModeContext) -> None:
 
 
 def keep_for_later_runs(context: ModeContext) -> None:
-    """Store profile and frontier for the next run of this job; every rank must call this together."""
+    """Store profile and frontier for the next run of this job. All ranks call this together."""
     key = context.job.profile_key(context.rank.communicator)
     if context.rank.communicator.is_rank_0 and context.job.config.cache:
         try:
@@ -150,21 +150,21 @@ def optimise(
     default: DefaultIterations,
     switch_cost_s: float,
 ) -> Phase[Frontier]:
-    """Make the frontier of the job's profile; rank 0's node does it, with low priority.
+    """Compute the frontier of the job's profile, on rank 0's node with low priority.
 
     Args:
-        context: Of the mode.
-        default: The iterations meanwhile are added, which run at default clocks.
-        switch_cost_s: By how much a change of clock delays what follows it [s].
+        context: Context of the mode.
+        default: Iterations at default clocks during the computation are added to it.
+        switch_cost_s: Delay caused by a clock change [s].
 
     Raises:
-        PerseusError: On all ranks: it cannot be made, or does not fit this job.
+        PerseusError: On all ranks, if it cannot be computed, or does not fit this job.
     """
     job, rank = context.job, context.rank
     worker: OptimizeWorker | None = None
     latencies = rank.communicator.gather(rank.clocks.latencies)
 
-    # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
+    # A late request delays the instruction after it, independently of the learnt price.
     price_s = max(switch_cost_s, rank.communicator.all_max(rank.clocks.status.late_s))
 
     def start() -> None:

@@ -1,4 +1,4 @@
-"""The training job as Perseus knows it, and what a rank of it works with."""
+"""The training job, and the resources of one of its ranks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Job:
     """The training job.
 
     Attributes:
-        schedule: The operations of every rank of a pipeline in one iteration.
+        schedule: Operations of every rank of a pipeline in one iteration.
         info: Model, parallelism and versions, for the profile.
-        fingerprint: Of this rank's share of the model: what its times depend on.
-        engines: Models of the engines in this process, first the one that trains; empty for a loop without engine.
+        fingerprint: Text that identifies the properties of this rank's share of the model that affect times.
+        engines: Models of the engines in this process, first the one that trains. Empty for a loop without an engine.
     """
 
     config: PerseusConfig
@@ -45,27 +45,27 @@ class Job:
 
     @property
     def output_dir(self) -> Path:
-        """The folder of everything that this job writes."""
+        """Folder of all files that this job writes."""
         return Path(self.config.output_dir)
 
     @property
     def profile_path(self) -> Path:
-        """The profile that this job writes."""
+        """Path of the profile that this job writes."""
         return self.output_dir / "profile.csv"
 
     def of_shape(self, number: int, shape: str) -> Job:
-        """Return the job as its iterations with inputs of one shape are: with a folder and fingerprint of their own."""
+        """Return the job of the iterations with inputs of one shape, with its own folder and fingerprint."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
         return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
 
     def of_order(self, number: int, schedule: Schedule) -> Job:
-        """Return the job as its iterations of another order are: with a schedule and a folder of their own."""
+        """Return the job of the iterations of another order, with its own schedule and folder."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "orders" / str(number))})
         info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
         return replace(self, config=config, schedule=schedule, info=info)
 
     def started(self, communicator: Communicator, gpu: str) -> Started:
-        """Return the event of the job's start; every rank must ask at the same time."""
+        """Return the event of the job's start. All ranks call this together."""
         return Started(
             mode=self.config.mode,
             gpu=gpu,
@@ -78,15 +78,15 @@ class Job:
         )
 
     def profile_key(self, communicator: Communicator) -> str:
-        """Return a text that tells its profile from those of jobs whose iterations, settings or measurement differ.
+        """Return a key of the profile. It differs for other iterations, settings or kinds of measurement.
 
-        Every rank must ask at the same time.
+        All ranks call this together.
         """
         settings = communicator.gather(self.info.settings and self.info.settings.model_dump())
         return self._key(communicator, {"profile": self.config.profile.model_dump(), "settings": settings})
 
     def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
-        """Return a name of job, simulated GPUs, every rank's share of the model, and settings."""
+        """Return a key of job, simulated GPUs, every rank's share of the model, and settings."""
         simulated = self.config.simulated.model_dump() if self.info.simulated else {}
         info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
         content = [info, communicator.gather(self.fingerprint), {**settings, "simulated": simulated}]
@@ -117,13 +117,13 @@ class RankContext:
 
 
 class FirstOrder:
-    """The order of the first iteration of a job, which is that of its schedule."""
+    """Recognises the order of a job's first iteration, which is that of its schedule."""
 
     def __init__(self) -> None:
         self._seen: list[Hashable] = []
 
     def is_first(self, order: Hashable) -> bool:
-        """Return whether an order is the first one, to which this is called first."""
+        """Return True for the first order. The first call must be with it."""
         if not self._seen:
             self._seen.append(order)
         return order == self._seen[0]
@@ -131,7 +131,7 @@ class FirstOrder:
 
 @dataclass(frozen=True)
 class ModeContext:
-    """The job as its mode sees it on one rank.
+    """The job as seen by its mode on one rank.
 
     Attributes:
         job: The training job, or its iterations of one order or with inputs of one shape.

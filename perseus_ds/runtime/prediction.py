@@ -1,4 +1,4 @@
-"""Compares what a profile predicts for default clocks with the iterations that were measured, and corrects it."""
+"""Compares a profile with measured iterations at default clocks, and corrects the profile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from perseus_ds.runtime.profiling import Baseline
 
 _OFF = 0.02
 _SURE = 3.0
-# Parts that are shorter are no part of a difference, as a fraction of an iteration; other factors are mistakes.
+# Shorter parts, as a fraction of an iteration, are ignored. Larger factors are treated as mistakes.
 _SHORT = 0.005
 _FACTORS = (0.5, 2.0)
 
@@ -59,13 +59,12 @@ def correct_profile(
 ) -> bool:
     """Compare prediction and measurement of an iteration at default clocks; every rank must do so at once.
 
-    Where they differ, say so, and correct the profile if factors of its parts explain it.
-
-    The baseline of the frontier is the prediction. A profile that was not measured in this job, so that no iterations
-    ``before`` it are known, is not corrected.
+    A difference is printed, and the profile is corrected if factors of its parts explain it. The prediction is the
+    baseline of the frontier. A profile that was not measured in this job, without iterations ``before`` it, is not
+    corrected.
 
     Returns:
-        Whether the job's profile has been corrected, so that plans have to be made again.
+        Whether the profile was corrected, so that plans have to be computed again.
     """
     job, rank, sample = context.job, context.rank, default.sample
     if is_predicted(rank, frontier, sample):
@@ -117,11 +116,11 @@ def _predicted_s(frontier: Frontier) -> dict[Key, float]:
 
 
 def _by_power(job: Job, profile: StageProfile, sample: IterationSample, gpus_per_rank: int) -> StageProfile | None:
-    """Return a profile whose times are right with the power that was measured; None where that does not differ."""
+    """Return a profile with corrected power, given correct times. None if the power does not differ."""
     power_w, ranks = profile.info.blocking_power_w or 0.0, len(job.schedule.ranks)
     try:
         predicted = problem_for(job.schedule, profile).baseline()
-    except PerseusError:  # corrected times leave no plan to make
+    except PerseusError:  # no plan is possible with corrected times
         return None
     waiting_j = power_w * ranks * sample.time_s
     beyond_j = predicted.energy_j - power_w * ranks * predicted.time_s
@@ -137,8 +136,8 @@ class PartTimes:
     """Typical times of the parts of iterations at default clocks [s].
 
     Attributes:
-        instructions: Of each stage and kind.
-        tail_s: Of the tail, of the rank that waits for no other.
+        instructions: Time of each stage and kind.
+        tail_s: Time of the tail on the rank that does not wait.
         fixed: Loads, transfers and other commands, as in a profile.
     """
 
@@ -148,7 +147,7 @@ class PartTimes:
 
     @classmethod
     def of(cls, ranks: Sequence[Iterations]) -> PartTimes:
-        """Return those of one pipeline, given its ranks' operations by iteration."""
+        """Return the times of one pipeline, given its ranks' operations by iteration."""
         instructions: dict[Key, float] = medians(
             ((span.operation.instruction.stage, span.operation.instruction.kind), span.time_s)
             for span in all_spans(ranks)
@@ -166,15 +165,15 @@ def difference(
 
     Args:
         profile: The profile.
-        now: Iterations at default clocks, after it was measured.
-        before: Times of instructions at default clocks, before it was measured [s]. Where these are the same as now,
-            an instruction that differs from its row at the highest clock shows that default clocks are others; the row
-            is right.
-        time_s: Iteration time, which tells parts that matter from others [s].
+        now: Iterations at default clocks after its measurement.
+        before: Times of instructions at default clocks before its measurement [s]. If an instruction has not changed
+            since, but differs from its row at the highest clock, the row is right and default clocks differ from that
+            clock.
+        time_s: Iteration time, relative to which short parts are ignored [s].
 
     Returns:
-        How many times as long parts take as profiled, by their names, of those that differ; and the profile with these
-        times, None where none is corrected.
+        By name, the ratio of measured to profiled time of parts that differ, and the profile with these times (None if
+        nothing is corrected).
     """
     differing = _differing(now, {key: profile.at_highest_clock(*key).time_s for key in profile.keys})
     of_key = {
@@ -208,18 +207,18 @@ def difference(
 
 
 def _differing(now: PartTimes, profiled_s: Mapping[Key, float]) -> dict[Key, float]:
-    """Return how many times as long instructions take as profiled, of those that differ."""
+    """Return the ratio of measured to profiled time of instructions that differ."""
     factors = {key: now_s / profiled_s[key] for key, now_s in now.instructions.items() if key in profiled_s}
     return {key: factor for key, factor in factors.items() if abs(factor - 1) > _OFF}
 
 
 def _differs(now_s: float, profiled_s: float, of_s: float) -> bool:
-    """Whether a duration differs from the profile, by more than what is short in a time [s]."""
+    """Return True if a duration differs from the profile by more than the tolerance."""
     return abs(now_s - profiled_s) > max(_OFF * profiled_s, _SHORT * of_s)
 
 
 def with_power(profile: StageProfile, factor: float) -> StageProfile:
-    """Return a profile whose instructions cost so many times as much energy beyond waiting."""
+    """Return a profile with the energy beyond waiting multiplied by a factor."""
     power_w = profile.info.blocking_power_w or 0.0
     rows = [
         replace(row, energy_j=power_w * row.time_s + factor * (row.energy_j - power_w * row.time_s))

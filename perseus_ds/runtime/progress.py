@@ -1,4 +1,7 @@
-"""The progress of a job, from its records in their order; memory and time per record do not grow with the job."""
+"""The progress of a job, from its records in order.
+
+Memory and time per record do not grow with the job.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ PHASES: Mapping[str, str] = {
     "pause": "paused: default clocks",
     "observe": "default clocks",
 }
-"""What a job does in each phase; a verdict is none of its own, but what comes next while plans run."""
+"""Description of each phase. A verdict is not a phase, but may follow while plans run."""
 _STEPS_TO_A_PLAN = ("warm-up", "profile", "optimizing", "default")
 _LONG_S = 60.0
 _LONG_ITERATIONS = 10
@@ -65,12 +68,12 @@ class _Facts(BaseModel):
 
 
 class PlanFacts(_Facts):
-    """The plan in use: what it promises and what it does, as fractions of the same iterations at default clocks."""
+    """The plan in use: its promise and its effect, as fractions of iterations at default clocks."""
 
-    plan: int = Field(description="The plan in use: its place on the frontier, 0 the fastest.")
-    plans: tuple[int, ...] = Field((), description="Of each pipeline.")
+    plan: int = Field(description="The plan in use: its index on the frontier, 0 for the fastest.")
+    plans: tuple[int, ...] = Field((), description="Plan of each pipeline.")
     baseline: str | None = Field(description="The iterations at default clocks, in words.")
-    iterations: int = Field(description="Iterations under it of which the figures are typical.")
+    iterations: int = Field(description="Number of iterations with it on which the figures are based.")
     promised_slowdown: float | None = Field(description="Promised change of time; 0.01 is 1 % longer.")
     promised_saving: float | None = Field(description="Promised saving of energy; 0.1 is 10 % less.")
     slowdown: float | None = Field(description="Change of time of a typical iteration; 0.01 is 1 % longer.")
@@ -84,7 +87,7 @@ class PipelineFacts(_Facts):
 
     pipeline: int
     energy_j: float = Field(description="Energy of all iterations.")
-    saved_j: float = Field(description="Its part of the energy saved under plans so far, against default clocks.")
+    saved_j: float = Field(description="Its share of the energy saved with plans so far, relative to default clocks.")
 
 
 class Happened(_Facts):
@@ -95,7 +98,7 @@ class Happened(_Facts):
 
 
 class JobFacts(_Facts):
-    """All of a job, over all its starts; metrics have these descriptions too."""
+    """Facts of a job over all its starts. Metrics have these descriptions too."""
 
     name: str = Field(description="The name of its output folder.")
     simulated: bool
@@ -103,23 +106,23 @@ class JobFacts(_Facts):
     gpu: str | None
     policy: dict[str, Any] | None
     starts: int
-    ended: bool = Field(description="Whether it has said that it ended.")
+    ended: bool = Field(description="Whether it has recorded its end.")
     silent_s: float | None = Field(description="Time since the last record of the job.")
-    phase: str | None = Field(description="Of the last iteration, or what the job does outside of iterations.")
+    phase: str | None = Field(description="Phase of the last iteration, or activity outside of iterations.")
     next_phase: str | None
-    next_in_s: float | None = Field(description="When that begins, as estimated.")
+    next_in_s: float | None = Field(description="Estimated time until it begins.")
     step: int | None = Field(description="The last training step.")
-    total_steps: int | None = Field(description="Steps of the whole training, where the policy names them.")
-    remaining_s: float | None = Field(description="Estimated time until the last step is done.")
+    total_steps: int | None = Field(description="Steps of the whole training, if given by the policy.")
+    remaining_s: float | None = Field(description="Estimated time until the last step is finished.")
     iterations: int = Field(description="Training iterations.")
     time_s: float = Field(description="Time of all iterations.")
     energy_j: float = Field(description="Energy of all iterations.")
     without_energy: int = Field(description="Iterations whose energy could not be read.")
     clock_changes: int = Field(description="Clock changes of all GPUs.")
-    clock_skips: int = Field(description="Clock changes that were left out.")
+    clock_skips: int = Field(description="Clock changes that were omitted.")
     planned: int = Field(description="Iterations under plans.")
-    saved_j: float = Field(description="Energy saved by these, profiling not counted; negative if they used more.")
-    gained_s: float = Field(description="Time gained under plans so far, against default clocks; negative for lost.")
+    saved_j: float = Field(description="Energy saved by these, without profiling; negative if they used more.")
+    gained_s: float = Field(description="Time gained with plans so far, relative to default clocks; negative if lost.")
     saved: float | None = Field(description="Energy saved by a typical iteration under plans; 0.1 is 10 %.")
     slowdown: float | None = Field(description="Change of its time; 0.01 is 1 % longer than at default clocks.")
     baseline: str | None = Field(description="The iterations at default clocks that this is relative to, in words.")
@@ -131,13 +134,13 @@ class JobFacts(_Facts):
     highest_power_w: float | None = Field(description="Power of all GPUs in the highest of the last 60 seconds.")
     lowest_power_w: float | None = Field(description="Power of all GPUs in the lowest of them.")
     power_change_w: float | None = Field(description="The largest difference from one of them to the next.")
-    power_window_s: float | None = Field(description="What such a second took: whole iterations, one at least.")
+    power_window_s: float | None = Field(description="Duration of such a second: whole iterations, at least one.")
     cap_w: float | None = Field(description="The power cap in force, of all GPUs.")
-    cap_source: str = Field(description="Where that comes from: the policy, or the file that it names.")
-    limits: Limits = Field(description="GPUs that may do less than when the profile was measured.")
-    more_limits: int = Field(description="How many more GPUs.")
+    cap_source: str = Field(description="Source of the cap: the policy, or its signal file.")
+    limits: Limits = Field(description="GPUs with lower limits than during profiling.")
+    more_limits: int = Field(description="Number of further GPUs.")
     pending: str | None = Field(description="An order that is not in force yet, in words.")
-    unfinished: str | None = Field(description="What it was at when it ended before it had a plan, or its profile.")
+    unfinished: str | None = Field(description="Activity at its end, if it ended before it had a plan or a profile.")
     plan: PlanFacts | None
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
     kinds: tuple[KindSummary, ...] = Field(
@@ -145,16 +148,16 @@ class JobFacts(_Facts):
     )
     pipelines: tuple[PipelineFacts, ...]
     waits: tuple[float, ...] = Field(
-        (), description="By rank of a pipeline, the part of an iteration in which it waits."
+        (), description="By rank of a pipeline, the share of an iteration in which it waits."
     )
     busy_s: tuple[float, ...] = Field((), description="By rank, the time of its passes, loads and tail in it.")
     powers_w: tuple[float, ...] = Field((), description="By rank, the power of its GPU in the last iterations.")
     clocks_asked_mhz: tuple[int | None, ...]
     clocks_reached_mhz: tuple[int | None, ...]
-    straggler: int | None = Field(description="The pipeline that the others wait for.")
-    straggler_slowdown: float = Field(description="How many times as long the slowest pipeline takes.")
-    drift: float | None = Field(description="How far instructions are from the profile.")
-    failed_ranks: tuple[int, ...] = Field(description="Ranks that have fallen back to default clocks.")
+    straggler: int | None = Field(description="Pipeline for which the others wait.")
+    straggler_slowdown: float = Field(description="Time of the slowest pipeline relative to the others.")
+    drift: float | None = Field(description="Deviation of instructions from the profile.")
+    failed_ranks: tuple[int, ...] = Field(description="Ranks at default clocks after a failure.")
     more_failed_ranks: int
     recent_times_s: tuple[float, ...]
     recent_powers_w: tuple[float | None, ...]
@@ -162,7 +165,7 @@ class JobFacts(_Facts):
 
     @property
     def is_silent(self) -> bool:
-        """Whether the job has been silent for long, and has not said that it ended."""
+        """True if the job has been silent for long without recording its end."""
         if self.ended or self.silent_s is None:
             return False
         expected_s = max(_LONG_ITERATIONS * (self.iteration_s or 0.0), self.next_in_s or 0.0, _LONG_S)
@@ -170,14 +173,14 @@ class JobFacts(_Facts):
 
     @property
     def ranks_below_their_clock(self) -> list[int]:
-        """Ranks whose GPU runs at a lower clock than it was asked for, by more than 2 %."""
+        """Ranks with a GPU more than 2 % below the requested clock."""
         pairs = zip(self.clocks_asked_mhz, self.clocks_reached_mhz, strict=False)
         return [rank for rank, (asked, reached) in enumerate(pairs) if asked and reached and reached < 0.98 * asked]
 
 
 @dataclass
 class Tally:
-    """Iterations, all of them together; the names are those of the record of a job's end."""
+    """Sums over iterations. The names are those of the record of a job's end."""
 
     iterations: int = 0
     time_s: float = 0.0
@@ -187,7 +190,7 @@ class Tally:
     clock_skips: int = 0
 
     def add(self, record: IterationRecord) -> None:
-        """Add an iteration whose figures are valid."""
+        """Add an iteration with valid figures."""
         self.iterations += 1
         self.time_s += record.time_s
         self.clock_changes += record.clock_changes
@@ -200,14 +203,14 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 
 class JobProgress:
-    """All that a job did so far, added up.
+    """Sums over all iterations of a job so far.
 
     Attributes:
-        total: All iterations but those that calibrate a simulated GPU.
-        since_start: The same since the job started last.
-        measures: What they take.
-        profiling_s: How much more time than at default clocks profiling took [s].
-        profiling_j: How much more energy [J].
+        total: All iterations except those that calibrate a simulated GPU.
+        since_start: The same since the last start of the job.
+        measures: Typical iterations.
+        profiling_s: Additional time for profiling relative to default clocks [s].
+        profiling_j: Additional energy for profiling relative to default clocks [J].
     """
 
     def __init__(self) -> None:
@@ -222,7 +225,7 @@ class JobProgress:
         self._power = PowerBySecond(_RECENT)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
         self._starts = 0
-        # The last event of each kind since the job started last.
+        # Last event of each kind since the last start of the job.
         self._latest: dict[type[Event], Event] = {}
         self._policy: dict[str, Any] | None = None
         self._ordered_policy: dict[str, Any] | None = None
@@ -230,17 +233,17 @@ class JobProgress:
         self.profiling_s = self.profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
-        # By rank, the power of GPUs in the iterations since they were recorded last, and the time of these.
+        # By rank, the power of GPUs in the iterations since their last record, and the time of these.
         self._powers_w: tuple[float, ...] = ()
         self._unrecorded_s = 0.0
-        # By rank, what GPUs were asked for and what they reached; large jobs do not record that with every iteration.
+        # By rank, requested and reached clocks. Large jobs do not record them with every iteration.
         self._clocks: tuple[tuple[int | None, ...], tuple[int | None, ...]] = (), ()
         self._ended = self.simulated = False
-        # The last iteration before a plan ran, or the profile was done.
+        # Last iteration before a plan ran, or before the profile was complete.
         self._on_the_way: IterationRecord | None = None
 
     def add(self, record: Record) -> bool:
-        """Add a record; return whether it is of an iteration that counts."""
+        """Add a record. Return True if it is a counted iteration."""
         self.simulated |= record.simulated
         if isinstance(record, Event):
             self._last_time = record.time or self._last_time
@@ -268,7 +271,7 @@ class JobProgress:
             self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
         elif isinstance(event, PolicyChanged) and event.policy:
             self._policy = event.policy
-            if event.policy == self._ordered_policy:  # it is in force, whatever it hands over to later
+            if event.policy == self._ordered_policy:  # it is in force, even if it is replaced later
                 self._ordered_policy = None
         self._latest[type(event)] = event
         if not self._ended:
@@ -368,14 +371,14 @@ class JobProgress:
             return None
         if self._ended:
             return 0.0 if self._last.iteration >= total_steps else None
-        # From end to end: evaluations and checkpoints between iterations take time, too.
+        # From end to end, to include evaluations and checkpoints between iterations.
         ends = [record.ended for record in self._recent if record.ended is not None]
         between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
         pace_s = statistics.mean(between_s) if between_s else self._recent[-1].time_s
         return max(0.0, (total_steps - self._last.iteration) * pace_s - silent_s)
 
     def _unfinished(self, mode: str | None) -> str | None:
-        """Return what the job was at, and what was missing, if it ended before a plan ran or its profile was done."""
+        """Return the activity and what was missing, if the job ended without a plan or profile."""
         last = self._on_the_way
         is_done = {"auto": self.measures.planned > 0, "profile": ProfileWritten in self._latest}
         if last is None or is_done.get(mode or "", True):
@@ -391,7 +394,7 @@ class JobProgress:
         return f"{text}. Train for more steps"
 
     def _pending(self) -> str | None:
-        """Return the orders that no iteration has run by yet, in words."""
+        """Describe the orders that are not in force yet."""
         if self._ended or self._last is None:
             return None
         waiting = []
@@ -402,7 +405,7 @@ class JobProgress:
         return "; ".join(waiting) or None
 
     def savings(self) -> dict[str, Any]:
-        """Return what the plans saved so far, by the names that it has in facts and in the record of a job's end."""
+        """Return the savings of plans so far, by the names used in facts and in the record of a job's end."""
         saving, plans = self.measures.saving(), self.measures.plans()
         return {
             "planned": self.measures.planned,
@@ -420,7 +423,7 @@ class JobProgress:
         }
 
     def _kinds(self) -> Iterator[KindSummary]:
-        """Yield what each kind of iterations saved under plans, the most frequent first."""
+        """Yield the savings of each kind of iterations with plans, the most frequent first."""
         planned, savings = self.measures.planned_by_kind(), self.measures.saving_by_kind()
         for kind, iterations in self._of_kind.most_common():
             saving = savings.get(kind)
@@ -453,7 +456,7 @@ class JobProgress:
         )
 
     def _pipelines(self) -> tuple[PipelineFacts, ...]:
-        """Return the energy of each, and its part of the saving: by the energies at default clocks and under plans."""
+        """Return the energy of each pipeline and its share of the saving."""
         saving, pipelines = self.measures.saving(), len(self._all_j)
         saved_j = [0.0] * pipelines
         if saving is not None and any(self._planned_j):
@@ -469,7 +472,7 @@ class JobProgress:
 
 
 class JobLog:
-    """The progress of the jobs in one ``run.jsonl``, of which the one that started last is reported; thread-safe."""
+    """Progress of the jobs in one ``run.jsonl``. The last started one is reported. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -478,7 +481,7 @@ class JobLog:
         self._lock = threading.Lock()
 
     def add(self, records: Iterable[Record]) -> None:
-        """Add records in their order."""
+        """Add records in order."""
         with self._lock:
             for record in records:
                 if isinstance(record, Started):
@@ -486,11 +489,11 @@ class JobLog:
                 self._current.add(record)
 
     def facts(self, now: float) -> JobFacts:
-        """Return the facts of the job that started last."""
+        """Return the facts of the last started job."""
         with self._lock:
             return self._current.facts(self._name, now)
 
     def at_end(self) -> Ended:
-        """Return the record of the end of the job that started last, if it ends now."""
+        """Return the record of the end of the last started job, if it ends now."""
         with self._lock:
             return Ended(**asdict(self._current.since_start), **self._current.savings())

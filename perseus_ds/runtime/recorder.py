@@ -60,7 +60,7 @@ _MONITOR_TAGS = {
     "clock_skips": "clock_skips",
 }
 _UNDER_PLANS = ("run", "pause")
-# A job with so many ranks at most has them in every record; a larger one as rarely as keeps records about as short.
+# Jobs with at most this number of ranks have all in every record. Larger ones have them less often, for short records.
 _RANKS = 64
 
 
@@ -124,7 +124,7 @@ class Recorder:
         self._has_started = False
         self._summarised = 0
         self._drift: float | None = None
-        # The energies of the ranks since a record had them, and the number of iterations.
+        # Sum of the ranks' energies since the last record with them, and the number of iterations.
         self._energies_j: npt.NDArray[np.float64] | None = None
         self._iterations = 0
         self._limits: tuple[GpuLimit, ...] = ()
@@ -272,7 +272,7 @@ class Recorder:
         return self._last
 
     def _by_rank(self, reports: RankReports) -> dict[str, Any]:
-        """Return fields of an iteration's record; none where it has no figures by rank."""
+        """Return the fields with figures by rank of an iteration's record. Empty if it has none."""
         energies_j = reports.column("energy_j")
         if np.isfinite(energies_j).all():
             self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
@@ -311,12 +311,12 @@ def _finite(value: float) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """Return a figure without digits that no counter has measured: microseconds and microjoules."""
+    """Return a figure rounded to the resolution of counters: microseconds and microjoules."""
     return round(float(value), 6)
 
 
 def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | None:
-    """Return clocks by rank, None for those not known; None if no clock is."""
+    """Return clocks by rank, None for unknown ones. None if all are unknown."""
     if np.isnan(clocks_mhz).all():
         return None
     return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz.tolist())
@@ -324,7 +324,7 @@ def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | Non
 
 # Records of iterations are made and written together: one by one they would take time from training in each.
 _TOGETHER_S = 0.5
-# Of a disk that is full for hours the last records are kept, some megabytes.
+# During hours with a full disk, only the last records are kept (some megabytes).
 _MOST_UNWRITTEN = 10_000
 
 _Waiting: TypeAlias = tuple[Callable[[], Record], float] | threading.Event
@@ -332,7 +332,7 @@ _Waiting: TypeAlias = tuple[Callable[[], Record], float] | threading.Event
 
 
 class RecordWriter:
-    """One thread appends records to the file in the order in which they were given.
+    """One thread appends records to the file in order.
 
     Args:
         directory: The job's output folder.
@@ -357,7 +357,7 @@ class RecordWriter:
         self._waiting.put((make, _TOGETHER_S))
 
     def flush(self, timeout_s: float = 5.0) -> None:
-        """Wait until everything given so far is written, or writing takes longer than some time [s]."""
+        """Wait until all enqueued records are written, or until the timeout [s]."""
         written = threading.Event()
         self._waiting.put(written)
         written.wait(timeout_s)
@@ -378,7 +378,7 @@ class RecordWriter:
                 event.set()
 
     def _next_together(self) -> list[_Waiting]:
-        """Wait for what is to be done, and for what comes while that may still wait."""
+        """Wait for the next record, and for others that arrive while it may be delayed."""
         found: list[_Waiting] = []
         end_s = math.inf
         with contextlib.suppress(queue.Empty):
@@ -405,7 +405,7 @@ class RecordWriter:
         return lines, written
 
     def _append(self, lines: list[bytes]) -> None:
-        """Write lines, after those that could not be written: the disk may have been full for a while."""
+        """Write lines, after those that could not be written because the disk was full."""
         self._unwritten.extend(lines)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -424,7 +424,7 @@ class RecordWriter:
 
 
 def _append_whole(handle: int, line: bytes) -> None:
-    """Append a line to a file; where only a part can be written, that is taken back.
+    """Append a line to a file. A partially written line is removed.
 
     Raises:
         OSError: It cannot be written.
@@ -439,7 +439,7 @@ def _append_whole(handle: int, line: bytes) -> None:
 
 
 _SHOWN_PHASES = ("warm-up", "observe", "run")
-# The first iteration under a plan begins at the clocks of the one before.
+# The first iteration with a plan begins at the previous clocks.
 _SETTLED = 2
 _MOST_SHOWN = 6
 
@@ -508,7 +508,7 @@ class TimelineLog:
 
 
 def known_of_all(values: Sequence[int | None]) -> list[int]:
-    """Return the values of all ranks; none if that of one is not known."""
+    """Return the values of all ranks. Empty if one is unknown."""
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []
 

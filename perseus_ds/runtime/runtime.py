@@ -1,4 +1,4 @@
-"""Perseus on one rank while a job trains: what surrounds iterations and their operations."""
+"""Perseus on one rank during training: the contexts of iterations and their operations."""
 
 from __future__ import annotations
 
@@ -47,25 +47,24 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""Surrounds what nobody measures and where no clock changes."""
+"""No-op context of operations that are not measured and change no clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What the runtime needs to know of the code that trains on this rank.
+    """Description of the training on this rank.
 
     Attributes:
-        place: Of this rank in the job; or what finds it, by asking all ranks.
-        device: Where the rank's tensors live.
-        fingerprint: Changes with whatever the times of this rank's instructions depend on.
-        models: Classes of the models that this process holds, first the one that trains; empty for a loop of the
-            user's own.
-        versions: Of the packages that train, besides torch and Perseus.
-        micro_batch_size: Samples of a micro-batch, where it is known.
-        monitor: Receives time and energy, as DeepSpeed's monitor does.
-        steps_per_print: How often to print an iteration; None for never.
-        engine: Whose spelling of layouts is used; None where layers cannot be moved between stages.
-        parts: Of the model, by stage of this rank; none where they are not known.
+        place: Position of this rank in the job, or a function that determines it with all ranks.
+        device: Device of the rank's tensors.
+        fingerprint: Text that changes with any property that affects the times of this rank's instructions.
+        models: Classes of the models in this process, first the one that trains. Empty for a user's own loop.
+        versions: Versions of the packages that train, except torch and Perseus.
+        micro_batch_size: Samples per micro-batch, if known.
+        monitor: Receives time and energy, like DeepSpeed's monitor.
+        steps_per_print: Interval for printing iterations. None for never.
+        engine: Engine that determines the notation of layouts. None if layers cannot be moved between stages.
+        parts: Parts of the model, by stage of this rank. Empty if unknown.
         tied: Whether the embedding and the head share a weight.
     """
 
@@ -83,15 +82,16 @@ class RankFacts:
 
 
 def local_rank() -> int:
-    """Return the rank on this node, as launchers tell it."""
+    """Return the rank on this node, from the launcher's environment variables."""
     return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
 
 
 class PerseusRuntime:
     """Perseus on one rank, called by the code that executes the schedule.
 
-    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
-    of a plan the clock is its first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
+    ``iteration()`` is the context of a training iteration and ``operation()`` that of each of its operations. Between
+    two iterations with a plan, the clock is the plan's first one. It is the default after 2 s, within ``paused()``, and
+    after ``close()``.
 
     Attributes:
         job: The training job.
@@ -111,18 +111,18 @@ class PerseusRuntime:
         steps_per_print: int | None = None,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Check everything that can be checked before training starts; every rank must do so at once.
+        """Make all checks that are possible before training starts. All ranks call this together.
 
-        What is given is described by :class:`Job`, :class:`RankContext` and :class:`RankFacts`.
+        The arguments are described by :class:`Job`, :class:`RankContext` and :class:`RankFacts`.
 
         Raises:
-            PerseusError: On all ranks, what went wrong on one.
+            PerseusError: On all ranks, if a check fails on one.
         """
         job = with_permission(job, gpu, communicator)
         config = job.config
         self.job = job
         self._in_iteration = False
-        # Ranks without a tail do not take part in its barrier.
+        # The barrier of the tail is not used if a rank has no tail.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._closed = self._process_ends = False
         self._status_before = clocks.status
@@ -149,17 +149,17 @@ class PerseusRuntime:
         read: Callable[[], Schedule],
         check: Callable[[Schedule], object] = lambda schedule: None,
     ) -> PerseusRuntime:
-        """Make the runtime of a rank that is about to train; every rank must do so at once.
+        """Create the runtime of a rank that is about to train. All ranks call this together.
 
         Args:
             config: The ``perseus`` block.
-            facts: What trains on this rank.
-            read: Returns what this rank executes in an iteration, as a schedule of one rank.
-            check: Called on every rank with the schedule of all ranks of its pipeline; raises if that is no schedule
-                to plan.
+            facts: Description of the training on this rank.
+            read: Returns the operations of this rank in an iteration, as a schedule of one rank.
+            check: Called on every rank with the schedule of all ranks of its pipeline. Raises an error if it cannot be
+                planned.
 
         Raises:
-            PerseusError: On all ranks, what went wrong on one.
+            PerseusError: On all ranks, if a check fails on one.
         """
         communicator = Communicator(facts.place)
         topology = communicator.topology
@@ -223,23 +223,23 @@ class PerseusRuntime:
         data_parallel: int = 1,
         device: torch.device | str = "cpu",
     ) -> PerseusRuntime:
-        """Make the runtime of a rank for a training loop of the user's own on ``torch.distributed``.
+        """Create the runtime of a rank for a user's own training loop on ``torch.distributed``.
 
-        Surround each iteration with :meth:`iteration` and each forward and backward in it with
-        :meth:`instruction`; call :meth:`close` at the end.
+        Use :meth:`iteration` as the context of each iteration, :meth:`instruction` as that of each forward and backward
+        in it, and call :meth:`close` at the end.
 
         Args:
             block: A ``perseus`` block.
-            schedule: The operations of every rank of a pipeline in one iteration, such as
+            schedule: Operations of every rank of a pipeline in one iteration, such as
                 ``read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=8)``.
             pipeline: Global ranks of this rank's pipeline, first stage first.
-            data_parallel_rank: Which pipeline.
+            data_parallel_rank: Number of the pipeline.
             data_parallel: Number of pipelines.
-            device: Where the rank's tensors live.
+            device: Device of the rank's tensors.
 
         Raises:
-            ConfigError: The block is wrong.
-            PerseusError: On all ranks, what went wrong on one.
+            ConfigError: The block is invalid.
+            PerseusError: On all ranks, if a check fails on one.
         """
         config = parse_block(block)
         place = PipelineTopology(dist.get_rank(), tuple(pipeline), data_parallel_rank, data_parallel)
@@ -248,30 +248,30 @@ class PerseusRuntime:
 
     @property
     def next(self) -> NextIteration:
-        """What the next iteration is like: its phase, plan and clocks."""
+        """Request for the next iteration: its phase, plan and clocks."""
         return self._driver.next
 
     @property
     def profiled(self) -> bool:
-        """Whether there is nothing left to measure."""
+        """True if the profile is complete."""
         return self.next.phase in ("observe", "run", "pause")
 
     @property
     def has_fallen_back(self) -> bool:
-        """Whether this rank runs at default clocks because something has failed."""
+        """True if this rank runs at default clocks after a failure."""
         return self._fallback.is_in_force
 
     @contextmanager
     def iteration(
         self, samples: int = 0, order: Hashable = None, read: Callable[[], Schedule] | None = None
     ) -> Iterator[None]:
-        """Surround one training iteration.
+        """Context of one training iteration.
 
         Args:
-            samples: Samples that the job has seen after it.
-            order: Equal for equal schedules, on all ranks.
-            read: Returns what this rank executes in it, as a schedule of one rank; called if the order is another one
-                than the first, and comes often.
+            samples: Number of samples that the job has seen after it.
+            order: Key of the schedule, equal on all ranks for equal schedules.
+            read: Returns the operations of this rank in it, as a schedule of one rank. Called if the order is another
+                one than the first, and frequent.
         """
         clocks = self.rank.clocks
         clocks.poll()
@@ -290,7 +290,7 @@ class PerseusRuntime:
             raise
         finally:
             self._in_iteration = False
-        # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
+        # The host has launched everything. The device may not have finished, and is not waited for.
         finished = self.rank.timers.finish_iteration()
         clocks.end_iteration(number)
         end_s = self.rank.timebase.now_s()
@@ -306,7 +306,7 @@ class PerseusRuntime:
         before, after = self._status_before, clocks.status
         self._status_before = after
         own = {
-            "clock_changes": max(0.0, after.changes - before.changes),  # another agent counts from 0
+            "clock_changes": max(0.0, after.changes - before.changes),  # a new agent counts from 0
             "clock_skips": max(0.0, after.overtaken - before.overtaken),
             "failed": seen.failed and not self._closed,
             "asked_mhz": after.asked_mhz,
@@ -316,21 +316,21 @@ class PerseusRuntime:
 
     @property
     def follows_operations(self) -> bool:
-        """Whether :meth:`operation` has to surround the operations of the iteration that has begun."""
+        """True if the operations of the current iteration must be reported to :meth:`operation`."""
         return self._hooks.times_all or self.next.follows_operations or self._driver.unsent is not None
 
     @property
     def follows_transfers(self) -> bool:
-        """Whether these include what is no instruction."""
+        """True if operations that are not instructions must be reported too."""
         return self._hooks.times_all
 
     def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration.
+        """Context of one operation of an iteration.
 
         Args:
             operation: The operation.
-            inputs: The shapes of a forward's inputs, or whatever tells them from others; nothing where they are not
-                known, and of other operations.
+            inputs: Shapes of a forward's inputs, or a value that identifies them. None if unknown, and for other
+                operations.
         """
         if not self._in_iteration:
             return NOTHING
@@ -343,22 +343,25 @@ class PerseusRuntime:
         return self._hooks.around(operation)
 
     def _add_inputs(self, inputs: Hashable) -> None:
-        """Take in the shapes of a forward's inputs: the first ones select what the iteration runs."""
+        """Add the shapes of a forward's inputs.
+
+        Those of the first forward select the request of the iteration.
+        """
         shapes = number_of_inputs(inputs)
         if self._shapes.add(shapes, length_of_inputs(inputs)) and self._driver.choose(shapes) and self._has_clocks:
             self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
 
     def capture(self) -> CapturedIteration | None:
-        """Return what surrounds the operations of an iteration of which a CUDA graph is being captured.
+        """Return the context of operations for the capture of an iteration into a CUDA graph.
 
         Returns:
-            None if graphs cannot be followed: this is no GPU of NVIDIA, or torch has no external events.
+            None if graphs are not supported: this is not an NVIDIA GPU, or torch has no external events.
         """
         times = self.rank.timers.graph_times()
         return None if times is None else CapturedIteration(self.rank.clocks, times)
 
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
-        """Execute the passes of the iteration that has begun by replaying the graph of one that was captured."""
+        """Execute the passes of the current iteration by replaying a captured graph."""
         if self._driver.unsent is not None:
             self._driver.send_report_if_known()
         for inputs in captured.inputs:
@@ -366,40 +369,44 @@ class PerseusRuntime:
         return self._hooks.replay(captured, replay)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
-        """Surround one instruction of an iteration, as :meth:`operation` does."""
+        """Context of one instruction of an iteration. See :meth:`operation`."""
         return self.operation(Compute(instruction), inputs)
 
     def tail_begins(self) -> None:
-        """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
+        """Report that the tail continues in user code. Its clock is kept for at most 2 s."""
         self.rank.clocks.may_idle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Surround work outside of training iterations: it runs at default clocks."""
+        """Context of work outside of training iterations, which runs at default clocks."""
         self.rank.clocks.pause()
         yield
 
     def schedule_changed(self) -> None:
-        """The engine runs another schedule than it started with: no plan fits any more."""
+        """Report that the engine runs another schedule than it started with, so that no plan fits."""
         if self.next.phase != "observe":
             self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
         self._driver.observe()
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Run under another policy, such as ``{"name": "energy_optimal"}``, from now on; rank 0's counts.
+        """Change the policy, for example to ``{"name": "energy_optimal"}``.
+
+        Only the call on rank 0 has an effect.
 
         Raises:
-            ConfigError: It is no policy; the message names the key.
+            ConfigError: The policy is invalid. The message names the key.
         """
         self.carry_out({"command": "policy", "policy": policy})
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
-        """Expect a pipeline to take longer: the others then run no faster than is of use; rank 0's counts.
+        """Report that a pipeline takes longer, so that the others may be slower.
+
+        Only the call on rank 0 has an effect.
 
         Args:
-            pipeline: Which, 0 first.
-            slowdown: How many times as long it takes; 1 when it has recovered.
-            after_iterations: From when on.
+            pipeline: Number of the pipeline, starting with 0.
+            slowdown: Time relative to the usual one. 1 ends the report.
+            after_iterations: Number of iterations until the report takes effect.
 
         Raises:
             ValueError: There is no such pipeline, or the slowdown is below 1.
@@ -422,43 +429,46 @@ class PerseusRuntime:
         self._driver.look_ahead.give(lengths)
 
     def carry_out(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out an order as ``perseus-ds control`` sends it, such as ``{"command": "pause"}``; rank 0's counts.
+        """Carry out an order of ``perseus-ds control``, such as ``{"command": "pause"}``. Only on rank 0.
 
         Returns:
-            The answer: what was ``done``, or the ``status``, once all records up to now are written.
+            The answer: what was ``done``, or the ``status`` after all records up to now have been written.
 
         Raises:
-            ConfigError: It is no order; the message names the key.
+            ConfigError: The order is invalid. The message names the key.
         """
         return self._control.carry_out(parse_order(order))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of Perseus: policy, reported stragglers, steps done, the plan in use."""
+        """Return the state of Perseus for a checkpoint: policy, reported stragglers, steps, the plan in use."""
         return {**self._control.state(), "progress": self.next.progress() or self._control.progress}
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
-        """Restore what a checkpoint kept, before the next iteration; every rank must do so at once.
+        """Restore the state from a checkpoint before the next iteration. All ranks call this together.
 
         Args:
-            state: What :meth:`state` returned; empty where the checkpoint was saved without Perseus. A
-                policy that the config has changed since is the config's.
-            steps: Steps done, where somebody else counts them.
+            state: Return value of :meth:`state`. Empty if the checkpoint was saved without Perseus. Its policy is not
+                used if the configuration has changed since.
+            steps: Number of finished steps, if counted elsewhere.
         """
         progress = state.get("progress") if self._control.restore(state, steps) else None
         self._control.record_policy(self._recorder.event)
         self._driver.resume(progress or {})
 
     def process_ends(self) -> None:
-        """The iteration that is open is the last one: it is recorded if the other ranks end it within seconds."""
+        """Report that the current iteration is the last one.
+
+        It is recorded if all ranks end it within seconds.
+        """
         self._process_ends = True
 
     def close(self) -> None:
-        """Restore the default clock and stop; harmless when called again, or in a forked process.
+        """Reset the clock and stop. May be called repeatedly, and in forked processes.
 
-        Iterations may follow: at default clocks, without energies.
+        Iterations may follow, at default clocks and without energies.
         """
         if self._supervision.is_forked:
-            return  # the clock is its parent's
+            return  # the clock belongs to its parent
         self._closed = True
         atexit.unregister(self.close)
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
@@ -466,15 +476,18 @@ class PerseusRuntime:
                 steps.callback(end)
 
     def _check(self) -> bool:
-        """Return whether clocks can be set; fall back if whatever they rely on does not work."""
+        """Return True if clocks can be set. Otherwise return to default clocks."""
         if (problem := None if self._closed else self._supervision.problem()) is not None:
             self._fail(problem)
         self._fallback.end_if_over(may_probe=problem is None)
         return not (self._fallback.is_in_force or self._closed)
 
     def _status(self) -> dict[str, Any]:
-        """Return the facts of the job, what it runs next, and what its last iteration took."""
-        last, following = self._recorder.last, self._driver.next  # the last record first: facts are of all records
+        """Return the facts of the job, its next request, and its last iteration."""
+        last, following = (
+            self._recorder.last,
+            self._driver.next,
+        )  # the last record first, because facts include all records
         facts = self._recorder.facts().model_dump(mode="json")
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now
@@ -485,7 +498,7 @@ class PerseusRuntime:
         self._recorder.own_event(ClockRefused(rank=rank, **msgspec.structs.asdict(refusal)))
 
     def _fail(self, error: Exception) -> None:
-        """Fall back to default clocks; training goes on."""
+        """Return to default clocks. Training continues."""
         if not self._closed:
             self._fallback.begin(error)
             self._hooks.change_plan(ClockPlan())
@@ -496,7 +509,7 @@ class PerseusRuntime:
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions of torch and Perseus; what lies in Python's path and was not installed has none."""
+    """Return the versions of torch and Perseus. A package that is only in Python's path has none."""
     installed = {}
     for package in ("torch", "perseus-ds"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -505,10 +518,10 @@ def own_versions() -> dict[str, str]:
 
 
 class OperationHooks:
-    """One context manager for all operations, which do not overlap: making one for each would take time.
+    """One context manager for all operations, which do not overlap. Creating one for each would take time.
 
     Attributes:
-        times_all: Whether all operations of this iteration are timed, transfers included.
+        times_all: Whether all operations of this iteration are timed, including transfers.
         plan: The clocks of this iteration.
     """
 
@@ -518,8 +531,8 @@ class OperationHooks:
         self._communicator = communicator
         self.plan = ClockPlan()
         self._program = DEFAULT_CLOCKS
-        # Positions of instructions in the program, and those of the last iteration in the order in which they ran: most
-        # iterations are alike, and to compare objects costs less than to look them up.
+        # Positions of instructions in the program, and those of the last iteration in execution order. Most iterations
+        # are alike, and comparing objects is cheaper than looking them up.
         self._positions: dict[Instruction, int] = {}
         self._ran: list[tuple[Instruction, int | None]] = []
         self._next = 0
@@ -529,9 +542,9 @@ class OperationHooks:
         self._times_passes = self.times_all = True
 
     def start_iteration(self, plan: ClockPlan, times: Times = "all", *, aligns_tail: bool = False) -> int:
-        """Begin an iteration of which no operation was issued yet; returns its number.
+        """Begin an iteration before any of its operations is issued, and return its number.
 
-        Where tails are aligned all ranks begin them at the same time, so that waiting is not counted as work.
+        With aligned tails, all ranks begin them together, so that waiting is not counted as work.
         """
         self._next = 0
         self._aligns_tail = aligns_tail
@@ -542,7 +555,7 @@ class OperationHooks:
         return self._clocks.begin_iteration(self._program)
 
     def change_plan(self, plan: ClockPlan) -> None:
-        """Run the rest of the iteration under another plan; may be called from any thread."""
+        """Run the rest of the iteration with another plan. Thread-safe."""
         self._choose(plan)
         self._clocks.change_program(self._program)
 
@@ -556,7 +569,7 @@ class OperationHooks:
         self.plan = plan
 
     def around(self, operation: Operation) -> AbstractContextManager[None]:
-        """Return what surrounds an operation: this, or nothing where it is neither timed nor marked."""
+        """Return the context of an operation: this object, or a no-op if it is neither timed nor marked."""
         if type(operation) is not Compute:
             if not self.times_all:
                 return NOTHING
@@ -577,7 +590,7 @@ class OperationHooks:
         return self
 
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
-        """Have a graph execute the passes of this iteration."""
+        """Execute the passes of this iteration by a graph."""
         if list(self._positions) != captured.instructions[: len(self._positions)]:
             self.change_plan(ClockPlan())  # its marks are those of another order
         if captured.times.last is not None:
@@ -590,18 +603,18 @@ class OperationHooks:
     def _align_tail(self) -> None:
         """Wait until all ranks begin the tail.
 
-        Within a graph it has begun before, and ranks have waited for each other there, but for the last one.
+        In a graph it has already begun, and all ranks but the last one have waited there.
         """
         self._aligns_tail = False
         self._timers.wait()
         replay = self._timers.replay
-        with contextlib.suppress(ConnectionLostError):  # the next report says so
+        with contextlib.suppress(ConnectionLostError):  # reported with the next report
             shortest_s = -self._communicator.all_max(0.0 if replay is None else -replay.tail_s())
             if replay is not None:
                 replay.align_tail(shortest_s)
 
     def __enter__(self) -> None:
-        """An operation is about to be issued."""
+        """Called before an operation is issued."""
         operation = self._operation
         if type(operation) is Compute:
             if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
@@ -616,7 +629,7 @@ class OperationHooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """An operation was issued."""
+        """Called after an operation was issued."""
         operation = self._operation
         assert operation is not None, "it is known around what"
         if self._times_passes if type(operation) is Compute else self.times_all:

@@ -1,9 +1,9 @@
-"""Profiles and plans for each shape of inputs: every shape that comes often goes through phases of its own.
+"""Profiles and plans for each frequent shape of inputs, which goes through its own phases.
 
-Only the first ranks could know the shape of an iteration before it begins. So each rank knows what to run for every
-shape, and chooses when the inputs of its first forward are there. When the inputs of its last forward are there, it
-begins to tell the others which inputs it has had. After the iteration all ranks know those of all, and advance the
-phases of the same shape, which see the iterations of that shape only.
+Only the first ranks could know the shape of an iteration before it begins. So each rank has a request for every shape,
+and selects one when the inputs of its first forward are known. When the inputs of its last forward are known, it starts
+to send the shapes to the others. After the iteration all ranks know the shapes of all, and advance the phases of that
+shape, which receive only iterations of that shape.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextI
 from perseus_ds.runtime.job import ModeContext
 from perseus_ds.runtime.kinds import LAST, MEASURING, MOST_KINDS, MOST_NUMBERS, FrequentKinds, KindOfIteration
 
-# Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
+# Maximum number and share of iterations that begin like those of a shape but have another one.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
-# A number holds so many bits, one for each known shape; two numbers hold those of all.
+# Number of bits, one for each known shape, in a number that is sent. Two numbers are sent.
 _BITS = 32
 
 
 @functools.lru_cache(maxsize=4096)
 def number_of_inputs(inputs: Hashable) -> float:
-    """Return a number for the shapes of a forward's inputs, which is the same in every process and never 0."""
+    """Return a number for the shapes of a forward's inputs. It is the same in every process and never 0."""
     return float(int.from_bytes(hashlib.blake2b(repr(inputs).encode(), digest_size=4).digest(), "little") + 1)
 
 
 @functools.lru_cache(maxsize=4096)
 def length_of_inputs(inputs: Hashable) -> float:
-    """Return a number in proportion to the tokens of a forward's inputs: the elements of the first one; NaN if unknown.
+    """Return a number proportional to the tokens of a forward's inputs: the elements of the first one.
 
-    Given are the shapes of all inputs, or of one of them.
+    NaN if unknown.
+
+    The argument contains the shapes of all inputs, or the shape of one of them.
     """
     if isinstance(inputs, int | float):
         return float(inputs)
@@ -57,12 +59,12 @@ def length_of_inputs(inputs: Hashable) -> float:
 
 
 class InputShapes:
-    """Numbers for the shapes of the inputs of one iteration, told once they are known.
+    """Numbers for the shapes of the inputs of one iteration.
 
     Attributes:
-        first: Of the first forward; 0 before it, and where shapes are not told.
-        total: Of all forwards so far, whatever their order.
-        length: The mean length of the inputs of a forward so far.
+        first: Number of the first forward. 0 before it, and if shapes are not used.
+        total: Number of all forwards so far, independent of their order.
+        length: Mean length of the inputs of a forward so far.
     """
 
     def __init__(self, forwards: int = 0, tell: Callable[[float, float], None] | None = None) -> None:
@@ -74,7 +76,7 @@ class InputShapes:
         self._tell = tell
 
     def add(self, shape: float, length: float = math.nan) -> bool:
-        """Take in the inputs of a forward; return whether it is the first one."""
+        """Add the inputs of a forward. Return True if it is the first one."""
         is_first = self.total == 0.0
         if is_first:
             self.first, self.length = shape, length
@@ -89,12 +91,12 @@ class InputShapes:
 
 @dataclass(frozen=True)
 class Shape:
-    """The inputs of an iteration, as numbers that tell their shapes from others.
+    """Shapes of the inputs of an iteration, as numbers.
 
     Attributes:
-        number: Of the first forwards and of all forwards of all ranks.
-        total: Of all forwards of all ranks, whatever their order.
-        first: Of the first forward of this rank.
+        number: Number of the first forwards and of all forwards of all ranks.
+        total: Number of all forwards of all ranks, independent of their order.
+        first: Number of the first forward of this rank.
     """
 
     number: float
@@ -103,11 +105,11 @@ class Shape:
 
 
 class _Planned(KindOfIteration):
-    """A shape with phases of its own.
+    """A shape with its own phases.
 
     Attributes:
-        iterations: How often it came.
-        confused: How often an iteration began like it and was of another shape.
+        iterations: Number of its iterations.
+        confused: Number of iterations that began like it but had another shape.
     """
 
     def __init__(self, number: int, phases: Phase[Any], came: int) -> None:
@@ -124,9 +126,9 @@ def _of_all(numbers: npt.NDArray[np.float64], _: list[None]) -> list[int]:
 
 
 class ShapePhases:
-    """Trains each shape that comes often in phases of its own, and iterations of others at default clocks.
+    """Trains each frequent shape in its own phases, and iterations of others at default clocks.
 
-    The same on all ranks, which call all methods together.
+    The state is the same on all ranks, which call all methods together.
     """
 
     def __init__(
@@ -135,13 +137,13 @@ class ShapePhases:
         start: Callable[[int, Shape, float], tuple[Phase[Any], float | None]],
         first: float | None,
     ) -> None:
-        """Begin without shapes.
+        """Start without shapes.
 
         Args:
-            context: Of the mode.
-            start: Begins the phases of a shape, given its number and the length of its inputs; returns them, and the
+            context: Context of the mode.
+            start: Starts the phases of a shape, given its number and the length of its inputs. Returns them, and the
                 relative error of its profile if that was predicted.
-            first: The total of the shape with number 0, if there is one.
+            first: Total of the shape with number 0, if there is one.
         """
         self._recorder = context.recorder
         self._topology = context.rank.communicator.topology
@@ -179,7 +181,7 @@ class ShapePhases:
                 planned.close()
 
     def _next_iteration(self, last: _Planned | None) -> NextIteration:
-        """Return what to run: until its shape is known, what the last shape asks for."""
+        """Return the next request. Until the shape is known, it is that of the last shape."""
         by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
         return replace(
@@ -191,22 +193,22 @@ class ShapePhases:
         )
 
     def _of(self, seen: IterationMeasurement) -> _Planned | None:
-        """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
+        """Return the shape of an iteration if it has plans. A frequent one gets them."""
         shape, alike = self._shape_on_all_ranks(*seen.shapes)
         self._frequent.add(shape)
         for other, planned in self._planned.items():
             if other != shape and other in alike:
                 planned.confused += 1
                 if planned.phases and planned.confused > max(_CONFUSED, _CONFUSED_SHARE * planned.iterations):
-                    self._give_up(planned, "iterations that begin with the same inputs go on with others")
+                    self._give_up(planned, "iterations that begin with the same inputs continue with others")
         if shape not in self._planned and self._deserves_plans(shape, alike):
             self._begin(shape, seen.length)
-            return None  # it did not run what these phases ask for
+            return None  # it did not run the request of these phases
         found = self._planned.get(shape)
         if found is None and not self._has_said:
             self._has_said = True
             self._recorder.say(
-                "iterations differ in the shapes of their inputs: shapes that come often get plans, all others run at "
+                "iterations differ in the shapes of their inputs: frequent shapes get plans, all others run at "
                 "default clocks"
             )
         if found is not None:
@@ -214,19 +216,19 @@ class ShapePhases:
         return found if found is not None and found.phases else None
 
     def _shape_on_all_ranks(self, first: float, total: float) -> tuple[Shape, set[Shape]]:
-        """Return the shape of an iteration, and the shapes that a rank cannot tell from it by its first forward."""
+        """Return the shape of an iteration, and those that a rank cannot distinguish by its first forward."""
         if self._told is None:  # inputs of some forwards are not known
             self._tell(first, total)
         pending, self._told = self._told, None
         of_ranks = None if pending is None else pending.result()
         if of_ranks is None:
-            raise PerseusError("ranks could not tell each other the shapes of their inputs")
+            raise PerseusError("ranks could not exchange the shapes of their inputs")
         number, of_all, *words = of_ranks
         bits = [word >> bit & 1 for word in words for bit in range(_BITS)]
         return Shape(number, of_all, first), {shape for shape, bit in zip(self._known, bits, strict=False) if bit}
 
     def _tell(self, first: float, total: float) -> None:
-        """Begin to tell all ranks which inputs this rank has; once for each iteration that ends."""
+        """Start to send this rank's shapes to all ranks, once for each iteration."""
         if self._told is not None:
             return
         rank = self._topology.rank
@@ -234,23 +236,23 @@ class ShapePhases:
         alike = [float(other.first == first) for other in self._known]
         words = [sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)]
         numbers = [(shapes_number(rank, first) + 3 * total_number) % SHAPES, total_number, *words]
-        with contextlib.suppress(RuntimeError):  # the connection to a rank that is gone
+        with contextlib.suppress(RuntimeError):  # the connection to a rank is lost
             self._told = self._channel.exchange(numbers, None, _of_all)
 
     @property
     def _known(self) -> list[Shape]:
-        """The shapes that an iteration may be like; no more of them than two words have bits."""
+        """Shapes that an iteration may have, limited by the number of bits in two words."""
         return [*dict.fromkeys([*self._planned, *self._frequent.last])]
 
     def _advance(self, planned: _Planned, received: IterationMeasurement | Mapping[str, Any] | None) -> None:
-        """Have the phases of a shape decide on its next iteration; None lets them begin."""
+        """Let the phases of a shape decide on its next iteration. None starts them."""
         try:
             if received is None:
                 planned.begin()
             else:
                 planned.advance(received)
         except StopIteration:
-            self._give_up(planned, "its passes no longer have times of their own")
+            self._give_up(planned, "its passes no longer have different times")
             return
         except PerseusError as error:  # the same on all ranks
             self._give_up(planned, str(error).rstrip("."))
@@ -260,11 +262,11 @@ class ShapePhases:
             self._progress = {**progress, "plan": None}
         if wanted.phase == "observe":
             wanted = replace(UNPLANNED, reported=wanted.reported)
-        # Ranks that take an iteration to be of different shapes must not wait for each other.
+        # Ranks that assume different shapes for an iteration must not wait for each other.
         planned.wanted = replace(wanted, shape=planned.number, aligns_tail=False)
 
     def _deserves_plans(self, shape: Shape, alike: set[Shape]) -> bool:
-        """Whether a shape comes often, can be told from others, and there is room for it."""
+        """Return True if a shape is frequent, can be distinguished from others, and there is room for it."""
         if not alike.isdisjoint(self._planned):
             return False
         is_first = shape.total == self._first
@@ -283,7 +285,7 @@ class ShapePhases:
         return True
 
     def _waits_for_profiles(self) -> bool:
-        """Return whether enough lengths are being profiled for the profiles of others to follow from them."""
+        """Return True if enough lengths are being profiled to predict the profiles of others."""
         now = self._frequent.iterations
         measured = (
             planned

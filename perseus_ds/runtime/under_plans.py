@@ -1,4 +1,4 @@
-"""Training under plans: iterations as the selector decides, and how they compare with default clocks in this job."""
+"""Training with plans: iterations according to the selector, and their comparison with default clocks."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
 _INCOMPARABLE = 30
-# A plan from elsewhere runs for so long before it is compared; a job that ends earlier is too short for a comparison.
+# Duration of a plan from elsewhere before a comparison. A shorter job is too short for a comparison.
 _TRIAL_ITERATIONS = 8
 _TRIAL_S = 20.0
-# After so many blocks under a plan they are compared with default clocks of long ago, to notice when it becomes late.
+# Number of blocks with a plan that are compared with earlier default clocks, to detect a plan that becomes late.
 _WATCHED_BLOCKS = 4
-# When a plan that is kept is compared again, the first time, in iterations; not before so many seconds.
+# Number of iterations after which a kept plan is compared again for the first time, and minimum time [s].
 _COMPARED_AGAIN_AFTER = 500
 _COMPARED_AGAIN_AFTER_S = 120.0
-# So many plans at most have a turn one after the other.
+# Maximum number of plans that are tried one after the other.
 _MOST_TURNS = 3
 
 
 class Outcome(Enum):
-    """Why there is no verdict on a plan, and something has to be measured again.
+    """Reason why there is no verdict on a plan, so that something has to be measured again.
 
     Attributes:
-        PROFILE_OUTDATED: Instructions take longer or shorter than profiled, and no comparison can tell what that means.
-        DEFAULT_OUTDATED: Since default clocks were measured, inputs have other shapes, or GPUs may do less or more.
+        PROFILE_OUTDATED: Instructions deviate from the profile, and a comparison is not possible.
+        DEFAULT_OUTDATED: Since default clocks were measured, shapes of inputs or limits of GPUs have changed.
     """
 
     PROFILE_OUTDATED = "profile outdated"
@@ -68,10 +68,10 @@ class PlanRunner:
 
     Attributes:
         selector: Decides on the assignment.
-        profiles_again: Whether to return, to profile again, where instructions take longer or shorter than profiled,
-            and no comparison tells what that means; otherwise the job trains on and only says so.
-        has_drifted: Whether instructions were found to take longer or shorter than profiled.
-        drifts_by_shape: Whether that is because inputs have other shapes.
+        profiles_again: Whether to end, so that the job profiles again, if instructions deviate from the profile and a
+            comparison is not possible. Otherwise the deviation is only reported.
+        has_drifted: Whether instructions were found to deviate from the profile.
+        drifts_by_shape: Whether the reason is another shape of inputs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PlanRunner:
         """Decide on the first plan; every rank must do so at once.
 
         Args:
-            context: Of the mode.
+            context: Context of the mode.
             frontier: The plans.
             default: Iterations of this job at default clocks; None where savings are relative to the profile.
             by_length: Whether each iteration runs a plan for the lengths given, or else default clocks.
@@ -97,7 +97,8 @@ class PlanRunner:
         self._control = context.control
         self._frontier = frontier
         self.profiles_again = False
-        # Whether the last comparison has kept the plan, and another one is not due yet; then after so many iterations.
+        # Whether the last comparison kept the plan and the next one is not due, and the number of iterations until
+        # then.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
         # The limits of GPUs under which default clocks were measured.
         self._limits: tuple[GpuLimit, ...] = () if default is None else default.limits
@@ -115,7 +116,7 @@ class PlanRunner:
         self._is_fresh = default is not None
         self._incomparable = 0
         self._turns = 0
-        # How many times as long iterations take as profiled, since their inputs have other shapes.
+        # Ratio of iteration times to the profile, because inputs have other shapes.
         self._scale = 1.0
         # Of the last iteration, whose reports are on their way.
         self._ran = _Ran()
@@ -146,7 +147,7 @@ class PlanRunner:
 
     @property
     def default(self) -> IterationSample:
-        """Iterations at default clocks, as measured in this job last."""
+        """Last measured iterations of this job at default clocks."""
         assert self._default is not None, "default clocks are measured first"
         return self._default
 
@@ -164,7 +165,7 @@ class PlanRunner:
     def try_out(self) -> Phase[None]:
         """Train under a plan from elsewhere for about as long as a comparison with default clocks takes.
 
-        The first iterations of a job are slower than those after them, so no comparison may use them.
+        The first iterations of a job are slower than later ones, so they cannot be used for a comparison.
         """
         iterations, time_s = 0, 0.0
         while iterations < _TRIAL_ITERATIONS or time_s < _TRIAL_S:
@@ -190,19 +191,19 @@ class PlanRunner:
 
     @property
     def _is_capped(self) -> bool:
-        """Whether default clocks would draw more than the cap in force: then all iterations run under plans."""
+        """True if default clocks would exceed the cap in force. Then all iterations run with plans."""
         return self.selector.in_force.capped
 
     def run_while_kept(self, when_kept: Callable[[], None] = lambda: None) -> Phase[Verdict | Outcome]:
         """Train under the policy's plan for as long as it keeps its promise; default clocks have just been measured.
 
-        Where they would draw more than a power cap, nothing is compared, until the cap has ended.
+        If default clocks would exceed a power cap, nothing is compared until the cap has ended.
 
         Args:
             when_kept: Called each time a comparison keeps the plan.
 
         Returns:
-            The verdict that drops the plan; or why there is none, and something has to be measured again.
+            The verdict that drops the plan, or the reason why there is none and something has to be measured again.
         """
         while True:
             result: Verdict | Outcome | None
@@ -229,7 +230,7 @@ class PlanRunner:
     def _compare(self) -> Phase[Verdict | Outcome | None]:
         """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
 
-        There is no verdict where something has to be measured again, or default clocks would draw more than a cap.
+        There is no verdict if something has to be measured again, or if default clocks would exceed a cap.
         """
         self._sure = sure = self._sure or certainty(next(self._comparisons))
         blocks = [self.default] if self._is_fresh else []
@@ -291,7 +292,7 @@ class PlanRunner:
     def _run(self, iterations: float, *, capped: bool = False) -> Phase[Outcome | None]:
         """Train under the plan that the policy asks for, for so many iterations or until it breaks its promise.
 
-        Under a power cap that default clocks would exceed nothing is compared; it ends when such a cap begins or ends.
+        With a power cap that default clocks would exceed, nothing is compared. It ends when such a cap begins or ends.
         """
         watched, number = self._sample_of_plans(), -1
         while iterations > 0 and self._is_capped is capped:
@@ -313,7 +314,7 @@ class PlanRunner:
         return None
 
     def hurry(self, verdict: Verdict) -> bool:
-        """Give a faster plan its turn after one that takes longer than promised; return whether there is one."""
+        """Try a faster plan after one that takes longer than promised. Return True if there is one."""
         self._turns += 1
         if not verdict.is_late or self._turns >= _MOST_TURNS:
             return False
@@ -323,7 +324,7 @@ class PlanRunner:
         return True
 
     def drop(self, verdict: Verdict, then: str) -> None:
-        """Drop a plan for a while: it may save energy later, or another policy's may."""
+        """Drop a plan for some time. It, or another policy's plan, may save energy later."""
         self.say_compared(verdict, then)
         self.selector.do_not_hurry()
         self._turns = 0
@@ -376,8 +377,9 @@ class PlanRunner:
     def _outdated(self, seen: IterationMeasurement) -> Outcome | None:
         """Return why these plans are of no more use, if they are not; say once that instructions have drifted.
 
-        Where iterations can be compared with default clocks, they decide instead: a plan that still saves energy in
-        time stays, whatever its instructions take. Inputs of other shapes and a power cap allow no comparison.
+        If iterations can be compared with default clocks, the comparison decides instead: a plan that still saves
+        energy in time is kept, whatever its instructions take. With inputs of other shapes or a power cap, a comparison
+        is not possible.
         """
         reports = seen.reports
         if reports is None:
@@ -400,10 +402,10 @@ class PlanRunner:
         return Outcome.PROFILE_OUTDATED if is_outdated else None
 
     def _drift_and_most(self, reports: JobReport) -> tuple[float, float]:
-        """Return how far the pipelines are from the profile: typically, and the one that is farthest.
+        """Return the typical and the largest deviation of the pipelines from the profile.
 
-        Where inputs have other shapes than they had at default clocks, a factor that all instructions have in common
-        is not drift: plans stay as good as they were, and what they promise is scaled by it.
+        If inputs have other shapes than at default clocks, a factor that all instructions have in common is not drift:
+        plans are kept, and their promise is multiplied by this factor.
         """
         default = self._default
         if default is None or not default.has_shapes_beside(reports):
@@ -420,7 +422,7 @@ class PlanRunner:
             self._planned = self._under_assignment()
 
     def _sample_of_plans(self) -> IterationSample:
-        """Return a sample for iterations under the assignment in force, with what it promises."""
+        """Return a sample for iterations with the assignment in force, with its promise."""
         period_s = self._default.counter_period_s if self._default is not None else 0.0
         return IterationSample(
             period_s, self.selector.in_force.promised_slowdown, self.selector.in_force.promised_power
@@ -477,7 +479,8 @@ class PlanRunner:
     def _forecast(self, assignment: Assignment) -> Forecast:
         """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
 
-        They promise a slowdown and a power relative to default clocks; that is the same whether these were measured.
+        Plans promise a slowdown and a power relative to default clocks, which do not depend on the source of the
+        latter.
         """
         forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel)
         default_s, default_j = forecast.default_time_s, forecast.default_energy_j

@@ -508,7 +508,7 @@ def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_kn
     job.slowdowns[0] *= 1.3
     job.late_under_plans()
     assert "observe" not in job.train_until("profile", most=300)
-    assert job.events(PlanJudged)[-1].then == "training goes on at default clocks, profiling again"
+    assert job.events(PlanJudged)[-1].then == "training continues at default clocks, profiling again"
     kept = job.runtime.state()["progress"]
     assert kept["plan"] is None
     assert kept["statistics"]["stops"] > 12
