@@ -52,10 +52,8 @@ from perseus_ds.runtime.look_ahead import check_lengths
 from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, local_rank, own_versions
 
 logger = logging.getLogger("perseus_ds")
-# A batch size that changes all the time fits no profile, and measuring has a cost. After this number of consecutive
-# schedules that ended before their profile was complete, a schedule is measured only after it has been stable.
-_MOST_ABANDONED = 8
-_LASTS_AFTER = 50
+# A profile of the first order that has hardly begun is restarted with another one after this number of its iterations.
+_LASTS_AFTER = 10
 # Stores of jobs in which this rank has reported that it trains without Perseus.
 _DISABLED_JOBS: weakref.WeakSet[Any] = weakref.WeakSet()
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
@@ -147,10 +145,9 @@ class Session:
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self._restored: dict[str, Any] = {}
         self._order: Hashable = None
-        # In profile mode: number of consecutive schedules that ended before their profile was complete, and the number
-        # of iterations for which the current one must be stable before it is measured.
-        self._abandoned = 0
-        self._measured_in: int | None = None
+        # The order for which the runtime was made, and the number of consecutive iterations of another one since.
+        self._first_order: Hashable = None
+        self._others = 0
         self.operation: Callable[..., AbstractContextManager[None]] = _no_operation
         self.follows_transfers = False
         self._open: ExitStack | None = None  # the iteration
@@ -376,22 +373,19 @@ class Session:
                 return None
             try:
                 with reported_once():
-                    self._start()
+                    self._start(order)
             except (ScheduleError, GpuError) as error:
                 may_observe = self.engine.starts_late and self.config.mode == "auto"
                 if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
                     raise
                 self._continue_without(error)
-        elif order != self._order and self.config.mode in ("observe", "profile"):
-            self._change_schedule(order)
-        elif self._measured_in is not None:
-            self._measured_in -= 1
-            if self._measured_in == 0:
-                self._start_again()
+        elif self.config.mode == "profile":
+            self._follow_schedule(order)
         self._order = order
         return self.runtime
 
-    def _start(self) -> None:
+    def _start(self, order: Hashable) -> None:
+        self._first_order, self._others = order, 0
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
         self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
@@ -401,29 +395,22 @@ class Session:
         for action in waiting:
             action(self.runtime)
 
-    def _change_schedule(self, order: Hashable) -> None:
-        """Continue with another schedule, for example after a change of the batch size.
-
-        An incomplete profile is restarted.
-        """
+    def _follow_schedule(self, order: Hashable) -> None:
+        """Restart a profile that has hardly begun if another order takes the place of the first one."""
         assert self.runtime is not None
-        measures = self.config.mode == "profile" and not self.runtime.profiled
-        if self._measured_in is None:
-            self._abandoned = 0 if self.runtime.profiled else self._abandoned + 1
-        self._measured_in = _LASTS_AFTER if measures and self._abandoned > _MOST_ABANDONED else None
-        if measures and self._measured_in is None:
-            self._start_again()
-        else:
-            self.runtime.schedule_changed()
+        begins = self.runtime.next.phase in ("calibrate", "warm-up")
+        is_other = begins and order != self._first_order
+        self._others = (self._others + 1 if order == self._order else 1) if is_other else 0
+        if self._others >= _LASTS_AFTER:
+            self._start_again(order)
 
-    def _start_again(self) -> None:
+    def _start_again(self, order: Hashable) -> None:
         """Restart the mode with the current schedule."""
         assert self.runtime is not None
-        self._measured_in = None
         state = {key: value for key, value in self.runtime.state().items() if key != "progress"}
         self.runtime.close()
         try:
-            self._start()
+            self._start(order)
         except PerseusError as error:  # errors of Perseus must not end training that has started
             self._continue_without(error)
         else:

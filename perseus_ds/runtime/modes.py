@@ -52,7 +52,9 @@ def mode_of(context: ModeContext) -> Phase[None]:
         return OrderPhases(context, _run(context), None).run()
     if mode == "auto":
         return OrderPhases(context, _auto(context), _of_order).run()
-    return {"profile": _profile, "observe": _observe}[mode](context)
+    if mode == "profile":
+        return OrderPhases(context, _profile(context), None, profiles_all=True).run()
+    return _observe(context)
 
 
 def _observe(context: ModeContext) -> Phase[None]:

@@ -60,13 +60,20 @@ class OrderPhases:
         first: The phases of the first order.
         start: Starts the phases of another order, given whether its profile is known. None if only the first order has
             plans.
+        profiles_all: Whether iterations of all orders are measured for the profile of the first one.
     """
 
     def __init__(
-        self, context: ModeContext, first: Phase[None], start: Callable[[ModeContext, bool], Phase[None]] | None
+        self,
+        context: ModeContext,
+        first: Phase[None],
+        start: Callable[[ModeContext, bool], Phase[None]] | None,
+        *,
+        profiles_all: bool = False,
     ) -> None:
         self._context = context
         self._start = start
+        self._profiles_all = profiles_all
         self._first = _Order(0, first, context.job.profile_path)
         self._planned: dict[Hashable, _Order] = {}
         self._frequent: FrequentKinds[Hashable] = FrequentKinds()
@@ -120,26 +127,30 @@ class OrderPhases:
         if order in self._awaited and read is not None:
             self._awaited.remove(order)
             self._begin(order, read)
-        found = self._planned.get(order)
+        found = self._planned.get(order, self._measured_with_all)
         return found.wanted if found is not None and found.phases else _OF_UNKNOWN_ORDER
 
     def _of(self, order: Hashable) -> _Order | None:
         """Return the order of an iteration that has ended. None if it has no phases yet."""
         self._frequent.add(order)
         self._awaited = {awaited for awaited in self._awaited if self._frequent.is_frequent(awaited)}
-        found = self._planned.get(order)
+        found = self._planned.get(order, self._measured_with_all)
         if found is not None:
             found.came = self._frequent.iterations
             return found if found.phases else None
         if not self._has_said:
             self._has_said = True
             which = "frequent numbers get plans" if self._start else "the plans are for one number"
-            self._context.recorder.say(
-                f"iterations differ in their number of micro-batches: {which}, all others run at default clocks"
-            )
+            then = "all of them are profiled" if self._profiles_all else f"{which}, all others run at default clocks"
+            self._context.recorder.say(f"iterations differ in their number of micro-batches: {then}")
         if self._deserves_plans(order):
             self._awaited.add(order)
         return None
+
+    @property
+    def _measured_with_all(self) -> _Order | None:
+        """The first order while iterations of all orders are measured for its profile, else None."""
+        return self._first if self._profiles_all and self._first.wanted.phase == "profile" else None
 
     def _deserves_plans(self, order: Hashable) -> bool:
         """Return True if an order is frequent and may get plans now."""

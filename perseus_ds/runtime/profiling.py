@@ -376,8 +376,11 @@ class _Measurement:
             self._refreshes[clock_mhz] += len(readings)
         self.log.forget()
         self.iterations += len(visit)
-        self.lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
-        self.lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit)
+        usual = _passes(self._baseline.spans[-1])
+        for seen in visit:
+            share = _passes(seen.spans()) / usual if usual else 1.0  # with another number of micro-batches
+            self.lost_s += seen.time_s - share * self._baseline.time_s
+            self.lost_j += seen.energy_j - share * self._baseline.energy_j
 
     def _factors(self, seen: IterationMeasurement) -> Mapping[Instruction, float]:
         """Return how many times as long passes take as with inputs of the profile's length."""
@@ -409,6 +412,10 @@ class _Measurement:
         """Return the estimated time until the given number of iterations is measured, at least one more [s]."""
         lost_s = self.lost_s / self.iterations if self.iterations else 0.0
         return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
+
+
+def _passes(spans: Sequence[Span]) -> int:
+    return sum(isinstance(s.operation, Compute) and s.operation.instruction.kind is not Kind.TAIL for s in spans)
 
 
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:

@@ -23,7 +23,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import ClockRefused, Event
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.clocks.timers import Execution, SimulatedExecution
-from perseus_ds.errors import ConnectionLostError, PlanError
+from perseus_ds.errors import ConnectionLostError
 from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
@@ -381,12 +381,6 @@ class PerseusRuntime:
         """Context of work outside of training iterations, which runs at default clocks."""
         self.rank.clocks.pause()
         yield
-
-    def schedule_changed(self) -> None:
-        """Report that the engine runs another schedule than it started with, so that no plan fits."""
-        if self.next.phase != "observe":
-            self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
-        self._driver.observe()
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
         """Change the policy, for example to ``{"name": "energy_optimal"}``.

@@ -31,6 +31,18 @@ def test_deepspeed(tmp_path):
 
 
 @pytest.mark.extended
+def test_profile_mode_on_deepspeed(tmp_path):
+    perseus = {"mode": "profile", "profile": QUICK_PROFILE}
+    perseus["simulated"] = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
+    job = {"counts": COUNTS, "work": [3, 2], "steps": 120}
+    profiled = run(tmp_path / "profile", 2, perseus=perseus, **job)
+    of_job = records(tmp_path / "profile" / "perseus")
+    assert len(events(of_job, "profile")) == 1
+    assert not events(of_job, "failure")
+    assert_same_training(profiled, run(tmp_path / "without", 2, **job))
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 def test_torch(tmp_path, name):
     job = {"schedule": name, "micro_batches": max(COUNTS), "counts": COUNTS}

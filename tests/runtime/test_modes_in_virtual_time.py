@@ -271,15 +271,6 @@ def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, 
     assert problems[0].endswith("Running at default clocks")
 
 
-def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
-    for phase in ("profile", "run"):
-        job = start(phase, mode="auto")
-        job.train_until(phase)
-        job.runtime.schedule_changed()
-        assert set(job.train(3)) == {"observe"}
-    assert caplog.text.count("no plan fits any more") == 2
-
-
 def test_a_resumed_job_goes_on_under_the_plan_that_was_next(start, frontier):
     first = start("first", mode="run", frontier=frontier, **SLOWER)
     first.train(3)

@@ -12,6 +12,7 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
 from perseus_ds.errors import GpuError, ScheduleError
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.runtime import kinds, orders
 from perseus_ds.runtime.under_plans import PlanRunner
 
@@ -56,6 +57,21 @@ def test_counts_that_alternate_from_the_start_each_get_a_plan_and_one_profile_is
         assert Frontier.load(folder).provenance.micro_batches == count
         assert StageProfile.load(folder).info.micro_batches == count
     assert job.read == 1
+
+
+def test_profile_mode_measures_iterations_of_all_counts_for_one_profile(start):
+    mixed, alone = (start(folder=name, mode="profile", micro_batches=8) for name in ("mixed", "alone"))
+    phases = train(mixed, [8, 2, 5, 4] * 12)
+    alone.train_until("observe")
+    assert phases.count("profile") < 24, "iterations of all counts are measured"
+    assert len(mixed.events(ProfileWritten)) == 1
+    found, expected = (StageProfile.load(job.folder) for job in (mixed, alone))
+    assert found.info.micro_batches == 8
+    for row in expected.measurements:
+        if row.kind is not Kind.TAIL:
+            measured = found.at(row.stage, row.kind, row.clock_mhz)
+            assert measured.time_s == pytest.approx(row.time_s, rel=0.02)
+            assert measured.energy_j == pytest.approx(row.energy_j, rel=0.06)
 
 
 def test_a_deadline_slows_down_all_counts_alike_and_is_met_just_in_time(start):
