@@ -34,7 +34,7 @@ def test_deepspeed(tmp_path):
 def test_profile_mode_on_deepspeed(tmp_path):
     perseus = {"mode": "profile", "profile": QUICK_PROFILE}
     perseus["simulated"] = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
-    job = {"counts": COUNTS, "work": [3, 2], "steps": 120}
+    job = {"counts": COUNTS, "work": [3, 2], "steps": 60}
     profiled = run(tmp_path / "profile", 2, perseus=perseus, **job)
     of_job = records(tmp_path / "profile" / "perseus")
     assert len(events(of_job, "profile")) == 1
