@@ -12,20 +12,19 @@ from perseus_ds.protocol.messages import Fault, GpuDescription
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _RETRY_S, _INSIST_S = 0.5, 120.0
-"""How often a driver that refuses to reset a clock is called again, and for how long."""
+"""Interval and duration of repeated calls to a driver that refuses to reset a clock."""
 _HANGS_S = 10.0
 
 
 class GpuDriver:
-    """Opens a GPU, and returns it to its default clock when that is requested.
+    """Opens a GPU, and resets its clock on request.
 
     Attributes:
         record: The GPU's record of locked clocks.
-        gpu: The GPU; None before it was opened.
-        error: Why it could not be opened; None before.
-        description: What a client that has found the GPU here wants to know; None before it was read, and why it
-            cannot be read if that is so.
-        left_error: Why a clock that another process left locked cannot be reset; empty if it can.
+        gpu: The GPU. None before it was opened.
+        error: Reason why it could not be opened, or None.
+        description: Description of the GPU for clients, or the error if it cannot be read. None before it was read.
+        left_error: Reason why a clock that another process left locked cannot be reset. Empty if it can.
     """
 
     def __init__(
@@ -39,9 +38,9 @@ class GpuDriver:
 
         Args:
             record: The GPU's record of locked clocks.
-            open_gpu: Opens it.
-            on_change: Called on the thread when it was opened, could not be opened, or was reset.
-            timebase: The time in which to wait.
+            open_gpu: Opens the GPU.
+            on_change: Called on the thread after the GPU was opened, could not be opened, or was reset.
+            timebase: Timebase for waiting.
 
         Raises:
             RuntimeError: No thread can be started.
@@ -66,30 +65,30 @@ class GpuDriver:
 
     @property
     def is_reset(self) -> bool:
-        """Whether the clock was reset since the last request."""
+        """True if the clock was reset since the last request."""
         return self._done == self._requested
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the clock may stay locked: the driver has refused for two minutes, or not answered for 10 s."""
+        """True if the clock may stay locked: the driver has refused for two minutes, or not answered for 10 s."""
         now_s = self._time.now_s()
         insists = now_s < self._requested_s + _INSIST_S and now_s < self._answered_s + _HANGS_S
         return not self.is_reset and not insists
 
     def reset(self) -> None:
-        """Request the default clock, without waiting for it."""
+        """Request a reset of the clock, without waiting for it."""
         if self.is_reset:
             self._requested_s = self._answered_s = self._time.now_s()
         self._requested += 1
         self._notifier.notify()
 
     def may_lock(self) -> bool:
-        """Return whether the clock may be locked, which the caller is about to do."""
+        """Return True if the clock may be locked, which the caller is about to do."""
         self._has_locked = True
         return self.record.is_current
 
     def describe(self, checks_permission: bool) -> None:
-        """Have the GPU described, without waiting for it.
+        """Request a description of the GPU, without waiting for it.
 
         Args:
             checks_permission: Whether to check that clocks may be set, which resets the clock.
@@ -99,18 +98,18 @@ class GpuDriver:
         self._notifier.notify()
 
     def is_described(self, checks_permission: bool) -> bool:
-        """Return whether the description is there, or the reason why there is none."""
+        """Return True if the description or the reason why there is none is known."""
         if isinstance(self.description, GpuDescription):
             return self.description.is_permission_checked or not checks_permission
         return self.description is not None
 
     @property
     def left_problem(self) -> str:
-        """Why a clock that another process left locked still is; empty if it was reset."""
+        """Reason why a clock that another process left locked is still locked. Empty if it was reset."""
         return self.left_error if self.is_reset else str(self.error or "its driver does not answer")
 
     def close(self) -> None:
-        """End the thread once its call has returned."""
+        """End the thread after its current call."""
         self._is_closed = True
         self._notifier.notify()
 
@@ -130,14 +129,14 @@ class GpuDriver:
                 if self._describes and not self.is_described(self._checks_permission):
                     self.description = self._described(self.gpu)
                     self._on_change()
-            except Exception as error:  # of any kind: no other process would try again
+            except Exception as error:  # no other process would try again
                 self.error = error
                 self._on_change()
                 pause_s = _RETRY_S if requested != self._done else None
             self._answered_s = self._time.now_s()
             if requested == self._requested:
                 self._notifier.wait(pause_s)
-        with contextlib.suppress(Exception):  # the driver may be gone
+        with contextlib.suppress(Exception):  # the driver may not work
             if self.gpu is not None:
                 self.gpu.close()
 
@@ -147,23 +146,23 @@ class GpuDriver:
         except GpuPermissionError as error:
             if self._has_locked:
                 raise
-            # Who may not reset a clock has not locked it. Another process may have been allowed to.
+            # A process that may not reset a clock has not locked it. Another process may have had the permission.
             if self.record.left_by is not None:
                 self.left_error = str(error)
 
     def _described(self, gpu: Gpu) -> GpuDescription | Exception:
         try:
             return description_of(gpu, checks_permission=self._checks_permission)
-        except Exception as error:  # of any kind: a client waits for it
+        except Exception as error:  # a client waits for it
             return error
 
     def problem(self) -> GpuError | None:
-        """Return why the GPU cannot be used, or None while that is not known."""
+        """Return why the GPU cannot be used. None if it can, or if unknown."""
         return None if self.error is None or self.gpu is not None else GpuError(str(self.error))
 
 
 def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
-    """Describe a GPU to a client.
+    """Return the description of a GPU for clients.
 
     Args:
         gpu: The GPU.

@@ -1,8 +1,8 @@
 """Records of GPUs whose clock may be locked: one file for each, held by the agent that serves the GPU.
 
-A locked clock survives every process. Its record is written before the clock is locked, so that whoever opens the GPU
-next knows that it must be reset. The record also counts the agents that have served the GPU: an agent that was stopped,
-and was replaced meanwhile, finds another number in it and leaves the GPU alone.
+A locked clock outlives every process. Its record is written before the clock is locked, so that the next process that
+opens the GPU knows that it must be reset. The record also counts the agents that have served the GPU: an agent that was
+stopped and replaced finds another number in it, and does not change the GPU.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class GpuHeldError(GpuError):
 
 
 class GpuRecord:
-    """The record of a GPU that this process serves.
+    """Record of a GPU that this process serves.
 
     Attributes:
-        gpu: Its address.
-        left_by: The agent that left the clock locked when it died; None if none did.
+        gpu: Address of the GPU.
+        left_by: Agent that left the clock locked when it died. None if no agent did.
         is_of_same_job: Whether that agent served the same job.
     """
 
     def __init__(self, gpu: str, agent: str) -> None:
-        """Lock the record of a GPU, which is created if there is none.
+        """Lock the record of a GPU. It is created if there is none.
 
         Args:
-            gpu: Its address.
-            agent: The name of this agent; see :func:`perseus_ds.protocol.places.agent_name`.
+            gpu: Address of the GPU.
+            agent: Name of this agent. See :func:`perseus_ds.protocol.places.agent_name`.
 
         Raises:
             GpuHeldError: Another agent serves the GPU.
@@ -48,7 +48,7 @@ class GpuRecord:
         try:
             self._file = places.lock(self._path)
         except (BlockingIOError, PermissionError):
-            # Not ``holder_of``: this process may itself have locked it.
+            # Not ``holder_of``, because this process itself may have locked it.
             raise GpuHeldError(f"{gpu} is used by another job of this user{_holder(self._path)}.") from None
         self._agent = agent
         generation, pid, is_locked, before = _read(self._file)
@@ -60,7 +60,7 @@ class GpuRecord:
 
     @property
     def is_current(self) -> bool:
-        """Whether no other agent, and no ``perseus-ds reset``, has taken the GPU from this one."""
+        """True if neither another agent nor ``perseus-ds reset`` has taken over the GPU."""
         return _read(self._file)[0] in (self._generation, 0)  # 0: it could not be written
 
     def set_locked(self, may_be_locked: bool) -> None:
@@ -70,7 +70,7 @@ class GpuRecord:
             self._write()
 
     def restore(self) -> None:
-        """Write the record again if its file is gone, as at the end of a login session.
+        """Write the record again if its file was removed, for example at the end of a login session.
 
         Raises:
             OSError: It cannot be written, or another agent has locked the new file.
@@ -83,7 +83,7 @@ class GpuRecord:
             self._write()
 
     def close(self) -> None:
-        """Unlock the record; what it says stays."""
+        """Unlock the record without changing its contents."""
         os.close(self._file)
 
     def _write(self) -> None:
@@ -91,7 +91,7 @@ class GpuRecord:
 
 
 class UnrecordedGpu:
-    """What stands for the record of a simulated GPU, whose clock ends with the processes that use it."""
+    """Replaces the record of a simulated GPU, whose clock ends with the processes that use it."""
 
     left_by: int | None = None
     is_of_same_job = False
@@ -101,13 +101,13 @@ class UnrecordedGpu:
         self.gpu = gpu
 
     def set_locked(self, may_be_locked: bool) -> None:
-        """Nothing to record."""
+        """Do nothing, because nothing is recorded."""
 
     def restore(self) -> None:
-        """Nothing to write."""
+        """Do nothing, because nothing is written."""
 
     def close(self) -> None:
-        """Nothing to unlock."""
+        """Do nothing, because nothing is locked."""
 
 
 def left_locked(agent: str) -> Iterator[GpuRecord]:
@@ -122,9 +122,9 @@ def left_locked(agent: str) -> Iterator[GpuRecord]:
 
 
 def note_reset(gpu: str) -> None:
-    """Note that the clock of a GPU was reset from outside.
+    """Record that the clock of a GPU was reset from outside.
 
-    An agent that runs goes on serving the GPU; one that is stopped will leave it alone when it continues.
+    A running agent continues to serve the GPU. A stopped one will not change it when it continues.
     """
     for path in _paths():
         if path.name == f"{_PREFIX}{gpu}":
@@ -162,7 +162,7 @@ def _holder(path: Path) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, as by SIGSTOP."""
+    """Return True if a process is stopped, for example by SIGSTOP."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False

@@ -1,15 +1,15 @@
-"""The agent: a process on each node that sets the clocks of ranks' GPUs, outlives the ranks, and resets the clocks.
+"""The agent: a process on each node that sets the clocks of ranks' GPUs and resets them.
 
-A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. A rank
-requests a lease of its GPU and passes memory along, which it keeps locked: the kernel ends that lock with the process,
-however that happens. The agent looks at these locks, and resets the GPU of each rank whose lease has ended. On SIGTERM,
-to itself or to a rank, it resets at once: a job that writes its last checkpoint does so at default clocks.
+A locked clock outlives the process that locked it, even after ``kill -9``, so another process must detect its end. A
+rank requests a lease of its GPU and passes memory that it keeps locked. The kernel releases this lock when the process
+ends for any reason. The agent polls these locks, and resets the GPU of each rank with an ended lease. On SIGTERM to
+itself or to a rank, it resets immediately, so that a job writes its last checkpoint at default clocks.
 
-The agent is no descendant of the rank and has a session of its own, so a signal to the job's process tree or group does
-not reach it. It ends with the last rank. A kill of everything, as that of a container or control group, leaves clocks
+The agent is not a descendant of the rank and has its own session, so a signal to the job's process tree or group does
+not reach it. It ends with the last rank. If everything is killed, for example a container or control group, clocks stay
 locked until the next job of this user, or ``perseus-ds reset``, resets them.
 
-It imports neither torch nor DeepSpeed, so that it starts quickly and stays small.
+It imports neither torch nor DeepSpeed, so that it starts quickly and needs little memory.
 """
 
 from __future__ import annotations
@@ -56,21 +56,22 @@ _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES, _MOST_UNSENT = 3, 100
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
-"""How often to look at the lock of a rank whose socket is closed: the kernel closes one file after the other."""
+"""Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
 _ENDS_WITHIN_S = 1.0
 _CALL_ENDS_WITHIN_S = 10.0
 _LEFT_TIMEOUT_S = 10.0
-"""How long the first lease waits for GPUs that earlier jobs left locked."""
+"""Time for which the first lease waits for GPUs that earlier jobs left locked."""
 _STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
 _REMEMBERED, _UNKNOWN_S = 8, 20.0
-"""So many iterations are remembered; one takes so long if none is."""
+"""Number of iterations whose times are stored, and the time assumed for an iteration before that."""
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
 
 
 class Progress:
-    """The progress of a rank, and how long it has stood still.
+    """Progress of a rank, and detection of a standstill.
 
-    A rank stands still 2 s after its last iteration, and in an iteration after three times as long as iterations take.
+    A rank stands still 2 s after its last iteration, and within an iteration after three times the duration of
+    iterations.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Progress:
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def stands_still(self, memory: RankMemory, now_s: float) -> bool:
-        """Return, once for each time that the rank stands still, that its clock is to be reset."""
+        """Return True, once for each standstill, if the clock of the rank is to be reset."""
         progress = memory.progress
         if progress != self._seen:
             if self._seen >= 0 and (self._seen % 2 or progress > self._seen + 1):
@@ -89,7 +90,7 @@ class Progress:
         if not memory.may_be_locked:
             self._reset_at, self._locked_s = -1, now_s
         longest_s = _STANDS_STILL_S
-        if progress % 2 or memory.ended != memory.iteration % 2**32:  # the GPU may still be at the iteration
+        if progress % 2 or memory.ended != memory.iteration % 2**32:  # the GPU may not have finished the iteration
             longest_s = max(longest_s, _TIMES_AS_LONG * max(self._taken_s, default=_UNKNOWN_S))
         if (
             now_s - max(self._since_s, self._locked_s) <= longest_s
@@ -102,7 +103,7 @@ class Progress:
 
 
 class _Rank:
-    """A client: its connection, its lease, and the lock by which the lease lives."""
+    """A client: its connection, its lease, and the lock that determines the end of the lease."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
@@ -123,13 +124,13 @@ class _Rank:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the lease has ended, or the connection of a process that has requested none."""
+        """True if the lease has ended, or the connection of a process without a lease."""
         if self.memory_file is None:
             return not self.is_connected
         return self.is_released or places.holder(self.memory_file) is None
 
     def is_ending(self, now_s: float) -> bool:
-        """Return whether the end of the lease is about to be seen, or waits for the driver."""
+        """Return True if the end of the lease is about to be detected, or waits for the driver."""
         return (
             self.is_released
             or self.ended_s is not None
@@ -137,15 +138,15 @@ class _Rank:
         )
 
     def send(self, message: messages.ToClient) -> None:
-        """Send a message.
+        """Send a message. Thread-safe.
 
-        It may be called from any thread. A client that does not read its messages gets the newest ones later.
+        A client that does not read its messages receives the newest ones later.
         """
         self._outbox.append(messages.encode(message))
         self.flush()
 
     def flush(self) -> None:
-        """Send what there was no room for."""
+        """Send pending messages."""
         with contextlib.suppress(OSError, IndexError):  # another thread may send the last one
             while True:
                 packet = self._outbox.popleft()
@@ -156,7 +157,7 @@ class _Rank:
                     raise
 
     def map(self, file: int) -> None:
-        """Map the memory that the client passed along.
+        """Map the memory that the client has passed.
 
         Raises:
             GpuError: It could be truncated, or has another layout.
@@ -174,16 +175,16 @@ class _Rank:
 
 
 def _mapped(file: int, least: int) -> memoryview:
-    """Map memory that a client passed along.
+    """Map memory that a client has passed.
 
     Raises:
-        GpuError: It could be truncated, which would end this process, or is too short.
+        GpuError: It could be truncated, which would end this process, or it is too short.
     """
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
         length = os.fstat(file).st_size
         if not seals & fcntl.F_SEAL_SHRINK or length < least:
-            raise GpuError(f"The memory of a rank can be truncated, or has {length} bytes only.")
+            raise GpuError(f"The memory of a rank can be truncated, or has only {length} bytes.")
         return memoryview(mmap.mmap(file, length))
     except (OSError, ValueError) as error:
         raise GpuError(f"The memory of a rank cannot be used: {error}.") from error
@@ -199,13 +200,13 @@ class Agent:
         find_gpu: Callable[[FindGpu], Gpu] = find_gpu,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Reset what earlier processes of this user left locked, and wait for ranks.
+        """Reset GPUs that earlier processes of this user left locked, and wait for ranks.
 
         Args:
-            name: By which clients find it; see :func:`perseus_ds.protocol.places.agent_name`.
+            name: Name by which clients find it. See :func:`perseus_ds.protocol.places.agent_name`.
             open_gpu: Opens a GPU by its address, and by its logs if it is simulated.
             find_gpu: Opens a GPU by its number in a client.
-            timebase: The time in which to wait.
+            timebase: Timebase for waiting.
 
         Raises:
             OSError: Its socket cannot be created.
@@ -217,7 +218,7 @@ class Agent:
         self._time = timebase
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        # Drivers' threads wake the loop.
+        # Threads of drivers wake the loop.
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -227,8 +228,8 @@ class Agent:
         self._left: dict[str, tuple[int, GpuDriver]] = {}
         self._began_s = self._look_at_s = self._next_s = timebase.now_s()
         self._has_served = self.terminates = False
-        # GPUs of the agent before this one, whose ranks will request their leases again; and those that were reset
-        # because none did, although a rank that has not noticed the loss of its agent may still lock their clocks.
+        # GPUs of the previous agent, whose ranks will request their leases again, and those that were reset because no
+        # rank did, although a rank that has not detected the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
         self._abandoned: set[str] = set()
         with contextlib.suppress(OSError):
@@ -240,7 +241,7 @@ class Agent:
                     self._left[record.gpu] = record.left_by or 0, driver
 
     def serve(self) -> None:
-        """Serve until the last rank is gone, or none came."""
+        """Serve until the last rank has ended, or no rank has come."""
         while self._is_needed():
             self.step()
         if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
@@ -248,7 +249,7 @@ class Agent:
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
 
     def step(self) -> None:
-        """Do what is due, after waiting for it for at most 0.1 s."""
+        """Wait for at most 0.1 s, and do what is due."""
         try:
             for key, _ in self._selector.select(max(0.0, self._next_s - self._time.now_s())):
                 if key.fileobj is self._listener:
@@ -268,7 +269,7 @@ class Agent:
                         rank.look_at_s = now_s + rank.clocks.look()
                     next_s = min(next_s, rank.look_at_s)
             self._next_s = next_s
-        except (OSError, RuntimeError):  # too many files or threads: tried again
+        except (OSError, RuntimeError):  # too many files or threads: try again
             self._time.sleep(_POLL_S)
 
     def _is_needed(self) -> bool:
@@ -292,7 +293,7 @@ class Agent:
 
     def _receive(self, descriptor: int) -> None:
         rank = self._ranks.get(descriptor)
-        if rank is None:  # forgotten just now
+        if rank is None:  # just removed
             return
         files: list[int] = []
         try:
@@ -307,7 +308,7 @@ class Agent:
                     rank.clocks.wake()
                     rank.look_at_s = self._time.now_s()
                 return
-            self._look_at_s = 0.0  # whatever it is, the rest may depend on it
+            self._look_at_s = 0.0  # the message may affect all ranks
             if len(packet) > 1:
                 self._handle(rank, messages.decode_to_agent(packet), files)
             elif packet:
@@ -316,8 +317,8 @@ class Agent:
             else:
                 rank.is_connected, rank.disconnected_s = False, self._time.now_s()
                 self._selector.unregister(rank.connection)
-        except Exception as error:  # of any kind: other ranks need this agent
-            rank.send(Refused("memory", f"The agent does not understand a message: {error}."))
+        except Exception as error:  # other ranks need this agent
+            rank.send(Refused("memory", f"The agent cannot decode a message: {error}."))
         finally:
             for file in files:
                 os.close(file)
@@ -339,10 +340,10 @@ class Agent:
             self._register(rank, message, files)
 
     def _register(self, rank: _Rank, message: RequestLease, files: list[int]) -> None:
-        """Accept a request for a lease, which is granted when the GPU is open."""
+        """Accept a request for a lease, which is granted after the GPU was opened."""
         try:
             if not message.gpu.isprintable() or "/" in message.gpu:
-                raise GpuError(f"{message.gpu!r} is no address of a GPU.")
+                raise GpuError(f"{message.gpu!r} is not the address of a GPU.")
             rank.map(files.pop(0))
             rank.is_finding = False
             rank.is_renewal = message.is_renewal
@@ -357,12 +358,12 @@ class Agent:
         except GpuError as error:
             self._refuse(rank, "memory", str(error))
         except (OSError, RuntimeError) as error:
-            self._refuse(rank, "unusable", f"It cannot be recorded which clocks are locked: {error}.")
+            self._refuse(rank, "unusable", f"Locked clocks cannot be recorded: {error}.")
         else:
             rank.gpu = message.gpu
             record = self._drivers[message.gpu].record
             if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
-                self._drivers[message.gpu].reset()  # the rank that had locked the clock is gone
+                self._drivers[message.gpu].reset()  # the rank that had locked the clock has ended
             self._has_served = True
 
     def _find(self, rank: _Rank, place: FindGpu) -> None:
@@ -375,12 +376,12 @@ class Agent:
             gpu.close()
             assert address is not None
             rank.send(Found(address))
-        except Exception as error:  # of any kind: the client waits for an answer
+        except Exception as error:  # the client waits for an answer
             rank.send(Refused("unusable", str(error)))
             self._has_served, rank.is_finding = True, False
 
     def _forget_former(self, rank: _Rank) -> None:
-        """Forget the former connection of a process that has connected again, as when this agent was stopped."""
+        """Remove the earlier connection of a process that has connected again after this agent was stopped."""
         for other in [*self._ranks.values()]:
             ours, theirs = rank.memory_file, other.memory_file
             if other is not rank and ours is not None and theirs is not None and os.path.sameopenfile(ours, theirs):
@@ -409,16 +410,16 @@ class Agent:
             self._wake_writer.send(b"x")
 
     def _revoke(self, rank: _Rank) -> None:
-        """Return a GPU to its default clock before its rank ends."""
+        """Reset a GPU before its rank ends."""
         if rank.memory is not None and rank.gpu is not None:
-            rank.memory.revoke()  # first, so that the rank does not lock the clock again
+            rank.memory.revoke()  # before the reset, so that the rank does not lock the clock again
             for other in self._others(rank):
                 if other.memory is not None:
                     other.memory.count_reset()
             self._drivers[rank.gpu].reset()
 
     def _look(self) -> None:
-        """Grant leases whose GPU is open, and have the GPUs reset whose leases have ended."""
+        """Grant leases of opened GPUs, and reset GPUs with ended leases."""
         if self.terminates:
             self.terminates = False
             for rank in self._ranks.values():
@@ -433,12 +434,12 @@ class Agent:
                 rank.memory.heartbeat_s = now_s
                 rank.flush()
                 if rank.progress.stands_still(rank.memory, now_s) and rank.is_granted and not self._others(rank):
-                    rank.memory.count_reset()  # first, so that the clock is locked again when the rank goes on
+                    rank.memory.count_reset()  # before the reset, so that the rank locks it again later
                     rank.memory.may_be_locked = False
                     self._drivers[rank.gpu or ""].reset()
                     rank.awaits_reset = True
                 elif rank.awaits_reset and self._drivers[rank.gpu or ""].is_reset:
-                    rank.memory.count_reset()  # it may have gone on before the driver did it
+                    rank.memory.count_reset()  # it may have continued before the reset
                     rank.awaits_reset = False
             if rank.has_ended:
                 self._end(rank)
@@ -450,7 +451,7 @@ class Agent:
             self._abandoned |= self._inherited
             self._inherited.clear()
         for gpu, driver in [*self._drivers.items()]:
-            with contextlib.suppress(OSError):  # no memory for its file, or no folder: tried again
+            with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
                 driver.record.restore()
             self._let_go(gpu, driver)
 
@@ -492,7 +493,7 @@ class Agent:
         return [each for each in self._ranks.values() if each is not rank and each.gpu == rank.gpu]
 
     def _end(self, rank: _Rank) -> None:
-        """A lease has ended: reset the GPU unless another rank uses it."""
+        """End a lease, and reset the GPU unless another rank uses it."""
         driver = self._drivers.get(rank.gpu or "")
         others = [other for other in self._others(rank) if other.is_granted and other.memory is not None]
         if driver is None or others:
@@ -507,7 +508,7 @@ class Agent:
             self._forget(rank)
             return
         if rank.clocks is not None:
-            rank.clocks.leave()  # first, so that it does not lock the clock again
+            rank.clocks.leave()  # before the reset, so that it does not lock the clock again
         if rank.is_granted or driver.record.left_by is not None:
             rank.is_granted = False
             self._inherited.discard(rank.gpu or "")
@@ -521,7 +522,7 @@ class Agent:
             self._forget(rank)
 
     def _let_go(self, gpu: str, driver: GpuDriver) -> None:
-        """Forget a GPU that no rank uses, once it is reset."""
+        """Release a GPU that no rank uses after its reset."""
         is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
         if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
             if gpu not in self._abandoned and not driver.left_error:
@@ -532,10 +533,10 @@ class Agent:
 
 
 def main() -> None:
-    """Become the agent of a job, unless another process is."""
+    """Become the agent of a job, unless another process is the agent already."""
     (name,) = sys.argv[1:]
     if os.fork():
-        return  # The agent is the child, an orphan: it is not in the job's process tree.
+        return  # The agent is the orphaned child, outside the job's process tree.
     # A launcher may have pinned the rank to some cores, or lowered its priority.
     for function, *arguments in (
         (os.sched_setaffinity, 0, range(os.cpu_count() or 1)),
@@ -549,7 +550,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    with contextlib.suppress(OSError):  # another rank has started it already
+    with contextlib.suppress(OSError):  # another rank has already started it
         places.lock(places.agent_lock_path(name))
         places.forget_dead(name)
         agent = Agent(name)

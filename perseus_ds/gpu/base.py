@@ -23,7 +23,7 @@ class GpuState:
 
 
 class KnownGpu(Protocol):
-    """What a training process knows of its GPU.
+    """Description of a GPU in a training process, which does not call its driver.
 
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU says that it is simulated.
@@ -31,7 +31,7 @@ class KnownGpu(Protocol):
         address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu.opening`). None if
             no lock of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
-        settings: What was set of it when it was opened; None if the driver does not report it.
+        settings: Settings of the GPU when it was opened. None if the driver does not report them.
     """
 
     name: str
@@ -52,10 +52,10 @@ class KnownGpu(Protocol):
         """
 
     def check_lock_permission(self) -> None:
-        """Check that clocks may be locked, without leaving one locked.
+        """Check that clocks may be locked. No clock is locked afterwards.
 
         Raises:
-            GpuPermissionError: They may not; the message says what to do.
+            GpuPermissionError: They may not. The message gives a remedy.
             GpuError: The driver refused.
         """
 
@@ -64,11 +64,11 @@ class KnownGpu(Protocol):
 
 
 class Gpu(KnownGpu, Protocol):
-    """One GPU, whose driver this process calls."""
+    """A GPU with a driver that this process calls."""
 
     @property
     def has_energy_counter(self) -> bool:
-        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
+        """True if :meth:`energy_j` works. It does not before Volta and on many virtual GPUs."""
 
     def lock_clock(self, clock_mhz: int) -> None:
         """Request a fixed SM clock.
@@ -104,4 +104,4 @@ class Gpu(KnownGpu, Protocol):
 
     @property
     def state(self) -> GpuState:
-        """Temperature and performance state now, as far as the driver tells."""
+        """Current temperature and performance state, if the driver reports them."""

@@ -246,7 +246,7 @@ class NvmlGpu:
 
     @property
     def settings(self) -> GpuSettings:
-        """What was set of it when this was first asked, as far as the driver tells."""
+        """Settings of the GPU when they were first read, if the driver reports them."""
         from perseus_ds.artifacts.profile import GpuSettings
 
         return GpuSettings(**self.read_settings())
@@ -295,9 +295,8 @@ class NvmlGpu:
             )
         if settings["power_profiles"]:
             found.append(
-                f"its power profile is {', '.join(settings['power_profiles'])}: default clocks and powers are those of "
-                "that profile, and plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to "
-                "clear it."
+                f"its power profile is {', '.join(settings['power_profiles'])}: default clocks and power depend on it, "
+                "and plans are valid only while it is set. `nvidia-smi power-profiles --help` shows how to clear it."
             )
         if settings["power_smoothing"]:
             values = ", ".join(f"{name} {value}" for name, value in settings["power_smoothing"].items())

@@ -1,4 +1,7 @@
-"""Opens a GPU by its address, or by its number in another process, which may see other GPUs than this one."""
+"""Opens a GPU by its address, or by its number in another process.
+
+That process may see other GPUs than this one.
+"""
 
 from __future__ import annotations
 

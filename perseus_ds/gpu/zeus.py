@@ -49,13 +49,13 @@ def open_zeus_gpu(
     pci_address: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Gpu:
-    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in a process.
+    """Open the GPU that CUDA or HIP calls ``ordinal`` in a process.
 
     Args:
         ordinal: Number of the device in that process.
-        uuid: An NVIDIA GPU's UUID if CUDA reports it.
-        pci_address: Its PCI address if HIP reports it.
-        environment: Environment variables of the process; by default those of this one.
+        uuid: UUID of an NVIDIA GPU, if CUDA reports it.
+        pci_address: PCI address of an AMD GPU, if HIP reports it.
+        environment: Environment variables of the process. By default those of this one.
 
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
@@ -71,7 +71,7 @@ def open_zeus_gpu(
     if is_amd:
         variables = os.environ if environment is None else environment
         return ZeusAmdGpu(amd_gpu(ordinal, variables, _amd_gpus(), pci_address))
-    raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
+    raise GpuError("Zeus finds neither NVIDIA nor AMD GPUs. Check nvidia-smi or amd-smi.")
 
 
 def open_address(identity: str) -> Gpu:

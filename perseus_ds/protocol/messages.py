@@ -32,27 +32,27 @@ class Fault(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Return an error as a message."""
+        """Convert an error to a message."""
         kinds: tuple[Literal["GpuPermissionError", "GpuBusyError"], ...] = ("GpuPermissionError", "GpuBusyError")
         kind = next((name for name in kinds if isinstance(error, getattr(errors, name))), None)
         return cls(kind or "GpuError", str(error))
 
     def error(self) -> GpuError:
-        """Return the error, to be raised."""
+        """Return the error to raise."""
         error: GpuError = getattr(errors, self.kind)(self.text)
         return error
 
 
 class FindGpu(msgspec.Struct, tag=True, frozen=True):
-    """A client requests the address of the GPU that CUDA or HIP gives a number in its process.
+    """A client requests the address of the GPU with a number that CUDA or HIP uses in its process.
 
     Attributes:
         device: ``zeus`` for Zeus's device layer.
         ordinal: The number.
-        uuid: What CUDA reports; None if it does not.
-        pci_address: What HIP reports; None likewise.
-        variables: Those environment variables of the process that hide or renumber GPUs.
-        cgroups: Control groups of the process, which decide which GPUs it can open.
+        uuid: UUID that CUDA reports, or None.
+        pci_address: PCI address that HIP reports, or None.
+        variables: Environment variables of the process that hide or renumber GPUs.
+        cgroups: Control groups of the process, which determine the GPUs that it can open.
     """
 
     device: Literal["nvml", "zeus"]
@@ -67,25 +67,25 @@ class Found(msgspec.Struct, tag=True, frozen=True):
     """The answer to :class:`FindGpu`.
 
     Attributes:
-        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
+        gpu: :attr:`~perseus_ds.gpu.base.Gpu.address` of the GPU.
     """
 
     gpu: str
 
 
 class GpuDescription(msgspec.Struct, frozen=True):
-    """A GPU as its agent found it.
+    """Description of a GPU by its agent.
 
     Attributes:
-        text: The GPU in messages.
+        text: Name of the GPU in messages.
         name: Product name.
-        driver: Version of the driver; None if unknown.
-        settings: Fields of :class:`~perseus_ds.artifacts.profile.GpuSettings`; None if the driver reports none.
-        notices: What an administrator has set that affects plans, one sentence each.
-        clocks_mhz: The SM clocks that can be locked, ascending [MHz].
-        clocks_fault: Why there are none.
-        permission_fault: Why clocks cannot be set; None if they can, or if it was not checked.
-        is_permission_checked: Whether it was.
+        driver: Version of the driver. None if unknown.
+        settings: Fields of :class:`~perseus_ds.artifacts.profile.GpuSettings`. None if the driver reports none.
+        notices: Settings by an administrator that affect plans, one sentence each.
+        clocks_mhz: SM clocks that can be locked, ascending [MHz].
+        clocks_fault: Reason why there are no clocks.
+        permission_fault: Reason why clocks cannot be set. None if they can, or if it was not checked.
+        is_permission_checked: Whether the permission was checked.
     """
 
     text: str
@@ -105,10 +105,10 @@ class RequestLease(msgspec.Struct, tag=True, frozen=True):
     The file descriptor of its memory is passed with the message, and those of the logs of a simulated GPU.
 
     Attributes:
-        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`.
-        is_renewal: Whether another agent, which is gone, had granted it to this process.
+        gpu: :attr:`~perseus_ds.gpu.base.Gpu.address` of the GPU.
+        is_renewal: Whether an agent that has ended had granted this lease before.
         describes: Whether the answer is to describe the GPU.
-        checks_permission: Whether also to check that clocks may be set, which resets the clock.
+        checks_permission: Whether to check that clocks may be set, which resets the clock.
     """
 
     gpu: str
@@ -134,7 +134,7 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
     """The lease is granted. The agent has opened the GPU and recorded that its clock may be locked.
 
     Attributes:
-        left_locked: What earlier processes of this user left locked; sent to one client.
+        left_locked: GPUs that earlier processes of this user left locked. Sent to one client only.
         gpu: The GPU, if the client has requested its description.
     """
 
@@ -297,7 +297,7 @@ class Released(msgspec.Struct, tag=True, frozen=True):
 
 
 ToClocks: TypeAlias = Program | WatchDefaultClocks | SetProfiledLimit | Ask
-"""What the clocks of one rank are told."""
+"""Messages that concern the clocks of one rank."""
 ToAgent: TypeAlias = FindGpu | RequestLease | Release | RequestStatus | ToClocks
 ToClient: TypeAlias = (
     Found | Granted | Refused | Released | Status | Answer | Refreshes | Failed | ClockRefused | Latencies

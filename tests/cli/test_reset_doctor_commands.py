@@ -245,7 +245,7 @@ def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here, stub_time):
         stub_nvml_here.gpus[3].fail(name, "not_supported")
     (profiles,), (clock,), (power,), none = settings_found(stub_time)
     assert all(text.startswith("warn: ") for text in (profiles, clock, power))
-    assert "its power profile is MAX_Q, LLM_TRAINING, number 254: default clocks and powers are those" in profiles
+    assert "its power profile is MAX_Q, LLM_TRAINING, number 254: default clocks and power depend on it" in profiles
     assert "nvidia-smi power-profiles --help" in profiles
     assert "its application clock is 1200 MHz of 1410: default clocks do not exceed it" in clock
     assert "nvidia-smi -i 1 -rac" in clock

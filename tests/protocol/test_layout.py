@@ -93,7 +93,7 @@ def test_an_agent_refuses_memory_that_can_be_truncated_or_is_too_short(agent):
     request = messages.encode(messages.RequestLease("nvml:GPU-1"))
     refused = answer(agent, request, file)
     assert refused.reason == "memory"
-    assert refused.error == "The memory of a rank can be truncated, or has 135168 bytes only."
+    assert refused.error == "The memory of a rank can be truncated, or has only 135168 bytes."
     damaged = SharedMemory(layout.LENGTH)
     assert "damaged or of another version" in answer(agent, request, damaged.file).error
 
@@ -101,7 +101,7 @@ def test_an_agent_refuses_memory_that_can_be_truncated_or_is_too_short(agent):
 @pytest.mark.parametrize("gpu", ["x\0y", "../../etc/passwd", "nvml:\n"])
 def test_an_agent_refuses_what_is_no_address(agent, gpu):
     refused = answer(agent, messages.encode(messages.RequestLease(gpu)), SharedMemory(layout.LENGTH).file)
-    assert "is no address of a GPU" in refused.error
+    assert "is not the address of a GPU" in refused.error
 
 
 def test_a_count_that_a_client_has_damaged_goes_on_from_zero():
@@ -114,4 +114,4 @@ def test_a_count_that_a_client_has_damaged_goes_on_from_zero():
 
 @pytest.mark.parametrize("packet", [b"\xff\xff", b"{}", messages.encode({"type": "Shutdown"}), b"\x81" * 500])
 def test_an_agent_refuses_what_is_no_message(agent, packet):
-    assert "does not understand a message" in answer(agent, packet).error
+    assert "cannot decode a message" in answer(agent, packet).error
