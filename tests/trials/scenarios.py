@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 from stub_nvml.controller import StubNvml
-from trials.light_job import ENDS
-from trials.trial import Scenario, Trial, kill, send
+from trials.light_job import ENDS, RANKS
+from trials.trial import Scenario, Trial, kill, send, start_other
 
 _TERM, _INT, _HUP, _KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
 _TO_RANKS = (_TERM, _INT, _HUP, signal.SIGQUIT, signal.SIGXCPU, _KILL)
@@ -152,6 +152,46 @@ def _while_the_driver_is_busy(trial: Trial) -> float:
     return now_s
 
 
+def _one_after_the_other(trial: Trial) -> float:
+    """Kill a job and, once its clocks are restored, the other job, whose clocks have gone on to change."""
+    other = trial.other
+    assert other is not None
+    kill(trial.tree)
+    trial.wait_until(lambda: not any(trial.node.locked_clocks_mhz()[:RANKS]), "default clocks on the GPUs of one job")
+    _wait_for_changes(trial, RANKS)
+    return kill(other.tree)
+
+
+def _with_agent_then_the_other(trial: Trial) -> float:
+    """Kill a job with its agent; the other job's clocks go on to change, until that is killed without its agent."""
+    other = trial.other
+    assert other is not None
+    kill([*trial.agents, *trial.tree])
+    _wait_for_changes(trial, RANKS)
+    return kill(other.tree)
+
+
+def _after_another_was_refused(trial: Trial) -> float:
+    """Start another job on the same GPUs, which is refused; then kill the job, whose clocks have gone on to change."""
+    other = start_other(trial)
+    trial.wait_until(lambda: not other.tree, "the end of the other job")
+    trial.wait_until(lambda: "is used by another job of this user" in other.output(), "the reason")
+    _wait_for_changes(trial, 0)
+    trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
+    return kill(trial.tree)
+
+
+def _wait_for_changes(trial: Trial, first: int) -> None:
+    """Wait until more clocks are set on the GPUs from a number on, and none is a reset."""
+    gpus = trial.node.gpus[first:]
+    before = [gpu.change_count for gpu in gpus]
+    trial.wait_until(
+        lambda: all(gpu.change_count > count + 4 for gpu, count in zip(gpus, before, strict=True)), "changes of clocks"
+    )
+    if any(0 in gpu.changes_mhz()[count:] for gpu, count in zip(gpus, before, strict=True)):
+        raise TimeoutError(f"the clock of a job was reset while another one ended\n{trial.output()[-3000:]}")
+
+
 def _slow_driver(node: StubNvml) -> None:
     for gpu in node.gpus:
         gpu.lock_latency_s = 0.02
@@ -217,6 +257,16 @@ LIGHT = [
         ends_agent=True,
         loses_records=True,
     ),
+    Scenario(
+        "two jobs on different GPUs: one and, when its clocks are restored, the other", _one_after_the_other, gpus=4
+    ),
+    Scenario(
+        "two jobs on different GPUs: one with its agent, then the other",
+        _with_agent_then_the_other,
+        ends_agent=True,
+        gpus=4,
+    ),
+    Scenario("another job on the same GPUs is refused; then all ranks", _after_another_was_refused),
     Scenario("the job's cgroup, the agent in it", _cgroup, settings={"cgroup": True}, ends_agent=True),
 ]
 

@@ -66,6 +66,7 @@ class Scenario:
         launcher: ``torchrun`` or ``deepspeed``, for a job of DeepSpeed; None for a :class:`LightJob`.
         prepare: Prepares the GPUs.
         loses_records: Whether the records of locked clocks are lost at the end of the job.
+        gpus: Number of GPUs of the node. Another job runs on those that this job leaves free.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Scenario:
     launcher: str | None = None
     prepare: Callable[[StubNvml], object] = lambda node: None
     loses_records: bool = False
+    gpus: int = RANKS
 
 
 class Trial:
@@ -86,6 +88,8 @@ class Trial:
         self.draw = draw
         self.folder = folder
         self.cgroup: Path | None = None
+        self.port = str(free_port())
+        self.other: Trial | None = None
         self._launcher: psutil.Process | None = None
         self._seen: set[psutil.Process] = set()
 
@@ -95,7 +99,7 @@ class Trial:
 
     def look(self) -> None:
         """Note the processes that there are."""
-        self._seen |= {*self.tree, *self.agents}
+        self._seen |= {*self.tree, *self.node.agents(), *(() if self.other is None else self.other.tree)}
 
     @property
     def launcher(self) -> psutil.Process:
@@ -120,8 +124,12 @@ class Trial:
 
     @property
     def agents(self) -> list[psutil.Process]:
-        """The node's agent; several while one takes the place of another."""
-        return self.node.agents()
+        """The job's agent; several while one takes the place of another."""
+        return [
+            agent
+            for agent in self.node.agents()
+            if self.other is None or agent.environ().get("MASTER_PORT") == self.port
+        ]
 
     def has_agent(self, besides: Iterable[psutil.Process]) -> bool:
         """Whether an agent, another one than some, watches all ranks."""
@@ -149,7 +157,8 @@ class Trial:
     def kill_all_that_is_left(self) -> None:
         """Leave no process."""
         for _ in range(2):  # an agent may have been about to start
-            for process in (*self._seen, *self.tree, *self.agents):
+            self.look()
+            for process in self._seen:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
 
@@ -179,11 +188,13 @@ def kill(processes: Iterable[psutil.Process]) -> float:
 def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None = None) -> Outcome:
     """Run a job and end it."""
     (folder / "runtime").mkdir(parents=True)
-    node = StubNvml(library, folder / "gpus", RANKS)
+    node = StubNvml(library, folder / "gpus", scenario.gpus)
     scenario.prepare(node)
     trial = Trial(node, random.Random(f"{scenario.name} {seed}"), folder)
     with contextlib.ExitStack() as until_the_end:
         _start(scenario, trial, extensions, until_the_end)
+        if scenario.gpus > RANKS:
+            start_other(trial, CUDA_VISIBLE_DEVICES=",".join(map(str, range(RANKS, scenario.gpus))))
         _wait_for_the_moment(scenario, trial)
         trial.look()
         ended_s = scenario.end(trial)
@@ -242,8 +253,18 @@ def _environment(trial: Trial) -> dict[str, str]:
         **trial.node.environment,
         "XDG_RUNTIME_DIR": str(folder / "runtime"),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": trial.port,
     }
+
+
+def start_other(trial: Trial, **variables: str) -> Trial:
+    """Start another job on the node, with some environment variables of its own."""
+    (trial.folder / "other").mkdir()
+    trial.other = other = Trial(trial.node, trial.draw, trial.folder / "other")
+    block = {"mode": "run", "frontier": str(trial.folder / "frontier"), "device": "nvml"}
+    environment = {**_environment(trial), **variables, "MASTER_PORT": other.port}
+    _launch(other, LightJob(other.folder, environment, {**block, "output_dir": str(other.folder / "perseus")}))
+    return other
 
 
 def _wait_for_the_moment(scenario: Scenario, trial: Trial) -> None:
@@ -279,7 +300,8 @@ def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool
     before = trial.output().count(_SAYS_SO)
     block = {"mode": "run", "frontier": str(trial.folder / "frontier"), "device": "nvml"}
     block["output_dir"] = str(trial.folder / "next")
-    _launch(trial, LightJob(trial.folder, _environment(trial), block, steps=3))
+    environment = {**_environment(trial), "MASTER_PORT": str(free_port())}
+    _launch(trial, LightJob(trial.folder, environment, block, steps=3))
     trial.look()
     trial.wait_until(trial.has_ended, "the end of the next job")
     is_reset_first = all(gpu.changes_mhz()[count:][:1] == [0] for gpu, count in left)
