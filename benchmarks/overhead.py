@@ -37,6 +37,7 @@ MICRO_BATCHES, ITERATIONS = 64, 60
 ENGINE_MICRO_BATCHES = 10
 # Time of a pass [s], processes, and turns in each of them. Passes of large models take 20 to 300 ms.
 ENGINES = {"0.2 s": (0.01, 5, 12), "2 s": (0.1, 2, 3)}
+PARTS = ("instruction", "agent", *ENGINES)
 _ITERATIONS_OF_TURN = 3
 # Until then a job has measured, once, how often its energy counter is refreshed, which holds training for some 0.4 s.
 _WARM_UP = 15
@@ -58,6 +59,9 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, help="instead of five for iterations of 0.2 s and two for those of 2 s"
     )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure; the last two are iterations"
+    )
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child]()))
@@ -70,9 +74,13 @@ def main() -> None:
         stub = StubNvml(stub_library, Path(folder) / "state", 1)
         stub.gpus[0].lock_latency_s = LATENCY_S
         child = partial(run, folder=Path(folder), environment=stub.environment)
-        report_instruction(child)
-        report_agent(stub_library, Path(folder))
+        if "instruction" in arguments.only:
+            report_instruction(child)
+        if "agent" in arguments.only:
+            report_agent(stub_library, Path(folder))
         for name, (pass_s, processes, _) in ENGINES.items():
+            if name not in arguments.only:
+                continue
             passes = f"{2 * ENGINE_MICRO_BATCHES} passes of {1e3 * pass_s:.0f} ms"
             say(f"Iterations of DeepSpeed's pipeline engine, one stage, {passes}:")
             report_engines(name, child, arguments.processes or processes)
