@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,32 @@ class GpuLimit(NamedTuple):
     clock_mhz: float
 
 
+Conditions: TypeAlias = tuple[tuple[int, float], ...]
+"""By rank, the power limit [W], or 0 for a GPU that heat slows down."""
+# A GPU that heat has slowed down counts as such for so long.
+_HOT_S = 3600.0
+
+
+class LimitConditions:
+    """Under which limits of GPUs iterations run, for comparisons: heat that comes and goes counts as one condition.
+
+    Blocks that alternate share such heat, and of many GPUs another one is always about to slow down or to recover.
+    """
+
+    def __init__(self) -> None:
+        self._time_s = 0.0
+        # By rank, when heat has slowed it down last, in the time of iterations.
+        self._hot_s: dict[int, float] = {}
+
+    def add(self, time_s: float, limits: Sequence[GpuLimit]) -> Conditions:
+        """Return the conditions of an iteration, given how long it took [s]."""
+        self._time_s += time_s
+        self._hot_s |= {limit.rank: self._time_s for limit in limits if math.isfinite(limit.clock_mhz)}
+        self._hot_s = {rank: hot_s for rank, hot_s in self._hot_s.items() if self._time_s - hot_s < _HOT_S}
+        lowered = [(limit.rank, limit.power_w) for limit in limits if math.isfinite(limit.power_w)]
+        return (*lowered, *((rank, 0.0) for rank in sorted(self._hot_s)))
+
+
 @dataclass(frozen=True)
 class JobReport:
     """Rank 0's answer to the reports of an iteration, with its decision.
@@ -120,6 +146,7 @@ class JobReport:
         drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
         drift_beside_pace_most: The same of the pipeline that is farthest from it.
         limits: Of each GPU that may do less than when the profile was measured.
+        conditions: Equal for iterations under limits that may be compared (:class:`LimitConditions`).
         decided: What rank 0 has decided on a later iteration; None in phases without plans.
         gives_lengths: Whether a rank has been given lengths of micro-batches.
         planned: Whether all ranks ran a plan.
@@ -140,6 +167,7 @@ class JobReport:
     drift_beside_pace: float = 0.0
     drift_beside_pace_most: float = 0.0
     limits: tuple[GpuLimit, ...] = ()
+    conditions: Conditions = ()
     decided: Assignment | None = None
     gives_lengths: bool = False
     planned: bool = False
@@ -147,7 +175,9 @@ class JobReport:
     relative_energy: float = 1.0
 
     @classmethod
-    def of(cls, ranks: RankReports, decided: Assignment | None = None) -> JobReport:
+    def of(
+        cls, ranks: RankReports, decided: Assignment | None = None, conditions: LimitConditions | None = None
+    ) -> JobReport:
         """Return the answer to the reports of all ranks, with what rank 0 has decided."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
@@ -155,8 +185,9 @@ class JobReport:
         if not math.isnan(ranks.column("drift")[0]):
             drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
             pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
+        time_s, limits = float(ranks.column("time_s").max()), ranks.limits()
         return cls(
-            time_s=float(ranks.column("time_s").max()),
+            time_s=time_s,
             energy_j=float(energies_j.sum()),
             least_energy_j=float(energies_j.min()),
             failed=bool(ranks.column("failed").any()),
@@ -168,7 +199,8 @@ class JobReport:
             pace=pace,
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
-            limits=ranks.limits(),
+            limits=limits,
+            conditions=(conditions or LimitConditions()).add(time_s, limits),
             decided=decided,
             gives_lengths=bool(ranks.column("gives_lengths").any()),
             planned=bool(ranks.column("planned").all()),
@@ -216,6 +248,7 @@ class ReportExchange:
     def __init__(self, communicator: Communicator) -> None:
         self.ranks: RankReports | None = None
         self._communicator = communicator
+        self._conditions = LimitConditions()
         self._pending: Pending[JobReport | None] | None = None
 
     def send(self, report: RankReport, decided: Assignment | None = None) -> None:
@@ -241,7 +274,7 @@ class ReportExchange:
 
     def _answer(self, decided: Assignment | None, numbers: npt.NDArray[np.float64]) -> JobReport:
         self.ranks = RankReports(numbers, self._communicator.pipeline_of_rank)
-        return JobReport.of(self.ranks, decided)
+        return JobReport.of(self.ranks, decided, self._conditions)
 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
-from perseus_ds.policy.reports import GpuLimit
+from perseus_ds.policy.reports import Conditions
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import ModeContext
@@ -34,13 +34,13 @@ class DefaultIterations:
 
     Attributes:
         sample: Time and energy of the whole job, under the limits that its GPUs have now.
-        limits: GPUs that may do less than when the profile was measured, by the reports received last.
+        conditions: Under which limits of GPUs they run, by the reports received last.
         last_s: Time of the last one that all ranks have reported [s].
     """
 
     def __init__(self, counter_period_s: float) -> None:
         self.sample = IterationSample(counter_period_s)
-        self.limits: tuple[GpuLimit, ...] = ()
+        self.conditions: Conditions = ()
         self._latest: deque[IterationMeasurement] = deque(maxlen=_KEPT)
         self._iterations = 0
         self.last_s: float | None = None
@@ -60,8 +60,9 @@ class DefaultIterations:
 
     def add(self, seen: IterationMeasurement) -> None:
         """Add an iteration, and the reports of the one before it; those under other limits of GPUs count no more."""
-        if seen.reports is not None and seen.reports.limits != self.limits:
-            self.limits, self.sample = seen.reports.limits, IterationSample(self.sample.counter_period_s)
+        if seen.reports is not None and seen.reports.conditions != self.conditions:
+            self.conditions = seen.reports.conditions
+            self.sample = IterationSample(self.sample.counter_period_s)
             self._iterations = 0
             self._latest.clear()
         self._iterations += 1
@@ -192,14 +193,14 @@ class BackOff:
 
 def back_off_for(iterations: int, stops: Callable[[], bool]) -> Phase[None]:
     """Train at default clocks for so many iterations, unless these stop as above or the limits of GPUs change."""
-    limits: tuple[GpuLimit, ...] | None = None
+    conditions: Conditions | None = None
     for _ in range(iterations):
         wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"))
         seen = yield from _one_iteration(wanted, stops=stops())
         if seen.reports is not None:
-            if _is_stopped(seen) or limits not in (None, seen.reports.limits):
+            if _is_stopped(seen) or conditions not in (None, seen.reports.conditions):
                 break
-            limits = seen.reports.limits
+            conditions = seen.reports.conditions
 
 
 def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:

@@ -128,6 +128,7 @@ class Recorder:
         self._energies_j: npt.NDArray[np.float64] | None = None
         self._iterations = 0
         self._limits: tuple[GpuLimit, ...] = ()
+        self._limited: set[int] = set()
 
     def start(self, event: Started) -> None:
         """Record that the job starts, all its checks being passed, and then what happened meanwhile."""
@@ -174,14 +175,17 @@ class Recorder:
             self._print(last)
 
     def _compare_limits(self, limits: tuple[GpuLimit, ...]) -> None:
-        """Record GPUs that may do less than profiled where others do than before; say so where these are other GPUs."""
+        """Record GPUs that may do less than profiled where others do than before; say so of those not named yet."""
         before, self._limits = self._limits, limits
         if limits == before:
             return
         found = tuple((rank, _finite(power_w), _finite(clock_mhz)) for rank, power_w, clock_mhz in limits)
         event = LimitsChanged(limits=found[:MOST_FAILED_RANKS], more=max(0, len(found) - MOST_FAILED_RANKS))
-        are_others = {limit.rank for limit in limits} != {limit.rank for limit in before}
-        (self.announce if are_others else self.event)(event)
+        # Heat comes and goes: each GPU is named once until none is limited any more.
+        ranks = {limit.rank for limit in limits}
+        is_said = bool(ranks) and ranks <= self._limited
+        self._limited = self._limited | ranks if ranks else set()
+        (self.event if is_said else self.announce)(event)
 
     @property
     def last(self) -> IterationRecord | None:

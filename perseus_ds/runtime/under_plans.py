@@ -15,7 +15,7 @@ from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
-from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, computed_and_tail_s, reported_drift
+from perseus_ds.policy.reports import Conditions, DriftWatch, JobReport, computed_and_tail_s, reported_drift
 from perseus_ds.policy.selector import PlanSelector
 from perseus_ds.runtime.clock_plan import ClockPlan
 from perseus_ds.runtime.default_clocks import DefaultIterations
@@ -101,7 +101,7 @@ class PlanRunner:
         # then.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
         # The limits of GPUs under which default clocks were measured.
-        self._limits: tuple[GpuLimit, ...] = () if default is None else default.limits
+        self._conditions: Conditions = () if default is None else default.conditions
         self._drift = DriftWatch(context.job.config.max_drift)
         self.has_drifted = False
         self.drifts_by_shape = False
@@ -155,7 +155,7 @@ class PlanRunner:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
         self._is_fresh = True
         self._ran, self._incomparable = _Ran(), 0
-        self._limits = default.limits
+        self._conditions = default.conditions
         self._set_default(default.sample)
 
     def _set_default(self, default: IterationSample) -> None:
@@ -384,7 +384,7 @@ class PlanRunner:
         reports = seen.reports
         if reports is None:
             return None
-        if reports.limits != self._limits and not self._is_capped:
+        if reports.conditions != self._conditions and not self._is_capped:
             return Outcome.DEFAULT_OUTDATED
         if self._ran.assignment is None or math.isnan(reports.drift):
             return None

@@ -1,5 +1,6 @@
 """Reports of drift by ranks, and rank 0's evaluation."""
 
+import math
 import random
 
 import pytest
@@ -8,7 +9,7 @@ from virtual.job import reports_of
 from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.reports import DriftWatch, JobReport, reported_drift
+from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, LimitConditions, reported_drift
 
 
 def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
@@ -41,3 +42,18 @@ def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
     assert (report.drift > 0.05) == tells
     assert (report.drift_beside_pace > 0.02) == tells
     assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
+
+
+def test_heat_that_comes_and_goes_is_one_condition_and_a_power_limit_is_another_each_time():
+    conditions, draw = LimitConditions(), random.Random(1)
+
+    def hot(*ranks, power_w=math.inf):
+        limits = [GpuLimit(rank, power_w if rank == 0 else math.inf, draw.choice([900, 1100])) for rank in ranks]
+        return conditions.add(1.0, limits)
+
+    seen = [hot(*(rank for rank in range(1, 11) if draw.random() < 0.3)) for _ in range(3000)]
+    assert len(set(seen)) <= 11, "each GPU is hot once"
+    assert len(set(seen[300:])) == 1
+    assert conditions.add(1.0, [GpuLimit(0, 300.0, math.inf)]) != seen[-1]
+    assert conditions.add(1.0, []) == seen[-1]
+    assert conditions.add(3600.0, []) == (), "an hour later no GPU is hot"

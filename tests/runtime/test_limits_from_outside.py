@@ -5,6 +5,7 @@ more than 1 %, and uses no more energy.
 """
 
 import functools
+import random
 import re
 from dataclasses import replace
 
@@ -234,3 +235,26 @@ def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_witho
     without, after = judged
     assert after.kept
     assert (after.slowdown, after.saved) == pytest.approx((without.slowdown, without.saved), abs=0.01)
+
+
+def test_heat_that_comes_and_goes_on_all_gpus_does_not_keep_plans_from_running(tmp_path, frontiers):
+    job = VirtualJob(tmp_path, mode="run", frontier=frontiers(**FOUR), **FOUR)
+    end_s = job.time.now_s() + 1200
+
+    def heat(rank):
+        draw, is_hot = random.Random(rank), False
+        while job.time.now_s() < end_s:
+            job.time.sleep(draw.expovariate(1 / 30))
+            is_hot = not is_hot
+            job.gpus[rank].limit(**{"clock_mhz": 1300} if is_hot else {})
+
+    for rank in ALL:
+        job.time.thread(lambda rank=rank: heat(rank), f"heat-{rank}").start()
+    while job.time.now_s() < end_s:
+        job.train(20)
+    changed, compared = len(limits(job)), job.events(PlanJudged)
+    phases = [record.phase for record in job.close()]
+    assert changed > 50
+    assert compared
+    assert compared[-1].kept
+    assert phases.count("run") > 0.6 * len(phases)
