@@ -5,9 +5,11 @@ this module, which computes them from the job's records:
 
 - An iteration *counts* unless it is the first one after a start or after a change of phase or plan, because its clocks
   may still be the previous ones, or a rank had fallen back to default clocks.
-- The *typical* iteration of a series has its median time, because single iterations may be delayed. Its energy is
-  the mean power of the series multiplied by that time, because energy counters are refreshed so rarely that the reading
-  of a short iteration is too large or zero.
+- An iteration contains a *stall* if it took more than 1.5 times the median of its series, such as one in which a
+  checkpoint was written. Waiting takes less power, so a stall would pass for a saving: it is set aside.
+- The *typical* iteration of a series has the median time of those without stalls, because single iterations may be
+  delayed. Its energy is their mean power multiplied by that time, because energy counters are refreshed so rarely that
+  the reading of a short iteration is too large or zero.
 - The *baseline* of a plan is the series of iterations at default clocks with which its verdict compared it. Without a
   verdict, it is the longest series at default clocks of this run or another run of the same job: preferably in
   observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
@@ -51,6 +53,8 @@ _LAST_CHOICES = ("optimizing", "warm-up")
 _LEAST_MEASURED = 5
 _MOST_KEPT = 2000
 """Maximum length of a series; of a longer one, only the last iterations are kept."""
+STALL = 1.5
+"""An iteration that takes more than this many times the median of its series contains a stall."""
 _PARTS = 8
 _SECOND_S = 1.0
 # The begin and the end of a window each have a uniformly distributed error of up to one refresh of the counter.
@@ -62,7 +66,7 @@ class Typical:
     """The typical iteration of a series that ran under the same conditions.
 
     Attributes:
-        iterations: Number of iterations in the series.
+        iterations: Number of iterations in the series, with and without stalls.
         power_w: Power of all GPUs [W], or None if no energy could be read.
         time_error: Relative standard error of the time.
         power_error: Relative standard error of the power.
@@ -87,9 +91,11 @@ class Typical:
         """
         if not times_s:
             return None
-        time_s = statistics.median(times_s)
-        time_error = error_of_median([one_s - time_s for one_s in times_s], len(times_s)) / time_s
-        known = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_j is not None]
+        longest_s = STALL * statistics.median(times_s)
+        found = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_s <= longest_s]
+        time_s = statistics.median(one_s for one_s, _ in found)
+        time_error = error_of_median([one_s - time_s for one_s, _ in found], len(found)) / time_s
+        known = [(one_s, one_j) for one_s, one_j in found if one_j is not None]
         power_w = _power_w(known) if known else None
         power_error = _power_error(known, power_w, counter_period_s) if power_w else 0.0
         return cls(len(times_s), time_s, power_w, time_error, power_error)

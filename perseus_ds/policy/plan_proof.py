@@ -1,45 +1,50 @@
 """Whether a plan keeps its promise on the job it runs in: at most 1 % above the slowdown it promises, on less energy.
 
 Blocks of iterations alternate between default clocks and the plan: D P D P D ... Each block under the plan is compared
-with the blocks on both sides of it, so that a steady drift of the host cancels. The level of a block is its median, so
-that stalls of the host are no slowdown. At each of several interim analyses the plan is:
+with the blocks on both sides of it, so that a steady drift of the host cancels. Iterations that contain a stall are set
+aside on both sides (``measures.py``); a block counts once enough others have run. Its level is the median time and the
+mean power of these. How far the differences vary from block to block says how uncertain their mean is, by Student's t:
+whatever disturbs the job is in there. At each of several interim analyses the plan is:
 
 - *dropped* once it is certain that it is late or uses more energy,
 - *kept* once it is certain that it is in time and saves energy.
 
-Once the standard errors are small, or the most blocks have run, the estimate of the slowdown decides, and savings that
-are not certain by then count as none. How often that is wrong: ``docs/how-it-works.md``, ``benchmarks/plan_proof.py``.
+Once the slowdown is known to 0.7 % at 95 %, and the saving is certain or known as well, or the most blocks have run,
+the estimate of the slowdown decides, and savings that are not certain by then count as none. How often that is wrong:
+``docs/how-it-works.md``, ``benchmarks/plan_proof.py``.
 
-*Certain* means that the difference exceeds so many standard errors that all interim analyses of all comparisons of a
-job err about lateness with a probability of 5 % together, and about energy as well: the first comparison may spend half
-of it, each later one half of what is left.
+*Certain* means that all interim analyses of all comparisons of a job err about lateness with a probability of 5 %
+together, and about energy as well: the first comparison may spend half of it, each later one half of what is left.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtrit
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.measures import Typical, refresh_error
+from perseus_ds.measures import STALL, Typical
 from perseus_ds.policy.reports import JobReport
 
-ANALYSES = (2, 3, 4, 6, 8, 11, 16, 22)
+ANALYSES = (2, 3, 4, 6, 9, 13, 19, 28, 40)
 """After how many blocks under the plan there is an interim analysis; the last one decides."""
 BLOCK_ITERATIONS = 8
 MOST_BLOCKS = 4
 """Of iterations at default clocks before a comparison, which may be known well enough after one."""
 TOLERANCE = 0.01
 """How much later than promised a plan may be, as a fraction: clocks follow a little late."""
-KNOWN_ERROR = 0.003
-"""Standard error of the slowdown at which the estimate decides."""
-_KNOWN_ENERGY_ERROR = 0.005
+_KNOWN_ERROR = 0.007
+# One-sided probabilities: that what is known is not so; and that a figure is off by more than its stated error, which
+# by simulation contains the truth in 95 % of comparisons, since these end when errors happen to be small.
+_KNOWN, _STATED = 0.025, 0.0075
 _ERROR_SPENT = 0.05
 # Energy counters make windows below some seconds noisy.
 _BLOCK_REFRESHES = 30
@@ -73,26 +78,34 @@ class IterationSample:
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
     shapes: Counter[float] = field(default_factory=Counter)
+    _sorted_s: list[float] = field(default_factory=list)
     _total_s: float = 0.0
     _typical: Typical | None = None
 
     @classmethod
     def joined(cls, blocks: Sequence[IterationSample]) -> IterationSample:
         """Return the iterations of several blocks."""
-        return cls(
-            blocks[0].counter_period_s,
-            times_s=[time_s for block in blocks for time_s in block.times_s],
-            energies_j=[energy_j for block in blocks for energy_j in block.energies_j],
-            shapes=sum((block.shapes for block in blocks), Counter()),
-            _total_s=sum(block._total_s for block in blocks),
-        )
+        found = cls(blocks[0].counter_period_s, shapes=sum((block.shapes for block in blocks), Counter()))
+        for block in blocks:
+            for time_s, energy_j in zip(block.times_s, block.energies_j, strict=True):
+                found.add(time_s, energy_j)
+        return found
 
     def add(self, time_s: float, energy_j: float) -> None:
         """Add an iteration."""
         self.times_s.append(time_s)
         self.energies_j.append(energy_j)
+        bisect.insort(self._sorted_s, time_s)
         self._total_s += time_s
         self._typical = None
+
+    def _without_stalls(self) -> tuple[int, float]:
+        """Return the number of iterations without stalls, and how long they took together [s]."""
+        if not self._sorted_s:
+            return 0, 0.0
+        longest_s = STALL * self._sorted_s[len(self._sorted_s) // 2]
+        iterations = bisect.bisect_right(self._sorted_s, longest_s)
+        return iterations, self._total_s - sum(self._sorted_s[iterations:])
 
     def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.
@@ -137,8 +150,9 @@ class IterationSample:
             more: Iterations until the first one is added.
             blocks: How many blocks.
         """
-        iterations = max(0, blocks * BLOCK_ITERATIONS - len(self.times_s)) * iteration_s
-        rest_s = blocks * _BLOCK_REFRESHES * self.counter_period_s - self._total_s
+        counted, counted_s = self._without_stalls()
+        iterations = max(0, blocks * BLOCK_ITERATIONS - counted) * iteration_s
+        rest_s = blocks * _BLOCK_REFRESHES * self.counter_period_s - counted_s
         return max(iterations, rest_s, 0.0) + more * iteration_s
 
     @property
@@ -174,53 +188,47 @@ class IterationSample:
         """Relative standard error of the energy."""
         return self.typical.energy_error
 
-    @property
-    def refresh_error(self) -> float:
-        """Relative standard error of the mean power that the counter's refreshes alone make."""
-        return refresh_error(self._total_s, self.counter_period_s)
-
     def is_as_long_as(self, blocks: int, in_flight_s: float = 0.0) -> bool:
-        """Whether they are as many and as long as so many blocks: time and power of one are known to about a percent.
+        """Whether those without stalls are as many and as long as so many blocks.
+
+        Time and power of one block are known to about a percent.
 
         Args:
             blocks: How many.
             in_flight_s: About how long an iteration takes that is to be added, but is not reported yet [s]; 0 for none.
         """
-        is_long = self._total_s + in_flight_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
-        iterations = len(self.times_s) + (in_flight_s > 0)
+        counted, counted_s = self._without_stalls()
+        is_long = counted_s + in_flight_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
+        iterations = counted + (in_flight_s > 0)
         return is_long and iterations >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
 
 
-def under_plan_minus_default(levels: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
+def under_plan_minus_default(levels: Numbers) -> tuple[Numbers, Numbers]:
     """Return by how much blocks under the plan differ from those at default clocks on both sides, and the error.
 
     Args:
         levels: Of the blocks, which alternate, the first and the last at default clocks; shape (..., blocks).
-        errors: Their standard errors, by the iterations of each block.
 
     Returns:
-        The mean difference, and its standard error; where blocks differ more than their iterations explain, by that.
+        The mean difference, and its standard error, by how far the differences vary.
     """
     default, planned = levels[..., ::2], levels[..., 1::2]
-    differences = planned - (default[..., :-1] + default[..., 1:]) / 2
+    differences: Numbers = planned - (default[..., :-1] + default[..., 1:]) / 2
     blocks = differences.shape[-1]
-    within = (errors**2).mean(axis=-1)
-    # Neighbouring differences share a block at default clocks.
-    between = differences.var(axis=-1, ddof=1) / (1.5 - 0.5 / blocks)
-    part = 2 / (9 * (blocks - 1))
-    by_chance = (1 - part + 1.28 * math.sqrt(part)) ** 3  # nine times in ten, by Wilson and Hilferty
-    variance = np.where(between > by_chance * within, between, within)
-    return differences.mean(axis=-1), np.sqrt(variance * (1 / blocks + (blocks - 0.5) / blocks**2))
+    # Neighbouring differences share a block at default clocks: where levels vary by v each, differences do by 1.5 v,
+    # by v / 4 of it together, and their mean by v (1 / blocks + (blocks - 1 / 2) / blocks²).
+    variance = differences.var(axis=-1, ddof=1) / (1.5 - 0.5 / blocks)
+    error: Numbers = np.sqrt(variance * (1 / blocks + (blocks - 0.5) / blocks**2))
+    return np.mean(differences, axis=-1), error
 
 
-def certainty(comparisons: int) -> float:
-    """Return by how many standard errors something must exceed its bound to be certain.
+def error_probability(comparisons: int) -> float:
+    """Return the probability with which an interim analysis may err about lateness, and about energy.
 
     Args:
         comparisons: How many comparisons of the job there were before this one.
     """
-    spent = _ERROR_SPENT / 2 ** (min(comparisons, 40) + 1) / len(ANALYSES)
-    return statistics.NormalDist().inv_cdf(1 - spent)
+    return _ERROR_SPENT / 2.0 ** (min(comparisons, 40) + 1) / len(ANALYSES)
 
 
 @dataclass(frozen=True)
@@ -234,6 +242,7 @@ class PlanComparison:
         saved_error: Its standard error.
         promised_slowdown: The slowdown that the plan promises.
         promised_saved: The saving that it promises.
+        freedom: Degrees of freedom of the errors.
     """
 
     slowdown: float
@@ -242,6 +251,7 @@ class PlanComparison:
     saved_error: float
     promised_slowdown: float = 0.0
     promised_saved: float = 0.0
+    freedom: float = math.inf
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[IterationSample]) -> PlanComparison:
@@ -251,16 +261,17 @@ class PlanComparison:
         result is the mean of them.
         """
         promised = np.array([(math.log1p(b.promised_slowdown), math.log(b.promised_power)) for b in blocks]).T
-        levels = np.log([(block.time_s, block.power_w) for block in blocks]).T - promised
-        errors = np.array([(block.time_error, block.refresh_error) for block in blocks]).T
-        (late, power), (time_error, power_error) = under_plan_minus_default(levels, errors)
+        times, powers = np.log([(block.time_s, block.power_w) for block in blocks]).T - promised
+        late, time_error = under_plan_minus_default(times)
+        beyond, energy_error = under_plan_minus_default(times + powers)
         promised_time, promised_power = map(float, promised[:, 1::2].mean(axis=1))
         return cls.of_logarithms(
             float(late) + promised_time,
             float(time_error),
-            float(power) + promised_power,
-            math.hypot(time_error, power_error),
-            (promised_time, promised_power),
+            float(beyond) + promised_time + promised_power,
+            float(energy_error),
+            promised=(promised_time, promised_power),
+            freedom=len(blocks) // 2 - 1,
         )
 
     @classmethod
@@ -269,9 +280,9 @@ class PlanComparison:
         return cls.of_logarithms(
             math.log(planned.time_s / default.time_s),
             math.hypot(default.time_error, planned.time_error),
-            math.log(planned.power_w / default.power_w),
+            math.log(planned.energy_j / default.energy_j),
             math.hypot(default.energy_error, planned.energy_error),
-            (math.log1p(planned.promised_slowdown), math.log(planned.promised_power)),
+            promised=(math.log1p(planned.promised_slowdown), math.log(planned.promised_power)),
         )
 
     @classmethod
@@ -279,20 +290,23 @@ class PlanComparison:
         cls,
         time: float,
         time_error: float,
-        power: float,
+        energy: float,
         energy_error: float,
-        promised: tuple[float, float] = (0.0, 0.0),
+        *,
+        promised: tuple[float, float],
+        freedom: float = math.inf,
     ) -> PlanComparison:
-        """Return the comparison of which the natural logarithms of the ratios of time and power are known.
+        """Return the comparison of which the natural logarithms of the ratios of time and energy are known.
 
         Args:
             time: Of the ratio of times.
             time_error: Standard error of that, and of the slowdown relative to the ratio.
-            power: Of the ratio of powers.
-            energy_error: Relative standard error of the ratio of energies.
+            energy: Of the ratio of energies.
+            energy_error: Relative standard error of that.
             promised: Of the ratios of time and power that the plan promises.
+            freedom: Degrees of freedom of the errors.
         """
-        time_ratio, energy_ratio = math.exp(time), math.exp(time + power)
+        time_ratio, energy_ratio = math.exp(time), math.exp(energy)
         return cls(
             slowdown=time_ratio - 1,
             slowdown_error=time_ratio * time_error,
@@ -300,7 +314,18 @@ class PlanComparison:
             saved_error=energy_ratio * energy_error,
             promised_slowdown=math.expm1(promised[0]),
             promised_saved=-math.expm1(sum(promised)),
+            freedom=freedom,
         )
+
+    def standard_errors(self, probability: float) -> float:
+        """Return the number of standard errors that a figure exceeds only with this probability, by Student's t."""
+        return float(stdtrit(self.freedom, 1 - probability))
+
+    @property
+    def stated_errors(self) -> tuple[float, float]:
+        """The errors of slowdown and saving as stated: the truth is farther away in at most 5 % of comparisons."""
+        wide = self.standard_errors(_STATED)
+        return wide * self.slowdown_error, wide * self.saved_error
 
     @property
     def late(self) -> float:
@@ -308,9 +333,14 @@ class PlanComparison:
         return (1 + self.slowdown) / (1 + self.promised_slowdown) - 1
 
     @property
-    def is_known(self) -> bool:
-        """Whether the estimates decide, certain or not."""
-        return self.slowdown_error <= KNOWN_ERROR and self.saved_error <= _KNOWN_ENERGY_ERROR
+    def knows_slowdown(self) -> bool:
+        """Whether the estimate of the slowdown decides, certain or not."""
+        return self.standard_errors(_KNOWN) * self.slowdown_error <= _KNOWN_ERROR
+
+    @property
+    def knows_saving(self) -> bool:
+        """Whether a saving that is not certain counts as none."""
+        return self.standard_errors(_KNOWN) * self.saved_error <= _KNOWN_ERROR
 
     def is_late(self, sure: float) -> bool:
         """Whether it is certain, at so many standard errors, that the promise is not kept."""
@@ -346,14 +376,15 @@ class Verdict:
     reason: str
 
     @classmethod
-    def of(cls, comparison: PlanComparison, sure: float, *, is_last: bool) -> Verdict | None:
+    def of(cls, comparison: PlanComparison, probability: float, *, is_last: bool) -> Verdict | None:
         """Decide by an interim analysis; None to go on.
 
         Args:
             comparison: Of the blocks so far.
-            sure: How many standard errors are certain.
+            probability: With which it may err about lateness, and about energy.
             is_last: Whether no more blocks follow.
         """
+        sure = comparison.standard_errors(probability)
         uses = comparison.uses(sure)
         kept = is_late = False
         if comparison.is_late(sure):
@@ -362,7 +393,7 @@ class Verdict:
             reason = "it uses more energy"
         elif comparison.is_in_time(sure) and uses < 0:
             kept, reason = True, "it is in time and saves energy"
-        elif not (is_last or comparison.is_known):
+        elif not (is_last or (comparison.knows_slowdown and (uses or comparison.knows_saving))):
             return None
         elif comparison.slowdown > comparison.promised_slowdown + TOLERANCE:
             is_late, reason = True, "it seems to take longer than promised"
@@ -371,6 +402,47 @@ class Verdict:
         else:
             kept, reason = True, "it seems to be in time, and saves energy"
         return cls(comparison, kept, is_late, reason)
+
+
+Answer: TypeAlias = Literal["keep", "drop", "more"]
+
+
+class PlanProof:
+    """One comparison of a plan with default clocks: it is given blocks, and answers what follows from them.
+
+    Attributes:
+        blocks: Those given so far; of an even index at default clocks, of an odd one under the plan.
+        verdict: The decision; None while there is none.
+    """
+
+    def __init__(self, probability: float) -> None:
+        """Begin without blocks; each interim analysis may err with a probability (:func:`error_probability`)."""
+        self.blocks: list[IterationSample] = []
+        self.verdict: Verdict | None = None
+        self._probability = probability
+
+    @property
+    def next_is_planned(self) -> bool:
+        """Whether the next block is under the plan."""
+        return len(self.blocks) % 2 == 1
+
+    @property
+    def blocks_to_analysis(self) -> int:
+        """How many more blocks there are until the next interim analysis."""
+        planned = (len(self.blocks) - 1) // 2
+        return 2 * next((pairs for pairs in ANALYSES if pairs > planned), ANALYSES[-1]) + 1 - len(self.blocks)
+
+    def add(self, block: IterationSample) -> Answer:
+        """Add the next block; return whether to keep the plan, to drop it, or to run one more block."""
+        is_analysed = self.blocks_to_analysis == 1
+        self.blocks.append(block)
+        if not is_analysed:
+            return "more"
+        is_last = len(self.blocks) // 2 == ANALYSES[-1]
+        self.verdict = Verdict.of(PlanComparison.of_blocks(self.blocks), self._probability, is_last=is_last)
+        if self.verdict is None:
+            return "more"
+        return "keep" if self.verdict.kept else "drop"
 
 
 # Lateness below this fraction of an iteration, or below so many standard errors, is not worth other plans.

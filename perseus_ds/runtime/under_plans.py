@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
@@ -14,7 +14,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Assignment, Forecast
-from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
+from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
 from perseus_ds.policy.reports import Conditions, DriftWatch, JobReport, computed_and_tail_s, reported_drift
 from perseus_ds.policy.selector import PlanSelector
 from perseus_ds.runtime.clock_plan import ClockPlan
@@ -111,7 +111,8 @@ class PlanRunner:
         self._look_ahead, self._by_length = context.look_ahead, by_length
         self._order = context.order
         self._kind = {"order": context.order, "shape": context.shape}
-        self._sure: float | None = None
+        # With which the comparison that goes on may err at each of its analyses.
+        self._probability: float | None = None
         # Whether default clocks have just been measured.
         self._is_fresh = default is not None
         self._incomparable = 0
@@ -232,45 +233,38 @@ class PlanRunner:
 
         There is no verdict if something has to be measured again, or if default clocks would exceed a cap.
         """
-        self._sure = sure = self._sure or certainty(next(self._comparisons))
-        blocks = [self.default] if self._is_fresh else []
+        self._probability = self._probability or error_probability(next(self._comparisons))
+        proof = PlanProof(self._probability)
+        if self._is_fresh:
+            proof.add(self.default)
         self._is_fresh = False
         while not self._is_capped:
-            is_planned, assignment = len(blocks) % 2 == 1, self.selector.in_force
+            is_planned, assignment = proof.next_is_planned, self.selector.in_force
             block = self._sample_of_plans() if is_planned else IterationSample(self.default.counter_period_s)
-            outcome = yield from self._add_block(len(blocks), block, is_planned=is_planned)
+            outcome = yield from self._add_block(proof.blocks_to_analysis - 1, block, is_planned=is_planned)
             if outcome is not None:
                 return outcome
             if is_planned and self.selector.in_force.number != assignment.number:
                 continue  # these iterations ran under several plans
             if self._is_capped:
                 return None  # the block is cut short
-            blocks.append(block)
-            if not is_planned and len(blocks) // 2 in ANALYSES:
-                verdict = self._verdict(blocks, sure)
+            is_analysed = proof.blocks_to_analysis == 1
+            proof.add(block)
+            if is_analysed:  # by rank 0, as others may round differently
+                verdict = self._communicator.computed_on_rank_0(lambda: proof.verdict)
                 if verdict is not None:
-                    self._sure = None
+                    self._probability = None
+                    self._set_default(IterationSample.joined(proof.blocks[::2]))
                     return verdict
         return None
 
-    def _verdict(self, blocks: Sequence[IterationSample], sure: float) -> Verdict | None:
-        """Return what rank 0 decides by an interim analysis, on all ranks."""
-        is_last = len(blocks) // 2 == ANALYSES[-1]
-        verdict = self._communicator.computed_on_rank_0(
-            lambda: Verdict.of(PlanComparison.of_blocks(blocks), sure, is_last=is_last)
-        )
-        if verdict is not None:
-            self._set_default(IterationSample.joined(blocks[::2]))
-        return verdict
-
-    def _add_block(self, before: int, block: IterationSample, *, is_planned: bool) -> Phase[Outcome | None]:
+    def _add_block(self, following: int, block: IterationSample, *, is_planned: bool) -> Phase[Outcome | None]:
         """Run iterations of a block until they are enough, or another assignment is in force.
 
-        The iterations are added to it, the last one while the next block begins; there were so many blocks before it.
+        The iterations are added to it, the last one while the next block begins; so many blocks follow it until the
+        next analysis.
         """
         begun = self.selector.in_force.number
-        analysis = next((pairs for pairs in ANALYSES if pairs > (before - 1) // 2), ANALYSES[-1])
-        following = 2 * analysis - before
         is_settled, is_over, in_s = False, False, None
         while not (is_over or self._is_capped or (is_planned and self.selector.in_force.number != begun)):
             seen = yield from self._one_iteration(NextPhase("verdict", in_s), at_default=not is_planned)
@@ -331,7 +325,9 @@ class PlanRunner:
 
     def say_compared(self, verdict: Verdict, then: str) -> None:
         """Say and record how the plan compares with default clocks, and what follows."""
-        figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
+        figures = asdict(verdict.comparison)
+        figures["slowdown_error"], figures["saved_error"] = verdict.comparison.stated_errors
+        figures = {name: round(value, 5) for name, value in figures.items() if name != "freedom"}
         decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
         self._recorder.announce(
             PlanJudged.model_validate({"plan": self._planned.plan, **self._kind, **decided, **figures})

@@ -45,6 +45,7 @@ def test_without_other_shapes_a_plan_that_still_saves_energy_stays_when_all_inst
     lengthen(job, (1.5, 1.5, 1.0), shapes=job.shapes)
     assert set(job.train(100)) == {"run", "default"}
     _, compared = job.train_until_compared(times=2)
+    job.train(3)
     last = job.close()[-1]
     assert compared.kept
     assert ["profiling" in event.then for event in job.events(Drifted)] == [False]

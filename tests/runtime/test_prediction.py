@@ -41,7 +41,7 @@ def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_c
     job.train_until("optimizing")
     job.work_s[0][Kind.BACKWARD] *= 1.3
     assert in_order(job.train_until("run")) == ["optimizing", "default", "optimizing"]
-    job.train(100)
+    job.train(150)
     records = job.close()
     (predicted,) = job.events(Predicted)
     assert predicted.corrected
@@ -82,7 +82,7 @@ def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(s
     job = start(mode="auto", **SLOWER)
     job.train_until("optimizing")
     assert in_order(job.train_until("run")) == ["optimizing", "default", "optimizing"]
-    job.train(100)
+    job.train(150)
     records = job.close()
     (predicted,) = job.events(Predicted)
     assert (predicted.parts, predicted.corrected) == ({}, True)
