@@ -14,6 +14,10 @@ this module, which computes them from the job's records:
   verdict, it is the longest series at default clocks of this run or another run of the same job: preferably in
   observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
   than five iterations is used only if the profile has no prediction for default clocks.
+- The *saving of the whole job* compares what iterations took under plans and while the profile was measured with what
+  default clocks take, as the iterations under plans recorded it. All others run at default clocks: they add to the
+  job's total, and save nothing. An iteration under a plan that took more than 1.5 times as long as predicted contains a
+  stall, and is not compared.
 - *Power over a second* is the mean power of the fewest consecutive whole iterations that take at least a second: the
   power within an iteration is unknown. With an energy counter that is refreshed every 100 ms, the power of a GPU
   over one second has an error of 4 %.
@@ -37,6 +41,7 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
     Record,
     Started,
+    WholeSummary,
     trains,
 )
 
@@ -359,6 +364,55 @@ class Saving:
     def slowdown(self) -> float:
         """Increase of the time, as a fraction of the time at default clocks."""
         return self.time_s / self.default_s - 1
+
+
+class WholeJob:
+    """Sums up the saving of the whole job from its iterations, in order."""
+
+    def __init__(self) -> None:
+        self._steps = self._stalls = 0
+        self._time_s = self._energy_j = self._gained_s = self._saved_j = 0.0
+        # Of iterations at clocks to profile, whose default clocks are known by the next plan: time, energy, and the
+        # numbers of iterations and of those with a known energy.
+        self._profiled: dict[IterationKind, tuple[float, float, int, int]] = {}
+        self._is_compared = False
+
+    def add(self, record: IterationRecord) -> None:
+        """Add an iteration."""
+        kind, time_s, energy_j = IterationKind.of(record), record.time_s, record.energy_j
+        self._steps += 1
+        self._time_s += time_s
+        self._energy_j += energy_j or 0.0
+        if record.phase == "profile":
+            total_s, total_j, iterations, known = self._profiled.get(kind, (0.0, 0.0, 0, 0))
+            is_known = energy_j is not None
+            self._profiled[kind] = total_s + time_s, total_j + (energy_j or 0.0), iterations + 1, known + is_known
+        default_s, default_j = record.default_time_s, record.default_energy_j
+        if default_s is None or default_j is None or record.predicted_time_s is None:
+            return
+        self._is_compared = True
+        total_s, total_j, iterations, known = self._profiled.pop(kind, (0.0, 0.0, 0, 0))
+        if time_s > STALL * record.predicted_time_s:
+            self._stalls += 1
+        else:
+            total_s, total_j = total_s + time_s, total_j + (energy_j or 0.0)
+            iterations, known = iterations + 1, known + (energy_j is not None)
+        self._gained_s += iterations * default_s - total_s
+        self._saved_j += known * default_j - total_j
+
+    @property
+    def saving(self) -> WholeSummary | None:
+        """The saving so far, or None before an iteration could be compared."""
+        if not self._is_compared or not self._energy_j:
+            return None
+        return WholeSummary(
+            steps=self._steps,
+            saved_j=self._saved_j,
+            saved=self._saved_j / (self._energy_j + self._saved_j),
+            gained_s=self._gained_s,
+            gained=self._gained_s / (self._time_s + self._gained_s),
+            stalls=self._stalls,
+        )
 
 
 class _Series:

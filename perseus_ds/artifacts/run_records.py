@@ -433,6 +433,39 @@ class KindSummary(BaseModel):
         return f"{text}, {_less_or_more(self.slowdown, self.saved)}"
 
 
+class WholeSummary(BaseModel):
+    """What a job saved in all its steps, profiling and comparisons included, compared with default clocks.
+
+    Attributes:
+        steps: Number of iterations.
+        saved_j: Energy saved [J].
+        saved: Energy saved, as a fraction of what default clocks would have used.
+        gained_s: Time saved [s], negative if the job took longer.
+        gained: Time saved, as a fraction of what default clocks would have taken.
+        stalls: Number of iterations that were not compared because they contain a stall.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    steps: int
+    saved_j: float
+    saved: float
+    gained_s: float
+    gained: float
+    stalls: int = 0
+
+    def in_words(self) -> str:
+        """Return a description of the saving."""
+        less = "less" if self.saved_j >= 0 else "more"
+        energy = f"{joules(abs(self.saved_j))} {less} energy ({percent(-self.saved)})"
+        time = (
+            f"{duration(abs(self.gained_s))} {'less' if self.gained_s >= 0 else 'more'} time ({percent(-self.gained)})"
+        )
+        a_step = f"{joules(abs(self.saved_j) / self.steps)} {less} a step"
+        text = f"all {self.steps} steps, profiling and comparisons included: {energy}, {time}, {a_step}"
+        return plain(text + (f" (without {self.stalls} with stalls)" if self.stalls else ""))
+
+
 class Ended(Event):
     """The job ended: totals since it started, and savings over all its starts."""
 
@@ -449,6 +482,7 @@ class Ended(Event):
     saved: float | None = None
     slowdown: float | None = None
     baseline: str | None = None
+    whole: WholeSummary | None = None
     plans: tuple[PlanSummary, ...] = ()
     kinds: tuple[KindSummary, ...] = ()
 
@@ -466,7 +500,7 @@ class Ended(Event):
             text += f" ({'; '.join(plan.in_words() for plan in longest if plan.saved is not None)})"
         if self.kinds:
             text += f"; {'; '.join(kind.in_words() for kind in self.kinds[:_MOST_IN_WORDS])}"
-        return plain(text)
+        return plain(f"{text}; {self.whole.in_words()}" if self.whole is not None else text)
 
 
 Record = IterationRecord | Event

@@ -209,6 +209,8 @@ def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]
         yield from row("  of these", kind.in_words(), _colour_of_saving(kind.saved))
     if facts.profiling_s or facts.profiling_j:
         yield from row("profiling", against_default_clocks(facts.profiling_s, facts.profiling_j))
+    if facts.whole is not None:
+        yield from row("in all", facts.whole.in_words(), _colour_of_saving(facts.whole.saved))
     yield from row("pipelines", _pipelines(facts))
     yield from _clocks(facts, blocks, width)
     if facts.iteration_s is not None:

@@ -30,6 +30,7 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
     Record,
     Started,
+    WholeSummary,
     policy_in_words,
     trains,
 )
@@ -40,6 +41,7 @@ from perseus_ds.measures import (
     LastingKind,
     PowerBySecond,
     Typical,
+    WholeJob,
     sums_by_part,
 )
 
@@ -142,6 +144,9 @@ class JobFacts(_Facts):
     pending: str | None = Field(description="An order that is not in force yet, in words.")
     unfinished: str | None = Field(description="Activity at its end, if it ended before it had a plan or a profile.")
     plan: PlanFacts | None
+    whole: WholeSummary | None = Field(
+        None, description="What all steps saved, profiling and comparisons included; none before a plan ran."
+    )
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
     kinds: tuple[KindSummary, ...] = Field(
         (), description="By order of passes and shape of inputs; none if all iterations are alike."
@@ -216,6 +221,7 @@ class JobProgress:
     def __init__(self) -> None:
         self.total, self.since_start = Tally(), Tally()
         self.measures = JobMeasures()
+        self._whole = WholeJob()
         # Energy by pipeline [J]: of all iterations, of those at default clocks, and of those under plans.
         self._all_j: list[float] = []
         self._default_j: list[float] = []
@@ -289,6 +295,7 @@ class JobProgress:
             self._powers_w = tuple(energy_j / self._unrecorded_s for energy_j in record.energy_by_rank_j)
             self._unrecorded_s = 0.0
         self._of_kind[self.measures.lasting(IterationKind.of(record))] += 1
+        self._whole.add(record)
         self.total.add(record)
         self.since_start.add(record)
         self._recent.append(record)
@@ -414,6 +421,7 @@ class JobProgress:
             "saved": saving.saved if saving else None,
             "slowdown": saving.slowdown if saving else None,
             "baseline": str(plans[-1].baseline) if plans else None,
+            "whole": self._whole.saving,
             "plans": tuple(
                 PlanSummary(plan=one.plan, iterations=one.ran, slowdown=one.slowdown, saved=one.saved)
                 for one in plans
