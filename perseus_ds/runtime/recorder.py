@@ -165,14 +165,17 @@ class Recorder:
         if self._writer is None:
             return
         self._compare_limits(limits)
+        is_printed = bool(self._steps_per_print and iteration.number % self._steps_per_print == 0)
         if self._monitor is not None:
             record = self._of_job(iteration, reports)
             self._writer.write_soon(lambda: record)
             self._tell_monitor(record, iteration.samples)
+            if is_printed:
+                self._print(record)
+        elif is_printed:
+            self._writer.write_soon(partial(self._printed, iteration, reports))
         else:
             self._writer.write_soon(partial(self._of_job, iteration, reports))
-        if self._steps_per_print and iteration.number % self._steps_per_print == 0 and (last := self.last):
-            self._print(last)
 
     def _compare_limits(self, limits: tuple[GpuLimit, ...]) -> None:
         """Record GPUs that may do less than profiled where others do than before; say so of those not named yet."""
@@ -233,6 +236,11 @@ class Recorder:
             return
         with contextlib.suppress(Exception):  # a terminal that is gone or knows no such character, a full disk
             print(printable(f"perseus: {text}") + (", simulated GPUs" if self._simulated else ""), flush=True)
+
+    def _printed(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:
+        record = self._of_job(iteration, reports)
+        self._print(record)
+        return record
 
     def _of_job(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:
         energies_j = reports.column("energy_j")

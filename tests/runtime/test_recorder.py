@@ -1,6 +1,7 @@
 """What is written, sent and printed of iterations, operation by operation for some; nothing of it can end training."""
 
 import math
+import threading
 
 import pytest
 from virtual.job import LoneCommunicator, reports_of
@@ -11,6 +12,7 @@ from perseus_ds.artifacts.run_records import (
     Drifted,
     Failed,
     IterationRecord,
+    RecordFollower,
     Started,
     from_line,
     read_records,
@@ -103,6 +105,25 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
     assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
     assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
+
+
+def test_training_does_not_wait_for_the_printed_records_while_those_of_earlier_starts_are_read(
+    tmp_path, capsys, monkeypatch
+):
+    is_read = threading.Event()
+
+    def read(follower):
+        assert is_read.wait(60)
+        return []
+
+    monkeypatch.setattr(RecordFollower, "read", read)
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False, steps_per_print=1)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports())  # would wait here, as nobody reads the earlier records
+    assert "step 1" not in capsys.readouterr().out
+    is_read.set()
+    recorder.close()
+    assert "step 1: run, 1.100 s, 80.00 J" in capsys.readouterr().out
 
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
