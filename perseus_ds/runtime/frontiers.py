@@ -178,15 +178,18 @@ def optimise(
             profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
-        rank.beside_training.callback(worker.stop)
+
+    def stop() -> None:
+        if worker is not None:
+            worker.stop()
 
     def check() -> None:
         result = worker.poll() if worker is not None else None
         if result is not None and result.error is not None:
             raise PerseusError(f"optimising failed: {result.error}")
 
-    rank.communicator.computed_on_rank_0(start)
-    try:
+    with rank.beside_training.running(stop):
+        rank.communicator.computed_on_rank_0(start)
         yield from run_at_default_clocks(
             "optimizing",
             default,
@@ -195,9 +198,6 @@ def optimise(
             next_phase=lambda: NextPhase("default", worker.remaining_s() if worker is not None else None),
         )
         rank.communicator.computed_on_rank_0(check)
-    finally:
-        if worker is not None:
-            worker.stop()
     return load_frontier(context, job.output_dir / "frontier.json")
 
 

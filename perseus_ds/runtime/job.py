@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,6 +97,32 @@ class Job:
         return communicator.computed_on_rank_0(name)
 
 
+class BesideTraining:
+    """What a job has running beside training, such as threads and processes."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], object]] = []
+
+    @contextmanager
+    def running(self, end: Callable[[], object]) -> Iterator[None]:
+        """Surround a phase that has something running, which is ended after it, or before when the job closes."""
+        self._ends.append(end)
+        try:
+            yield
+        finally:
+            self._ends.remove(end)
+            end()
+
+    def until_closed(self, end: Callable[[], object]) -> None:
+        """Have something ended when the job closes."""
+        self._ends.append(end)
+
+    def close(self) -> None:
+        """End all of it; what is ended must be harmless when ended again."""
+        for end in reversed(self._ends):
+            end()
+
+
 @dataclass(frozen=True)
 class RankContext:
     """This rank of the job: its GPU, and its connection to the other ranks.
@@ -104,7 +130,7 @@ class RankContext:
     Attributes:
         clocks: Set and read by the agent of this node.
         device: Where the engine's tensors live.
-        beside_training: Ends what a phase has running beside training, such as threads and processes.
+        beside_training: What phases have running beside training.
     """
 
     communicator: Communicator
@@ -113,7 +139,7 @@ class RankContext:
     timers: Execution
     device: torch.device
     timebase: Timebase = REAL_TIME
-    beside_training: ExitStack = field(default_factory=ExitStack)
+    beside_training: BesideTraining = field(default_factory=BesideTraining)
 
 
 class FirstOrder:

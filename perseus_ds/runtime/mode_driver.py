@@ -312,7 +312,7 @@ def _follow_signals(context: ModeContext) -> None:
 
     def begin() -> None:
         control.signals = SignalWatch(rank.timebase, report)
-        rank.beside_training.callback(control.signals.close)
+        rank.beside_training.until_closed(control.signals.close)
         control.signals.follow(control.policy)
 
     rank.communicator.computed_on_rank_0(begin)

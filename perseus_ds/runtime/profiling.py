@@ -282,8 +282,7 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
     def next_phase() -> NextPhase:
         return NextPhase(following, measurement.remaining_s(expected))
 
-    with measurement.log as log:
-        rank.beside_training.callback(log.close)
+    with measurement.log as log, rank.beside_training.running(log.close):
         while chosen := search.next_clocks():
             for clock_mhz in chosen:
                 yield from measurement.measure(clock_mhz, iterations(clock_mhz), next_phase)
