@@ -127,10 +127,36 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
     return frontier
 
 
+def has_own_profile(context: ModeContext) -> bool:
+    """Return whether an earlier start of the job has left a complete profile; every rank must ask at once.
+
+    A search that was interrupted goes on instead.
+    """
+    job, communicator = context.job, context.rank.communicator
+    key = job.profile_key(communicator)
+
+    def is_own() -> bool:
+        path, measured = job.profile_path, job.profile_path.with_name("measured.csv")
+        with contextlib.suppress(PerseusError, OSError):
+            is_complete = path.stat().st_mtime_ns >= measured.stat().st_mtime_ns
+            return is_complete and StageProfile.load(path).info.job == key
+        return False
+
+    found = communicator.computed_on_rank_0(is_own)
+    if found:
+        context.recorder.say(f"using {job.profile_path}, which an earlier start of this job has measured")
+    return found
+
+
 def forget_for_later_runs(context: ModeContext) -> None:
     """Remove the files for later runs of this job. All ranks call this together."""
     key = context.job.profile_key(context.rank.communicator)
-    if context.rank.communicator.is_rank_0 and context.job.config.cache:
+    if not context.rank.communicator.is_rank_0:
+        return
+    with contextlib.suppress(PerseusError, OSError):
+        profile = StageProfile.load(context.job.profile_path)
+        StageProfile(profile.measurements, profile.info.model_copy(update={"job": None})).save(context.job.profile_path)
+    if context.job.config.cache:
         with contextlib.suppress(OSError):
             shutil.rmtree(cached(key))
 

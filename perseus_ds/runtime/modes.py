@@ -20,6 +20,7 @@ from perseus_ds.runtime.default_clocks import (
 from perseus_ds.runtime.frontiers import (
     forget_for_later_runs,
     frontier_of_an_earlier_run,
+    has_own_profile,
     keep_for_later_runs,
     load_frontier,
     optimise,
@@ -104,8 +105,9 @@ def _profile(context: ModeContext) -> Phase[None]:
 def _auto(context: ModeContext) -> Phase[None]:
     _check_clocks(context)
     frontier = frontier_of_an_earlier_run(context)
+    has_profile = frontier is None and has_own_profile(context)
     yield from calibrate(context)
-    yield from _by_shape(context, frontier)
+    yield from _by_shape(context, frontier, has_profile=has_profile)
 
 
 def _of_order(context: ModeContext, has_profile: bool) -> Phase[None]:

@@ -4,10 +4,13 @@ import pwd
 from types import SimpleNamespace
 
 import pytest
+from virtual.job import SLOWER, in_order
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.runtime.frontiers import cached
+from perseus_ds.runtime.job import BesideTraining
 from perseus_ds.runtime.profiling import save_profile
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -61,3 +64,51 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(OSError, match="Set XDG_CACHE_HOME"):
         cached("key")
+
+
+@pytest.mark.parametrize("killed_in", ["optimizing", "default", "run"])
+def test_a_job_that_was_killed_before_its_verdict_does_not_measure_its_profile_again(start, killed_in):
+    job = start(mode="auto", **SLOWER)
+    job.train_until(killed_in)
+    job.train(1)
+    before = (job.folder / "profile.csv").read_bytes()
+    again = start(mode="auto", **SLOWER)  # in the same folder
+    phases = again.train_until("run")
+    assert in_order(phases) == ["optimizing", "default"]
+    assert (again.folder / "profile.csv").read_bytes() == before
+    (verdict,) = again.train_until_compared()
+    assert verdict.kept
+
+
+def test_a_search_that_was_interrupted_goes_on_and_another_job_measures_its_own_profile(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("profile")
+    job.train(5)
+    again = start(mode="auto", **SLOWER)
+    assert "profile" in again.train_until("optimizing")
+    assert again.events(ProfileWritten)[-1].resumed_clocks > 0
+    other = start(mode="auto", profile={"max_clock_mhz": 1200}, **SLOWER)
+    assert "profile" in other.train_until("optimizing")
+    assert other.events(ProfileWritten)[-1].resumed_clocks == 0
+
+
+def test_a_profile_that_no_longer_held_is_measured_again_by_the_next_start(start):
+    job = start(mode="auto", max_drift=10.0, **SLOWER)
+    job.train_until_compared()
+    job.work_s[0][Kind.BACKWARD] *= 1.5
+    job.late_under_plans()
+    job.train_until("observe", most=900)
+    again = start(mode="auto", **SLOWER)
+    assert "profile" in again.train_until("run")
+
+
+def test_what_phases_had_running_is_not_kept_when_they_have_ended():
+    beside, ended = BesideTraining(), []
+    beside.until_closed(lambda: ended.append("job"))
+    for number in range(3):
+        with beside.running(lambda number=number: ended.append(number)):
+            assert ended == list(range(number))
+    del ended[:]
+    with beside.running(lambda: ended.append("phase")):
+        beside.close()
+        assert ended == ["phase", "job"]
