@@ -39,6 +39,7 @@ from perseus_ds.runtime.devices import clocks_of, execution_on, open_gpu, with_p
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, Times
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
+from perseus_ds.runtime.output_folder import FolderLock, with_own_folder
 from perseus_ds.runtime.recorder import Monitor, Recorder
 from perseus_ds.runtime.shapes import InputShapes, length_of_inputs, number_of_inputs
 from perseus_ds.runtime.supervision import Fallback, Supervision
@@ -118,7 +119,8 @@ class PerseusRuntime:
         Raises:
             PerseusError: On all ranks, if a check fails on one.
         """
-        job = with_permission(job, gpu, communicator)
+        self._folder = FolderLock()
+        job = with_own_folder(with_permission(job, gpu, communicator), communicator, self._folder)
         config = job.config
         self.job = job
         self._in_iteration = False
@@ -466,6 +468,7 @@ class PerseusRuntime:
         self._closed = True
         atexit.unregister(self.close)
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
+            steps.callback(self._folder.release)
             for end in (self._supervision.close, self._recorder.close, self.rank.clocks.close, self._driver.close):
                 steps.callback(end)
 

@@ -130,8 +130,9 @@ class VirtualJob:
             micro_batches=self.schedule.micro_batches,
         )
         self._job = Job(config, self.schedule, info)
-        self._records, self._follower = [], RecordFollower(folder)
         self._start()
+        self.folder = self.runtime.job.output_dir  # another one if the folder was taken
+        self._records, self._follower = [], RecordFollower(self.folder)
 
     @property
     def runtime(self):

@@ -1,0 +1,84 @@
+"""The folder that a job writes to belongs to it while it runs: two jobs would overwrite each other's files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from perseus_ds.errors import ConfigError
+from perseus_ds.ranks import Communicator
+from perseus_ds.runtime.job import Job
+
+logger = logging.getLogger("perseus_ds")
+FILE_NAME = "job.lock"
+_MOST_FOLDERS = 100
+
+
+class FolderLock:
+    """Held by rank 0 while its job writes to a folder; the kernel releases it however the process ends."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def acquire(self, folder: Path) -> str | None:
+        """Return None if the folder is this job's now, else a description of the job whose it is.
+
+        A folder that cannot be written, or a file system without locks, is no other job's.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError:
+            return None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(file)
+            return owner if error.errno in (errno.EACCES, errno.EAGAIN) else None
+        self._file = file
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return None
+
+    def release(self) -> None:
+        """Give the folder up; harmless when called again."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+def with_own_folder(job: Job, communicator: Communicator, lock: FolderLock) -> Job:
+    """Return a job with an output folder that no other job writes to; every rank must ask at once.
+
+    Raises:
+        ConfigError: On all ranks, if another job has the folder, and this one's files are what it runs for.
+    """
+    config = job.config
+
+    def choose() -> str:
+        owner = lock.acquire(job.output_dir)
+        if owner is None:
+            return config.output_dir
+        taken = f'"output_dir": {json.dumps(config.output_dir)} is the folder of a job that is running ({owner})'
+        if config.needs_gpu:
+            raise ConfigError(f"{taken}. Give this job another one, or end the other job.")
+        for number in range(2, _MOST_FOLDERS):
+            other = f"{config.output_dir.rstrip('/')}-{number}"
+            if lock.acquire(Path(other)) is None:
+                logger.warning(
+                    'perseus: %s. This job writes to %s. With "required": true this is an error.', taken, other
+                )
+                return other
+        raise ConfigError(f"{taken}, and so are {_MOST_FOLDERS - 2} others of this name. Give this job another one.")
+
+    folder = communicator.computed_on_rank_0(choose)
+    return job if folder == config.output_dir else replace(job, config=config.model_copy(update={"output_dir": folder}))
