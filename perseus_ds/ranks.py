@@ -58,7 +58,7 @@ _SETUP_TIMEOUT = timedelta(minutes=3)
 _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_S = 10.0
 _SLICE_S = 1.0
-_LONGEST_WAIT_S = 90.0
+_LONGEST_WAIT_S = 1800.0
 # How long a process that ends waits: rank 0 for others that need its store, others for what is under way.
 _RANK_0_ENDS_S, _RANK_ENDS_S = 5.0, 1.0
 # Name of the first channel, and key of the reason why rank 0 ends the store (empty at an orderly end).
