@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from perseus_ds.engines.engine import (
     Engine,
@@ -42,7 +44,7 @@ from perseus_ds.engines.torch_pipelining.order import (
     stages_of,
 )
 from perseus_ds.engines.torch_pipelining.parts import huggingface_parts, parts_of_module
-from perseus_ds.errors import ConfigError, ScheduleError, VersionError
+from perseus_ds.errors import ConfigError, ConnectionLostError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
 from perseus_ds.runtime.config import PerseusConfig, settings_of
@@ -139,8 +141,8 @@ def detach(schedule: S) -> S:
 class TorchSchedule(Engine):
     """A schedule of torch. All passes of its stages are reported.
 
-    An iteration begins with ``step()``. Its tail, such as the optimizer's step, lasts until the next ``step()``, an
-    ``eval()``, or the end of the session.
+    An iteration begins with ``step()``. Its tail is what comes after, and lasts until optimizers have stepped as often
+    as in the first iteration; without that, until the next ``step()``, an ``eval()``, or the end of the session.
     """
 
     def __init__(self, schedule: Any, pipeline: Ranks, data_parallel: Ranks | None) -> None:
@@ -160,6 +162,11 @@ class TorchSchedule(Engine):
         self._digest = ""
         # The loss is part of the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
+        # Steps of optimizers in the tail that is open; and with how many tails end, None until the first one has ended.
+        self._is_tail = False
+        self._optimizer_steps = 0
+        self._last_optimizer_step: int | None = None
+        self._optimizer_hook: RemovableHandle | None = None
 
     @property
     def model(self) -> str:
@@ -194,6 +201,7 @@ class TorchSchedule(Engine):
     def surround(self, session: Session) -> None:
         self._session = session
         self._hooks.surround(self._schedule, "step", self._step)
+        self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_has_stepped)
         if not self.order_is_known:
             return
         self._hooks.surround(self._schedule, "_maybe_compute_loss", self._compute_loss)
@@ -209,6 +217,8 @@ class TorchSchedule(Engine):
 
     def release(self) -> None:
         self._hooks.remove()
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
         for action, function in self._custom.items():
             self._schedule._comp_type_to_function_map[action] = function
         self._custom.clear()
@@ -217,6 +227,9 @@ class TorchSchedule(Engine):
         if not self._schedule._has_backward:  # eval()
             with self._session.evaluation():
                 return step(*args, **kwargs)
+        if self._is_tail and self._last_optimizer_step is None:
+            self._last_optimizer_step = self._steps_of_first_tail()
+        self._is_tail = False
         self._until_loss = None
         self._surround_custom_functions()
         functions = tuple(sorted(action.name for action in self._custom))  # some combine two passes
@@ -224,7 +237,21 @@ class TorchSchedule(Engine):
             result = step(*args, **kwargs)
             self._end_forward()
             self._session.begin_tail(stages_of(self._schedule)[0].stage_index)
+        self._is_tail, self._optimizer_steps = True, 0
         return result
+
+    def _steps_of_first_tail(self) -> int:
+        """Return how often optimizers have stepped in the first tail; 0 if they have not on a rank."""
+        steps, runtime = self._optimizer_steps, self._session.runtime
+        with suppress(ConnectionLostError):  # the next report says so
+            if runtime is not None and runtime.rank.communicator.all_max(steps == 0):
+                return 0
+        return steps
+
+    def _optimizer_has_stepped(self, *_: Any) -> None:
+        self._optimizer_steps += 1
+        if self._is_tail and self._optimizer_steps == self._last_optimizer_step:
+            self._session.end_iteration()
 
     def _order_digest(self) -> str:
         """Return a digest of the schedule's order. Empty if its class alone determines the order."""

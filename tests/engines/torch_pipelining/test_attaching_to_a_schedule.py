@@ -138,6 +138,38 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
     assert str(timers.finish_iteration().spans()[-1].operation) == "tail of stage 0"
 
 
+def last_operation(schedule):
+    return str(schedule.perseus.runtime.rank.timers.finish_iteration().spans()[-1].operation)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_the_tail_ends_with_the_last_step_of_an_optimizer(make, block, optimizers):
+    schedule = make()
+    perseus_ds.attach(schedule, block)
+    stepping = [torch.optim.SGD(schedule._stage.submod.parameters(), lr=0.0) for _ in range(optimizers)]
+    for iteration in range(3):
+        train(schedule)
+        for optimizer in stepping:
+            assert last_operation(schedule) != "tail of stage 0"
+            optimizer.step()
+        is_known = iteration > 0  # the first tail lasts until the next step
+        assert (last_operation(schedule) == "tail of stage 0") == is_known
+    stepping[0].step()
+    train(schedule)
+    assert last_operation(schedule) != "tail of stage 0"
+    perseus_ds.detach(schedule)
+    stepping[0].step()
+    assert len(iterations(block)) == 4
+
+
+def test_where_no_optimizer_steps_after_the_first_iteration_tails_last_until_the_next_one(make, block):
+    schedule = make()
+    perseus_ds.attach(schedule, block)
+    train(schedule, steps=2)
+    torch.optim.SGD(schedule._stage.submod.parameters(), lr=0.0).step()
+    assert last_operation(schedule) != "tail of stage 0"
+
+
 def test_eval_is_no_iteration_and_runs_at_default_clocks(make, block, monkeypatch):
     schedule = make()
     perseus_ds.attach(schedule, block)
