@@ -24,6 +24,7 @@ from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.profiler.blocking_power import WaitingPower, pooled
 from perseus_ds.profiler.fixed_durations import tails_s
 
 Floats = npt.NDArray[np.float64]
@@ -42,6 +43,10 @@ _WAITING_SPREAD = 0.1
 _WAITING_SPREAD_AT_LOW_CLOCKS = 0.5
 _KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
 _KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
+# Clocks at which waiting draws what it does at default clocks; and the worst condition of equations to be solved.
+_NEAR_TOP, _DETERMINED = 0.1, 1e12
+# A relative error from which nothing is known.
+_UNKNOWN = 1e3
 # Share of its period in which a counter samples power: all of it, or only the last part (a quarter on A100 and H100,
 # arXiv 2312.02741). A share below 1 is assumed only if it reduces the squared residuals by this factor.
 _ALWAYS, _SHARES, _CLEARLY = 1.0, (1.0, 0.5, 0.25, 0.1), 0.5
@@ -176,8 +181,12 @@ class OnlineProfiler:
         readings: Sequence[tuple[float, float]],
         state: GpuState = GpuState(),  # noqa: B008  # immutable
         factors: Sequence[Mapping[Instruction, float]] = (),
+        *,
+        reached_s: float = -math.inf,
     ) -> None:
         """Add consecutive iterations at one clock.
+
+        Instructions that began before the clock was reached count only where there are no others of their kind.
 
         Args:
             clock_mhz: The clock.
@@ -185,6 +194,7 @@ class OnlineProfiler:
             readings: When [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
             state: Of the GPU at the end.
             factors: By iteration, how many times as long as the row's instructions take, 1 without an entry.
+            reached_s: When the GPU had reached the clock [s].
         """
         self._state[clock_mhz] = state
         computed = [
@@ -198,13 +208,15 @@ class OnlineProfiler:
         for known in outdated:
             del self._known[known]
         self._keys = keys
+        begun_later = {key for span, key in computed if span.start_s >= reached_s}
         for number, spans in enumerate(iterations):
             factor = factors[number] if factors else {}
             for span in spans:
                 if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
                     instruction = span.operation.instruction
-                    time_s = span.time_s / factor.get(instruction, 1.0)
-                    self._times_s[clock_mhz, (instruction.stage, instruction.kind)].append(time_s)
+                    key = instruction.stage, instruction.kind
+                    if span.start_s >= reached_s or key not in begun_later:
+                        self._times_s[clock_mhz, key].append(span.time_s / factor.get(instruction, 1.0))
         for spans in iterations:
             for stage, time_s in tails_s(spans).items():
                 self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
@@ -215,6 +227,40 @@ class OnlineProfiler:
     def power_error(self, clock_mhz: int) -> float:
         """Return the relative error of the mean power beyond blocking power at a clock, from the residuals."""
         return self._refreshes(clock_mhz, self._share()).power_error if clock_mhz in self._seen else math.inf
+
+    @property
+    def blocking_power_w(self) -> float:
+        """Power while waiting, from which rows are computed [W]."""
+        return self._blocking_power_w
+
+    @blocking_power_w.setter
+    def blocking_power_w(self, power_w: float) -> None:
+        self._blocking_power_w = power_w
+        self._known.clear()
+
+    def waiting_power_w(self) -> WaitingPower | None:
+        """Return what the GPU has drawn outside of instructions, at clocks near the highest; None if it is not known.
+
+        Unlike in :meth:`rows`, nothing is assumed of it.
+        """
+        share = self._share() if self._seen else _ALWAYS
+        near_top = {c: self._refreshes(c, share) for c in self._seen if c > (1 - _NEAR_TOP) * max(self._seen)}
+        ratio = np.ones(len(self._keys))
+        found = []
+        for clock_mhz, refreshes in near_top.items():
+            common_w = refreshes.common_w(ratio, self._waiting_spread_w(clock_mhz))
+            if common_w > 0:
+                spent_s, beyond_j = refreshes.equations
+                spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
+                prior = np.column_stack([np.diag(1 / spread), np.zeros(len(spread))]) / common_w
+                matrix = np.vstack([spent_s / common_w, prior])
+                values = np.concatenate([beyond_j / common_w, 1 / spread])
+                information = matrix.T @ matrix
+                if np.linalg.cond(information) < _DETERMINED:
+                    covariance = np.linalg.inv(information)
+                    beyond_w = float((covariance @ matrix.T @ values)[-1])
+                    found.append(WaitingPower(self._blocking_power_w + beyond_w, math.sqrt(covariance[-1, -1])))
+        return pooled(found)
 
     def rows(self) -> list[MeasuredRow]:
         """Return a row for each kind and clock for which the power could be estimated, in order of the clocks."""
@@ -241,7 +287,7 @@ class OnlineProfiler:
             time_relative_error=error,
             temperature_c=self._state[clock_mhz].temperature_c,
             power_state=self._state[clock_mhz].power_state,
-            energy_relative_error=energy_error if math.isfinite(energy_error) else None,
+            energy_relative_error=energy_error if energy_error < _UNKNOWN else None,
         )
         return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)
 

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,7 @@ from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.policy.plan_proof import IterationSample
-from perseus_ds.profiler.blocking_power import measure_blocking_power_w
+from perseus_ds.profiler.blocking_power import chosen_power_w, measure_blocking_power_w, pooled
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.fixed_durations import (
@@ -288,9 +288,16 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
                 yield from measurement.measure(clock_mhz, iterations(clock_mhz), next_phase)
             search.add(rank.communicator.raise_on_all_ranks(partial(measurement.rows, chosen)))
 
+    power_w, why = measurement.blocking_power_w()
+    if why is not None:
+        recorder.say(why)
+        measurement.use_blocking_power_w(power_w)
+        search.add(rank.communicator.raise_on_all_ranks(lambda: measurement.rows([])))
+
     def save() -> None:
-        raw = search.finished(baseline.info)
-        save_profile(job, baseline, raw, denoise(raw, clocks))
+        found = replace(baseline, info=baseline.info.model_copy(update={"blocking_power_w": power_w}))
+        raw = search.finished(found.info)
+        save_profile(job, found, raw, denoise(raw, clocks))
 
     rank.communicator.computed_on_rank_0(save)
     # Relative to default clocks: the largest loss of time of a rank, and the energy of all GPUs.
@@ -365,13 +372,14 @@ class _Measurement:
             first, last = run[0], run[-1]
             start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
             reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
-            settled_s = (start_s if reached_s is None else reached_s) + self._baseline.counter_settle_s
-            readings = self.log.readings(settled_s, end_s)
+            reached_s = start_s if reached_s is None else reached_s
+            readings = self.log.readings(reached_s + self._baseline.counter_settle_s, end_s)
             spans = [
                 [Span(span.operation, span.start_s + seen.start_s, span.end_s + seen.start_s) for span in seen.spans()]
                 for seen in run
             ]
-            self._profiler.add(clock_mhz, spans, readings, self.log.state, [self._factors(seen) for seen in run])
+            factors = [self._factors(seen) for seen in run]
+            self._profiler.add(clock_mhz, spans, readings, self.log.state, factors, reached_s=reached_s)
             self._refreshes[clock_mhz] += len(readings)
         self.log.forget()
         self.iterations += len(visit)
@@ -406,6 +414,16 @@ class _Measurement:
                 f"{self._refreshes[missing[0]]} times."
             )
         return rows
+
+    def blocking_power_w(self) -> tuple[float, str | None]:
+        """Return the blocking power of all ranks, and why if measurements differ; every rank must ask at once."""
+        found = self._communicator.gather(self._profiler.waiting_power_w())
+        alone_w = self._baseline.info.blocking_power_w or 0.0
+        return self._communicator.computed_on_rank_0(lambda: chosen_power_w(alone_w, pooled(found)))
+
+    def use_blocking_power_w(self, power_w: float) -> None:
+        """Have rows computed from another blocking power [W]."""
+        self._profiler.blocking_power_w = power_w
 
     def remaining_s(self, iterations: int) -> float:
         """Return the estimated time until the given number of iterations is measured, at least one more [s]."""

@@ -1,5 +1,7 @@
 """Rows measured while training goes on: energies divided among kinds, compared with the truth, and ranks combined."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.profiler.blocking_power import WaitingPower, chosen_power_w, pooled
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, combine_rows
 
 WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}
@@ -77,6 +80,64 @@ def test_rows_agree_with_the_simulated_gpu(forward_s, seed, conditions):
         is_tail = row.kind is Kind.TAIL
         assert row.time_s == pytest.approx(time_s, rel=0.03 if is_tail else 0.02)
         assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws(seed):
+    work_s = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1, Kind.TAIL: 0.1}
+    ranks = []
+    for rank in range(4):
+        now, rng = VirtualTime(), np.random.default_rng(10 * seed + rank)
+        gpu = gpu_in(now, rank, power_noise=0.02)
+        profiler = OnlineProfiler(1.3 * gpu.model.blocking_power_w)  # as a measurement that is wrong would say
+        for clock in gpu.model.clocks_mhz[::-8][:4]:
+            gpu.lock_clock(clock)
+            for _ in range(3):
+                spans, readings = run_iteration(gpu, now, rng, work_s, micro_batches=8)
+                profiler.add(clock, [spans], readings)
+        ranks.append(profiler.waiting_power_w())
+    found = pooled(ranks)
+    assert found.power_w == pytest.approx(gpu.model.blocking_power_w, abs=3 * found.error_w)
+    assert found.power_w == pytest.approx(gpu.model.blocking_power_w, rel=0.06)
+    chosen_w, _ = chosen_power_w(1.3 * gpu.model.blocking_power_w, found)
+    assert chosen_w == found.power_w
+    assert found.error_w < min(one.error_w for one in ranks)
+
+
+def test_where_nothing_waits_or_nothing_was_seen_waiting_is_not_known():
+    assert OnlineProfiler(80.0).waiting_power_w() is None
+    busy = OnlineProfiler(80.0)
+    spans = [Span(Compute(Instruction(0, Kind.FORWARD, n)), 0.1 * n, 0.1 * (n + 1)) for n in range(20)]
+    busy.add(1410, [spans], [(0.1 * n + 0.05, 30.0 * n) for n in range(19)])
+    assert chosen_power_w(80.0, busy.waiting_power_w())[0] == 80.0
+
+
+@pytest.mark.parametrize(
+    ("bubbles", "power_w", "said"),
+    [
+        (None, 80.0, None),
+        (WaitingPower(82.0, 0.1), 80.0, None),
+        (WaitingPower(70.0, 0.5), 70.0, "70.0 +/- 1.0 W in the bubbles .* for the former"),
+        (
+            WaitingPower(70.0, 9.0),
+            80.0,
+            "70.0 +/- 18.0 W in the bubbles .* for the latter, as the former is not certain",
+        ),
+    ],
+)
+def test_bubbles_count_where_they_differ_and_are_certain(bubbles, power_w, said):
+    chosen_w, why = chosen_power_w(80.0, bubbles)
+    assert chosen_w == power_w
+    assert why is None if said is None else re.search(said.replace("+/-", r"\+/-"), why)
+
+
+def test_passes_that_began_before_the_clock_was_reached_count_only_where_there_are_no_others():
+    spans = [Span(Compute(Instruction(0, Kind.FORWARD, n)), n, n + length_s) for n, length_s in enumerate((0.1, 0.2))]
+    spans.append(Span(Compute(Instruction(0, Kind.BACKWARD, 0)), 0.2, 0.5))
+    profiler = OnlineProfiler(80.0)
+    profiler.add(1200, [spans], [(0.1 * n, 30.0 * n) for n in range(14)], reached_s=0.5)
+    times_s = {row.measurement.kind: row.measurement.time_s for row in profiler.rows()}
+    assert times_s == {Kind.FORWARD: pytest.approx(0.2), Kind.BACKWARD: pytest.approx(0.3)}
 
 
 def test_iterations_without_two_refreshes_yield_no_row():
