@@ -11,7 +11,7 @@ whatever disturbs the job is in there. At each of several interim analyses the p
 
 Once the slowdown is known to 0.7 % at 95 %, and the saving is certain or known as well, or the most blocks have run,
 the estimate of the slowdown decides, and savings that are not certain by then count as none. How often that is wrong:
-``docs/how-it-works.md``, ``benchmarks/plan_proof.py``.
+``docs/plans-in-a-job.md``, ``benchmarks/plan_proof.py``.
 
 *Certain* means that all interim analyses of all comparisons of a job err about lateness with a probability of 5 %
 together, and about energy as well: the first comparison may spend half of it, each later one half of what is left.

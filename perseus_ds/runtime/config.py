@@ -102,7 +102,8 @@ class PerseusConfig(StrictModel):
     required: bool = Field(
         False,
         description="auto and observe mode: an error if a GPU cannot be used or, in auto mode, its clocks cannot be "
-        "set; without it, a warning, and the job trains at default clocks.",
+        "set; without it, a warning, and the job trains at default clocks. Also an error if another job is writing to "
+        "the output folder; without it, a warning, and the job writes to another folder.",
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
