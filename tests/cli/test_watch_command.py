@@ -218,7 +218,7 @@ def test_orders_are_typed_as_on_the_command_line(steered):
         ("policy --name nothing", "perseus-ds control policy: --name: expected"),
         (
             "policy --name slowdown --max-slowdown 5",
-            "--max-slowdown: expected a fraction below 1, got 5; was",
+            "--max-slowdown: expected a fraction below 1, got 5. Did",
         ),
         ("policy --name 'slowdown", "policy --name 'slowdown: No closing quotation"),
     ],

@@ -182,12 +182,12 @@ def test_under_limits_that_others_set_a_job_is_not_slower_than_at_default_clocks
 def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_when_that_has_gone(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("profile")
-    job.train(3)
+    job.train(2)
     job.gpu.limit(power_w=250.0)
     job.train_until("run")
     job.train(60)
     job.gpu.limit()
-    job.train_while(lambda: len(job.events(ProfileWritten)) < 2, most=150)
+    job.train_while(lambda: len(job.events(ProfileWritten)) < 2, most=300)
     assert job.train_until_compared(len(job.events(PlanJudged)) + 1)[-1].kept
 
 
@@ -257,4 +257,4 @@ def test_heat_that_comes_and_goes_on_all_gpus_does_not_keep_plans_from_running(t
     assert changed > 50
     assert compared
     assert compared[-1].kept
-    assert phases.count("run") > 0.6 * len(phases)
+    assert phases.count("run") > 0.5 * len(phases)

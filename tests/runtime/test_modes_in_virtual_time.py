@@ -108,7 +108,9 @@ def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_d
     first, last = records[0], records[-1]
     assert plans[first.plan].time_s <= 1.2 * plans[0].time_s < plans[first.plan + 1].time_s
     assert first.predicted_time_s == pytest.approx(plans[first.plan].time_s)
-    assert in_order(phases) == ["run", *["default", "run"] * 3], "by turns, until it is known"
+    turns = in_order(phases)
+    assert turns == ["run", *["default", "run"] * (len(turns) // 2)], "by turns, until it is known"
+    assert 3 <= len(turns) // 2 <= 5
     (judged,) = job.events(PlanJudged)
     assert judged.kept
     default = [r for r in records if r.phase == "default"]

@@ -60,7 +60,7 @@ def test_a_new_length_is_planned_without_a_profile_of_its_own_and_its_promise_is
 
 def test_of_many_lengths_three_are_profiled_and_the_others_wait_for_them(start):
     job = start(mode="auto", **SLOWER)
-    phases = train(job, (1.0, 3.0, 2.0, 1.5, 2.5) * 150)
+    phases = train(job, (2.0, 3.0, 2.5, 2.2, 2.8) * 200)
     job.close()
     assert set(phases[-5:]) == {"run"}
     assert [event.profile_error is None for event in job.events(ShapePlanned)] == [True] * 3 + [False] * 2

@@ -108,7 +108,7 @@ def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub_of
 def test_a_plan_that_does_not_fit_is_an_error_before_training(start, stub_of_agents, tmp_path):
     for micro_batches, clock_mhz, message in (
         (3, CLOCK_MHZ, "Plan does not fit this schedule: rank 0, instruction"),
-        (2, 1111, "Plan does not fit this GPU: .* has no 1111 MHz"),
+        (2, 1111, "Plan does not fit this GPU: .* lacks 1111 MHz"),
     ):
         folder, schedule = tmp_path / str(clock_mhz), one_f_one_b(ranks=1, micro_batches=micro_batches)
         save_random_plan(folder, schedule, clocks_mhz=(clock_mhz,), simulated=False)
