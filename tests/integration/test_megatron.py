@@ -72,6 +72,17 @@ def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path,
 
 
 @pytest.mark.extended
+def test_before_graphs_of_whole_iterations_are_captured_perseus_starts_at_the_end_of_the_first_one(tmp_path):
+    job = {"stages": 2, "steps": 4, "graphs": True}
+    jobs = {"with": {**job, "perseus": block_in(tmp_path, "observe")}, "without": job}
+    for of_rank in run_jobs(tmp_path, 2, script, jobs):
+        assert [phase == "start" for phase in of_rank["with"]["phases"]] == [True, False, False, False]
+        assert of_rank["with"]["losses"] == of_rank["without"]["losses"]
+        assert of_rank["with"]["weights"] == of_rank["without"]["weights"]
+    assert len(iterations(records(tmp_path / "observe"))) == 3
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("more", [[], ["--virtual-stages", "2", "--layers", "4"]], ids=["1F1B", "interleaved"])
 def test_the_example_trains_under_the_launcher_as_without_it(tmp_path, more):
     block = block_in(tmp_path / "launched", "observe")

@@ -88,6 +88,8 @@ def model_of(job: dict[str, Any]) -> list[Any]:
         calculate_per_token_loss=job.get("per_token", False),
         variable_seq_lengths="mixed" in job,
     )
+    if job.get("graphs"):
+        config.cuda_graph_impl = "full_iteration"  # as Megatron 0.17 calls it; here nothing is captured
     parts = []
     for chunk in range(chunks):
         part = GPTModel(
