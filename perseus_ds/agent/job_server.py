@@ -45,6 +45,7 @@ class JobServerChild:
         self._server_key, self._server_secret = zmq.curve_keypair()
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._port = request.port
+        self._output_dir = ""
         self.starts = 0
         self._answer = b""
         self._start()
@@ -94,6 +95,7 @@ class JobServerChild:
         if found.kind:
             return found
         self._port = int(found.address.rpartition(":")[2])  # where agents look for the next one
+        self._output_dir = found.output_dir
         keys = {"server_key": self._server_key, "public_key": self._public_key, "secret_key": self._secret_key}
         return msgspec.structs.replace(found, **keys)
 
@@ -107,6 +109,7 @@ class JobServerChild:
                 "server_key": self._server_key,
                 "server_secret": self._server_secret,
                 "public_key": self._public_key,
+                "output_dir": self._output_dir,
             }
         )
         self.starts += 1

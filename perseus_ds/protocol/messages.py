@@ -273,6 +273,7 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
         kind: Class of the error; empty if there is none.
         error: Why it cannot start.
         answer: What it tells all ranks, as JSON.
+        output_dir: The folder that it writes to.
     """
 
     address: str = ""
@@ -282,6 +283,7 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
     answer: bytes = b""
     kind: str = ""
     error: str = ""
+    output_dir: str = ""
 
 
 ToClocks: TypeAlias = Ask | FromClient

@@ -6,23 +6,19 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
+from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError
-from perseus_ds.ranks import Communicator
-from perseus_ds.runtime.job import Job
 
-logger = logging.getLogger("perseus_ds")
 FILE_NAME = "job.lock"
 _MOST_FOLDERS = 100
 
 
 class FolderLock:
-    """Held by rank 0 while its job writes to a folder; the kernel releases it however the process ends."""
+    """Held by the server while its job writes to a folder; the kernel releases it however the process ends."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -56,29 +52,27 @@ class FolderLock:
             os.close(file)
 
 
-def with_own_folder(job: Job, communicator: Communicator, lock: FolderLock) -> Job:
-    """Return a job with an output folder that no other job writes to; every rank must ask at once.
+def own_folder(config: PerseusConfig, lock: FolderLock, former: str = "") -> tuple[str, str]:
+    """Return an output folder that no other job writes to, and a warning if it is not the one of the config.
+
+    Args:
+        config: The ``perseus`` block.
+        lock: Is to hold the folder.
+        former: The folder of the server that this one replaces, if there was one.
 
     Raises:
-        ConfigError: On all ranks, if another job has the folder, and this one's files are what it runs for.
+        ConfigError: Another job has the folder, and this one's files are what it runs for.
     """
-    config = job.config
-
-    def choose() -> str:
-        owner = lock.acquire(job.output_dir)
-        if owner is None:
-            return config.output_dir
-        taken = f'"output_dir": {json.dumps(config.output_dir)} is the folder of a job that is running ({owner})'
-        if config.needs_gpu:
-            raise ConfigError(f"{taken}. Give this job another one, or end the other job.")
-        for number in range(2, _MOST_FOLDERS):
-            other = f"{config.output_dir.rstrip('/')}-{number}"
-            if lock.acquire(Path(other)) is None:
-                logger.warning(
-                    'perseus: %s. This job writes to %s. With "required": true this is an error.', taken, other
-                )
-                return other
-        raise ConfigError(f"{taken}, and so are {_MOST_FOLDERS - 2} others of this name. Give this job another one.")
-
-    folder = communicator.computed_on_rank_0(choose)
-    return job if folder == config.output_dir else replace(job, config=config.model_copy(update={"output_dir": folder}))
+    if former and lock.acquire(Path(former)) is None:
+        return former, ""
+    owner = lock.acquire(Path(config.output_dir))
+    if owner is None:
+        return config.output_dir, ""
+    taken = f'"output_dir": {json.dumps(config.output_dir)} is the folder of a job that is running ({owner})'
+    if config.needs_gpu:
+        raise ConfigError(f"{taken}. Give this job another one, or end the other job.")
+    for number in range(2, _MOST_FOLDERS):
+        other = f"{config.output_dir.rstrip('/')}-{number}"
+        if lock.acquire(Path(other)) is None:
+            return other, f'{taken}. This job writes to {other}. With "required": true this is an error.'
+    raise ConfigError(f"{taken}, and so are {_MOST_FOLDERS - 2} others of this name. Give this job another one.")

@@ -26,17 +26,19 @@ from zmq.auth.thread import ThreadAuthenticator
 from perseus_ds import errors
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.protocol import description as described
-from perseus_ds.protocol import places
+from perseus_ds.protocol.description import JobDescription
 from perseus_ds.protocol.job_messages import Say, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.control_socket import ControlServer
 from perseus_ds.server.metrics import MetricsReporter
+from perseus_ds.server.output_folder import FolderLock, own_folder
 from perseus_ds.server.server import JobServer
 from perseus_ds.timebase import REAL_TIME
 
-STATE_FILE, _LOCK_FILE = "state.json", ".perseus.lock"
+STATE_FILE = "state.json"
 _HEARTBEAT_S, _STATE_S, _LOOK_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S = 300.0, 30.0
 _MOST_QUEUED = 100_000
@@ -56,6 +58,7 @@ class ServerRequest(msgspec.Struct, frozen=True):
         server_key: Its public key.
         server_secret: Its secret key.
         public_key: That of the agents.
+        output_dir: The output folder of the server that it replaces; empty if it is the job's first.
     """
 
     description: bytes
@@ -65,6 +68,7 @@ class ServerRequest(msgspec.Struct, frozen=True):
     server_key: bytes
     server_secret: bytes
     public_key: bytes
+    output_dir: str = ""
 
 
 decode_request = msgspec.msgpack.Decoder(ServerRequest).decode
@@ -88,8 +92,10 @@ class ServerProcess:
         self._socket = self._listen()
         job = described.decode_description(request.description)
         os.chdir(job.folder)
+        job, warning = self._in_own_folder(job)
         self.server = JobServer(job, self._send, state=None)
-        self._own_folder()
+        if warning:
+            self.server.recorder.warn(warning)
         if (state := self._load()) is not None:
             self.server.go_on(state)
         self._state = b""
@@ -128,22 +134,18 @@ class ServerProcess:
             ) from None
         return listener
 
-    def _own_folder(self) -> None:
-        """Keep other jobs out of the output folder.
+    def _in_own_folder(self, job: JobDescription) -> tuple[JobDescription, str]:
+        """Return the job with an output folder that no other job writes to, and a warning if it had to take another.
 
         Raises:
             ConfigError: Another job writes there.
         """
-        folder = self.server.job.output_dir
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._parts.callback(os.close, places.lock(folder / _LOCK_FILE))
-        except BlockingIOError:
-            raise ConfigError(
-                f"perseus.output_dir: another job writes to {folder.resolve()}. Give each job a folder of its own."
-            ) from None
-        except OSError as error:
-            self.server.recorder.warn(f"{folder} cannot be written ({error}); training goes on without records")
+        config = PerseusConfig.model_validate_json(job.config)
+        folder = FolderLock()
+        self._parts.callback(folder.release)
+        output_dir, warning = own_folder(config, folder, self._request.output_dir)
+        config = config.model_copy(update={"output_dir": output_dir})
+        return msgspec.structs.replace(job, config=config.model_dump_json().encode()), warning
 
     def _load(self) -> dict[str, Any] | None:
         """Return what an earlier start of the job has left."""
@@ -179,6 +181,10 @@ class ServerProcess:
                 self._beat()
                 self._flush()
         self._save()
+        self.close()
+
+    def close(self) -> None:
+        """Listen no more, and give up the output folder."""
         self._parts.close()
 
     def _supervise(self) -> None:
@@ -291,7 +297,7 @@ def main() -> None:
     try:
         process = ServerProcess(request)
         welcome = described.encode(process.server.welcome())
-        started = ServerStarted(process.address, answer=welcome)
+        started = ServerStarted(process.address, answer=welcome, output_dir=process.server.job.config.output_dir)
     except PerseusError as error:
         kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "ConfigError"
         started = ServerStarted(kind=kind, error=str(error))

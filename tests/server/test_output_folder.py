@@ -2,16 +2,23 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
+from server_request import description, request
 
+from perseus_ds.agent.job_server import JobServerChild
+from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
-from perseus_ds.runtime.output_folder import FolderLock
+from perseus_ds.protocol.job_messages import Say
+from perseus_ds.protocol.messages import StartServer
+from perseus_ds.server.output_folder import FolderLock, own_folder
+from perseus_ds.server.process import ServerProcess
 
 OTHER = """
 import sys
 from pathlib import Path
-from perseus_ds.runtime.output_folder import FolderLock
+from perseus_ds.server.output_folder import FolderLock
 lock = FolderLock()
 print(lock.acquire(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
@@ -37,35 +44,79 @@ def other_job():
         process.communicate()
 
 
-def test_a_job_whose_folder_another_one_has_writes_beside_it_and_says_so(start, other_job, tmp_path, caplog):
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    """A function that makes the server of a job."""
+    monkeypatch.chdir(tmp_path)  # and back, as a server goes to the folder of rank 0
+    made = []
+
+    def serve(*args, **keys):
+        made.append(ServerProcess(request(*args, **keys)))
+        return made[-1]
+
+    yield serve
+    for process in made:
+        process.close()
+
+
+def test_a_job_whose_folder_another_one_has_writes_beside_it_and_says_so(serve, other_job, tmp_path):
     other = other_job(tmp_path / "perseus")
-    job = start(mode="observe")
-    job.train(3)
-    assert len(job.close()) == 3
-    assert job.folder == tmp_path / "perseus-2"
+    process = serve(tmp_path / "perseus", mode="observe")
+    process.server.start()
+    process.server.recorder.close()
+    assert process.server.job.output_dir == tmp_path / "perseus-2"
+    assert (tmp_path / "perseus-2" / "run.jsonl").exists()
     assert not (tmp_path / "perseus" / "run.jsonl").exists()
-    assert f"process {other.pid} on " in caplog.text
-    assert f"This job writes to {tmp_path / 'perseus-2'}" in caplog.text
+    said = " ".join(message.text for _, message in process._outbox if isinstance(message, Say) and message.warns)
+    assert f"process {other.pid} on " in said
+    assert f"This job writes to {tmp_path / 'perseus-2'}" in said
 
 
 @pytest.mark.parametrize("block", [{"mode": "profile"}, {"mode": "auto", "required": True}])
-def test_it_is_an_error_at_the_start_of_a_job_that_needs_its_folder(start, other_job, tmp_path, block):
+def test_it_is_an_error_at_the_start_of_a_job_that_needs_its_folder(other_job, tmp_path, block):
     other = other_job(tmp_path / "perseus")
+    config = parse_block({"output_dir": str(tmp_path / "perseus"), **block})
     with pytest.raises(ConfigError, match=f"a job that is running \\(process {other.pid} on .*another one"):
-        start(**block)
+        own_folder(config, FolderLock())
 
 
-def test_a_job_that_was_killed_leaves_its_folder_to_the_next_start(start, other_job, tmp_path):
+def test_a_job_that_was_killed_leaves_its_folder_to_the_next_start(other_job, tmp_path):
     other = other_job(tmp_path / "perseus")
     other.kill()
     other.wait()
-    job = start(mode="observe")
-    job.train(2)
-    job.close()
-    assert (tmp_path / "perseus" / "run.jsonl").exists()
     assert FolderLock().acquire(tmp_path / "perseus") is None
+
+
+def test_a_server_that_replaces_another_one_keeps_its_folder(serve, tmp_path):
+    process = serve(tmp_path / "perseus", mode="observe", epoch=1, output_dir=str(tmp_path / "perseus-2"))
+    assert process.server.job.output_dir == tmp_path / "perseus-2"
+
+
+def test_an_agent_has_the_server_that_it_starts_again_write_where_the_first_one_did(other_job, tmp_path):
+    other = other_job(tmp_path / "perseus")
+    child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
+    try:
+        first = answer_of(child)
+        other.kill()
+        other.wait()
+        child.restart()
+        second = answer_of(child)
+    finally:
+        child.end()
+    assert first.output_dir == second.output_dir == str(tmp_path / "perseus-2")
+    assert first.address == second.address
 
 
 def test_a_folder_that_cannot_be_made_belongs_to_nobody(tmp_path):
     (tmp_path / "file").touch()
     assert FolderLock().acquire(tmp_path / "file" / "folder") is None
+
+
+def answer_of(child, within_s=120.0):
+    """What a server answers once it has started."""
+    end_s = time.monotonic() + within_s
+    while (answer := child.answer()) is None:
+        assert time.monotonic() < end_s, "the server has not answered"
+        time.sleep(0.05)
+    assert not answer.error
+    return answer

@@ -124,8 +124,6 @@ class VirtualJob:
         self._config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         self._records, self._follower = [], RecordFollower(folder)
         self._start()
-        self.folder = self.runtime.job.output_dir  # another one if the folder was taken
-        self._records, self._follower = [], RecordFollower(self.folder)
 
     @property
     def runtime(self):
