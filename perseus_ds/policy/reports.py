@@ -127,6 +127,10 @@ class JobReport:
         drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
         drift_beside_pace_most: The same of the pipeline that is farthest from it.
         limits: Of each GPU that may do less than when the profile was measured.
+        conditions: Equal for iterations under limits that may be compared (:class:`LimitConditions`).
+        relative_time: Time at default clocks predicted for the lengths of its micro-batches, relative to an iteration
+            of the profile's length; 1 where lengths are not given, NaN where these are not known.
+        relative_energy: The same of energy.
     """
 
     time_s: float
@@ -140,19 +144,23 @@ class JobReport:
     drift_beside_pace: float = 0.0
     drift_beside_pace_most: float = 0.0
     limits: tuple[GpuLimit, ...] = ()
+    conditions: Conditions = ()
+    relative_time: float = 1.0
+    relative_energy: float = 1.0
 
     @classmethod
-    def of(cls, ranks: RankReports) -> JobReport:
-        """Return what the reports of all ranks say."""
+    def of(
+        cls, ranks: RankReports, conditions: Conditions = (), relative: tuple[float, float] = (1.0, 1.0)
+    ) -> JobReport:
+        """Return what the reports of all ranks say, beside conditions and relative time and energy as above."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
         if not math.isnan(ranks.column("drift")[0]):
             drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
             pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
-        time_s, limits = float(ranks.column("time_s").max()), ranks.limits()
         return cls(
-            time_s=time_s,
+            time_s=float(ranks.column("time_s").max()),
             energy_j=float(energies_j.sum()),
             least_energy_j=float(energies_j.min()),
             failed=bool(ranks.column("failed").any()),
@@ -163,6 +171,9 @@ class JobReport:
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
             limits=ranks.limits(),
+            conditions=conditions,
+            relative_time=relative[0],
+            relative_energy=relative[1],
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from perseus_ds.pipeline.span import Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
-from perseus_ds.policy.reports import GpuLimit
+from perseus_ds.policy.reports import Conditions
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.protocol.job_messages import Calibrate
 from perseus_ds.server.context import ModeContext
@@ -29,13 +29,13 @@ class DefaultIterations:
 
     Attributes:
         sample: Time and energy of the whole job, under the limits that its GPUs have now.
-        limits: GPUs that may do less than when the profile was measured.
+        conditions: Under which limits of GPUs they run.
         last_s: Time of the last one [s]; None before the first.
     """
 
     def __init__(self, counter_period_s: float) -> None:
         self.sample = IterationSample(counter_period_s)
-        self.limits: tuple[GpuLimit, ...] = ()
+        self.conditions: Conditions = ()
         self._latest: deque[Seen] = deque(maxlen=_KEPT)
         self._iterations = 0
         self.last_s: float | None = None
@@ -61,8 +61,8 @@ class DefaultIterations:
 
     def add(self, seen: Seen) -> None:
         """Add an iteration; those under other limits of GPUs count no more."""
-        if seen.reports.limits != self.limits:
-            self.limits, self.sample = seen.reports.limits, IterationSample(self.sample.counter_period_s)
+        if seen.conditions != self.conditions:
+            self.conditions, self.sample = seen.conditions, IterationSample(self.sample.counter_period_s)
             self._iterations = 0
             self._latest.clear()
         self._iterations += 1
@@ -168,15 +168,15 @@ class BackOff:
 
 async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
     """Train at default clocks for so many iterations, unless these stop as above or the limits of GPUs change."""
-    limits: tuple[GpuLimit, ...] | None = None
+    conditions: Conditions | None = None
     run = Run("observe", next_phase=NextPhase("default"))
     for _ in range(iterations):
         if stops():
             break
         seen = await iteration(run)
-        if limits not in (None, seen.reports.limits):
+        if conditions not in (None, seen.conditions):
             break
-        limits = seen.reports.limits
+        conditions = seen.conditions
 
 
 async def wait_until_none_has_failed(iterations: int) -> None:

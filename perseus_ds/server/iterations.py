@@ -26,7 +26,7 @@ from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.pipeline.span import Span, decode
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import IterationSample
-from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.policy.reports import Conditions, JobReport, RankReports
 from perseus_ds.protocol.job_messages import Program, RankReport, Times
 
 
@@ -162,7 +162,9 @@ class Seen:
         streams: The operations of the order of each pipeline rank.
         pipeline_ranks: The pipeline rank of each rank.
         ended: When it ended [Unix seconds].
-        is_known: Whether its order is one that has plans or may get them.
+        conditions: Equal for iterations under limits of GPUs that may be compared.
+        relative: Time and energy at default clocks predicted for the lengths of its micro-batches, relative to an
+            iteration of the profile's length; 1 where lengths are not given, NaN where these are not known.
     """
 
     number: int
@@ -174,11 +176,13 @@ class Seen:
     streams: Sequence[Sequence[Any]]
     pipeline_ranks: Sequence[int]
     ended: float
+    conditions: Conditions = ()
+    relative: tuple[float, float] = (1.0, 1.0)
 
     @cached_property
     def reports(self) -> JobReport:
         """What the reports say of the whole job."""
-        return JobReport.of(self.ranks)
+        return JobReport.of(self.ranks, self.conditions, self.relative)
 
     @property
     def time_s(self) -> float:

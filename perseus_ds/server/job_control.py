@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
+from perseus_ds.policy.decisions import KindTimes
 from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, reduced
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.server.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
@@ -95,6 +96,7 @@ class JobControl:
             plans to run.
         signals: The signals of the policy; None before they are followed.
         effect_of: Returns what a policy would do now; from any thread. Nothing is known of it until plans are run.
+        kind_times: Times of the last iterations, by order and shape.
     """
 
     def __init__(

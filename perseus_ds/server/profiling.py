@@ -7,8 +7,8 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -23,8 +23,10 @@ from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.counter_log import Refreshes
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.pipeline.span import Span
 from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.profiler.blocking_power import chosen_power_w, pooled
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.fixed_durations import (
@@ -207,8 +209,14 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         for clock_mhz in chosen:
             await measurement.measure(clock_mhz, iterations(clock_mhz), next_phase)
         search.add(measurement.rows(chosen))
-    raw = search.finished(baseline.info)
-    save_profile(job, baseline, raw, denoise(raw, clocks))
+    power_w, why = measurement.blocking_power_w()
+    if why is not None:
+        recorder.say(why)
+        measurement.use_blocking_power_w(power_w)
+        search.add(measurement.rows([]))
+    found = replace(baseline, info=baseline.info.model_copy(update={"blocking_power_w": power_w}))
+    raw = search.finished(found.info)
+    save_profile(job, found, raw, denoise(raw, clocks))
     # Against default clocks: the time of the job, and the energy of all GPUs.
     recorder.announce(
         ProfileWritten(
@@ -300,8 +308,12 @@ class _Measurement:
         for counter in self._counters.values():
             counter.forget()
         self.iterations += len(visit)
-        self.lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
-        self.lost_j += sum(seen.reports.energy_j - self._baseline.energy_j for seen in visit)
+        usual = _passes(own[-1] for own in self._baseline.spans)
+        for seen in visit:
+            found = _passes(seen.spans(rank) for rank in self._ranks)
+            share = found / usual if usual else 1.0  # with another number of micro-batches
+            self.lost_s += seen.time_s - share * self._baseline.time_s
+            self.lost_j += seen.reports.energy_j - share * self._baseline.energy_j
 
     def _add_run(self, rank: int, clock_mhz: int, run: Sequence[Seen], tails_s: Mapping[int, float]) -> None:
         counter = self._counters[rank]
@@ -310,17 +322,16 @@ class _Measurement:
             return  # the agent has not seen them
         start_s, end_s = begin_s + _SETTLE_S, last.begun_s(rank) + last.messages[rank].report.time_s
         reached_s = counter.reached_s(clock_mhz, start_s, end_s)
-        settled_s = (start_s if reached_s is None else reached_s) + self._baseline.counter_settle_s
-        readings = counter.readings(settled_s, end_s)
+        reached_s = start_s if reached_s is None else reached_s
+        readings = counter.readings(reached_s + self._baseline.counter_settle_s, end_s)
         spans = [
             [
                 Span(span.operation, span.start_s + seen.begun_s(rank), span.end_s + seen.begun_s(rank))
                 for span in with_tail(seen.spans(rank), tails_s[seen.number])
-                if seen is not run[0] or span.start_s + begin_s >= (reached_s or 0.0)
             ]
             for seen in run
         ]
-        self._profilers[rank].add(clock_mhz, spans, readings, counter.state)
+        self._profilers[rank].add(clock_mhz, spans, readings, counter.state, reached_s=reached_s)
         self._refreshes[rank, clock_mhz] += len(readings)
 
     def rows(self, clocks: Sequence[int]) -> dict[str, list[MeasuredRow]]:
@@ -340,10 +351,25 @@ class _Measurement:
                 )
         return found
 
+    def blocking_power_w(self) -> tuple[float, str | None]:
+        """Return the blocking power of all ranks [W], and why if measurements of it differ."""
+        bubbles = pooled(profiler.waiting_power_w() for profiler in self._profilers.values())
+        return chosen_power_w(self._baseline.info.blocking_power_w or 0.0, bubbles)
+
+    def use_blocking_power_w(self, power_w: float) -> None:
+        """Have rows computed from another blocking power [W]."""
+        for profiler in self._profilers.values():
+            profiler.blocking_power_w = power_w
+
     def remaining_s(self, iterations: int) -> float:
         """Return about how long it takes until so many iterations are measured, one more at least [s]."""
         lost_s = self.lost_s / self.iterations if self.iterations else 0.0
         return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
+
+
+def _passes(ranks: Iterable[Sequence[Span]]) -> int:
+    operations = (span.operation for spans in ranks for span in spans if isinstance(span.operation, Compute))
+    return sum(operation.instruction.kind is not Kind.TAIL for operation in operations)
 
 
 def pairs(content: bytes) -> list[tuple[float, float]]:

@@ -142,7 +142,9 @@ class PlanSelector:
             timebase: Tells the date.
             record: Records an event of the job.
             say: Prints a line for the whole job.
+            kind: Order and shape of the iterations that are planned.
         """
+        self._kind = kind
         self._frontier = frontier
         self._asked: tuple[Any, ...] = ()
         self._assigned = Assignment()

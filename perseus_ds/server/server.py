@@ -22,7 +22,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import check_deadline
-from perseus_ds.policy.reports import RankReports, shapes_number
+from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.description import JobDescription, Welcome
@@ -36,7 +36,7 @@ from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.kinds import UNPLANNED, Kind, Kinds
+from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kind, Kinds
 from perseus_ds.server.recorder import Recorder, TimelineLog
 from perseus_ds.server.under_plans import look_for_drift
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -120,6 +120,7 @@ class JobServer:
         self._contents: dict[tuple[int, int], bytes] = {}
         self._completed = 0
         self._time_s = 0.0  # of the last iteration
+        self._conditions = LimitConditions()
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
@@ -309,16 +310,18 @@ class JobServer:
         key = first.key
         # A rank whose client and agent have followed different things has run neither.
         run = self._run_of({m.serial if m.serial == m.report.serial else -1 for m in messages})
+        ranks = self._ranks_of(messages)
         seen = Seen(
             number=self._steps_before + number,
             iteration=number,
             run=run,
-            ranks=self._ranks_of(messages),
+            ranks=ranks,
             messages=messages,
             contents=contents,
             streams=self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ()),
             pipeline_ranks=[place.pipeline_rank for place in self.job.places],
             ended=first.ended,
+            conditions=self._conditions.add(float(ranks.column("time_s").max()), ranks.limits()),
         )
         self.control.count_step(seen.number)
         self._time_s = seen.time_s
@@ -327,6 +330,10 @@ class JobServer:
         kind, order, shape = self._kinds.route(seen, key)
         recorded = run or self._runs.get(messages[0].serial) or UNPLANNED
         self.recorder.add(seen, _without_plan(recorded) if messages[0].has_failed else recorded, order, shape)
+        if run is not None and run.phase not in MEASURING:
+            forecast = run.forecast
+            slowdown = 1.0 if forecast is None else forecast.time_s / forecast.default_time_s
+            self.control.kind_times.add((order or 0, shape or 0), seen.time_s / slowdown)
         if run is not None and not (order or shape):
             self._timelines.add(seen, run, self.job)
         if not self._has_ended and self._left_s is None:

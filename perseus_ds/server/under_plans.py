@@ -13,8 +13,8 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Forecast
-from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
-from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, reported_drift
+from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
+from perseus_ds.policy.reports import Conditions, DriftWatch, JobReport, reported_drift
 from perseus_ds.protocol.job_messages import Times
 from perseus_ds.server.context import ModeContext
 from perseus_ds.server.default_clocks import DefaultIterations
@@ -82,7 +82,6 @@ class PlanRunner:
             context: Context of the mode.
             frontier: The plans.
             default: Iterations of this job at default clocks; None where savings are relative to the profile.
-            by_length: Whether each iteration runs a plan for the lengths given, or else default clocks.
         """
         self._job = context.job
         self._recorder = context.recorder
@@ -98,8 +97,6 @@ class PlanRunner:
         self.drifts_by_shape = False
         self._default = None if default is None else default.sample
         self._comparisons = context.comparisons
-        self._look_ahead, self._by_length = context.look_ahead, by_length
-        self._order = context.order
         self._kind = {"order": context.order, "shape": context.shape}
         # With which the comparison that goes on may err at each of its analyses.
         self._probability: float | None = None
@@ -163,7 +160,7 @@ class PlanRunner:
     def compare_with(self, default: DefaultIterations) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
         self._is_fresh, self._incomparable = True, 0
-        self._limits = default.limits
+        self._conditions = default.conditions
         self._set_default(default.sample)
 
     def _set_default(self, default: IterationSample) -> None:
@@ -243,32 +240,27 @@ class PlanRunner:
         while not self._is_capped:
             is_planned, assignment = proof.next_is_planned, self.selector.in_force
             block = self._sample_of_plans() if is_planned else IterationSample(self.default.counter_period_s)
-            outcome = await self._add_block(len(blocks), block, is_planned=is_planned)
+            outcome = await self._add_block(proof.blocks_to_analysis - 1, block, is_planned=is_planned)
             if outcome is not None:
                 return outcome
             if is_planned and self.selector.in_force.number != assignment.number:
                 continue  # these iterations ran under several plans
             if self._is_capped:
                 return None  # the block is cut short
-            blocks.append(block)
-            if not is_planned and len(blocks) // 2 in ANALYSES:
-                is_last = len(blocks) // 2 == ANALYSES[-1]
-                verdict = Verdict.of(PlanComparison.of_blocks(blocks), sure, is_last=is_last)
-                if verdict is not None:
-                    self._set_default(IterationSample.joined(blocks[::2]))
-                    self._sure = None
-                    return verdict
+            proof.add(block)
+            if proof.verdict is not None:
+                self._probability = None
+                self._set_default(IterationSample.joined(proof.blocks[::2]))
+                return proof.verdict
         return None
 
-    async def _add_block(self, before: int, block: IterationSample, *, is_planned: bool) -> Outcome | None:
+    async def _add_block(self, following: int, block: IterationSample, *, is_planned: bool) -> Outcome | None:
         """Run iterations of a block until they are enough, or another assignment is in force.
 
         The iterations are added to it, the last one while the next block begins; so many blocks follow it until the
         next analysis.
         """
         begun = self.selector.in_force.number
-        analysis = next((pairs for pairs in ANALYSES if pairs > (before - 1) // 2), ANALYSES[-1])
-        following = 2 * analysis - before
         is_over, in_s = False, None
         while not (is_over or self._is_capped or (is_planned and self.selector.in_force.number != begun)):
             next_phase = NextPhase("verdict", in_s)
@@ -362,7 +354,7 @@ class PlanRunner:
         is not possible.
         """
         reports = seen.reports
-        if reports.limits != self._limits and not self._is_capped:
+        if reports.conditions != self._conditions and not self._is_capped:
             return Outcome.DEFAULT_OUTDATED
         if seen.run is None or seen.run.plans is None or math.isnan(reports.drift):
             return None

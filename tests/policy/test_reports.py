@@ -9,7 +9,7 @@ from seen import reports_of
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.pipeline.span import Span
-from perseus_ds.policy.reports import DriftWatch, JobReport, reported_drift
+from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, LimitConditions, reported_drift
 
 
 def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
