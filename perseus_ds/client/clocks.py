@@ -97,7 +97,8 @@ class AgentClocks:
             GpuError: The agent is gone.
         """
         self._link.send(request, description)
-        return self._awaited(ServerStarted, timeout_s=_SERVER_STARTS_WITHIN_S)
+        started: ServerStarted = self._awaited(ServerStarted, timeout_s=_SERVER_STARTS_WITHIN_S)
+        return started
 
     def send(self, message: FromClient) -> None:
         """Send a message to the job's server, without waiting."""
@@ -173,7 +174,9 @@ class AgentClocks:
         """
         self._questions += 1
         self._link.send(Ask(self._questions, question, value))
-        answer = self._awaited(Answer, messages.Refreshes)
+        answer: Answer | messages.Refreshes = self._awaited(Answer, messages.Refreshes)
+        while answer.number != self._questions:  # to a question before, too late
+            answer = self._awaited(Answer, messages.Refreshes)
         if answer.error:
             is_busy = isinstance(answer, Answer) and answer.is_busy
             raise (GpuBusyError if is_busy else GpuError)(answer.error)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from gpu_checks.machine import Recorded
 from gpu_checks.recording import Change
 from gpu_checks.results import Results, add_times, percentile
 
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.protocol.messages import Program
+from perseus_ds.protocol.job_messages import Program
 
 _PASS = Compute(Instruction(0, Kind.FORWARD, 0))
 _LENGTHS_S = (0.002, 0.005, 0.003, 0.004)
@@ -131,31 +132,27 @@ def _followed(
     """
     _calibrate(machine)
     occupy(0.01)  # kernels are loaded before, not while, the GPU is busy
-    errors: list[Exception] = []
     passes = []
     with machine.clocks(latency_s) as recorded:
         clocks = recorded.clocks
-        clocks.on_error = errors.append
-        number = clocks.program(program)
+        recorded.follow(program)
         for _ in range(_ROUNDS):
             machine.synchronize()
             execution, origin_s = machine.execution(), machine.timebase.now_s()
             execution.start_iteration()
             for _ in range(_AHEAD):
-                _launch_iteration(machine, clocks, number, execution)
+                _launch_iteration(machine, clocks, program, execution)
             finished = execution.finish_iteration()
             occupy(_AHEAD * _PASSES * _BETWEEN_S + 0.2)
             passes += [(origin_s + span.start_s, origin_s + span.end_s) for span in finished.spans()]
         machine.timebase.sleep(0.1)  # for the last request
         changes = recorded.changes()
-        clocks.poll()
-    if errors:
-        raise errors[0]
+        _raise_errors(recorded)
     return passes, changes
 
 
-def _launch_iteration(machine: Any, clocks: AgentClocks, program: int, execution: Any) -> None:
-    iteration = clocks.begin_iteration(program)
+def _launch_iteration(machine: Any, clocks: AgentClocks, program: Program, execution: Any) -> None:
+    iteration = clocks.begin_iteration(program.number, _PASSES)
     for position in range(_PASSES):
         clocks.mark(2 * position)
         execution.begin(_PASS)
@@ -163,6 +160,13 @@ def _launch_iteration(machine: Any, clocks: AgentClocks, program: int, execution
         execution.end(_PASS)
         clocks.mark(2 * position + 1)
     clocks.end_iteration(iteration)
+
+
+def _raise_errors(recorded: Recorded) -> None:
+    if recorded.clocks.mark_error is not None:
+        raise recorded.clocks.mark_error
+    if recorded.failures:
+        raise RuntimeError(recorded.failures[0].error)
 
 
 def _late_s(due: Sequence[tuple[int, float]], changes: Sequence[Change]) -> list[float]:
@@ -182,7 +186,8 @@ def memory(machine: Any, results: Results) -> None:
     execution = machine.execution()
     with machine.clocks() as recorded:
         clocks = recorded.clocks
-        iteration = clocks.begin_iteration(clocks.program(Program(0, None, machine.gpu.supported_clocks_mhz()[-1:])))
+        recorded.follow(Program(0, None, machine.gpu.supported_clocks_mhz()[-1:]))
+        iteration = clocks.begin_iteration(0, 1)
         execution.start_iteration()
         for position in range(_OPERATIONS):
             execution.begin(_PASS)

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from gpu_checks.recording import (
     guard_agents,
     guard_nvml,
 )
+from one_rank_server import OneRankServer
 
 from perseus_ds.artifacts.evidence import Machine
 from perseus_ds.client.clocks import AgentClocks
@@ -32,6 +33,7 @@ from perseus_ds.client.marks import Marks, StreamMarks
 from perseus_ds.client.stream_writes import CUDA, StreamWrites
 from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.nvml import index_of_cuda_device
+from perseus_ds.protocol.job_messages import Program, RankFailed
 from perseus_ds.timebase import REAL_TIME
 
 _MATRIX = 4096
@@ -71,11 +73,15 @@ class Recorded:
         clocks: As in a training process.
         clocks_mhz: Those that can be asked for.
         changes: Returns the changes that were asked for, in order.
+        follow: Has the agent follow a program from the next iteration on.
+        failures: What the agent has reported.
     """
 
     clocks: AgentClocks
     clocks_mhz: tuple[int, ...]
     changes: Callable[[], list[Change]]
+    follow: Callable[[Program], object]
+    failures: list[RankFailed]
 
 
 @contextmanager
@@ -93,10 +99,18 @@ def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: flo
             lease = Lease(gpu.address, f"check {os.getpid()} {next(_jobs)}", files=getattr(gpu, "files", ()))
         clocks = AgentClocks(lease, lease.memory, marks(lease), gpu.name)
         _kept.append(lease.shared)
-        try:
-            yield Recorded(clocks, gpu.supported_clocks_mhz(), lambda: changes_in(Path(file.name)))
-        finally:
-            clocks.close()
+        with OneRankServer() as server:
+            clocks.follow(server.connect)
+            try:
+                yield Recorded(
+                    clocks,
+                    gpu.supported_clocks_mhz(),
+                    lambda: changes_in(Path(file.name)),
+                    partial(server.follow, clocks),
+                    server.failures,
+                )
+            finally:
+                clocks.close()
 
 
 class OneGpu:

@@ -20,7 +20,7 @@ from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.lease import SignalForwarder
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.protocol.messages import Program
+from perseus_ds.protocol.job_messages import Program
 
 _POSITIONS, _LENGTH_S, _BESIDE_S = 10, 0.02, 1.0
 _STORED = 7
@@ -29,18 +29,18 @@ _GIVE_UP_S = 60.0
 
 def graph(machine: Any, results: Results) -> None:
     """Capture marks in CUDA's global mode while the agent follows others, and have it follow those of the replays."""
-    threads, errors = set(threading.enumerate()), []
+    threads = set(threading.enumerate())
     execution = machine.execution()
     with machine.clocks() as recorded:
         clocks = recorded.clocks
-        clocks.on_error = errors.append
         clocks_mhz = recorded.clocks_mhz[-2:]
         machine.sleep(0.001)
         machine.store(0)
         machine.synchronize()
         with machine.using(machine.new_stream()):
-            beside = clocks.begin_iteration(clocks.program(Program(0, None, clocks_mhz)))
-            _wait_until(lambda: clocks.status.changes > 0)
+            recorded.follow(Program(0, None, clocks_mhz))
+            beside = clocks.begin_iteration(0, len(clocks_mhz))
+            _wait_until(lambda: clocks.memory.status.changes > 0)
             machine.sleep(_BESIDE_S)
             clocks.mark(1)
             clocks.end_iteration(beside)
@@ -50,29 +50,30 @@ def graph(machine: Any, results: Results) -> None:
         iteration = CapturedIteration(clocks, times)
 
         def body() -> None:
-            asked = clocks.status.changes
+            asked = clocks.memory.status.changes
             for position in range(_POSITIONS):
                 with iteration.operation(Compute(Instruction(0, Kind.FORWARD, position))):
                     machine.sleep(_LENGTH_S)
             machine.store(_STORED)
-            _wait_until(lambda: clocks.status.changes > asked)
-            results.add_fact("a clock was asked for during the capture", clocks.status.changes > asked)
+            _wait_until(lambda: clocks.memory.status.changes > asked)
+            results.add_fact("a clock was asked for during the capture", clocks.memory.status.changes > asked)
 
         captured = machine.captured_alone(body)
         machine.synchronize()
         results.add_fact("what is captured is not done", machine.stored() == 0)
-        program, asked, lasts_s = clocks.program(Program(0, None, clocks_mhz * (_POSITIONS // 2))), [], []
+        recorded.follow(Program(1, None, clocks_mhz * (_POSITIONS // 2)))
+        asked, lasts_s = [], []
         for _ in range(machine.turns(20)):
-            before = clocks.status.changes
+            before = clocks.memory.status.changes
             execution.start_iteration()
-            number = clocks.begin_iteration(program)
+            number = clocks.begin_iteration(1, _POSITIONS)
             captured.replay()
             execution.replayed(times)
             clocks.end_iteration(number)
             finished = execution.finish_iteration()
             machine.synchronize()
-            clocks.recorded(number, waits=True)
-            asked.append(clocks.status.changes - before)
+            _wait_until(lambda: clocks.memory.recorded(number) is not None)  # noqa: B023  # called at once
+            asked.append(clocks.memory.status.changes - before)
             lasts_s += [span.time_s for span in finished.spans()]
         results.add("clock changes in a replay, median", statistics.median(asked), at_least=_POSITIONS)
         results.add(
@@ -81,8 +82,8 @@ def graph(machine: Any, results: Results) -> None:
         results.add_fact("the captured graph computes what was captured", machine.stored() == _STORED)
         ours = [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("perseus")]
         results.add("threads of Perseus in the training process", len(ours), at_most=0)
-        clocks.poll()
-    results.add("errors of the agent", len(errors), at_most=0)
+        errors = len(recorded.failures) + (clocks.mark_error is not None)
+    results.add("errors of the agent", errors, at_most=0)
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:

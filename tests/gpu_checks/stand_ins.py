@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from gpu_checks.machine import Recorded, clocks_by_an_agent, versions
 from gpu_checks.recording import RecordsChanges, latency_of_all_clocks
+from one_rank_server import follow_of
 from stub_cuda.controller import Event, Graph, StubCuda
 from virtual.agent import clocks_of
 from virtual.gpu import VirtualCuda, wait_for_event
@@ -27,6 +28,7 @@ from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.protocol.job_messages import RankFailed, ToServer
 from perseus_ds.timebase import REAL_TIME
 
 
@@ -62,9 +64,22 @@ class VirtualMachine:
     @contextmanager
     def clocks(self, latency_s: float | None = None) -> Iterator[Recorded]:
         with latency_of_all_clocks(latency_s):
-            made = clocks_of(self.gpu, self.timebase, self.cuda)
+            failures: list[RankFailed] = []
+
+            def tell(message: ToServer) -> None:
+                if isinstance(message, RankFailed):
+                    failures.append(message)
+
+            made = clocks_of(self.gpu, self.timebase, self.cuda, tell)
+            obey = made._link.agent.obey
             try:
-                yield Recorded(made, self.gpu.supported_clocks_mhz(), lambda: list(self.gpu.changes))
+                yield Recorded(
+                    made,
+                    self.gpu.supported_clocks_mhz(),
+                    lambda: list(self.gpu.changes),
+                    lambda program: obey(follow_of(program, 1)),
+                    failures,
+                )
             finally:
                 made.close()
 

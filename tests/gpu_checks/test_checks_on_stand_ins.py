@@ -27,7 +27,7 @@ from perseus_ds.errors import GpuError
 from perseus_ds.gpu.counter_log import CounterLog
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.opening import open_gpu
-from perseus_ds.protocol.messages import Program
+from perseus_ds.protocol.job_messages import Program
 from perseus_ds.timebase import REAL_TIME
 
 HOST = place_of(HostMachine)
@@ -104,7 +104,8 @@ def test_an_agent_of_the_checks_follows_marks_and_changes_no_clock(stub_nvml_her
     gpu = RecordingGpu(0)
     with clocks_by_an_agent(gpu, lambda lease: HostMarks(lease.memory)) as recorded:
         clocks = recorded.clocks
-        iteration = clocks.begin_iteration(clocks.program(Program(0, None, (1200, 1305))))
+        recorded.follow(Program(0, None, (1200, 1305)))
+        iteration = clocks.begin_iteration(0, 2)
         wait_until(lambda: len(recorded.changes()) == 1, "the first clock")
         began_s = REAL_TIME.now_s()
         clocks.mark(1)

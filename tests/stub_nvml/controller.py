@@ -167,12 +167,19 @@ class StubNvml:
 
     def agents(self) -> list[psutil.Process]:
         """Return the agents of these GPUs' node; several while one starts, or takes the place of another."""
+        return self._processes("perseus_ds.agent.process")
+
+    def servers(self) -> list[psutil.Process]:
+        """Return the servers of jobs that agents of this node have started."""
+        return self._processes("perseus_ds.server.process")
+
+    def _processes(self, module: str) -> list[psutil.Process]:
         state_file = self.environment[STATE_VARIABLE]
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                is_agent = "perseus_ds.agent.process" in " ".join(process.cmdline())
-                if is_agent and process.environ().get(STATE_VARIABLE) == state_file:
+                is_one = module in " ".join(process.cmdline())
+                if is_one and process.environ().get(STATE_VARIABLE) == state_file:
                     found.append(process)
         return found
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
-import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,42 +79,6 @@ def told_by_rank_0(fact: bool) -> bool:
     told = torch.tensor([fact], dtype=torch.int32)
     dist.broadcast(told, 0)
     return bool(told)
-
-
-class Connected:
-    """The sockets of clients of key-value stores that are made from now on.
-
-    They can be broken, as a network device that restarts does.
-    """
-
-    def __init__(self):
-        self._handles = set()
-        self._make = dist.TCPStore
-        dist.TCPStore = self._recorded
-
-    def stop(self):
-        """Leave out those that are made from now on."""
-        dist.TCPStore = self._make
-
-    def cut(self):
-        """Break their connections."""
-        self.stop()
-        assert self._handles & _open_handles()
-        for handle in self._handles & _open_handles():
-            # Its other end, in this process, may be broken already.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _recorded(self, *arguments, **named):
-        before = _open_handles()
-        store = self._make(*arguments, **named)
-        self._handles |= _open_handles() - before
-        return store
-
-
-def _open_handles():
-    """Return the handles of connections of this process."""
-    return {found.fd for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_ESTABLISHED}
 
 
 def train_jobs(train: Callable[[dict[str, Any], list[dict[str, Any]]], dict[str, Any]]) -> None:

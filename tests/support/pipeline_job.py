@@ -26,7 +26,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_parts import WIDTH, Connected, config, hash_of, leave_out_shared_memory, told_by_rank_0
+from job_parts import WIDTH, config, hash_of, leave_out_shared_memory, told_by_rank_0
 from torch import nn
 
 import perseus_ds
@@ -109,7 +109,6 @@ def main() -> None:
     settings = config(8, job["micro_batches"], **job.get("deepspeed", {}))
     if job.get("perseus") is not None:
         settings["perseus"] = job["perseus"]
-    job["connected"] = Connected()
     engine, *_ = perseus_ds.initialize(
         # An optimizer wants parameters, be they frozen.
         model=module,
@@ -157,9 +156,6 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             torch.manual_seed(step)
         if slow:
             slow.update()
-        if rank == job["stages"] - 1 and (folder / "cut").exists():
-            (folder / "cut").unlink()
-            job["connected"].cut()
         change_batch(engine, job, step)
         give_lengths(engine, job, [0, 1] if step == 0 else [step + 1])
         losses.append(float(engine.train_batch(data)))

@@ -1,0 +1,184 @@
+"""A job of real DeepSpeed ranks under random faults: real pynvml on a stub driver, real checkpoints, kills and files.
+
+GPUs are stubs: they take no time and draw power by their clock. What is checked is that losses are those of a job
+without Perseus, at every step, and that all ranks are under a plan again after each fault.
+"""
+
+import csv
+import math
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from frontiers import save_random_plan
+from job import Running, run
+from run_log import events, iterations, records, wait_until
+from virtual.hostile_day import Outcome
+
+from perseus_ds.errors import ConfigError
+from perseus_ds.server.control_socket import send_order
+
+RANKS = 4
+DRIVER_FAULTS = {
+    "driver error": ("set_locked", "unknown"),
+    "driver busy": ("set_locked", "timeout"),
+    "no permission": ("set_locked", "no_permission"),
+    "counter fails": ("energy", "unknown"),
+}
+CAUSES = (*DRIVER_FAULTS, "driver hangs", "full disk", "orders", "kill one rank", "kill all ranks")
+_POWER_CAP = {"name": "power_cap", "watts": 1e6}
+
+
+class HostileRanks:
+    """See the module."""
+
+    def __init__(self, folder, stub, *, seed, causes=CAUSES, longest_s=10.0):
+        """Prepare the job."""
+        self.outcomes = {cause: Outcome() for cause in causes}
+        self._random = random.Random(seed)
+        self._stub = stub
+        self._longest_s = longest_s
+        self._folder = Path(folder)
+        for gpu in stub.gpus:
+            gpu.power_by_clock = 0.5
+        save_random_plan(self._folder / "frontier", ranks=RANKS, simulated=False)
+        self._perseus = {
+            "mode": "run",
+            "frontier": str(self._folder / "frontier"),
+            "device": "nvml",
+            # Kept for as long as it draws less power, however irregular the times of this machine are.
+            "policy": _POWER_CAP,
+        }
+        self._has_checkpoint = False
+
+    def run(self, minutes):
+        """Train for so long, and until each fault has come once; return what was broken."""
+        causes: list[str] = []
+        with ThreadPoolExecutor() as pool:
+            self._pool = pool
+            self._start()
+            end_s = time.monotonic() + 60.0 * minutes
+            try:
+                while time.monotonic() < end_s or not all(outcome.times for outcome in self.outcomes.values()):
+                    # Each cause once before any comes again, so that a short trial sees most of them.
+                    causes = causes or self._random.sample(list(self.outcomes), len(self.outcomes))
+                    self._let_happen(causes.pop())
+            finally:
+                self._job.order("stop")
+                finished = self._finished.result()
+        broken = [f"{cause}: {broken}" for cause, outcome in self.outcomes.items() for broken in outcome.broken]
+        if finished.returncode != 0:
+            return [*broken, f"the job failed: {finished.output[-2000:]}"]
+        return [*broken, *self._differing_losses()]
+
+    def _start(self):
+        """Start the job, from its checkpoint if it has one."""
+        checkpoint = {"resume_from": str(self._folder / "job" / "checkpoint")} if self._has_checkpoint else {}
+        self._begun = len(records(self._folder / "job" / "perseus"))
+        self._job = Running(self._folder / "job")
+        self._finished = self._pool.submit(
+            run,
+            self._job.folder,
+            RANKS,
+            environment=self._stub.environment,
+            perseus=self._perseus,
+            give_up_s=math.inf,  # a job that hangs is not back under a plan, which is noticed
+            steps=1_000_000,
+            followed=True,
+            **checkpoint,
+        )
+        self._wait_until_back(self._begun)
+
+    def _let_happen(self, cause):
+        outcome = self.outcomes[cause]
+        begun = len(records(self._job.folder / "perseus"))
+        self._cause(cause, self._random.uniform(0.5, self._longest_s))
+        ended_s = time.monotonic()
+        self._wait_until_back(len(records(self._job.folder / "perseus")))
+        outcome.back_s.append(time.monotonic() - ended_s)
+        outcome.times += 1
+        told = [event["rank"] for event in events(records(self._job.folder / "perseus")[begun:], "failure")]
+        outcome.warnings += len(told)
+        if len(told) > len(set(told)):
+            outcome.broken.append(f"warned more than once on ranks {told}")
+
+    def _cause(self, cause, for_s):
+        """Let something happen for some time [s]."""
+        gpu = self._random.choice(self._stub.gpus)
+        if cause in DRIVER_FAULTS:
+            function, error = DRIVER_FAULTS[cause]
+            gpu.fail(function, error)
+            time.sleep(for_s)
+            gpu.fail(function, "none")
+        elif cause == "driver hangs":
+            function = self._random.choice(("set_locked", "energy"))
+            gpu.hang(function)
+            time.sleep(for_s)
+            gpu.hang(function, False)
+        elif cause == "full disk":
+            (server,) = self._stub.servers()
+            server.rlimit(psutil.RLIMIT_FSIZE, (1, psutil.RLIM_INFINITY))
+            time.sleep(for_s)
+            server.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        elif cause == "orders":
+            self._give_orders()
+        else:
+            self._kill([self._random.randrange(RANKS)] if cause == "kill one rank" else range(RANKS), cause)
+
+    def _give_orders(self):
+        output = self._job.folder / "perseus"
+        send_order(output, {"command": "pause"})
+        self._job.wait_for(lambda found: iterations(found)[-1]["phase"] in ("pause", "default", "observe"))
+        with suppress(ConfigError):  # there is no such pipeline
+            send_order(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
+        send_order(output, {"command": "policy", "policy": _POWER_CAP})
+        send_order(output, {"command": "resume"})
+
+    def _kill(self, ranks, cause):
+        if self._random.random() < 0.7:
+            self._job.order("save")
+            wait_until(lambda: not (self._job.folder / "save").exists(), "a checkpoint")
+            self._has_checkpoint = True
+        for rank in ranks:
+            os.kill(self._pid(rank), signal.SIGKILL)
+        self._finished.result()
+        wait_until(lambda: not any(self._stub.locked_clocks_mhz()), f"default clocks after {cause}")
+        self._start()
+
+    def _pid(self, rank):
+        return int((self._job.folder / f"pid{rank}").read_text())
+
+    def _wait_until_back(self, seen):
+        """Wait for an iteration under a plan on all ranks, after so many records."""
+
+        def is_back(found):
+            return any(r["plan"] is not None and not r["failed_ranks"] for r in iterations(found[seen:]))
+
+        self._job.wait_for(is_back)
+
+    def _differing_losses(self):
+        """Return what differs from a job without Perseus and without faults."""
+        ours = losses(self._job.folder)
+        steps = max(ours) + 1
+        without = run(self._folder / "without", RANKS, give_up_s=math.inf, steps=steps, followed=True)
+        if without.returncode != 0:
+            return [f"the job without Perseus failed: {without.output[-2000:]}"]
+        theirs = losses(self._folder / "without")
+        if sorted(ours) != list(range(steps)):
+            return ["steps are missing in losses.csv"]
+        different = [step for step in ours if ours[step] != theirs.get(step)]
+        return [f"losses differ from those without Perseus at steps {different[:5]} of {steps}"] if different else []
+
+
+def losses(folder):
+    """Return the losses of a followed job by step, as they were printed; all that were printed for a step."""
+    found: dict[int, set[str]] = {}
+    with (folder / "losses.csv").open() as file:
+        for step, loss in csv.reader(file):
+            found.setdefault(int(step), set()).add(loss)
+    return found

@@ -1,0 +1,82 @@
+"""A stand-in for the server of a job, which has the agent of one rank follow programs."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from types import TracebackType
+
+import msgspec
+import zmq
+
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, ToServer
+from perseus_ds.protocol.messages import Connect
+
+_LOOK_S, _GIVE_UP_LOOKS = 0.01, 1000
+
+
+def follow_of(program: Program, serial: int) -> Follow:
+    """Return what makes an agent follow a program from the next iteration on."""
+    return Follow(program, serial, from_iteration=0, shown_from=0, phase="run")
+
+
+class OneRankServer:
+    """Listens on this machine, and beats, until it is left.
+
+    Attributes:
+        failures: What the agent has reported.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[RankFailed] = []
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        server_key, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_server = True
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.connect = Connect(0, f"tcp://127.0.0.1:{port}", server_key, *zmq.curve_keypair())
+        self._outbox: deque[Follow] = deque()
+        self._serial = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="one-rank-server", daemon=True)
+
+    def __enter__(self) -> OneRankServer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._thread.join()
+        self._socket.close(0)
+
+    def send(self, program: Program) -> None:
+        """Send a program, without waiting."""
+        self._serial += 1
+        self._outbox.append(follow_of(program, self._serial))
+
+    def follow(self, clocks: AgentClocks, program: Program) -> Program:
+        """Have the agent of a rank that has connected follow a program, and wait until it does; return it."""
+        self.send(program)
+        for _ in range(_GIVE_UP_LOOKS):
+            clocks.wait(_LOOK_S)
+            if any(isinstance(message, Follow) and message.serial == self._serial for message in clocks.received()):
+                return program
+        raise TimeoutError("the agent does not follow the server")
+
+    def _serve(self) -> None:
+        encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ToServer).decode
+        agents: set[bytes] = set()
+        while not self._ends.is_set():
+            while self._socket.poll(1000 * _LOOK_S):
+                agent, *frames = self._socket.recv_multipart()
+                agents.add(agent)
+                if len(frames) == 2 and isinstance(message := decode(frames[1]), RankFailed):
+                    self.failures.append(message)
+            sent = [self._outbox.popleft() for _ in range(len(self._outbox))] if agents else []
+            for agent in agents:
+                self._socket.send_multipart([agent, b"0"])
+                for follow in sent:
+                    self._socket.send_multipart([agent, struct.pack("=I", 0), encode(follow)])
