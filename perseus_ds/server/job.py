@@ -169,7 +169,7 @@ class Job:
         for facts in self.facts:
             for clock_mhz in sorted(set(clocks_mhz) - set(facts.clocks_mhz)):
                 raise PlanError(
-                    f"Plan does not fit this GPU: {facts.gpu} has no {clock_mhz} MHz. Profile on GPUs of this kind."
+                    f"Plan does not fit this GPU: {facts.gpu} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
                 )
 
     def of_shape(self, number: int, shape: str) -> Job:

@@ -1,4 +1,4 @@
-"""The runtime in this very process, on one rank: what it survives, and what it leaves behind."""
+"""Perseus on one rank: what it survives, and what it leaves behind."""
 
 import os
 import signal
@@ -6,70 +6,47 @@ import time
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from frontiers import save_random_plan
-from perseus_ds.ranks import Communicator, PipelineTopology
-from perseus_ds.runtime.devices import clocks_of
-from perseus_ds.runtime.job import Job
-from perseus_ds.runtime.runtime import PerseusRuntime
 from pipelines import one_f_one_b
-from run_log import events, iterations, records, wait_until
+from run_log import records, wait_until
+from server_request import SCHEDULE as TWO_STAGES
+from server_request import description
+from virtual.job import SLOWER
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.clocks.timers import HostExecution
-from perseus_ds.config import parse_block
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.errors import ConfigError, FrontierError, PerseusError
-from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.protocol.description import decode_description
+from perseus_ds.server.server import JobServer
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
 STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
 CLOCK_MHZ = 1200
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def start(tmp_path):
-    """A function that starts the runtime on a GPU."""
-    started = []
-
-    def start(gpu, execution=None, **block):
-        config = parse_block({"device": "nvml", "output_dir": str(tmp_path), **block})
-        job = Job(config, SCHEDULE, ProfileInfo(simulated=gpu.simulated))
-        communicator = Communicator(PipelineTopology(0, (0,)))
-        timers = execution or HostExecution()
-        clocks = clocks_of(gpu, CPU)
-        try:
-            runtime = PerseusRuntime(job, communicator=communicator, gpu=gpu, clocks=clocks, timers=timers, device=CPU)
-        except PerseusError:
-            clocks.close()
-            raise
-        started.append(runtime)
-        return runtime
-
+def runtime(tmp_path, stub_of_agents):
+    """The only rank of a job that runs under one plan, all of it at one clock, with an agent and a server."""
+    plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
+    provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
+    frontier = str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield start
-    for runtime in started:
-        runtime.close()
+    block = {"device": "nvml", "mode": "run", "frontier": frontier, "output_dir": str(tmp_path)}
+    runtime = PerseusRuntime.for_loop(block, SCHEDULE, pipeline=[0])
+    yield runtime
+    runtime.close()
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def plan(tmp_path):
-    """The block of a job that runs under one plan, all of it at one clock."""
-    plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
-    provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
-    return {"mode": "run", "frontier": str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))}
-
-
-def train(runtime, instruction_s=0.0):
+def train(runtime):
     with runtime.iteration():
         for instruction in SCHEDULE.instructions[0]:
             with runtime.instruction(instruction):
-                time.sleep(instruction_s)
+                pass
 
 
 def fork(function):
@@ -86,8 +63,7 @@ def fork(function):
     return child
 
 
-def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(start, plan, stub_of_agents, tmp_path):
-    runtime = start(NvmlGpu(0), **plan)
+def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(runtime, stub_of_agents, tmp_path):
     train(runtime)
     worker = fork(lambda: time.sleep(60))
     os.kill(worker, signal.SIGTERM)  # as a Pool does to its workers
@@ -98,52 +74,48 @@ def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(start, p
     assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
 
 
-def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub_of_agents, tmp_path):
+def server(folder, **block):
+    return JobServer(decode_description(description(folder, **block)), lambda rank, message: None)
+
+
+def test_a_frontier_that_is_not_there_is_an_error_before_training(tmp_path):
     with pytest.raises(ConfigError, match="nowhere does not exist on rank 0's node"):
-        start(NvmlGpu(0), mode="run", frontier=str(tmp_path / "nowhere"))
+        server(tmp_path, mode="run", frontier=str(tmp_path / "nowhere"))
     with pytest.raises(FrontierError, match="no such file; expected a frontier"):
-        start(NvmlGpu(0), mode="run", frontier=str(tmp_path))
+        server(tmp_path, mode="run", frontier=str(tmp_path))
 
 
-def test_a_plan_that_does_not_fit_is_an_error_before_training(start, stub_of_agents, tmp_path):
-    for micro_batches, clock_mhz, message in (
-        (3, CLOCK_MHZ, "Plan does not fit this schedule: rank 0, instruction"),
-        (2, 1111, "Plan does not fit this GPU: .* lacks 1111 MHz"),
+def test_a_plan_that_does_not_fit_is_an_error_before_training(tmp_path):
+    for schedule, clock_mhz, message in (
+        (one_f_one_b(ranks=2, micro_batches=3), CLOCK_MHZ, "Plan does not fit this schedule: rank 0, instruction"),
+        (TWO_STAGES, 1111, "Plan does not fit this GPU: .* lacks 1111 MHz"),
     ):
-        folder, schedule = tmp_path / str(clock_mhz), one_f_one_b(ranks=1, micro_batches=micro_batches)
-        save_random_plan(folder, schedule, clocks_mhz=(clock_mhz,), simulated=False)
+        folder = tmp_path / str(clock_mhz)
+        save_random_plan(folder, schedule, clocks_mhz=(clock_mhz,))
         with pytest.raises(PerseusError, match=message):
-            start(NvmlGpu(0), mode="run", frontier=str(folder))
+            server(tmp_path, mode="run", frontier=str(folder))
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_a_loop_may_go_on_after_closing(start, plan, stub_of_agents, tmp_path, caplog):
+def test_a_loop_may_go_on_after_closing(start, frontier, caplog):
     """As a job does that catches SIGTERM, saves a checkpoint and goes on."""
-    runtime = start(NvmlGpu(0), **plan)
-    train(runtime)
-    runtime.close()
-    train(runtime)
-    runtime.close()
-    before, after = iterations(records(tmp_path))
-    assert (before["plan"], after["plan"]) == (0, None)
-    assert not events(records(tmp_path), "failure")
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train(5)
+    assert job.gpu.locked_clock_mhz < job.gpu.model.top_clock_mhz
+    before = job.close()
+    job.train(2)
+    assert job.close() == before
     assert not caplog.records
-    assert stub_of_agents.locked_clocks_mhz()[0] == 0
+    assert job.gpu.locked_clock_mhz == job.gpu.model.top_clock_mhz
 
 
-def test_the_process_that_optimises_does_not_outlive_its_phase(start, stub_of_agents):
-    stub_of_agents.gpus[0].counter_period_s = 0.005
-    profile = {"warm_up": 2, "min_clock_mhz": 1395, "sampling": "stride", "clock_stride": 1}
-    runtime = start(NvmlGpu(0), mode="auto", cache=False, profile=profile)
-    for _ in range(10_000):
-        if runtime.next.phase == "optimizing":
-            break
-        # More than was drawn when waiting.
-        stub_of_agents.gpus[0].power_w = 100.0 if runtime.next.phase == "warm-up" else 400.0
-        train(runtime, 0.01)
-    assert runtime.next.phase == "optimizing"
+def test_the_process_that_optimises_does_not_outlive_its_phase(start):
+    job = start(mode="auto", **SLOWER)
+    job.worker = OptimizeWorker
+    job.train_until("optimizing")
+    job.train(1)
     assert optimizing()
-    runtime.close()
+    job.close()
     assert not optimizing()
 
 
