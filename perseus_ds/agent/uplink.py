@@ -43,9 +43,9 @@ class Uplink:
         self._socket.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
         self._socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.curve_serverkey = server.server_key
-        self._socket.curve_publickey = server.public_key
-        self._socket.curve_secretkey = server.secret_key
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, server.server_key)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, server.public_key)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server.secret_key)
         self._socket.connect(server.address)
         self._ranks: dict[int, Callable[[], int]] = {}
         self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)

@@ -167,7 +167,7 @@ def rank_facts(
     Raises:
         GpuError: Clocks may not be set, and the job does not train without.
     """
-    problem, clocks_mhz = "", ()
+    problem, clocks_mhz = "", tuple[int, ...]()
     if config.mode != "observe":
         try:
             gpu.check_lock_permission()

@@ -1,5 +1,7 @@
 """A rank whose driver fails falls back to default clocks, and runs programs again once the driver works."""
 
+from itertools import pairwise
+
 import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import FaultyGpu
@@ -117,6 +119,6 @@ def test_a_driver_that_fails_for_hours_is_probed_once_a_minute(train, agent, gpu
     agent._fallback.begin(GpuError("the GPU is lost"))
     train(64)
     train(300, each_s=4.0)
-    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(probes)]
     assert gaps[:6] == pytest.approx([2, 4, 8, 16, 32, 60])
     assert set(map(round, gaps[6:])) == {60}

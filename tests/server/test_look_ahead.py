@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+from perseus_ds.runtime.look_ahead import LookAhead
 from virtual.job import SLOWER, LengthsWorkerAtOnce, VirtualJob
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ShapePlanned
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.runtime.look_ahead import LookAhead
 
 MICRO_BATCHES = 4
 ITERATIONS = 160

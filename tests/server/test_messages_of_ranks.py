@@ -96,7 +96,7 @@ def deliveries(draw):
     arriving = []
     for place, report in enumerate(REPORTS):
         for _ in range(draw(st.sampled_from([0, 1, 1, 1, 1, 2]))):
-            arriving.append((place + draw(st.sampled_from([0, 0, 0, 1, 3, 9])), report))
+            arriving.append((place + draw(st.sampled_from([0, 0, 0, 1, 3, 9])), report))  # noqa: PERF401
     return [report for _, report in sorted(arriving)]
 
 

@@ -12,6 +12,7 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
 from perseus_ds.errors import GpuError, ScheduleError
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.server import kinds
 from perseus_ds.server.under_plans import PlanRunner
 

@@ -340,7 +340,7 @@ def run_both(action, context):
     ],
     ids=["forward", "backward", "forward and backward in one"],
 )
-def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block, name, action, function, expected):  # noqa: PLR0917
+def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block, name, action, function, expected):
     losses = []
     for registers, attaches in ((False, False), (True, False), (True, True), ("later", True)):
         schedule = make(name, micro_batches=4, stages=2)
