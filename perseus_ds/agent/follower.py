@@ -119,6 +119,8 @@ class Follower:
         self._on_latencies = on_latencies
         # What to run, by the number of an order; the last entry is for the iterations to come.
         self._follows: dict[int, list[Follow]] = {}
+        # What single iterations run, by the number of their order and their own.
+        self._planned: dict[tuple[int, int], Follow] = {}
         # Of the serials of what is run.
         self._transitions: dict[int, list[ClockTransition]] = {}
         # What iterations run, by their number.
@@ -152,12 +154,16 @@ class Follower:
 
         Iterations that the host has begun are not changed. It may be called from any thread.
         """
+        if follow.only_iteration:
+            self._planned[follow.program.number, follow.only_iteration] = follow
+            return
         self._follows.setdefault(follow.program.number, []).append(follow)
         self._clocks.wake()
 
     def forget(self) -> None:
         """Run the iterations to come at default clocks; from any thread."""
         self._follows.clear()
+        self._planned.clear()
         self._clocks.wake()
 
     def serial_of(self, iteration: int) -> int:
@@ -262,7 +268,13 @@ class Follower:
         follows = self._follows.get(self.memory.program(iteration), [])
         while len(follows) > 1 and follows[1].from_iteration <= iteration:
             del follows[0]
-        return follows[0] if follows and follows[0].from_iteration <= iteration else None
+        if not follows or follows[0].from_iteration > iteration:
+            return None
+        if follows[0].only_iteration is None:
+            return follows[0]
+        for key in [key for key in [*self._planned] if key[1] < iteration]:
+            self._planned.pop(key, None)
+        return self._planned.get((self.memory.program(iteration), iteration))
 
     def _hand_over(self, iteration: int) -> None:
         """Hand over the requests and readings of an iteration."""

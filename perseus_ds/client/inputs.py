@@ -1,11 +1,13 @@
-"""Numbers for the shapes of the inputs of an iteration's forwards."""
+"""Shapes and lengths of the inputs of an iteration's forwards, as numbers."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+
+_MOST_LENGTHS, _LONGEST = 4096, 1e15
 
 
 @functools.lru_cache(maxsize=4096)
@@ -27,6 +29,21 @@ def length_of_inputs(inputs: Hashable) -> float:
     if all(isinstance(size, int) for size in inputs):
         return float(math.prod(inputs))
     return length_of_inputs(inputs[0])
+
+
+def check_lengths(lengths: Sequence[float]) -> None:
+    """Check the lengths of the micro-batches of an iteration.
+
+    Raises:
+        ValueError: They are no lengths.
+    """
+    wrong = [number for number, length in enumerate(lengths) if not 0 < length < _LONGEST]
+    if wrong or not 1 <= len(lengths) <= _MOST_LENGTHS:
+        given = f"{lengths[wrong[0]]!r} of micro-batch {wrong[0]}" if wrong else f"{len(lengths)} lengths"
+        raise ValueError(
+            f"next_lengths: expected the length of each micro-batch of an iteration, such as its number of tokens, "
+            f"each above 0; given {given}. Give one number for each micro-batch."
+        )
 
 
 class InputShapes:

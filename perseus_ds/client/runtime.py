@@ -26,7 +26,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.inputs import InputShapes, length_of_inputs, number_of_inputs
+from perseus_ds.client.inputs import InputShapes, check_lengths, length_of_inputs, number_of_inputs
 from perseus_ds.client.measuring import measure_counter, measure_gpu
 from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, meet
 from perseus_ds.clocks.timers import Execution, FinishedIteration, SimulatedExecution
@@ -53,6 +53,8 @@ UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe")
 _FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_UNSENT = 64
+_MOST_GIVEN = 64
+"""The lengths of so many iterations to come are kept, and plans for so many."""
 _PROFILED = ("observe", "run", "pause")
 
 
@@ -119,6 +121,11 @@ class PerseusRuntime:
         self._closed = self._in_iteration = self._has_summary = False
         # What to run, by the number of an order; the last entry is for the iterations to come.
         self._follows: dict[int, list[Follow]] = {}
+        # What single iterations run, by the number of their order and their own.
+        self._planned: dict[tuple[int, int], Follow] = {}
+        # Lengths of iterations to come, and the number of the next one for which there are none.
+        self._given: deque[tuple[float, ...]] = deque(maxlen=_MOST_GIVEN)
+        self._next_given = 1
         self.schedule = schedule
         self._streams: dict[int, tuple[Operation, ...]] = {}
         # Numbers by order and shape of the first inputs; of the first order without the server's help.
@@ -243,6 +250,7 @@ class PerseusRuntime:
         if self._key in self._unread and read is not None:
             self._read(read)
         iteration = self.clocks.memory.iteration + 1
+        self._send_lengths(iteration, begun=iteration)
         if self._key not in self._by_shape:
             self._number = self._numbers.get((self._key, 0.0), self._others)
         self.follow = self._following(iteration)
@@ -275,6 +283,7 @@ class PerseusRuntime:
         }
         self._ended_s = self._time.now_s()
         self._unsent.append(_Ran(finished, self.follow, self._stream, fields))
+        self._send_lengths(iteration + 1, begun=iteration)
         self._take_in()
         self._send_reports()
 
@@ -351,6 +360,22 @@ class PerseusRuntime:
         if self._is_rank_0 and not self._closed:
             self.clocks.send(msg.Command(json.dumps(order, default=str).encode()))
 
+    def next_lengths(self, lengths: Sequence[float]) -> None:
+        """Pass on the lengths of the micro-batches of the next iteration for which there was no call.
+
+        Call it once for each iteration, in the order in which they train, at least one iteration before, for example
+        when a data loader reads a batch ahead. At least one rank of each pipeline must call it. If several do, they
+        must pass the same lengths. Any thread may call it, and it returns at once.
+
+        Args:
+            lengths: Length of the input of each micro-batch, in their order, such as its number of tokens.
+
+        Raises:
+            ValueError: They are no lengths.
+        """
+        check_lengths(lengths)
+        self._given.append(tuple(map(float, lengths)))
+
     def set_steps(self, steps: int) -> None:
         """Report how many training steps the engine has done, such as after a checkpoint was loaded."""
         if self._is_rank_0 and not self._closed:
@@ -387,6 +412,8 @@ class PerseusRuntime:
     def _take_in(self) -> None:
         for message in self.clocks.received():
             match message:
+                case Follow() if message.only_iteration:
+                    self._planned[message.program.number, message.only_iteration] = message
                 case Follow():
                     self._follows.setdefault(message.program.number, []).append(message)
                     if message.program.number == 0:
@@ -422,9 +449,13 @@ class PerseusRuntime:
             del follows[0]
         if not follows or follows[0].from_iteration > iteration:
             return UNPLANNED
-        if follows[0].program.clocks_mhz and not self._stream:
+        follow = follows[0]
+        if follow.only_iteration is not None:
+            follow = self._planned.get((self._number, iteration), UNPLANNED)
+            self._planned = {key: each for key, each in self._planned.items() if key[1] >= iteration}
+        if follow.program.clocks_mhz and not self._stream:
             return UNPLANNED  # whose positions are not known
-        return follows[0]
+        return follow
 
     def _number_orders(self, orders: msg.Orders) -> None:
         self._numbers = {(key, shape): number for key, shape, number in orders.numbers}
@@ -476,6 +507,14 @@ class PerseusRuntime:
             logger.warning("perseus: DeepSpeed's monitor failed (%s); Perseus no longer writes to it.", error)
 
     # What is sent to the server.
+
+    def _send_lengths(self, first: int, *, begun: int) -> None:
+        """Send the lengths that were given, for the iterations from one on; it is too late for one that has begun."""
+        while self._given:
+            lengths, number = self._given.popleft(), max(self._next_given, first)
+            self._next_given = number + 1
+            if number > begun:
+                self.clocks.send(msg.Lengths(number, lengths))
 
     def _send_reports(self) -> bool:
         """Send the reports of iterations that the device has done; return whether there is none left."""

@@ -62,6 +62,11 @@ class LengthsWorker:
             )
         self._send(job)
 
+    @property
+    def file(self) -> int:
+        """A descriptor that is readable when a plan has come."""
+        return self._connection.fileno()
+
     def request(self, lengths: Sequence[Lengths], slowdown: float) -> None:
         """Request a plan, as :meth:`LengthsPlanner.plan` computes it, if none is being computed."""
         self._send((tuple(lengths), slowdown))

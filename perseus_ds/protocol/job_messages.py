@@ -50,6 +50,8 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
         times: What is measured of iterations whose number is a multiple of ``every``.
         otherwise: What is measured of the others.
         logs_energy: Whether the refreshes of the energy counter are reported.
+        only_iteration: The only iteration that runs so, for which this replaces one with 0. With 0, iterations without
+            such a message of their own run at default clocks, as if they were of no order. None for all to come.
     """
 
     program: Program
@@ -62,6 +64,7 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
     every: int = 1
     otherwise: Times = "none"
     logs_energy: bool = False
+    only_iteration: int | None = None
 
 
 class Orders(msgspec.Struct, tag=True, frozen=True):
@@ -240,6 +243,18 @@ class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
+class Lengths(msgspec.Struct, tag=True, frozen=True):
+    """Lengths of the micro-batches of a rank's pipeline in an iteration that has not begun.
+
+    Attributes:
+        iteration: Number of that iteration in this process.
+        lengths: Of the input of each micro-batch, such as its number of tokens.
+    """
+
+    iteration: int
+    lengths: tuple[float, ...]
+
+
 class Worked(msgspec.Struct, tag=True, frozen=True):
     """The floating-point operations of the passes of a rank, by what tells a pass from others."""
 
@@ -332,6 +347,6 @@ class Left(msgspec.Struct, tag=True, frozen=True):
 ToRank: TypeAlias = (
     Follow | Orders | ReadSchedule | Calibrate | Say | Observed | Summarised | WatchDefaultClocks | SetProfiledLimit
 )
-FromClient: TypeAlias = Spans | Report | ScheduleRead | Worked | Measured | Steps | Command | Left
+FromClient: TypeAlias = Spans | Report | ScheduleRead | Lengths | Worked | Measured | Steps | Command | Left
 """What a client sends, which its agent forwards or completes."""
 ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | Latencies | Joined

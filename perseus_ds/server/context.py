@@ -12,6 +12,7 @@ from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.protocol.job_messages import ToRank
 from perseus_ds.server.job import Job
 from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -24,6 +25,7 @@ class ModeContext:
         job: The job.
         recorder: Records what happens.
         control: What the user asks for.
+        look_ahead: The lengths that the job gives for iterations to come.
         send: Sends a message to a rank.
         timebase: The time of the server.
         worker: Computes plans in another process.
@@ -37,6 +39,7 @@ class ModeContext:
     job: Job
     recorder: Recorder
     control: JobControl
+    look_ahead: LookAhead
     send: Callable[[int, ToRank], None]
     timebase: Timebase = REAL_TIME
     worker: Callable[..., OptimizeWorker] = OptimizeWorker

@@ -17,6 +17,8 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError, ProfileError
 from perseus_ds.gpu.base import KnownGpu
+from perseus_ds.optimizer.lengths import LengthsPlanner
+from perseus_ds.optimizer.lengths_worker import PlannedJob
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.context import ModeContext
@@ -188,3 +190,35 @@ async def optimise(context: ModeContext, default: DefaultIterations, switch_cost
     if result is not None and result.error is not None:
         raise PerseusError(f"optimising failed: {result.error}")
     return load_frontier(job, job.output_dir / "frontier.json")
+
+
+def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
+    """Begin to plan iterations by the lengths that the job gives, if it does.
+
+    Returns:
+        Whether they are planned so.
+    """
+    job, look_ahead = context.job, context.look_ahead
+    look_ahead.stop(context.order)
+    if not look_ahead.is_used:
+        return False
+    settings = PlanningSettings(
+        switch_cost_j=_SWITCH_COST_J,
+        switch_cost_s=frontier.provenance.switch_cost_s or 0.0,
+        least_dwell_s=frontier.provenance.least_dwell_s or 0.0,
+    )
+    try:
+        profile = StageProfile.load(job.profile_path)
+        if profile.info.by_length is None:
+            context.recorder.say(
+                "micro-batches are planned as if all had one length: those given hardly vary, were not given before "
+                "the iteration ahead of theirs, or were not when this profile was measured"
+            )
+            return False
+        LengthsPlanner(job.schedule, profile, settings)
+        planned = PlannedJob(profile=job.profile_path, schedule=job.schedule, settings=settings)
+        look_ahead.start(planned, job.output_dir / "lengths.log", context.order)
+    except (PerseusError, OSError) as error:
+        context.recorder.say(f"iterations are not planned by the lengths given: {str(error).rstrip('.')}")
+        return False
+    return True

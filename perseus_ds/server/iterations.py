@@ -12,7 +12,7 @@ did not all run the same from its begin to its end. Only iterations that are kno
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.optimizer.lengths import IterationPlan, PipelinePlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
@@ -79,6 +80,8 @@ class Run:
         status: For ``perseus-ds control status``.
         progress: Returns what is kept of the progress under plans for a later start of the job; None without plans.
         block: The iterations that are compared with others, to which one of these belongs; None if it is not compared.
+        by_length: Whether each iteration runs a plan for its own lengths, or default clocks without one.
+        lengths: The plan for the lengths of a single iteration.
     """
 
     phase: str
@@ -94,12 +97,14 @@ class Run:
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] | None = None
     block: IterationSample | None = None
+    by_length: bool = False
+    lengths: IterationPlan | None = None
 
     @cached_property
     def clocks(self) -> tuple[Any, ...]:
         """What tells its clocks from others."""
         plans = self.plans
-        return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number)
+        return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number), self.by_length, id(self.lengths)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -111,8 +116,30 @@ class Run:
         """Return the clocks of one rank in iterations of an order."""
         if self.plans is None:
             return Program(number, self.clock_mhz)
+        if self.by_length:
+            if self.lengths is None:
+                return Program(number)
+            instructions = self.plans.frontier.instructions[pipeline_rank]
+            found, stream = self.lengths.pipelines[pipeline], schedule.instructions[pipeline_rank]
+            return _program_of_lengths(number, found, pipeline_rank, instructions, stream)
         plan = self.plans.of_pipeline(pipeline)
         return program_of(number, plan, pipeline_rank, schedule, self.plans)
+
+    def with_lengths(self, plan: IterationPlan) -> Run:
+        """Return what a single iteration runs under the plan for its lengths."""
+        forecast = self.forecast
+        if forecast is not None:
+            default_s, default_j = (
+                plan.relative_time * forecast.default_time_s,
+                plan.relative_energy * forecast.default_energy_j,
+            )
+            forecast = Forecast(
+                time_s=(1 + plan.slowdown) * default_s,
+                energy_j=(1 - plan.saved) * default_j,
+                default_time_s=default_s,
+                default_energy_j=default_j,
+            )
+        return replace(self, lengths=plan, forecast=forecast)
 
 
 def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, plans: Plans) -> Program:
@@ -127,6 +154,23 @@ def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, 
         clocks_mhz.append(clock_mhz)
     spans_s = tuple(_spans_s(plan, plans, schedule.instructions[rank]))
     return Program(number, first_mhz, tuple(clocks_mhz), spans_s, plan.time_s)
+
+
+def _program_of_lengths(
+    number: int, plan: PipelinePlan, rank: int, instructions: Sequence[Instruction], stream: Sequence[Instruction]
+) -> Program:
+    """Return the clock of each instruction of a rank; without one of its own, that of the one before."""
+    own_mhz, own_spans_s = plan.clocks_mhz[rank], plan.spans_s[rank]
+    if len(set(own_mhz)) == 1:
+        return Program(number, own_mhz[0])
+    of = dict(zip(instructions, zip(own_mhz, own_spans_s, strict=True), strict=True))
+    clocks_mhz, spans_s = [], []
+    clock_mhz, span_s = own_mhz[0], (0.0, 0.0)
+    for instruction in stream:
+        clock_mhz, span_s = of.get(instruction, (clock_mhz, (span_s[1], span_s[1])))
+        clocks_mhz.append(clock_mhz)
+        spans_s.append(span_s)
+    return Program(number, own_mhz[0], tuple(clocks_mhz), tuple(spans_s), plan.time_s)
 
 
 def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:

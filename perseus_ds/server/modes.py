@@ -27,6 +27,7 @@ from perseus_ds.server.frontiers import (
     left_by_an_earlier_start,
     load_frontier,
     optimise,
+    plan_by_length,
 )
 from perseus_ds.server.iterations import Mode
 from perseus_ds.server.prediction import correct_profile, is_predicted
@@ -59,7 +60,16 @@ def mode_of(context: ModeContext) -> Mode:
 
 def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
     """Return the mode of another order, whose profile may be known."""
-    return _profile_and_run(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
+    frontier = frontier_of_an_earlier_run(context)
+    return _without_planner_at_the_end(context, _profile_and_run(context, frontier, has_profile=has_profile))
+
+
+async def _without_planner_at_the_end(context: ModeContext, mode: Mode) -> float | None:
+    try:
+        found: float | None = await mode
+    finally:
+        context.look_ahead.stop(context.order)
+    return found
 
 
 async def _observe(context: ModeContext) -> None:
@@ -113,7 +123,8 @@ async def _auto(context: ModeContext) -> float | None:
         frontier = frontier_of_an_earlier_run(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
-    return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
+    mode = _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
+    return await _without_planner_at_the_end(context, mode)
 
 
 def mode_of_shape(
@@ -166,6 +177,7 @@ async def _profile_and_run(
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
     profiles = 0
+    by_length = False
     begun = control.own_steps
     back_off = BackOff(DROPPED_FOR)
     switch_cost = SwitchCost()
@@ -178,18 +190,22 @@ async def _profile_and_run(
         if frontier is None:
             frontier = await optimise(context, default, switch_cost.time_s)
             profiles += 1
+        if runner is None:
+            by_length = plan_by_length(context, frontier)
+            if by_length:
+                default = DefaultIterations(context.job.counter_period_s())  # those before were of any lengths
         if kept is not None and frontier is not None:
             default.restore(kept)
         if runner is None:
             await measure_default(default, recorder.say)
         else:
             await _measure_again(context, runner, default)
-        if default.sample.mixes_shapes:
+        if default.sample.mixes_shapes and not by_length:
             return None
         if runner is None:
-            if correct_profile(context, frontier, default, before=baseline):
+            if not by_length and correct_profile(context, frontier, default, before=baseline):
                 frontier = await optimise(context, default, switch_cost.time_s)
-            runner = PlanRunner(context, frontier, default=default)
+            runner = PlanRunner(context, frontier, default=default, by_length=by_length)
             if kept is not None:
                 runner.keep(kept)
                 kept = None

@@ -174,7 +174,13 @@ class ServerProcess:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self.server.is_over and self._is_needed():
+            with self._lock:
+                plans = self.server.files
+            for file in plans:
+                poller.register(file, zmq.POLLIN)
             poller.poll(1000 * _LOOK_S)
+            for file in plans:
+                poller.unregister(file)
             with self._lock:
                 self._take_in()
                 self.server.tick()

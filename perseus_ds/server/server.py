@@ -20,6 +20,7 @@ import numpy as np
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.optimizer.lengths_worker import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import check_deadline
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
@@ -37,6 +38,7 @@ from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job
 from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kind, Kinds
+from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder, TimelineLog
 from perseus_ds.server.under_plans import look_for_drift
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -54,11 +56,14 @@ _LAST_REPORTS_S = 1.5
 
 @dataclass
 class _Sent:
-    """What the iterations of a kind were last told to run."""
+    """What the iterations of a kind were last told to run, from one on; and before that, where a plan may follow."""
 
     serial: int
     key: tuple[Any, ...]
     follows: Callable[[int, int], Follow]
+    wanted: Run
+    from_iteration: int
+    before: _Sent | None = None
 
 
 class JobServer:
@@ -80,6 +85,7 @@ class JobServer:
         is_renewed: bool = False,
         timebase: Timebase = REAL_TIME,
         worker: Callable[..., OptimizeWorker] = OptimizeWorker,
+        lengths_worker: Callable[..., LengthsWorker] = LengthsWorker,
     ) -> None:
         """Check what can be checked before training.
 
@@ -90,6 +96,7 @@ class JobServer:
             is_renewed: Whether another server of the running job has died.
             timebase: The time in which to wait.
             worker: Computes plans in another process.
+            lengths_worker: Plans iterations of given lengths in another process.
 
         Raises:
             PerseusError: The job cannot be trained like this.
@@ -112,7 +119,12 @@ class JobServer:
         self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
         self.control.on_order = self.recorder.event
         self._beside = ExitStack()
-        self._context = ModeContext(self.job, self.recorder, self.control, send, timebase, worker, self._beside)
+        pipelines = 1 + max(place.pipeline for place in self.job.places)
+        self._look_ahead = LookAhead(pipelines, self.recorder.say, lengths_worker)
+        self._beside.callback(self._look_ahead.close)
+        self._context = ModeContext(
+            self.job, self.recorder, self.control, self._look_ahead, send, timebase, worker, self._beside
+        )
         self._serial = 0
         self._runs: dict[int, Run] = {0: UNPLANNED}
         self._sent: dict[int, _Sent] = {}
@@ -238,6 +250,9 @@ class JobServer:
             case msg.RankRecovered():
                 self._say_to(rank, "perseus: the driver works again. This rank runs under plans again.")
                 self.recorder.event(Recovered(rank=rank))
+            case msg.Lengths():
+                self._look_ahead.give(message.iteration, self.job.places[rank].pipeline, message.lengths)
+                self._plan_ahead()
             case msg.ScheduleRead():
                 self._kinds.has_read(rank, message)
             case msg.Worked():
@@ -260,6 +275,7 @@ class JobServer:
 
     def tick(self) -> None:
         """Do what is due without a message."""
+        self._plan_ahead()
         if self._left_s is None or self.is_over:
             return
         late_s = self._time.now_s() - self._left_s
@@ -322,12 +338,16 @@ class JobServer:
             pipeline_ranks=[place.pipeline_rank for place in self.job.places],
             ended=first.ended,
             conditions=self._conditions.add(float(ranks.column("time_s").max()), ranks.limits()),
+            relative=self._look_ahead.relative(number),
         )
         self.control.count_step(seen.number)
         self._time_s = seen.time_s
         if run is not None and number % run.every == 0:
             look_for_drift(self.job, seen)
         kind, order, shape = self._kinds.route(seen, key)
+        if kind is not None:
+            is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
+            self._look_ahead.has_ended(number, kind.context.order, is_missed=is_missed)
         recorded = run or self._runs.get(messages[0].serial) or UNPLANNED
         self.recorder.add(seen, _without_plan(recorded) if messages[0].has_failed else recorded, order, shape)
         if run is not None and run.phase not in MEASURING:
@@ -369,18 +389,40 @@ class JobServer:
 
     def _tell(self, number: int, wanted: Run, job: Job, *, is_first: bool = False) -> None:
         times, every = wanted.times, wanted.every
-        if is_first and self._timelines.wants(wanted):
+        if is_first and not wanted.by_length and self._timelines.wants(wanted):
             times, every = "all", 1
         key = (*wanted.key, times, every)
         sent = self._sent.get(number)
         if sent is not None and sent.key == key:
-            self._runs[sent.serial] = wanted  # which may say something else of what follows
+            self._runs[sent.serial] = sent.wanted = wanted  # which may say something else of what follows
             return
+        serial, from_iteration = self._new_serial(wanted), self._from_iteration()
+        follows = self._follows(number, wanted, job, serial, times, every)
+        before = None if sent is None else replace(sent, before=None)
+        self._sent[number] = _Sent(serial, key, follows, wanted, from_iteration, before)
+        for rank, state in enumerate(job.states):
+            if state.is_here:
+                self._send(rank, follows(rank, from_iteration))
+        if wanted.by_length:
+            for kind in self._kinds.kinds():
+                if kind.number == number:
+                    for iteration in self._look_ahead.plans_of(kind.context.order):
+                        if iteration >= from_iteration:
+                            self._tell_planned(kind, iteration)
+
+    def _new_serial(self, wanted: Run) -> int:
+        """Return the serial by which ranks report what they ran."""
         self._serial += 1
-        serial = self._serial
-        self._runs[serial] = wanted
+        self._runs[self._serial] = wanted
         if len(self._runs) > _MOST_RUNS:
-            del self._runs[sorted(self._runs)[1]]
+            kept = {0, *(sent.serial for sent in self._sent.values())}
+            del self._runs[next(serial for serial in self._runs if serial not in kept)]
+        return self._serial
+
+    def _follows(
+        self, number: int, wanted: Run, job: Job, serial: int, times: Times, every: int
+    ) -> Callable[[int, int], Follow]:
+        """Return what each rank is sent, from an iteration on."""
         programs: dict[Any, msg.Program] = {}
         shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self._time_s)) if self._time_s else 2
         profiled = set(job.profiled)
@@ -388,6 +430,7 @@ class JobServer:
         def follow(rank: int, from_iteration: int) -> Follow:
             place = job.places[rank]
             plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
+            plan = place.pipeline if wanted.by_length else plan
             if (program := programs.get((plan, place.pipeline_rank))) is None:
                 program = wanted.program(number, place.pipeline, place.pipeline_rank, job.schedule)
                 programs[plan, place.pipeline_rank] = program
@@ -403,20 +446,48 @@ class JobServer:
                 every,
                 wanted.otherwise,
                 wanted.logs_energy and rank in profiled,
+                0 if wanted.by_length else None,
             )
 
-        self._sent[number] = _Sent(serial, key, follow)
-        from_iteration = self._from_iteration()
-        for rank, state in enumerate(job.states):
+        return follow
+
+    def _plan_ahead(self) -> None:
+        """Have iterations planned whose lengths are known, and send the plans that have come."""
+        for order, iteration in self._look_ahead.new_plans(self._issued):
+            for kind in self._kinds.kinds():
+                if kind.context.order == order:
+                    self._tell_planned(kind, iteration)
+
+    def _tell_planned(self, kind: Kind, iteration: int) -> None:
+        """Have the ranks run a plan in one iteration, if it is planned by length and none of them has begun it."""
+        sent = self._sent.get(kind.number)
+        if sent is not None and iteration < sent.from_iteration:
+            sent = sent.before
+        plan = self._look_ahead.plans_of(kind.context.order).get(iteration)
+        if sent is None or not sent.wanted.by_length or plan is None or iteration <= self._issued:
+            return
+        run = sent.wanted.with_lengths(plan)
+        follows = self._follows(kind.number, run, kind.context.job, self._new_serial(run), run.times, run.every)
+        for rank, state in enumerate(self.job.states):
             if state.is_here:
-                self._send(rank, follow(rank, from_iteration))
+                self._send(rank, msgspec.structs.replace(follows(rank, iteration), only_iteration=iteration))
+
+    @property
+    def files(self) -> list[int]:
+        """Descriptors that are readable when :meth:`tick` has something to do."""
+        return self._look_ahead.files
+
+    @property
+    def _issued(self) -> int:
+        """Number of the last iteration that a rank is known to have begun."""
+        return max(state.issued for state in self.job.states)
 
     def _from_iteration(self) -> int:
         """Return the first iteration that no rank begins before it has received what is sent now.
 
         A rank begins the next iteration without waiting for an answer to its report.
         """
-        issued = max(state.issued for state in self.job.states)
+        issued = self._issued
         return issued + 2 if issued else 1
 
     def _tell_all(self, rank: int) -> None:

@@ -51,7 +51,7 @@ class Outcome(Enum):
 
 def look_for_drift(job: Job, seen: Seen) -> None:
     """Compare the instructions of an iteration under plans with the profile, and add that to its reports."""
-    plans = None if seen.run is None else seen.run.plans
+    plans = None if seen.run is None or seen.run.by_length else seen.run.plans
     if plans is None or not plans.frontier.instruction_times_s:
         return
     for rank in job.profiled:
@@ -75,13 +75,21 @@ class PlanRunner:
         drifts_by_shape: Whether the reason is another shape of inputs.
     """
 
-    def __init__(self, context: ModeContext, frontier: Frontier, *, default: DefaultIterations | None = None) -> None:
+    def __init__(
+        self,
+        context: ModeContext,
+        frontier: Frontier,
+        *,
+        default: DefaultIterations | None = None,
+        by_length: bool = False,
+    ) -> None:
         """Decide on the first plan.
 
         Args:
             context: Context of the mode.
             frontier: The plans.
             default: Iterations of this job at default clocks; None where savings are relative to the profile.
+            by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
         """
         self._job = context.job
         self._recorder = context.recorder
@@ -97,6 +105,7 @@ class PlanRunner:
         self.drifts_by_shape = False
         self._default = None if default is None else default.sample
         self._comparisons = context.comparisons
+        self._look_ahead, self._order, self._by_length = context.look_ahead, context.order, by_length
         self._kind = {"order": context.order, "shape": context.shape}
         # With which the comparison that goes on may err at each of its analyses.
         self._probability: float | None = None
@@ -415,24 +424,28 @@ class PlanRunner:
                 progress=self._progress,
                 block=block,
             )
+        if self._by_length:
+            fastest = self._frontier.plans[min(assignment.plans)]
+            self._look_ahead.set_slowdown(self._order, fastest.time_s / self._frontier.t_min_s - 1)
         return Run(
             "run",
             plans=Plans(self._frontier, assignment, self._dag),
             plan=assignment.plans[self._job.places[0].pipeline],
             forecast=self._forecast(),
-            times="passes",
-            every=_DRIFT_EVERY,
+            times="none" if self._by_length else "passes",
+            every=1 if self._by_length else _DRIFT_EVERY,
             otherwise=self._times,
             next_phase=next_phase,
             status=self._status(),
             progress=self._progress,
             block=block,
+            by_length=self._by_length,
         )
 
     @property
     def _times(self) -> Times:
         """What has to be measured to tell stragglers."""
-        return "ends" if (self._job.info.data_parallel or 1) > 1 else "none"
+        return "ends" if (self._job.info.data_parallel or 1) > 1 and not self._by_length else "none"
 
     def _status(self) -> dict[str, Any]:
         return {**self.selector.status(), "t_min_s": self._frontier.t_min_s, "t_star_s": self._frontier.t_star_s}
