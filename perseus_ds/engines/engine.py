@@ -39,6 +39,7 @@ from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.devices import gpu_of
+from perseus_ds.client.inputs import check_lengths
 from perseus_ds.client.meeting import EngineFacts, local_rank, own_versions
 from perseus_ds.client.runtime import NOTHING, PerseusRuntime
 from perseus_ds.config import PerseusConfig
@@ -190,6 +191,12 @@ class Session:
         """
         report = {"pipeline": pipeline, "slowdown": slowdown, "after_iterations": after_iterations}
         self._when_started(lambda runtime: runtime.command({"command": "straggler", **report}))
+
+    def next_lengths(self, lengths: Sequence[float]) -> None:
+        """Pass on the lengths of the micro-batches of an iteration to come. See :meth:`PerseusRuntime.next_lengths`."""
+        given = tuple(lengths)
+        check_lengths(given)
+        self._when_started(lambda runtime: runtime.next_lengths(given))
 
     def set_steps(self, steps: int) -> None:
         """Report the number of finished training steps, for example after a checkpoint was loaded."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.profile import ByLength, ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import ProfileConfig
@@ -22,7 +22,7 @@ from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.counter_log import Refreshes
 from perseus_ds.pipeline.dag import FixedDurations
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.pipeline.span import Span
 from perseus_ds.policy.plan_proof import IterationSample
@@ -42,7 +42,7 @@ from perseus_ds.profiler.fixed_durations import (
     with_tail,
     without_gaps,
 )
-from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, typical_error
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, fit_by_length, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.context import ModeContext
@@ -114,6 +114,8 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
     info = _info(job, spans, measured)
     if tails_of is not None:
         info = info.model_copy(update={"tail_s": tails_of.info.tail_s})
+    if context.look_ahead.is_used:
+        info = info.model_copy(update={"by_length": _by_length(context, measured)})
     return Baseline(
         spans,
         statistics.median(seen.time_s for seen in measured),
@@ -123,6 +125,25 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
         info,
         tails_of,
     )
+
+
+def _by_length(context: ModeContext, iterations: Sequence[Seen]) -> ByLength | None:
+    """Return how passes depend on the lengths that were given; None if these are unknown or hardly vary."""
+    times: dict[tuple[int, Kind], list[tuple[float, float]]] = defaultdict(list)
+    known: list[float] = []
+    for seen in iterations:
+        for rank in context.job.profiled:
+            lengths = context.look_ahead.lengths_of(seen.iteration, context.job.places[rank].pipeline)
+            if lengths is None:
+                continue
+            known += lengths
+            for span in seen.spans(rank):
+                if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
+                    instruction = span.operation.instruction
+                    if instruction.micro_batch < len(lengths):
+                        length = lengths[instruction.micro_batch]
+                        times[instruction.stage, instruction.kind].append((length, span.time_s))
+    return fit_by_length(times, statistics.fmean(known)) if known else None
 
 
 def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) -> ProfileInfo:
@@ -181,7 +202,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     clocks = job.clocks_mhz()
     search = ClockSearch(_sampler(settings, clocks, baseline.info), baseline.info, job.output_dir)
     most = settings.most_clocks(len(clocks))
-    measurement = _Measurement(job, baseline)
+    measurement = _Measurement(context, baseline)
     window_s = _SETTLE_S + baseline.counter_settle_s + (_REFRESHES + 1) * baseline.counter_period_s
 
     def iterations(clock_mhz: int) -> int:
@@ -251,7 +272,9 @@ class _Measurement:
         lost_j: How much more energy all GPUs used [J].
     """
 
-    def __init__(self, job: Job, baseline: Baseline) -> None:
+    def __init__(self, context: ModeContext, baseline: Baseline) -> None:
+        job = context.job
+        self._look_ahead, self._places = context.look_ahead, job.places
         self._ranks = job.profiled
         self._baseline = baseline
         power_w = baseline.info.blocking_power_w or 0.0
@@ -331,8 +354,21 @@ class _Measurement:
             ]
             for seen in run
         ]
-        self._profilers[rank].add(clock_mhz, spans, readings, counter.state, reached_s=reached_s)
+        factors = [self._factors(rank, seen) for seen in run]
+        self._profilers[rank].add(clock_mhz, spans, readings, counter.state, factors, reached_s=reached_s)
         self._refreshes[rank, clock_mhz] += len(readings)
+
+    def _factors(self, rank: int, seen: Seen) -> Mapping[Instruction, float]:
+        """Return how many times as long passes take as with inputs of the profile's length."""
+        by_length = self._baseline.info.by_length
+        lengths = self._look_ahead.lengths_of(seen.iteration, self._places[rank].pipeline)
+        if by_length is None or lengths is None:
+            return {}
+        return {
+            Instruction(stage, kind, micro_batch): factor
+            for micro_batch, length in enumerate(lengths)
+            for (stage, kind), factor in by_length.factors(length).items()
+        }
 
     def rows(self, clocks: Sequence[int]) -> dict[str, list[MeasuredRow]]:
         """Return all rows measured so far by rank, by what is known now.

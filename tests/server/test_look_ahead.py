@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-from perseus_ds.runtime.look_ahead import LookAhead
 from virtual.job import SLOWER, LengthsWorkerAtOnce, VirtualJob
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ShapePlanned
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.server.look_ahead import LookAhead
 
 MICRO_BATCHES = 4
 ITERATIONS = 160
@@ -173,10 +173,12 @@ def test_what_are_no_lengths_is_an_error(start, lengths):
         job.runtime.next_lengths(lengths)
 
 
-def test_lengths_given_and_never_used_take_no_memory():
-    given = LookAhead(None, print)
+def test_lengths_given_and_never_used_take_no_memory(start):
+    job = start(**SLOWER)
     for _ in range(1000):
-        given.give([1.0])
-        given.give([1.0])
-        given.begin()
-    assert len(given._unsent) + len(given._given) <= 64
+        job.runtime.next_lengths([1.0])
+    assert len(job.runtime._given) <= 64
+    server = LookAhead(1, print)
+    for iteration in range(1000):
+        server.give(iteration, 0, (1.0,))
+    assert len(server._given) <= 128

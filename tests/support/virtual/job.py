@@ -271,7 +271,14 @@ class VirtualJob:
         self._done = [0] * len(self.gpus)
         facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
         description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
-        self.server = JobServer(description, self._send, state=state, timebase=self.time, worker=self._make_worker)
+        self.server = JobServer(
+            description,
+            self._send,
+            state=state,
+            timebase=self.time,
+            worker=self._make_worker,
+            lengths_worker=lambda *args: self.lengths_worker(*args),
+        )
         self._clocks = [
             clocks_of(
                 gpu, self.time, self._cuda and self._cuda[rank], lambda message, rank=rank: self._tell(rank, message)
