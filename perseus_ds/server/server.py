@@ -397,7 +397,7 @@ class JobServer:
             self._runs[sent.serial] = sent.wanted = wanted  # which may say something else of what follows
             return
         serial, from_iteration = self._new_serial(wanted), self._from_iteration()
-        follows = self._follows(number, wanted, job, serial, times, every)
+        follows = self._follows(number, wanted, job, serial, times=times, every=every)
         before = None if sent is None else replace(sent, before=None)
         self._sent[number] = _Sent(serial, key, follows, wanted, from_iteration, before)
         for rank, state in enumerate(job.states):
@@ -420,7 +420,7 @@ class JobServer:
         return self._serial
 
     def _follows(
-        self, number: int, wanted: Run, job: Job, serial: int, times: Times, every: int
+        self, number: int, wanted: Run, job: Job, serial: int, *, times: Times, every: int
     ) -> Callable[[int, int], Follow]:
         """Return what each rank is sent, from an iteration on."""
         programs: dict[Any, msg.Program] = {}
@@ -467,7 +467,9 @@ class JobServer:
         if sent is None or not sent.wanted.by_length or plan is None or iteration <= self._issued:
             return
         run = sent.wanted.with_lengths(plan)
-        follows = self._follows(kind.number, run, kind.context.job, self._new_serial(run), run.times, run.every)
+        follows = self._follows(
+            kind.number, run, kind.context.job, self._new_serial(run), times=run.times, every=run.every
+        )
         for rank, state in enumerate(self.job.states):
             if state.is_here:
                 self._send(rank, msgspec.structs.replace(follows(rank, iteration), only_iteration=iteration))

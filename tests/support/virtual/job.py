@@ -277,7 +277,7 @@ class VirtualJob:
             state=state,
             timebase=self.time,
             worker=self._make_worker,
-            lengths_worker=lambda *args: self.lengths_worker(*args),
+            lengths_worker=self._make_lengths_worker,
         )
         self._clocks = [
             clocks_of(
@@ -302,6 +302,9 @@ class VirtualJob:
 
     def _make_worker(self, *args):
         return self.worker(*args)
+
+    def _make_lengths_worker(self, *args):
+        return self.lengths_worker(*args)
 
     def _tell(self, rank, message):
         self.server.receive(rank, message)
