@@ -101,7 +101,6 @@ class Replay:
         self._start = start
         self._over = over
         self._spans: list[Span] | None = None
-        self._aligned_s: float | None = None
 
     def spans(self) -> list[Span]:
         """Return the operations in the graph; wait for the device the first time."""
@@ -114,22 +113,13 @@ class Replay:
             ]
         return self._spans
 
-    def tail_s(self) -> float:
-        """Return how long the part of the tail takes that is in the graph, such as reducing gradients [s]."""
-        return sum(span.time_s for span in self.spans() if _is_tail(span.operation))
-
-    def align_tail(self, tail_s: float) -> None:
-        """Have this part take as long as it does without waiting [s], right before the rest of the tail."""
-        self._aligned_s = tail_s
-
     def followed_by(self, after: list[Span]) -> list[Span]:
         """Return the operations in the graph and those that were issued after it; the tail is one of them."""
         spans = self.spans()
         if not (spans and after and _is_tail(spans[-1].operation) and _is_tail(after[0].operation)):
             return spans + after
         rest = after[0]
-        begin_s = spans[-1].start_s if self._aligned_s is None else rest.start_s - self._aligned_s
-        return [*spans[:-1], Span(rest.operation, begin_s, rest.end_s), *after[1:]]
+        return [*spans[:-1], Span(rest.operation, spans[-1].start_s, rest.end_s), *after[1:]]
 
 
 class Execution(ABC):

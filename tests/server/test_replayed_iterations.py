@@ -6,18 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from frontiers import save_mixed_plan
-from perseus_ds.runtime.captured import CapturedIteration
-from perseus_ds.runtime.clock_plan import ClockPlan
-from perseus_ds.runtime.runtime import OperationHooks
 from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
 from virtual.job import SLOWER, in_order
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanJudged, Predicted
+from perseus_ds.client.captured import CapturedIteration
+from perseus_ds.client.runtime import OperationHooks
 from perseus_ds.clocks.timers import CudaExecution, GraphTimes, Replay, Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.protocol.job_messages import Follow, Program
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 
 TAIL_S = 0.04
 
@@ -84,15 +85,18 @@ def test_the_host_stays_an_iteration_ahead_of_replays(start):
 
 def test_times_are_those_of_their_replay_even_if_the_host_is_ahead():
     time = VirtualTime()
-    cuda, clocks = VirtualCuda(time), SimpleNamespace(mark=print, program=lambda _: 0, begin_iteration=lambda _: 1)
+    cuda = VirtualCuda(time)
+    clocks = SimpleNamespace(mark=print, begin_iteration=lambda order, positions: 1, change_order=print)
     timers = CudaExecution(torch.device("cuda", 0), cuda, wait_for_event)
-    hooks, captured = OperationHooks(timers, clocks, None), CapturedIteration(clocks, timers.graph_times())
+    hooks, captured = OperationHooks(timers, clocks), CapturedIteration(clocks, timers.graph_times())
     lengths_s, seen = iter([0.1, 0.2, 0.3]), []
+    forward = Compute(Instruction(0, Kind.FORWARD, 0))
+    timed = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe", times="passes")
     graph = cuda.CUDAGraph()
-    with cuda.graph(graph), captured.operation(Compute(Instruction(0, Kind.FORWARD, 0))):
+    with cuda.graph(graph), captured.operation(forward):
         cuda.enqueue(lambda: time.sleep(next(lengths_s)))
-    for _ in range(3):
-        hooks.start_iteration(ClockPlan())
+    for number in range(1, 4):
+        hooks.start_iteration(timed, number, (forward,))
         hooks.replay(captured, graph.replay)
         seen.append(timers.finish_iteration())
     assert [span.time_s for finished in seen for span in finished.spans()] == pytest.approx([0.1, 0.2, 0.3])
@@ -121,13 +125,10 @@ class Recorded:
         """It is over."""
 
 
-def test_a_part_of_the_tail_in_which_ranks_have_waited_counts_as_the_shortest_of_all_ranks():
+def test_the_tail_begins_in_the_graph_and_ends_after_it():
     forward, tail = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.TAIL))
     graph = GraphTimes(lambda: None)
     graph.marks = [(forward, Recorded(1.0), Recorded(2.0)), (tail, Recorded(2.0), Recorded(5.0))]
     replay = Replay(graph, Recorded(1.0), Recorded(5.0))
     after = [Span(tail, 6.0, 8.0)]
     assert replay.followed_by(after) == [Span(forward, 0.0, 1.0), Span(tail, 1.0, 8.0)]
-    assert replay.tail_s() == 3.0
-    replay.align_tail(0.5)
-    assert replay.followed_by(after) == [Span(forward, 0.0, 1.0), Span(tail, 5.5, 8.0)]
