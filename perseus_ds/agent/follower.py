@@ -155,6 +155,8 @@ class Follower:
         Iterations that the host has begun are not changed. It may be called from any thread.
         """
         if follow.only_iteration:
+            for key in [key for key in [*self._planned] if key[1] < self.memory.iteration - _MOST_AHEAD]:
+                self._planned.pop(key, None)
             self._planned[follow.program.number, follow.only_iteration] = follow
             return
         self._follows.setdefault(follow.program.number, []).append(follow)
@@ -272,8 +274,6 @@ class Follower:
             return None
         if follows[0].only_iteration is None:
             return follows[0]
-        for key in [key for key in [*self._planned] if key[1] < iteration]:
-            self._planned.pop(key, None)
         return self._planned.get((self.memory.program(iteration), iteration))
 
     def _hand_over(self, iteration: int) -> None:

@@ -509,12 +509,11 @@ class PerseusRuntime:
     # What is sent to the server.
 
     def _send_lengths(self, first: int, *, begun: int) -> None:
-        """Send the lengths that were given, for the iterations from one on; it is too late for one that has begun."""
+        """Send the lengths that were given, for the iterations from one on, and none for one that has begun."""
         while self._given:
             lengths, number = self._given.popleft(), max(self._next_given, first)
             self._next_given = number + 1
-            if number > begun:
-                self.clocks.send(msg.Lengths(number, lengths))
+            self.clocks.send(msg.Lengths(number, lengths if number > begun else ()))
 
     def _send_reports(self) -> bool:
         """Send the reports of iterations that the device has done; return whether there is none left."""

@@ -244,11 +244,11 @@ class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lengths(msgspec.Struct, tag=True, frozen=True):
-    """Lengths of the micro-batches of a rank's pipeline in an iteration that has not begun.
+    """Lengths of the micro-batches of a rank's pipeline in an iteration to come.
 
     Attributes:
         iteration: Number of that iteration in this process.
-        lengths: Of the input of each micro-batch, such as its number of tokens.
+        lengths: Of the input of each micro-batch, such as its number of tokens; empty if it has begun already.
     """
 
     iteration: int

@@ -42,12 +42,14 @@ class LookAhead:
         self._worker = worker
         # By iteration, the lengths of each pipeline.
         self._given: dict[int, dict[int, Lengths]] = {}
-        # By the number of micro-batches.
+        # By the number of their order.
         self._planners: dict[int, _Planner] = {}
 
     def give(self, iteration: int, pipeline: int, lengths: Lengths) -> None:
-        """Accept the lengths of a pipeline's micro-batches in an iteration."""
+        """Accept the lengths of a pipeline's micro-batches in an iteration; none if they came too late."""
         self.is_used = True
+        if not lengths:
+            return
         self._given.setdefault(iteration, {}).setdefault(pipeline, lengths)
         for number in sorted(self._given)[:-_KEPT]:
             del self._given[number]
@@ -69,7 +71,7 @@ class LookAhead:
 
     def plans_of(self, order: int) -> Mapping[int, IterationPlan]:
         """Return the plans for iterations of an order, by iteration."""
-        return next((planner.plans for planner in self._planners.values() if planner.order == order), {})
+        return self._planners[order].plans if order in self._planners else {}
 
     def new_plans(self, begun: int) -> list[tuple[int, int]]:
         """Request plans for iterations after one that has begun; return order and iteration of those that have come."""
@@ -80,7 +82,7 @@ class LookAhead:
             for number, of_pipeline in sorted(self._given.items())
             if number > begun and len(of_pipeline) == self._pipelines
         }
-        return [(each.order, number) for each in self._planners.values() for number in each.new_plans(known)]
+        return [(order, number) for order, planner in self._planners.items() for number in planner.new_plans(known)]
 
     @property
     def files(self) -> list[int]:
@@ -89,7 +91,7 @@ class LookAhead:
 
     def has_ended(self, iteration: int, order: int, *, is_missed: bool) -> None:
         """Say once if plans do not come in time, given whether an iteration had to run without its plan."""
-        planner = next((planner for planner in self._planners.values() if planner.order == order), None)
+        planner = self._planners.get(order)
         if planner is not None and len(self._given.get(iteration, ())) == self._pipelines:
             planner.note(is_missed=is_missed or iteration not in planner.plans, say=self._say)
 
@@ -100,39 +102,33 @@ class LookAhead:
             OSError: It cannot be started.
         """
         self.stop(order)
-        worker = self._worker(job, log_path)
-        self._planners[job.schedule.micro_batches] = _Planner(worker, order, job.schedule.micro_batches)
+        self._planners[order] = _Planner(self._worker(job, log_path), job.schedule.micro_batches)
 
     def set_slowdown(self, order: int, slowdown: float) -> None:
         """Let iterations of an order take so much longer than at the highest clocks, as a fraction."""
-        for planner in self._planners.values():
-            if planner.order == order:
-                planner.slowdown = slowdown
+        if order in self._planners:
+            self._planners[order].slowdown = slowdown
 
     def stop(self, order: int) -> None:
         """Plan iterations of an order no more."""
-        for micro_batches, planner in [*self._planners.items()]:
-            if planner.order == order:
-                del self._planners[micro_batches]
-                planner.stop()
+        if (planner := self._planners.pop(order, None)) is not None:
+            planner.stop()
 
     def close(self) -> None:
         """End all processes."""
-        for planner in [*self._planners.values()]:
-            self.stop(planner.order)
+        for order in [*self._planners]:
+            self.stop(order)
 
 
 class _Planner:
     """Requests plans for iterations of one order, one after the other.
 
     Attributes:
-        order: Number of the order.
         slowdown: How much longer iterations may take than at the highest clocks, as a fraction.
         plans: Those of the last iterations, by iteration.
     """
 
-    def __init__(self, worker: LengthsWorker, order: int, micro_batches: int) -> None:
-        self.order = order
+    def __init__(self, worker: LengthsWorker, micro_batches: int) -> None:
         self.slowdown = 0.0
         self.plans: dict[int, IterationPlan] = {}
         self._worker = worker

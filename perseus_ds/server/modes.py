@@ -61,15 +61,17 @@ def mode_of(context: ModeContext) -> Mode:
 def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
     """Return the mode of another order, whose profile may be known."""
     frontier = frontier_of_an_earlier_run(context)
-    return _without_planner_at_the_end(context, _profile_and_run(context, frontier, has_profile=has_profile))
+    return _profile_and_run_order(context, frontier, has_profile=has_profile)
 
 
-async def _without_planner_at_the_end(context: ModeContext, mode: Mode) -> float | None:
+async def _profile_and_run_order(
+    context: ModeContext, frontier: Frontier | None, *, has_profile: bool, kept: Mapping[str, Any] | None = None
+) -> float | None:
+    """Train iterations of one order, which are planned by their lengths no more when this ends."""
     try:
-        found: float | None = await mode
+        return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
     finally:
         context.look_ahead.stop(context.order)
-    return found
 
 
 async def _observe(context: ModeContext) -> None:
@@ -123,8 +125,7 @@ async def _auto(context: ModeContext) -> float | None:
         frontier = frontier_of_an_earlier_run(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
-    mode = _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
-    return await _without_planner_at_the_end(context, mode)
+    return await _profile_and_run_order(context, frontier, has_profile=has_profile, kept=kept)
 
 
 def mode_of_shape(
