@@ -54,9 +54,9 @@ def runs(agent):
     """A function by which the server says what an order runs; returns the order's number."""
     serials = itertools.count(1)
 
-    def runs(first_mhz, clocks_mhz=(), spans_s=(), time_s=0.0, *, number=0, from_iteration=0):
+    def runs(first_mhz, clocks_mhz=(), spans_s=(), time_s=0.0, *, number=0, from_iteration=0, only=None):
         program = Program(number, first_mhz, clocks_mhz, spans_s, time_s)
-        agent.obey(Follow(program, serial=next(serials), from_iteration=from_iteration, shown_from=0, phase="run"))
+        agent.obey(Follow(program, next(serials), from_iteration, 0, "run", only_iteration=only))
         return number
 
     return runs
@@ -125,6 +125,15 @@ def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later
     iterate(runs(1110, (1200, 1110, 1410), spans_s, 0.9))  # 1110 is being set at 0.3 s
     now.sleep(1.0)
     assert (1410, pytest.approx(0.5, abs=1e-6)) in [(clock_mhz, at_s - begin_s) for clock_mhz, at_s in gpu.set_at]
+
+
+def test_a_plan_for_one_iteration_runs_in_that_one_and_the_others_at_default_clocks(agent, now, iterate, runs):
+    order = runs(None, only=0)
+    runs(1110, from_iteration=2, only=2)
+    numbers = [iterate(order) for _ in range(3)]
+    now.sleep(1.0)
+    assert numbers == [1, 2, 3]
+    assert [agent._follower.serial_of(number) for number in numbers] == [0, 2, 0]
 
 
 def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then(
