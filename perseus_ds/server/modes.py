@@ -106,7 +106,7 @@ async def _run(context: ModeContext) -> None:
         result = await runner.run_while_kept()
         if isinstance(result, Verdict) and not runner.hurry(result):
             iterations = back_off.next(context.control.steps)
-            runner.drop(result, f"training goes on at default clocks, tried again in {iterations} iterations")
+            runner.drop(result, f"training continues at default clocks, tried again in {iterations} iterations")
             await back_off_for(iterations, runner.would_be_capped)
 
 
@@ -225,7 +225,7 @@ async def _profile_and_run(
             explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
             then = f"tried again in {iterations} iterations" if iterations else "profiling again"
-            runner.drop(result, f"training goes on at default clocks, {then}")
+            runner.drop(result, f"training continues at default clocks, {then}")
             await back_off_for(iterations, runner.would_be_capped)
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
         if result is Outcome.PROFILE_OUTDATED:

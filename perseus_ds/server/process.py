@@ -207,7 +207,7 @@ class ServerProcess:
         if config.metrics is not None:
 
             def failed(problem: str) -> None:
-                server.recorder.warn(f"metrics: {problem}. Training goes on without them")
+                server.recorder.warn(f"metrics: {problem}. Training continues without them")
                 server.recorder.event(Failed(event="metrics", error=problem))
 
             self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, failed).close)

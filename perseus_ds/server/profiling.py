@@ -520,7 +520,7 @@ def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfi
     if below:
         clocks = sorted({clock_mhz for _, _, clock_mhz in below})
         logger.warning(
-            "perseus: %d rows at %s MHz are left out of the profile: they say less power than waiting takes, %.1f W.",
+            "perseus: %d rows at %s MHz are left out of the profile: their power is below that of waiting, %.1f W.",
             len(below),
             f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
             blocking_power_w,

@@ -360,7 +360,7 @@ class RecordWriter:
                     self._unwritten.popleft()
         except OSError as error:
             if self._works:
-                self._warn(f"{self._path} cannot be written ({error}); training goes on without it")
+                self._warn(f"{self._path} cannot be written ({error}); training continues without it")
             self._works = False
             return
         if not self._works:
@@ -435,7 +435,7 @@ class TimelineLog:
                 write_atomically(self._path, self._file.model_dump_json(exclude_none=True) + "\n")
             except OSError as error:
                 self._works = False
-                self._warn(f"{self._path} cannot be written ({error}); training goes on without it")
+                self._warn(f"{self._path} cannot be written ({error}); training continues without it")
 
 
 def common_begins_s(job: Job, seen: Seen) -> list[float]:

@@ -245,7 +245,7 @@ class JobServer:
             case msg.Latencies():
                 state.latencies = LatencyTable({(mhz, rises): seen_s for mhz, rises, seen_s in message.samples_s})
             case msg.RankFailed():
-                self._say_to(rank, f"perseus: {message.error}. Training goes on at default clocks.")
+                self._say_to(rank, f"perseus: {message.error}. Training continues at default clocks.")
                 self.recorder.event(Failed(rank=rank, error=message.error))
             case msg.RankRecovered():
                 self._say_to(rank, "perseus: the driver works again. This rank runs under plans again.")
@@ -506,7 +506,7 @@ class JobServer:
         logger.debug("perseus: the mode ended", exc_info=error)
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
-        self.recorder.warn(f"{text}. Training goes on at default clocks.")
+        self.recorder.warn(f"{text}. Training continues at default clocks.")
         self.recorder.event(Failed(error=str(error)))
         self._kinds.begin_again(iterations)
 

@@ -35,7 +35,7 @@ def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(j
     job.train_while(lambda: not job.is_under_a_plan)
     job.train(20)  # more than ten seconds
     assert job.is_under_a_plan
-    assert caplog.text.count("Training goes on at default clocks") == 1
+    assert caplog.text.count("Training continues at default clocks") == 1
     assert caplog.text.count("the driver works again. This rank runs under plans again.") == 1
     assert [event.rank for event in job.events(Failed)] == [1]
     assert [event.rank for event in job.events(Recovered)] == [1]
@@ -59,7 +59,7 @@ def test_a_fault_that_comes_back_at_once_is_told_once(job, caplog):
         job.train(5)
         job.gpus[0].end()
         job.train_while(lambda: not job.is_under_a_plan)
-    assert caplog.text.count("Training goes on at default clocks") == 1
+    assert caplog.text.count("Training continues at default clocks") == 1
 
 
 def test_a_mistake_is_final(job):

@@ -130,7 +130,7 @@ def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_a
     assert first.kept
     assert [event.kept for event in late] == [False] * len(late)
     assert all(event.slowdown > event.promised_slowdown + 0.05 for event in late)
-    assert late[-1].then == "training goes on at default clocks, tried again in 200 iterations"
+    assert late[-1].then == "training continues at default clocks, tried again in 200 iterations"
     job.train(1)  # what is said is printed between iterations
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(late)
     job.work = work
@@ -498,7 +498,7 @@ def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_kn
     job.slowdowns[0] *= 1.3
     job.late_under_plans()
     assert "observe" not in job.train_until("profile", most=300)
-    assert job.events(PlanJudged)[-1].then == "training goes on at default clocks, profiling again"
+    assert job.events(PlanJudged)[-1].then == "training continues at default clocks, profiling again"
     kept = job.server.state()["progress"]
     assert kept["plan"] is None
     assert kept["statistics"]["stops"] > 12
