@@ -106,11 +106,11 @@ class ServerProcess:
     @property
     def address(self) -> str:
         """Where agents reach it."""
-        port = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2].rstrip("\0")
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0")
         return f"tcp://{_bracketed(self._request.host)}:{port}"
 
     def _listen(self) -> zmq.Socket[bytes]:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         self._parts.callback(authenticator.stop)
@@ -178,7 +178,7 @@ class ServerProcess:
                 plans = self.server.files
             for file in plans:
                 poller.register(file, zmq.POLLIN)
-            poller.poll(1000 * _LOOK_S)
+            poller.poll(int(1000 * _LOOK_S))
             for file in plans:
                 poller.unregister(file)
             with self._lock:

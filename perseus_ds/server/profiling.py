@@ -411,7 +411,7 @@ def _passes(ranks: Iterable[Sequence[Span]]) -> int:
 def pairs(content: bytes) -> list[tuple[float, float]]:
     """Return pairs of numbers that were sent as doubles."""
     numbers = np.frombuffer(content[: len(content) // 16 * 16])
-    found: list[tuple[float, float]] = list(map(tuple, numbers.reshape(-1, 2).tolist()))
+    found: list[tuple[float, float]] = [(at_s, value) for at_s, value in numbers.reshape(-1, 2).tolist()]
     return found
 
 
