@@ -45,9 +45,5 @@ class GpuBusyError(GpuError):
     """The driver did not execute a request but may do so later."""
 
 
-class ConnectionLostError(PerseusError, RuntimeError):
-    """A connection between ranks was lost."""
-
-
 class VersionError(PerseusError, ImportError):
     """The installed version of DeepSpeed, torch or Megatron-Core is not supported."""

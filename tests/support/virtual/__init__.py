@@ -15,7 +15,7 @@ It has three concepts, each a module:
 A test makes a job with a ``perseus`` block, trains it until something has happened, changes what passes take or what
 the GPU does, and looks at the records, at the clocks or at what was printed::
 
-    def test_a_plan_that_saves_nothing_is_dropped(start):     # ``start`` of tests/runtime/conftest.py ends the job
+    def test_a_plan_that_saves_nothing_is_dropped(start):     # ``start`` of tests/server/conftest.py ends the job
         job = start(mode="auto")                              # one rank: 3 micro-batches of 0.1 s and 0.2 s
         job.train_until("run")                                # profiles, plans, and is about to run its first plan
         job.late_under_plans()                                # from now on all passes take longer under plans
