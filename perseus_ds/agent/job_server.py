@@ -73,6 +73,11 @@ class JobServerChild:
         self._start()
 
     @property
+    def is_over(self) -> bool:
+        """Whether the process has ended because the job has."""
+        return self._process.poll() == 0
+
+    @property
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid

@@ -269,6 +269,8 @@ class Agent:
             self.step()
         for uplink in self._uplinks:
             uplink.close()
+        if self._server is not None and not self._uplinks:
+            self._server.end()  # rank 0 has ended before it followed the server, which would wait for it
         if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
             gpus = ", ".join(given_up)
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
@@ -447,7 +449,7 @@ class Agent:
         self._server_looked_s = now_s
         if file is not None or any(uplink.heard_s > now_s - 1.0 for uplink in self._uplinks):
             self._server_silent_s = 0.0
-        elif self._server_silent_s > SILENT_S and self._is_needed():
+        elif self._server_silent_s > SILENT_S and self._is_needed() and not server.is_over:
             self._server_silent_s = 0.0
             server.restart()
             assert server.file is not None

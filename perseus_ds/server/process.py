@@ -40,7 +40,9 @@ from perseus_ds.timebase import REAL_TIME
 
 STATE_FILE = "state.json"
 _HEARTBEAT_S, _STATE_S, _LOOK_S = 0.5, 1.0, 0.1
-_FIRST_AGENT_S, _NO_AGENT_S = 300.0, 30.0
+_FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
+"""How long no agent is heard before it ends: before the first one has come, while the job trains, and once the job has
+ended, such as without the ranks of a node that was lost, since the next start of the job needs the folder."""
 _MOST_QUEUED = 100_000
 _RANK = struct.Struct("=I")
 _to_server = msgspec.msgpack.Decoder(ToServer)
@@ -93,7 +95,7 @@ class ServerProcess:
         job = described.decode_description(request.description)
         os.chdir(job.folder)
         job, warning = self._in_own_folder(job)
-        self.server = JobServer(job, self._send, state=None)
+        self.server = JobServer(job, self._send, epoch=request.epoch)
         if warning:
             self.server.recorder.warn(warning)
         if (state := self._load()) is not None:
@@ -218,6 +220,8 @@ class ServerProcess:
 
     def _is_needed(self) -> bool:
         silent_s = REAL_TIME.now_s() - self._heard_s
+        if self.server.has_ended:
+            return silent_s < _ENDED_S
         return silent_s < (_NO_AGENT_S if self._has_heard else _FIRST_AGENT_S)
 
     def _take_in(self) -> None:
@@ -315,4 +319,4 @@ def main() -> None:
         os._exit(1)  # threads of a server that does not serve must not keep the process
     logging.getLogger("perseus_ds").addHandler(_ToRank0(process.server))
     process.serve()
-    os._exit(0)
+    os._exit(0 if process.server.has_ended else 1)  # one that lacked agents may be needed again

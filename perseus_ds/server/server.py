@@ -73,7 +73,8 @@ class JobServer:
         job: The job.
         control: What the user asks for.
         recorder: Records what happens.
-        is_over: Whether all is written, and nothing more is to come.
+        has_ended: Whether all is written.
+        is_over: Whether nothing more is to come of any rank, either.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class JobServer:
         send: Callable[[int, ToRank], None],
         *,
         state: Mapping[str, Any] | None = None,
-        is_renewed: bool = False,
+        epoch: int = 0,
         timebase: Timebase = REAL_TIME,
         worker: Callable[..., OptimizeWorker] = OptimizeWorker,
         lengths_worker: Callable[..., LengthsWorker] = LengthsWorker,
@@ -93,7 +94,7 @@ class JobServer:
             description: Of the job.
             send: Sends a message to a rank.
             state: What an earlier start of the job has left, as :meth:`state` returned it.
-            is_renewed: Whether another server of the running job has died.
+            epoch: How many servers of the running job have died before.
             timebase: The time in which to wait.
             worker: Computes plans in another process.
             lengths_worker: Plans iterations of given lengths in another process.
@@ -106,7 +107,7 @@ class JobServer:
         config, first = self.job.config, self.job.facts[0]
         self._send = send
         self._time = timebase
-        self._is_renewed = is_renewed
+        self._is_renewed = epoch > 0
         self.recorder = Recorder(
             self.job.output_dir,
             simulated=self.job.simulated,
@@ -125,7 +126,7 @@ class JobServer:
         self._context = ModeContext(
             self.job, self.recorder, self.control, self._look_ahead, send, timebase, worker, self._beside
         )
-        self._serial = 0
+        self._serial = epoch << 32  # agents still know the serials of earlier ones
         self._runs: dict[int, Run] = {0: UNPLANNED}
         self._sent: dict[int, _Sent] = {}
         self._open: dict[int, dict[int, RankReport]] = {}
@@ -138,7 +139,7 @@ class JobServer:
         self._back_off = BackOff(_FIRST_BACK_OFF)
         self._left_s: float | None = None
         self.is_over = False
-        self._has_ended = False
+        self.has_ended = False
         self._kinds = Kinds(self._context, self._run, self._has_failed)
         self._check(state)
 
@@ -280,8 +281,8 @@ class JobServer:
             return
         late_s = self._time.now_s() - self._left_s
         all_left = all(state.has_left for state in self.job.states)
-        if not self._has_ended and (all_left or late_s > _LAST_REPORTS_S):
-            self._has_ended = True
+        if not self.has_ended and (all_left or late_s > _LAST_REPORTS_S):
+            self.has_ended = True
             self._kinds.close()
             self._beside.close()
             for number in [*self._sent]:
@@ -356,7 +357,7 @@ class JobServer:
             self.control.kind_times.add((order or 0, shape or 0), seen.time_s / slowdown)
         if run is not None and not (order or shape):
             self._timelines.add(seen, run, self.job)
-        if not self._has_ended and self._left_s is None:
+        if not self.has_ended and self._left_s is None:
             self._kinds.advance(kind, seen)
 
     def _ranks_of(self, messages: list[RankReport]) -> RankReports:

@@ -47,3 +47,30 @@ def test_the_state_of_another_job_is_not_taken_up(start):
     job.train(2)
     job.close()
     assert [record.iteration for record in job.events(IterationRecord)] == [1, 2]
+
+
+def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_the_steps_on(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until_compared()
+    job.train(5)
+    energies_j = [energy_j for _, _, energy_j in job.taken[-3:]]
+    job.renew()
+    job.train_until("run")
+    job.train(8)
+    assert [energy_j for _, _, energy_j in job.taken[-3:]] == pytest.approx(energies_j, rel=0.01)
+    numbers = [record.iteration for record in job.close()]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == len(job.taken)
+
+
+def test_no_server_of_a_job_uses_a_number_of_another_one(start):
+    """Agents and clients know by them what they have run."""
+    job = start(mode="observe")
+    job.train(3)
+    before = set(job.server._runs) - {0}
+    job.renew()
+    job.train(3)
+    after = set(job.server._runs) - {0}
+    assert before
+    assert after
+    assert not before & after

@@ -31,10 +31,10 @@ def description(folder, **block):
     return described.encode(JobDescription(config=config.model_dump_json().encode(), ranks=facts))
 
 
-def request(folder, *, epoch=0, output_dir="", keys=None, **block):
+def request(folder, *, epoch=0, output_dir="", public_key=b"", **block):
     """A request for a server on this machine."""
-    server_key, server_secret = (keys or zmq.curve_keypair())[:2]
-    public_key, _ = zmq.curve_keypair()
+    server_key, server_secret = zmq.curve_keypair()
+    public_key = public_key or zmq.curve_keypair()[0]
     return ServerRequest(
         description(folder, **block), "127.0.0.1", 0, epoch, server_key, server_secret, public_key, output_dir
     )

@@ -257,6 +257,19 @@ class VirtualJob:
         self._start(state, steps)
         return state
 
+    def renew(self):
+        """Have another server take the place of this one, which is killed, while ranks train on."""
+        self.server.recorder.flush()
+        state = json.loads(json.dumps(self.server.state()))
+        self._epoch += 1
+        keys = {"epoch": self._epoch, "timebase": self.time, "worker": self._make_worker, "lengths_worker": self.lengths_worker}
+        self.server = JobServer(self._description, self._send, **keys)
+        self.server.go_on(state)
+        self.server.start()
+        for rank, runtime in enumerate(self.runtimes):
+            self.agent(rank).forget_server()
+            self._tell(rank, Joined(runtime.clocks.memory.iteration))
+
     def close(self):
         """End the job once the devices are done; return its iterations."""
         self.settle()
@@ -271,6 +284,7 @@ class VirtualJob:
         self._done = [0] * len(self.gpus)
         facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
         description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
+        self._description, self._epoch = description, 0
         self.server = JobServer(
             description,
             self._send,

@@ -1,0 +1,78 @@
+"""The process of a job's server: whom it hears, and when it ends."""
+
+import time
+
+import pytest
+import zmq
+from server_request import request
+from virtual.time import VirtualTime
+
+from perseus_ds.agent.uplink import Uplink
+from perseus_ds.protocol.job_messages import Joined
+from perseus_ds.protocol.messages import Connect
+from perseus_ds.server.process import ServerProcess
+
+PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
+
+
+@pytest.fixture
+def process(monkeypatch, tmp_path):
+    """A server, of which the test calls what its loop calls."""
+    monkeypatch.chdir(tmp_path)  # and back, as a server goes to the folder of rank 0
+    process = ServerProcess(request(tmp_path / "perseus", mode="observe", public_key=PUBLIC_KEY))
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def connect(process):
+    """A function that connects an agent which has some keys."""
+    uplinks = []
+
+    def connect(public_key, secret_key):
+        server_key = process._request.server_key
+        uplinks.append(Uplink(Connect(0, process.address, server_key, public_key, secret_key)))
+        return uplinks[-1]
+
+    yield connect
+    for uplink in uplinks:
+        uplink.close()
+
+
+def hears(process, uplink, within_s):
+    """Whether a server has heard an agent, and the agent the server."""
+    end_s = time.monotonic() + within_s
+    while not uplink.is_heard and time.monotonic() < end_s:
+        uplink.look()
+        process._take_in()
+        process._beat()
+        time.sleep(0.01)
+    return process._has_heard and uplink.is_heard
+
+
+def test_agents_of_other_jobs_and_users_are_not_heard(process, connect):
+    assert not hears(process, connect(*zmq.curve_keypair()), within_s=1.0)
+    assert not process._has_heard
+    assert hears(process, connect(PUBLIC_KEY, SECRET_KEY), within_s=60.0)
+
+
+def test_what_is_no_message_is_passed_over(process, connect):
+    uplink = connect(PUBLIC_KEY, SECRET_KEY)
+    uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
+    uplink.send(0, Joined(3))
+    assert hears(process, uplink, within_s=60.0)
+    end_s = time.monotonic() + 60.0
+    while not process.server.job.states[0].is_here and time.monotonic() < end_s:
+        process._take_in()
+    assert process.server.job.states[0].issued == 3
+
+
+def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, connect, monkeypatch):
+    assert hears(process, connect(PUBLIC_KEY, SECRET_KEY), within_s=60.0)
+    now = VirtualTime()
+    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
+    process._heard_s = now.now_s()
+    now.sleep(10.0)
+    assert process._is_needed(), "the network may come back"
+    process.server.has_ended = True
+    assert not process._is_needed()
