@@ -262,7 +262,12 @@ class VirtualJob:
         self.server.recorder.flush()
         state = json.loads(json.dumps(self.server.state()))
         self._epoch += 1
-        keys = {"epoch": self._epoch, "timebase": self.time, "worker": self._make_worker, "lengths_worker": self.lengths_worker}
+        keys = {
+            "epoch": self._epoch,
+            "timebase": self.time,
+            "worker": self._make_worker,
+            "lengths_worker": self._make_lengths_worker,
+        }
         self.server = JobServer(self._description, self._send, **keys)
         self.server.go_on(state)
         self.server.start()
