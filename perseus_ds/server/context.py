@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,32 @@ from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME, Timebase
+
+
+class BesideTraining:
+    """What a job has running beside training, such as threads and processes."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], object]] = []
+
+    @contextmanager
+    def running(self, end: Callable[[], object]) -> Iterator[None]:
+        """Surround a phase that has something running, which is ended after it, or before when the job closes."""
+        self._ends.append(end)
+        try:
+            yield
+        finally:
+            self._ends.remove(end)
+            end()
+
+    def until_closed(self, end: Callable[[], object]) -> None:
+        """Have something ended when the job closes."""
+        self._ends.append(end)
+
+    def close(self) -> None:
+        """End all of it; what is ended must be harmless when ended again."""
+        for end in reversed(self._ends):
+            end()
 
 
 @dataclass(frozen=True)
@@ -29,7 +55,7 @@ class ModeContext:
         send: Sends a message to a rank.
         timebase: The time of the server.
         worker: Computes plans in another process.
-        beside: Ends what runs beside the mode, such as processes.
+        beside: What the modes have running beside training.
         order: Number of the order.
         shape: Number of the shape.
         resumes: What an earlier start of the job has left, if anything; the mode that begins first takes it.
@@ -43,7 +69,7 @@ class ModeContext:
     send: Callable[[int, ToRank], None]
     timebase: Timebase = REAL_TIME
     worker: Callable[..., OptimizeWorker] = OptimizeWorker
-    beside: ExitStack = field(default_factory=ExitStack)
+    beside: BesideTraining = field(default_factory=BesideTraining)
     order: int = 0
     shape: int = 0
     resumes: list[Mapping[str, Any]] = field(default_factory=list)

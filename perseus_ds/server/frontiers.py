@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -15,7 +14,7 @@ from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.errors import ConfigError, PerseusError, PlanError, ProfileError
+from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.optimizer.lengths import LengthsPlanner
 from perseus_ds.optimizer.lengths_worker import PlannedJob
@@ -120,17 +119,29 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
 def left_by_an_earlier_start(context: ModeContext) -> tuple[Frontier | None, bool]:
     """Return the frontier that an earlier start of this job has made, and whether it had completed its profile."""
     job = context.job
+    if not has_own_profile(context):
+        return None, False
     try:
-        if StageProfile.load(job.profile_path).info.job != job.profile_key():
-            return None, False
         path = job.output_dir / "frontier.json"
         if path.stat().st_mtime < job.profile_path.stat().st_mtime:
             return None, True
         return load_frontier(job, path), True
-    except ProfileError:
-        return None, False
     except (PerseusError, OSError):
         return None, True
+
+
+def has_own_profile(context: ModeContext) -> bool:
+    """Return whether an earlier start of the job has left a complete profile.
+
+    A search that was interrupted goes on instead.
+    """
+    path, found = context.job.profile_path, False
+    with contextlib.suppress(PerseusError, OSError):
+        is_complete = path.stat().st_mtime_ns >= path.with_name("measured.csv").stat().st_mtime_ns
+        found = is_complete and StageProfile.load(path).info.job == context.job.profile_key()
+    if found:
+        context.recorder.say(f"using {path}, which an earlier start of this job has measured")
+    return found
 
 
 def has_frontier_of_an_earlier_run(job: Job) -> bool:
@@ -142,7 +153,10 @@ def has_frontier_of_an_earlier_run(job: Job) -> bool:
 
 
 def forget_for_later_runs(context: ModeContext) -> None:
-    """Leave nothing of this job for later runs."""
+    """Leave nothing of this job for later runs, nor a profile that a later start would use."""
+    with contextlib.suppress(PerseusError, OSError):
+        profile = StageProfile.load(context.job.profile_path)
+        StageProfile(profile.measurements, profile.info.model_copy(update={"job": None})).save(context.job.profile_path)
     if context.job.config.cache:
         with contextlib.suppress(OSError):
             shutil.rmtree(cached(context.job.profile_key()))
@@ -177,9 +191,7 @@ async def optimise(context: ModeContext, default: DefaultIterations, switch_cost
     settings = PlanningSettings(switch_cost_j=_SWITCH_COST_J, switch_cost_s=price_s, least_dwell_s=dwell_s)
     request = OptimizeRequest(profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings)
     worker = context.worker(request, job.output_dir / "optimize.log")
-    with ExitStack() as running:
-        running.callback(worker.stop)
-        context.beside.callback(worker.stop)
+    with context.beside.running(worker.stop):
         await run_at_default_clocks(
             default,
             "optimizing",

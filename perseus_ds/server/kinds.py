@@ -43,6 +43,8 @@ _GONE = 10
 _WITHOUT_PROFILE = ("calibrate", "observe")
 # Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
+# In profile mode, iterations of other orders count for the warm-up after so many of them in a row.
+_LASTS_AFTER = 10
 
 UNPLANNED = Run("observe", status={"plan": None})
 """What iterations run that are of no kind."""
@@ -224,6 +226,7 @@ class Kinds:
         self._read: dict[int, dict[int, Schedule]] = {}
         self._wanted: set[int] = set()
         self._has_said = False
+        self._others = 0
 
     def begin(self) -> None:
         """Begin the job's mode."""
@@ -259,9 +262,7 @@ class Kinds:
             self._streams[self.first_key] = self._context.job.schedule.ranks
             self._tell_orders()
         if self._is_one:
-            if key not in self._streams and self._context.job.config.mode == "profile":
-                self._read_schedule(key)
-            return self.first, None, None
+            return (self.first if self._is_measured_with_first(key) else None), None, None
         kind = self._of_order(key)
         if kind is None:
             return None, NO_ORDER, None
@@ -270,6 +271,21 @@ class Kinds:
             found = self._of_shape(seen, kind, self._shapes[key])
             return found, order, None if found is None else found.context.shape
         return kind, order, None
+
+    def _is_measured_with_first(self, key: int) -> bool:
+        """Return whether an iteration of an order counts like those of the first one.
+
+        The profile is that of the first order, which warms up. Then iterations of all orders are measured for it.
+        """
+        if key == self.first_key or self._context.job.config.mode != "profile":
+            self._others = 0
+            return True
+        self._others += 1
+        self._say_that_orders_differ("all of them are profiled")
+        if key not in self._streams:
+            self._read_schedule(key)
+            return False
+        return self.first.wanted.phase not in ("calibrate", "warm-up") or self._others > _LASTS_AFTER
 
     def advance(self, kind: Kind | None, seen: Seen) -> None:
         """Have the mode of a kind take in an iteration."""
@@ -330,15 +346,16 @@ class Kinds:
         if found is not None:
             found.came = self._frequent.iterations
             return found
-        if not self._has_said:
-            self._has_said = True
-            which = "numbers that come often get plans" if self._plans_orders else "the plans are for one number"
-            self._context.recorder.say(
-                f"iterations differ in their number of micro-batches: {which}, all others run at default clocks"
-            )
+        which = "numbers that come often get plans" if self._plans_orders else "the plans are for one number"
+        self._say_that_orders_differ(f"{which}, all others run at default clocks")
         if self._deserves_plans(key):
             self._read_schedule(key)
         return None
+
+    def _say_that_orders_differ(self, then: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            self._context.recorder.say(f"iterations differ in their number of micro-batches: {then}")
 
     def _deserves_plans(self, key: int) -> bool:
         """Return whether an order is frequent and may get plans now."""

@@ -23,6 +23,7 @@ from perseus_ds.server.default_clocks import (
 from perseus_ds.server.frontiers import (
     forget_for_later_runs,
     frontier_of_an_earlier_run,
+    has_own_profile,
     keep_for_later_runs,
     left_by_an_earlier_start,
     load_frontier,
@@ -123,6 +124,7 @@ async def _auto(context: ModeContext) -> float | None:
     frontier, has_profile = left_by_an_earlier_start(context) if state is not None else (None, False)
     if not has_profile:
         frontier = frontier_of_an_earlier_run(context)
+        has_profile = frontier is None and state is None and has_own_profile(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
     return await _profile_and_run_order(context, frontier, has_profile=has_profile, kept=kept)

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from perseus_ds.protocol.description import JobDescription, Welcome
 from perseus_ds.protocol.job_messages import Follow, Measured, RankReport, Say, Spans, Times, ToRank, ToServer
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.server import modes
-from perseus_ds.server.context import ModeContext
+from perseus_ds.server.context import BesideTraining, ModeContext
 from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.default_clocks import BackOff
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
@@ -119,10 +118,10 @@ class JobServer:
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
         self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
         self.control.on_order = self.recorder.event
-        self._beside = ExitStack()
+        self._beside = BesideTraining()
         pipelines = 1 + max(place.pipeline for place in self.job.places)
         self._look_ahead = LookAhead(pipelines, self.recorder.say, lengths_worker)
-        self._beside.callback(self._look_ahead.close)
+        self._beside.until_closed(self._look_ahead.close)
         self._context = ModeContext(
             self.job, self.recorder, self.control, self._look_ahead, send, timebase, worker, self._beside
         )
@@ -176,7 +175,7 @@ class JobServer:
                     raise
                 self._notes.append(f"{error} This job goes on under the fastest plan")
             self.control.signals = SignalWatch(self._time, self._signal_failed)
-            self._beside.callback(self.control.signals.close)
+            self._beside.until_closed(self.control.signals.close)
             self.control.signals.follow(self.control.policy)
 
     def _signal_failed(self, problem: str) -> None:

@@ -9,6 +9,7 @@ from virtual.job import SLOWER, in_order
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.server.context import BesideTraining
 from perseus_ds.server.frontiers import cached
 from perseus_ds.server.profiling import save_profile
 
