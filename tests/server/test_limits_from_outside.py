@@ -176,7 +176,7 @@ def test_under_limits_that_others_set_a_job_is_not_slower_than_at_default_clocks
     assert slower < 0.01
     assert more < 0.0
     assert limits(job)[-1] == ()
-    job.train_until("run")
+    job.train_until("run", most=250)  # a plan that was dropped under heat is tried again after 200 iterations
 
 
 def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_when_that_has_gone(start):
@@ -237,9 +237,10 @@ def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_witho
     assert (after.slowdown, after.saved) == pytest.approx((without.slowdown, without.saved), abs=0.01)
 
 
+@pytest.mark.extended
 def test_heat_that_comes_and_goes_on_all_gpus_does_not_keep_plans_from_running(tmp_path, frontiers):
     job = VirtualJob(tmp_path, mode="run", frontier=frontiers(**FOUR), **FOUR)
-    end_s = job.time.now_s() + 1200
+    end_s = job.time.now_s() + 900
 
     def heat(rank):
         draw, is_hot = random.Random(rank), False
@@ -254,7 +255,7 @@ def test_heat_that_comes_and_goes_on_all_gpus_does_not_keep_plans_from_running(t
         job.train(20)
     changed, compared = len(limits(job)), job.events(PlanJudged)
     phases = [record.phase for record in job.close()]
-    assert changed > 50
+    assert changed > 40
     assert compared
     assert compared[-1].kept
     assert phases.count("run") > 0.5 * len(phases)

@@ -480,7 +480,7 @@ def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start)
     job.train_until("run")
     job.train(5)
     job.control(command="policy", policy={"name": "slowdown", "max_slowdown": 0.1})
-    job.train(60)
+    job.train(110)
     assert job.phase == "run"
     job.close()
     (judged,) = job.events(PlanJudged)
@@ -497,7 +497,7 @@ def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_kn
         job.train()
     job.slowdowns[0] *= 1.3
     job.late_under_plans()
-    assert "observe" not in job.train_until("profile", most=300)
+    assert "observe" not in job.train_until("profile", most=600)
     assert job.events(PlanJudged)[-1].then == "training continues at default clocks, profiling again"
     kept = job.server.state()["progress"]
     assert kept["plan"] is None

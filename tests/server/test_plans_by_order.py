@@ -138,7 +138,7 @@ def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch
 
 
 def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, monkeypatch):
-    train(job, [8] * 80)
+    train(job, [8] * 100)
 
     def fail(*_, **__):
         raise GpuError("the driver is gone for a moment")
@@ -191,7 +191,7 @@ def test_in_run_mode_the_plan_runs_whenever_the_count_is_the_one_it_was_made_for
 
 
 def test_an_order_whose_schedule_cannot_be_read_runs_at_default_clocks_and_the_first_goes_on(job):
-    train(job, [8] * 80)
+    train(job, [8] * 100)
 
     def fail(rank, schedule):
         raise ScheduleError("the passes have no order")
