@@ -4,12 +4,13 @@ import time
 
 import pytest
 import zmq
-from server_request import request
+from server_request import description, request
 from virtual.time import VirtualTime
 
+from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
-from perseus_ds.protocol.job_messages import Joined
-from perseus_ds.protocol.messages import Connect
+from perseus_ds.protocol.job_messages import Joined, Left
+from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.process import ServerProcess
 
 PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
@@ -76,3 +77,30 @@ def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(p
     assert process._is_needed(), "the network may come back"
     process.server.has_ended = True
     assert not process._is_needed()
+
+
+def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_was_killed_is(tmp_path):
+    child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
+    try:
+        answer = wait_for(child.answer, "the server has started")
+        assert not child.is_over
+        uplink = Uplink(Connect(0, answer.address, answer.server_key, answer.public_key, answer.secret_key))
+        for rank in (0, 1):
+            uplink.join(rank, int)
+            uplink.send(rank, Left())
+        wait_for(lambda: uplink.look() is not None and child.is_over, "the server has ended with its job")
+        uplink.close()
+        child.restart()
+        child.end()
+        assert not child.is_over
+    finally:
+        child.end()
+
+
+def wait_for(found, what, within_s=120.0):
+    """Wait until something is true; return it."""
+    end_s = time.monotonic() + within_s
+    while not (value := found()):
+        assert time.monotonic() < end_s, f"it does not come that {what}"
+        time.sleep(0.05)
+    return value
