@@ -36,6 +36,10 @@ class Sweep:
     def __init__(self, clocks_mhz: Sequence[int]) -> None:
         self._left = list(clocks_mhz)
 
+    def likely_next(self, rows: Sequence[Measurement]) -> int | None:
+        """Return the clock that follows if what is being measured changes nothing [MHz]; None if it is not known."""
+        return self._left[0] if self._left else None
+
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
         """Return the clock to measure next [MHz]. Empty if the sweep is finished."""
         energies_j = [energy_j for _, (_, energy_j) in sorted(_sums_by_clock(rows).items(), reverse=True)]
@@ -77,6 +81,11 @@ class AdaptiveSampler:
         chosen = (self._descend(sums) or self._refine(rows, sums))[: max(0, left)]
         self._asked.update(chosen)
         return sorted(chosen, reverse=True)
+
+    def likely_next(self, rows: Sequence[Measurement]) -> int | None:
+        """Return the clock that follows if the descent goes on [MHz]; None if it is not known."""
+        likely = self._descend(_sums_by_clock(rows)) if len(self._asked) < self._budget else []
+        return likely[0] if likely else None
 
     def _descend(self, sums: dict[int, tuple[float, float]]) -> list[int]:
         if not self._asked:
@@ -196,6 +205,11 @@ class ClockSearch:
             if unknown := [clock for clock in clocks if clock not in known]:
                 return unknown
         return []
+
+    def likely_next(self) -> int | None:
+        """Return the clock that will probably be measured after those of :meth:`next_clocks` [MHz]."""
+        likely = self._sampler.likely_next([row.measurement for row in self._rows.values()])
+        return None if likely in self._earlier else likely
 
     def add(self, by_rank: Mapping[str, Sequence[MeasuredRow]]) -> None:
         """Add all rows that each rank has measured so far.

@@ -227,8 +227,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         return NextPhase(following, measurement.remaining_s(expected))
 
     while chosen := search.next_clocks():
-        for clock_mhz in chosen:
-            await measurement.measure(clock_mhz, iterations(clock_mhz), next_phase)
+        for clock_mhz, then_mhz in zip(chosen, [*chosen[1:], search.likely_next()], strict=True):
+            await measurement.measure(clock_mhz, iterations(clock_mhz), next_phase, then_mhz)
         search.add(measurement.rows(chosen))
     power_w, why = measurement.blocking_power_w()
     if why is not None:
@@ -281,30 +281,55 @@ class _Measurement:
         self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
         self._counters = {rank: Refreshes(job.facts[rank].gpu) for rank in self._ranks}
         self._refreshes: Counter[tuple[int, int]] = Counter()
+        # Iterations at the clock that came last; how many were asked for and came at each clock since it was judged.
+        self._visit: list[Seen] = []
+        self._visited_mhz: int | None = None
+        self._asked: Counter[int] = Counter()
+        self._came: Counter[int] = Counter()
         self.iterations = 0
         self.lost_s = 0.0
         self.lost_j = 0.0
 
-    async def measure(self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase]) -> None:
+    async def measure(
+        self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase], then_mhz: int | None
+    ) -> None:
         """Run so many iterations at a clock, and as many again until each rank knows what its GPU draws.
+
+        What is asked for takes effect an iteration or two later, so the clock to measure then, if it is known, is asked
+        for before the last iteration at this one has come.
 
         Raises:
             GpuError: One could not measure.
         """
         for _ in range(_MOST_VISITS):
-            visit: list[Seen] = []
-            while len(visit) < iterations:
-                wanted = Run("profile", clock_mhz, times="all", logs_energy=True, next_phase=next_phase())
-                seen = await iteration(wanted)
-                self._keep_refreshes(seen)
-                run = seen.run
-                if seen.ran(wanted):
-                    visit.append(seen)
-                elif run is not None and run.phase == wanted.phase and run.clock_mhz is not None:
-                    self._add(run.clock_mhz, [seen])  # it had begun before enough was known of its clock
-            self._add(clock_mhz, visit)
+            early = 0
+            while self._came[clock_mhz] < iterations:
+                wanted_mhz = clock_mhz
+                if then_mhz is not None and self._asked[clock_mhz] >= iterations and early < _UNDER_WAY:
+                    wanted_mhz, early = then_mhz, early + 1
+                self._asked[wanted_mhz] += 1
+                wanted = Run("profile", wanted_mhz, times="all", logs_energy=True, next_phase=next_phase())
+                self._take_in(await iteration(wanted))
+            self._end_visit()
+            self._came[clock_mhz] = self._asked[clock_mhz] = 0
             if not any(self._knows_little(rank, clock_mhz) for rank in self._ranks):
                 break
+
+    def _take_in(self, seen: Seen) -> None:
+        run = seen.run
+        clock_mhz = run.clock_mhz if run is not None and run.phase == "profile" else None
+        if clock_mhz != self._visited_mhz:
+            self._end_visit()
+        self._keep_refreshes(seen)
+        if clock_mhz is not None:
+            self._visited_mhz = clock_mhz
+            self._visit.append(seen)
+            self._came[clock_mhz] += 1
+
+    def _end_visit(self) -> None:
+        visit, self._visit = self._visit, []
+        if visit and self._visited_mhz is not None:
+            self._add(self._visited_mhz, visit)
 
     def _knows_little(self, rank: int, clock_mhz: int) -> bool:
         """Return whether a rank needs more iterations at a clock."""

@@ -155,8 +155,10 @@ def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play
         for each in range(RANKS):
             lag = {} if each != rank else {"without_last": 1} if side == "agent" else {"client_without_last": 1}
             job.server.receive(each, job.report(each, iteration, **lag))
-        assert job.server.next.key == measured.key, "this clock is still to be measured"
-        assert visits_of(job) == [measured.clock_mhz]
+        asked = list(dict.fromkeys(visits_of(job)))
+        assert asked[0] == measured.clock_mhz
+        assert len(asked) <= 2, "only the clock after it is asked for before it is measured"
+        assert job.server.next.clock_mhz in asked
     assert len(job.end()) == iteration
 
 

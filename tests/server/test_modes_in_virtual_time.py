@@ -581,3 +581,11 @@ def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_in_an_order_and_not
     assert "run" in resumed.train(3)
     assert "has passed" in capsys.readouterr().out
     assert resumed.close()[-1].plan == 0
+
+
+@pytest.mark.parametrize(("cuda", "most"), [(False, 1.5), (True, 2.0)])
+def test_a_clock_costs_few_iterations_though_some_have_begun_when_one_is_decided_on(start, cuda, most):
+    job = start(mode="auto", cuda=cuda, **SLOWER)
+    phases = job.train_until("optimizing")
+    clocks = {row.clock_mhz for row in StageProfile.load(job.folder / "measured.csv").info.rows}
+    assert phases.count("profile") <= most * len(clocks) + 1
