@@ -285,6 +285,7 @@ class _Measurement:
         self._visit: list[Seen] = []
         self._visited_mhz: int | None = None
         self._asked: Counter[int] = Counter()
+        self._measured: set[int] = set()  # others were asked for early, and are not needed
         self._came: Counter[int] = Counter()
         self.iterations = 0
         self.lost_s = 0.0
@@ -314,6 +315,7 @@ class _Measurement:
             self._came[clock_mhz] = self._asked[clock_mhz] = 0
             if not any(self._knows_little(rank, clock_mhz) for rank in self._ranks):
                 break
+        self._measured.add(clock_mhz)
 
     def _take_in(self, seen: Seen) -> None:
         run = seen.run
@@ -403,7 +405,8 @@ class _Measurement:
         """
         found = {}
         for rank in self._ranks:
-            rows = found[f"rank {rank}"] = self._profilers[rank].rows()
+            known = self._profilers[rank].rows()
+            rows = found[f"rank {rank}"] = [row for row in known if row.measurement.clock_mhz in self._measured]
             missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
             if missing:
                 raise GpuError(
