@@ -302,7 +302,7 @@ def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]
 def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
     """Return the pace, and the typical and largest deviation of a pipeline from it."""
     low, high = ranks.column("pace_low"), ranks.column("pace_high")
-    known = low > 0
+    known = (low > 0) & (high > 0)  # bounds of very unsure ratios may be negative
     if not known.any():
         return math.nan, 0.0, 0.0
     pace = float(np.median(np.sqrt(low[known] * high[known])))

@@ -44,6 +44,12 @@ def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
     assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
 
 
+def test_ranks_whose_passes_vary_too_widely_say_nothing_about_the_pace():
+    sure, unsure = {"drift": 0.0, "pace_low": 1.1, "pace_high": 1.1}, {"drift": 0.0, "pace_low": 3.0, "pace_high": -1.0}
+    assert JobReport.of(reports_of(sure, unsure)).pace == pytest.approx(1.1)
+    assert math.isnan(JobReport.of(reports_of(unsure)).pace)
+
+
 def test_heat_that_comes_and_goes_is_one_condition_and_a_power_limit_is_another_each_time():
     conditions, draw = LimitConditions(), random.Random(1)
 
