@@ -237,9 +237,10 @@ def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_witho
     assert (after.slowdown, after.saved) == pytest.approx((without.slowdown, without.saved), abs=0.01)
 
 
+@pytest.mark.extended
 def test_heat_that_comes_and_goes_on_all_gpus_does_not_keep_plans_from_running(tmp_path, frontiers):
     job = VirtualJob(tmp_path, mode="run", frontier=frontiers(**FOUR), **FOUR)
-    end_s = job.time.now_s() + 1200
+    end_s = job.time.now_s() + 900
 
     def heat(rank):
         draw, is_hot = random.Random(rank), False
@@ -254,7 +255,7 @@ def test_heat_that_comes_and_goes_on_all_gpus_does_not_keep_plans_from_running(t
         job.train(20)
     changed, compared = len(limits(job)), job.events(PlanJudged)
     phases = [record.phase for record in job.close()]
-    assert changed > 50
+    assert changed > 40
     assert compared
     assert compared[-1].kept
     assert phases.count("run") > 0.5 * len(phases)
