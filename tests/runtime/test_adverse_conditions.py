@@ -60,7 +60,7 @@ def test_short_iterations_are_profiled_and_compared_in_few_of_them_and_run_a_pla
 @pytest.mark.extended
 def test_a_plan_that_saves_energy_stays_where_a_busy_host_holds_up_short_instructions(tmp_path):
     job = VirtualJob(tmp_path, **SHORT, mode="auto")
-    job.train_until_compared()
+    job.train_until_compared(most=700)
     draw, work = random.Random(3), job.work
 
     def work_held_up(rank, kind):
@@ -68,7 +68,7 @@ def test_a_plan_that_saves_energy_stays_where_a_busy_host_holds_up_short_instruc
         work(rank, kind)
 
     job.work = work_held_up
-    job.train_until_compared(times=2, most=700)
+    job.train_until_compared(times=2, most=1500)
     job.train(20)
     job.close()
     assert max(event.drift for event in job.events(Drifted)) > 0.05
