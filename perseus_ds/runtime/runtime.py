@@ -481,10 +481,8 @@ class PerseusRuntime:
 
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, its next request, and its last iteration."""
-        last, following = (
-            self._recorder.last,
-            self._driver.next,
-        )  # the last record first, because facts include all records
+        # The last record first, because facts include all records.
+        last, following = self._recorder.last, self._driver.next
         facts = self._recorder.facts().model_dump(mode="json")
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now
