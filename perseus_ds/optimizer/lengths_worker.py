@@ -20,7 +20,7 @@ from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.lengths import IterationPlan, Lengths, LengthsPlanner
-from perseus_ds.optimizer.worker import NICENESS, ONE_THREAD, start_code
+from perseus_ds.optimizer.worker import NICENESS, start
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.planning import PlanningSettings
 
@@ -52,14 +52,8 @@ class LengthsWorker:
         self.error = ""
         self._connection, theirs = Pipe()
         with open_without_links(log_path, append=False) as log, theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start_code(__name__), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **ONE_THREAD},
-            )
+            files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": [theirs.fileno()]}
+            self._process = start(__name__, str(theirs.fileno()), **files)
         self._send(job)
 
     @property

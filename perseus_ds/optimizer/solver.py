@@ -98,10 +98,8 @@ def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
     options = choose_clocks(network, event_s)
     if not _is_held(problem):
         return problem.plan(options[:, 0])
-    price_w = relaxed.flow_w[: network.decisions, None]
-    return _held(network, _FreePlans(own_s, problem.table.clock_mhz[options], price_w), own_s, lambda what, done: None)[
-        0
-    ]
+    free = _FreePlans(own_s, problem.table.clock_mhz[options], relaxed.flow_w[: network.decisions, None])
+    return _held(network, free, own_s, lambda what, done: None)[0]
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
 
 
 def _is_held(problem: Problem) -> bool:
-    """Return whether the dwell time has an effect: an instruction is shorter."""
+    """Return True if the dwell time has an effect, because an instruction is shorter."""
     return problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.profile import StageProfile
@@ -28,25 +29,34 @@ from perseus_ds.planning import PlanningSettings
 NICENESS = 10
 """Nice level, so that training on the same cores has priority."""
 # More linear-algebra threads would wait for each other in loops without being faster.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _FAILED = 3
 """Exit code for a failure; the last line of the output is the reason in JSON."""
 _SECTIONS = ("bounds", "clocks")
 _MOST_PROGRESS = 1 << 16
 
 
-def start_code(module: str) -> str:
-    """Return the code that runs a module's ``main``, without the current folder on the module search path.
+def start(module: str, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+    """Start a process that runs a module's ``main`` on one thread, without the current folder on the search path.
 
     It is equivalent to ``python -P -m`` of Python 3.11, also for 3.10. Without -P, the path starts with that folder.
+
+    Args:
+        module: Name of the module.
+        arguments: Its ``sys.argv[1:]``.
+        streams: Files of the process, as ``subprocess.Popen`` takes them.
+
+    Raises:
+        OSError: The process cannot be started.
     """
-    return (
+    code = (
         "import sys\n"
         "if not getattr(sys.flags, 'safe_path', False):\n"
         "    del sys.path[0]\n"
         f"from {module} import main\n"
         "sys.exit(main())"
     )
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env={**os.environ, **_ONE_THREAD}, **streams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +97,7 @@ class OptimizeWorker:
         with tempfile.TemporaryFile() as order, open_without_links(log_path, append=False) as log:
             pickle.dump(request, order)
             order.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", start_code(__name__)],
-                stdin=order,
-                stdout=self._output,
-                stderr=log,
-                env={**os.environ, **ONE_THREAD},
-            )
+            self._process = start(__name__, stdin=order, stdout=self._output, stderr=log)
 
     def poll(self) -> OptimizeResult | None:
         """Return the result, or None while the process runs."""

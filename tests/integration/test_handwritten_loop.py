@@ -27,4 +27,5 @@ def test_a_loop_on_plain_torch_distributed_runs_under_a_plan(tmp_path):
     assert [rank["plan"] for rank in planned] == [True, True]
     iterations = run_log.iterations(run_log.records(tmp_path / "run"), "run")
     assert len(iterations) == 7
-    assert all(r["clock_changes"] + r["clock_skips"] > 0 for r in iterations)
+    # The agent may follow the first one only from its end on.
+    assert all(r["clock_changes"] + r["clock_skips"] > 0 for r in iterations[1:])

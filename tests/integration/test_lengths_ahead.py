@@ -34,9 +34,10 @@ def test_deepspeed(tmp_path):
 
 @pytest.mark.extended
 def test_megatron(tmp_path):
-    job = {"stages": 2, "micro_batches": 2, "mixed": mixed([4, 5, 6, 8], 150), "orders": [[2]] * 150}
+    job = {"stages": 2, "micro_batches": 2, "mixed": mixed([4, 5, 6, 8], 400), "orders": [[2]] * 400}
     auto = block_in(tmp_path, "auto", policy=POLICY)
-    for of_rank in run_jobs(tmp_path, 2, megatron_script, {"auto": {**job, "perseus": auto}, "without": job}):
+    jobs = {"auto": {**job, "orders": [[2, "run", 10]], "perseus": auto}, "without": job}
+    for of_rank in run_jobs(tmp_path, 2, megatron_script, jobs):
         assert_untouched(of_rank)
     of_job = records(tmp_path / "auto")
     assert iterations(of_job, "run")

@@ -80,7 +80,9 @@ def pipeline_module(job: dict) -> PipelineModule:
         from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
         return DualPipeVModule(**common)
-    module = PipelineModule(**common, seed_layers=True, base_seed=7, dynamic_shape="mixed" in job)
+    if "mixed" in job:
+        common["dynamic_shape"] = True  # DeepSpeed 0.14.4 does not have it
+    module = PipelineModule(**common, seed_layers=True, base_seed=7)
     return module.to(dtype_of(job))  # buffers as well, which DeepSpeed leaves in fp32
 
 

@@ -25,15 +25,8 @@ from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 
+pytestmark = pytest.mark.usefixtures("process_group")
 WIDTH, ROWS = 8, 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group(tmp_path_factory):
-    store = tmp_path_factory.mktemp("rank") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

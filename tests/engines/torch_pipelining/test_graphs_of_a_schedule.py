@@ -16,16 +16,9 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.layout import PAUSED
 
+pytestmark = pytest.mark.usefixtures("process_group")
 WIDTH, ROWS, MICRO_BATCHES = 8, 2, 3
 FORWARD_S, TAIL_S = 0.1, 0.02
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group(tmp_path_factory):
-    store = tmp_path_factory.mktemp("rank") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
