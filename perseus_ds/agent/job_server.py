@@ -12,9 +12,13 @@ import msgspec
 import zmq
 
 from perseus_ds.protocol.messages import ServerStarted, StartServer
+from perseus_ds.timebase import REAL_TIME, Timebase
 
-SILENT_S = 5.0
-"""A server that was not heard for so long is ended, and another one takes its place."""
+_SILENT_S, _MOST_DOUBLINGS = 5.0, 6
+"""A server that was not heard for so long is ended, and another one takes its place. The time doubles with each server
+that was never heard, up to five minutes."""
+_COUNTED_S = 1.0
+"""Of the time between two looks at the server at most so much counts as silence."""
 _MOST_ANSWER = 1 << 20
 _CODE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
@@ -28,14 +32,16 @@ class JobServerChild:
 
     Attributes:
         starts: Number of times that it was started.
+        is_followed: Whether a rank of this node has connected with it.
     """
 
-    def __init__(self, request: StartServer, description: bytes) -> None:
+    def __init__(self, request: StartServer, description: bytes, timebase: Timebase = REAL_TIME) -> None:
         """Start it, without waiting.
 
         Args:
             request: Where it is to listen.
             description: Of the job.
+            timebase: By which its silence is measured.
 
         Raises:
             OSError: No process can be started.
@@ -47,7 +53,10 @@ class JobServerChild:
         self._port = request.port
         self._output_dir = ""
         self.starts = 0
+        self.is_followed = False
         self._answer = b""
+        self._time = timebase
+        self._looked_s, self._silent_s, self._unheard = timebase.now_s(), 0.0, 0
         self._start()
 
     def answer(self) -> ServerStarted | None:
@@ -62,14 +71,25 @@ class JobServerChild:
             return self._completed()
         return None
 
+    def is_silent(self, *, is_heard: bool) -> bool:
+        """Return whether it has to be restarted; called often, with whether it was heard since."""
+        now_s = self._time.now_s()
+        self._silent_s += min(now_s - self._looked_s, _COUNTED_S)  # what has paused the machine has paused the server
+        self._looked_s = now_s
+        if is_heard:
+            self._silent_s, self._unheard = 0.0, 0
+        elif self.file is not None:
+            self._silent_s = 0.0
+        return self._silent_s > _SILENT_S * 2.0 ** min(self._unheard, _MOST_DOUBLINGS) and not self.is_over
+
     def restart(self) -> None:
         """End the process, and start another one at the same place; without waiting.
 
         Raises:
             OSError: No process can be started.
         """
-        self._process.kill()
-        self._process.wait()
+        self.end()
+        self._silent_s, self._unheard = 0.0, self._unheard + 1
         self._start()
 
     @property

@@ -31,7 +31,7 @@ from functools import partial
 
 from perseus_ds.agent.gpu_driver import GpuDriver
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
-from perseus_ds.agent.job_server import SILENT_S, JobServerChild
+from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.agent.uplink import Uplink
 from perseus_ds.errors import GpuError
@@ -62,8 +62,6 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES, _MOST_UNSENT = 3, 100
 _LONGEST_DESCRIPTION = 1 << 30
-_COUNTED_S = 1.0
-"""Of the time between two looks at the server at most so much counts as silence."""
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
@@ -250,7 +248,6 @@ class Agent:
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
         self._server_waits: list[_Rank] = []
-        self._server_looked_s, self._server_silent_s = timebase.now_s(), 0.0
         # GPUs of the agent before this one, whose ranks will request their leases again; and those that were reset
         # because none did, although a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
@@ -267,9 +264,7 @@ class Agent:
         """Serve until the last rank has ended, or no rank has come."""
         while self._is_needed():
             self.step()
-        for uplink in self._uplinks:
-            uplink.close()
-        if self._server is not None and not self._uplinks:
+        if self._server is not None and not self._server.is_followed:
             self._server.end()  # rank 0 has ended before it followed the server, which would wait for it
         if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
             gpus = ", ".join(given_up)
@@ -407,6 +402,8 @@ class Agent:
             rank.uplink = Uplink(server, self._time)
             self._uplinks.append(rank.uplink)
             self._selector.register(rank.uplink.file, selectors.EVENT_READ, rank.uplink)
+        if self._server is not None:
+            self._server.is_followed = True
         rank.number = server.rank
         memory = rank.memory
         rank.uplink.join(rank.number, lambda: 0 if memory is None else memory.iteration)
@@ -419,7 +416,7 @@ class Agent:
         description = bytes(_mapped(files[0], request.length)[: request.length])
         if self._server is not None:
             self._server.end()
-        self._server = JobServerChild(request, description)
+        self._server = JobServerChild(request, description, self._time)
         self._server_waits.append(rank)
         assert self._server.file is not None
         self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
@@ -443,14 +440,9 @@ class Agent:
             for rank in self._server_waits:
                 rank.send(answer)
             self._server_waits.clear()
-        # A machine that was paused has paused the server as well.
         now_s = self._time.now_s()
-        self._server_silent_s += min(now_s - self._server_looked_s, _COUNTED_S)
-        self._server_looked_s = now_s
-        if file is not None or any(uplink.heard_s > now_s - 1.0 for uplink in self._uplinks):
-            self._server_silent_s = 0.0
-        elif self._server_silent_s > SILENT_S and self._is_needed() and not server.is_over:
-            self._server_silent_s = 0.0
+        is_heard = any(uplink.heard_s > now_s - 1.0 for uplink in self._uplinks)
+        if server.is_silent(is_heard=is_heard) and self._is_needed():
             server.restart()
             assert server.file is not None
             self._selector.register(server.file, selectors.EVENT_READ, server)
@@ -493,6 +485,10 @@ class Agent:
             rank.tell(Left())
             rank.uplink.leave(rank.number)
             rank.uplink.look()
+            if not any(other.uplink is rank.uplink for other in self._ranks.values() if other is not rank):
+                self._selector.unregister(rank.uplink.file)
+                self._uplinks.remove(rank.uplink)
+                rank.uplink.close()
         del self._ranks[rank.connection.fileno()]
         if rank.is_connected:
             self._selector.unregister(rank.connection)

@@ -6,6 +6,7 @@ clocks; when it is heard again, or another one in its place, ranks join it anew.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -89,7 +90,8 @@ class Uplink:
                 break
             self._hear(frames)
             if len(frames) == 2 and len(frames[0]) == _RANK.size:
-                found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
+                with contextlib.suppress(msgspec.DecodeError):  # ranks at their clocks are worth more than a message
+                    found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
         while self._outbox:
             self._send(*self._outbox.popleft())
         now_s = self._time.now_s()

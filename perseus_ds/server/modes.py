@@ -95,12 +95,10 @@ async def _run(context: ModeContext) -> None:
         context.send_all(SetProfiledLimit(made.power_limit_w))
     runner = PlanRunner(context, frontier)
     await runner.try_out()
-    period_s = context.job.counter_period_s()
     compared = False
     back_off = BackOff(DROPPED_FOR)
     while True:
-        default = DefaultIterations(period_s)
-        await _measure_again(context, runner, default)
+        default = await _measure_again(context, runner)
         if not compared and default.sample.is_enough:
             correct_profile(context, frontier, default)
             compared = True
@@ -176,54 +174,35 @@ async def _profile_and_run(
     Returns:
         Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
     """
-    recorder, control = context.recorder, context.control
+    control = context.control
+    begun, profiles = control.own_steps, 0
+    back_off, switch_cost = BackOff(DROPPED_FOR), SwitchCost()
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
-    profiles = 0
-    by_length = False
-    begun = control.own_steps
-    back_off = BackOff(DROPPED_FOR)
-    switch_cost = SwitchCost()
     while True:
-        if frontier is None and not has_profile:
-            baseline = await warm_up(context, tails_of=tails_of)
-            await profile_online(context, baseline)
-        has_profile = False
-        default = DefaultIterations(context.job.counter_period_s())
-        if frontier is None:
-            frontier = await optimise(context, default, switch_cost.time_s)
-            profiles += 1
         if runner is None:
-            by_length = plan_by_length(context, frontier)
-            if by_length:
-                default = DefaultIterations(context.job.counter_period_s())  # those before were of any lengths
-        if kept is not None and frontier is not None:
-            default.restore(kept)
-        if runner is None:
-            await measure_default(default, recorder.say)
-        else:
-            await _measure_again(context, runner, default)
-        if default.sample.mixes_shapes and not by_length:
+            if frontier is None and not has_profile:
+                baseline = await warm_up(context, tails_of=tails_of)
+                await profile_online(context, baseline)
+            profiles += frontier is None
+            has_profile = False
+            runner = await _with_plans(context, frontier, baseline, switch_cost, kept)
+            kept = None
+            if runner is None:
+                return None
+        elif (await _measure_again(context, runner)).sample.mixes_shapes and not runner.by_length:
             return None
-        if runner is None:
-            if not by_length and correct_profile(context, frontier, default, before=baseline):
-                frontier = await optimise(context, default, switch_cost.time_s)
-            runner = PlanRunner(context, frontier, default=default, by_length=by_length)
-            if kept is not None:
-                runner.keep(kept)
-                kept = None
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         runner.profiles_again = may_profile
         result = await runner.run_while_kept(lambda: keep_for_later_runs(context))
         if isinstance(result, Verdict):
             if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
-                frontier = await optimise(context, default, switch_cost.time_s)
+                frontier = await optimise(context, _default_iterations(context), switch_cost.time_s)
                 runner = None
                 continue
             if runner.hurry(result):
                 continue
-            measured = default.sample if default.sample.is_enough else runner.default
-            is_stale = _is_stale(context, frontier, measured)
+            is_stale = _is_stale(context, runner.frontier, runner.default)
             explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
             then = f"tried again in {iterations} iterations" if iterations else "profiling again"
@@ -237,12 +216,45 @@ async def _profile_and_run(
             frontier = runner = None
 
 
-async def _measure_again(context: ModeContext, runner: PlanRunner, default: DefaultIterations) -> None:
+async def _with_plans(
+    context: ModeContext,
+    frontier: Frontier | None,
+    baseline: Baseline | None,
+    switch_cost: SwitchCost,
+    kept: Mapping[str, Any] | None,
+) -> PlanRunner | None:
+    """Compute plans if there are none, and measure default clocks; None if shapes of inputs vary between iterations."""
+    default = _default_iterations(context)
+    if frontier is None:
+        frontier = await optimise(context, default, switch_cost.time_s)
+    by_length = plan_by_length(context, frontier)
+    if by_length:
+        default = _default_iterations(context)  # those before were of any lengths
+    if kept is not None:
+        default.restore(kept)
+    await measure_default(default, context.recorder.say)
+    if default.sample.mixes_shapes and not by_length:
+        return None
+    if not by_length and correct_profile(context, frontier, default, before=baseline):
+        frontier = await optimise(context, default, switch_cost.time_s)
+    runner = PlanRunner(context, frontier, default=default, by_length=by_length)
+    if kept is not None:
+        runner.keep(kept)
+    return runner
+
+
+async def _measure_again(context: ModeContext, runner: PlanRunner) -> DefaultIterations:
     """Measure default clocks for the plans to be compared with, unless they would draw more than a power cap."""
+    default = _default_iterations(context)
     while not (default.sample.is_enough or runner.becomes_capped()):
         await measure_default(default, context.recorder.say, runner.would_be_capped)
     if default.sample.is_enough:
         runner.compare_with(default)
+    return default
+
+
+def _default_iterations(context: ModeContext) -> DefaultIterations:
+    return DefaultIterations(context.job.counter_period_s())
 
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:

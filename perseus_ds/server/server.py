@@ -228,7 +228,7 @@ class JobServer:
             "progress": progress or dict(self.control.progress),
         }
 
-    def receive(self, rank: int, message: ToServer) -> None:
+    def receive(self, rank: int, message: ToServer) -> None:  # noqa: PLR0912  # one case for each message
         """Take in a message of a rank or its agent."""
         if not 0 <= rank < self.job.world_size or self.is_over:
             return

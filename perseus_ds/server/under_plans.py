@@ -68,6 +68,8 @@ class PlanRunner:
     """Runs the assignment in force, and compares it with default clocks.
 
     Attributes:
+        frontier: The plans.
+        by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
         selector: Decides on the assignment.
         profiles_again: Whether to end, so that the job profiles again, if instructions deviate from the profile and a
             comparison is not possible. Otherwise the deviation is only reported.
@@ -93,7 +95,7 @@ class PlanRunner:
         """
         self._job = context.job
         self._recorder = context.recorder
-        self._frontier = frontier
+        self.frontier = frontier
         self.profiles_again = False
         # Whether the last comparison kept the plan and the next one is not due, and the number of iterations until
         # then.
@@ -105,7 +107,7 @@ class PlanRunner:
         self.drifts_by_shape = False
         self._default = None if default is None else default.sample
         self._comparisons = context.comparisons
-        self._look_ahead, self._order, self._by_length = context.look_ahead, context.order, by_length
+        self._look_ahead, self._order, self.by_length = context.look_ahead, context.order, by_length
         self._kind = {"order": context.order, "shape": context.shape}
         # With which the comparison that goes on may err at each of its analyses.
         self._probability: float | None = None
@@ -140,7 +142,7 @@ class PlanRunner:
     def plan(self) -> FrequencyPlan | None:
         """The plan of the first pipeline; None while it is paused."""
         assignment = self.selector.in_force
-        return None if assignment.paused else self._frontier.plans[assignment.plans[0]]
+        return None if assignment.paused else self.frontier.plans[assignment.plans[0]]
 
     @property
     def default(self) -> IterationSample:
@@ -424,31 +426,31 @@ class PlanRunner:
                 progress=self._progress,
                 block=block,
             )
-        if self._by_length:
-            fastest = self._frontier.plans[min(assignment.plans)]
-            self._look_ahead.set_slowdown(self._order, fastest.time_s / self._frontier.t_min_s - 1)
+        if self.by_length:
+            fastest = self.frontier.plans[min(assignment.plans)]
+            self._look_ahead.set_slowdown(self._order, fastest.time_s / self.frontier.t_min_s - 1)
         return Run(
             "run",
-            plans=Plans(self._frontier, assignment, self._dag),
+            plans=Plans(self.frontier, assignment, self._dag),
             plan=assignment.plans[self._job.places[0].pipeline],
             forecast=self._forecast(),
-            times="none" if self._by_length else "passes",
-            every=1 if self._by_length else _DRIFT_EVERY,
+            times="none" if self.by_length else "passes",
+            every=1 if self.by_length else _DRIFT_EVERY,
             otherwise=self._times,
             next_phase=next_phase,
             status=self._status(),
             progress=self._progress,
             block=block,
-            by_length=self._by_length,
+            by_length=self.by_length,
         )
 
     @property
     def _times(self) -> Times:
         """What has to be measured to tell stragglers."""
-        return "ends" if (self._job.info.data_parallel or 1) > 1 and not self._by_length else "none"
+        return "ends" if (self._job.info.data_parallel or 1) > 1 and not self.by_length else "none"
 
     def _status(self) -> dict[str, Any]:
-        return {**self.selector.status(), "t_min_s": self._frontier.t_min_s, "t_star_s": self._frontier.t_star_s}
+        return {**self.selector.status(), "t_min_s": self.frontier.t_min_s, "t_star_s": self.frontier.t_star_s}
 
     def _forecast(self) -> Forecast:
         """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
@@ -457,7 +459,7 @@ class PlanRunner:
         latter.
         """
         assignment = self.selector.in_force
-        forecast = assignment.forecast(self._frontier, self._job.info.tensor_parallel or 1)
+        forecast = assignment.forecast(self.frontier, self._job.info.tensor_parallel or 1)
         default_s, default_j = forecast.default_time_s, forecast.default_energy_j
         if self._default is not None:
             default_s, default_j = self._scale * self._default.time_s, self._scale * self._default.energy_j

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 import zmq
 from server_request import description, request
@@ -9,10 +10,11 @@ from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
-from perseus_ds.protocol.job_messages import Joined, Left
+from perseus_ds.protocol.job_messages import Joined, Left, Say
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.process import ServerProcess
 
+encode = msgspec.msgpack.encode
 PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
 
 
@@ -66,6 +68,41 @@ def test_what_is_no_message_is_passed_over(process, connect):
     while not process.server.job.states[0].is_here and time.monotonic() < end_s:
         process._take_in()
     assert process.server.job.states[0].issued == 3
+
+
+def test_an_agent_passes_over_what_is_no_message_of_the_server(process, connect):
+    uplink = connect(PUBLIC_KEY, SECRET_KEY)
+    uplink.join(0, lambda: 3)
+    assert hears(process, uplink, within_s=60.0)
+    process._take_in()
+    (agent,) = process._agents
+    process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
+    process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
+    assert wait_for(uplink.look, "the message has come") == [(0, Say("a message"))]
+
+
+def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path):
+    now = VirtualTime()
+    child = JobServerChild(StartServer("127.0.0.1", 0, 0), b"no description", now)
+
+    def unheard_for_s():
+        begun_s = now.now_s()
+        while not child.is_silent(is_heard=False):
+            now.sleep(0.5)
+        return now.now_s() - begun_s
+
+    try:
+        pauses_s = []
+        for _ in range(3):
+            assert wait_for(child.answer, "the server has answered").error
+            pauses_s.append(unheard_for_s())
+            child.restart()
+        assert pauses_s == pytest.approx([5.5, 10.5, 20.5])
+        assert wait_for(child.answer, "the server has answered").error
+        assert not child.is_silent(is_heard=True)
+        assert unheard_for_s() == pytest.approx(5.5)
+    finally:
+        child.end()
 
 
 def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, connect, monkeypatch):
