@@ -1,4 +1,7 @@
-"""All checks on a GPU, by name, those first that take a minute and tell most; each runs in a process of its own."""
+"""All checks on a GPU by name, each run in its own process.
+
+Checks that take a minute and give the most information come first.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ class Check:
     """One check.
 
     Attributes:
-        title: What it shows.
-        function: ``module:function`` that makes it, on a machine.
-        limit_s: After how long it is given up [s].
+        title: What the check shows.
+        function: ``module:function`` that performs the check on a machine.
+        limit_s: Time after which it is aborted [s].
     """
 
     title: str
@@ -66,7 +69,7 @@ _CHILD = "import sys; from gpu_checks.checks import make; make(*sys.argv[1:])"
 
 
 def make(name: str, out: str, machine: str) -> None:
-    """Make a check in this process; write its result, with the machine that it ran on, after each of its parts."""
+    """Perform a check in this process; write its result, with its machine, after each of its parts."""
     opened: list[Any] = []
 
     def open_machine() -> Any:
@@ -83,9 +86,9 @@ def make(name: str, out: str, machine: str) -> None:
 
 
 def made_in_a_process(name: str, folder: Path, machine: str = "gpu_checks.machine:OneGpu") -> CheckResult:
-    """Make a check in a process of its own; write its result into a folder, for :func:`collected`, and return it.
+    """Perform a check in its own process; write its result into a folder, for :func:`collected`, and return it.
 
-    A process that dies or does not end is a check that failed.
+    If the process dies or does not end, the check has failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     check, out = CHECKS[name], folder / f"{name}.json"
@@ -103,7 +106,7 @@ def made_in_a_process(name: str, folder: Path, machine: str = "gpu_checks.machin
 
 
 def _run(check: Check, command: list[str]) -> str:
-    """Run a process, and end it and those that it started after the check's time; return how it ended."""
+    """Run a process and return how it ended; kill it and its children after the check's time limit."""
     path = os.pathsep.join([*map(str, _PATH), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen(
@@ -126,7 +129,11 @@ def _run(check: Check, command: list[str]) -> str:
 
 
 def collected(folder: Path) -> Evidence | None:
-    """Return the evidence of all results in a folder that are of the same machine as the last one; None without any."""
+    """Return the evidence of all results in a folder from the machine of the latest one.
+
+    Returns:
+        None if no result has a machine.
+    """
     read = {name: json.loads(p.read_text()) for name in CHECKS if (p := folder / f"{name}.json").exists()}
     machines = [
         raw["machine"] for _, raw in sorted(read.items(), key=lambda i: _written(folder, i[0])) if raw["machine"]
@@ -148,11 +155,11 @@ def _written(folder: Path, name: str) -> float:
 
 
 def place_of(machine: type) -> str:
-    """Return ``module:name`` of a machine's class, by which another process finds it."""
+    """Return ``module:name`` of a machine's class, for :func:`named` in another process."""
     return f"{machine.__module__}:{machine.__name__}"
 
 
 def named(place: str) -> Any:
-    """Return what is called ``module:name``."""
+    """Return the object called ``module:name``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

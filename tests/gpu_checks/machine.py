@@ -1,4 +1,4 @@
-"""The machine that checks run on: one GPU, read through NVML and computing through torch."""
+"""The machine on which checks run: one GPU, read through NVML and used through torch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _MATRIX = 4096
 _WARM_UP_S = 1.0
 _jobs = itertools.count()
 _kept: list[Any] = []
-"""The memory that the GPU has mapped."""
+"""GPU-mapped memory, which must stay alive."""
 
 
 def why_no_gpu() -> str | None:
-    """Return why there is no GPU to check on; None if there is one."""
+    """Return why there is no GPU for the checks; None if there is one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def why_no_gpu() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the checks rest on."""
+    """Return the versions of the packages under the checks."""
     names = ("perseus-ds", "torch", "deepspeed", "nvidia-ml-py")
     return {name: _version(name) for name in names} | {"CUDA": str(torch.version.cuda)}
 
@@ -61,20 +61,20 @@ def versions() -> dict[str, str]:
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # it is found by PYTHONPATH
+    except importlib.metadata.PackageNotFoundError:  # found through PYTHONPATH
         return "not installed"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The clocks of a GPU of a check.
+    """The GPU's clocks during a check.
 
     Attributes:
         clocks: As in a training process.
-        clocks_mhz: Those that can be asked for.
-        changes: Returns the changes that were asked for, in order.
-        follow: Has the agent follow a program from the next iteration on.
-        failures: What the agent has reported.
+        clocks_mhz: Supported clocks.
+        changes: Returns the requested changes in order.
+        follow: Makes the agent follow a program from the next iteration on.
+        failures: Failures reported by the agent.
     """
 
     clocks: AgentClocks
@@ -86,12 +86,12 @@ class Recorded:
 
 @contextmanager
 def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: float | None = None) -> Iterator[Recorded]:
-    """Have an agent, a process of its own, record the changes of a GPU's clock.
+    """Have an agent, in its own process, record the changes of a GPU's clock.
 
     Args:
         gpu: The GPU.
-        marks: Returns what writes the marks.
-        latency_s: By which clocks are requested early [s]; None for what the agent measures.
+            marks: Returns the writer of the marks.
+            latency_s: Time by which clocks are requested early [s]; None for the latency measured by the agent.
     """
     with tempfile.NamedTemporaryFile() as file:
         known = {} if latency_s is None else {LATENCY_S: str(latency_s)}
@@ -114,13 +114,13 @@ def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: flo
 
 
 class OneGpu:
-    """The first GPU that CUDA shows.
+    """The first CUDA GPU.
 
     Attributes:
-        gpu: Read through NVML; never changed.
+        gpu: Read through NVML, never changed.
         block: The part of a ``perseus`` block that chooses the GPU.
-        size: Of the models: width, rows of a micro-batch, layers, micro-batches.
-        stage_size: Of one whose activations go through the host's memory.
+        size: Width, rows of a micro-batch, layers and micro-batches of the models.
+        stage_size: The same for a model whose activations are sent through the host's memory.
         setups: How models are trained (``gpu_checks.training.SETUPS``).
     """
 
@@ -134,7 +134,7 @@ class OneGpu:
     setups = ("bf16", "fp16", "ZeRO-1", "recomputation", "contiguous recomputation", "torch.compile")
 
     def __init__(self) -> None:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that matrix products repeat bit for bit
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products bitwise reproducible
         guard_nvml()
         guard_agents()
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -149,19 +149,19 @@ class OneGpu:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def described(self) -> Machine:
-        """Return what evidence says of this machine."""
+        """Return the machine's description for the evidence."""
         return Machine(simulated=False, gpu=self.gpu.name, driver=self.gpu.driver, versions=versions())
 
     def seconds(self, wanted_s: float) -> float:
-        """Return how long to measure [s]."""
+        """Return the duration of a measurement [s]."""
         return wanted_s
 
     def turns(self, wanted: int) -> int:
-        """Return how often to measure."""
+        """Return the number of measurements."""
         return wanted
 
     def execution(self) -> CudaExecution:
-        """Return what times operations on the GPU."""
+        """Return the timer of operations on the GPU."""
         return CudaExecution(self.device)
 
     def clocks(self, latency_s: float | None = None) -> AbstractContextManager[Recorded]:
@@ -171,19 +171,19 @@ class OneGpu:
         )
 
     def compute(self, seconds: float) -> None:
-        """Launch matrix products that take about so long, and may reach the power limit; returns at once."""
+        """Launch matrix products of about this duration, which may reach the power limit; does not wait."""
         self._heavy.launch(seconds)
 
     def compute_lightly(self, seconds: float) -> None:
-        """Launch products of zeros that take about so long and draw far less; returns at once."""
+        """Launch products of zeros of about this duration, which draw far less power; does not wait."""
         self._light.launch(seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Launch a kernel that does nothing for so long, in cycles of the clock that was found; returns at once."""
+        """Launch a kernel that does nothing for this duration, by the measured cycles per second; does not wait."""
         torch.cuda._sleep(int(seconds * self.cycles_per_s()))
 
     def start_beside(self, seconds: float) -> torch.cuda.Event:
-        """Launch such a kernel on another stream; returns an event at its end."""
+        """Launch such a kernel on another stream; return an event at its end."""
         ended = torch.cuda.Event()
         with torch.cuda.stream(self._side):
             self.sleep(seconds)
@@ -191,11 +191,11 @@ class OneGpu:
         return ended
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Let the current stream wait for an event; returns at once."""
+        """Let the current stream wait for an event; does not wait itself."""
         torch.cuda.current_stream().wait_event(event)
 
     def synchronize(self) -> None:
-        """Wait until the GPU is done."""
+        """Wait for the GPU."""
         torch.cuda.synchronize()
 
     def launch_for(self, seconds: float) -> None:
@@ -209,12 +209,12 @@ class OneGpu:
                 self._side.synchronize()
 
     def fill_queue_for(self, seconds: float) -> None:
-        """Keep this thread launching more than the GPU can take, so that launches wait."""
+        """Keep this thread launching more than the GPU can process, so that launches wait."""
         small = torch.zeros(64, device=self.device)
         self._fill_queue(seconds, lambda: small.add_(1))
 
     def fill_queue_with_triton_for(self, seconds: float) -> None:
-        """The same with a kernel of Triton, whose launches may hold the interpreter's lock while they wait."""
+        """The same with a Triton kernel, whose launches may hold the interpreter's lock while they wait."""
         small = torch.zeros(64, device=self.device)
         kernel = torch.compile(lambda values: values + 1)
         kernel(small)
@@ -231,10 +231,10 @@ class OneGpu:
     stream_write_names = CUDA
 
     def stream_handle(self, stream: torch.cuda.Stream | None = None) -> int:
-        """Return the driver's handle of a stream, by default of the current one of this device."""
+        """Return the driver's handle of a stream, by default the device's current one."""
         if stream is not None:
             return int(stream.cuda_stream)
-        # torch.cuda.current_stream takes 6 µs and more, this 0.3 µs.
+        # torch.cuda.current_stream takes at least 6 µs, this call 0.3 µs.
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def new_stream(self) -> torch.cuda.Stream:
@@ -242,25 +242,25 @@ class OneGpu:
         return torch.cuda.Stream()
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        """Launch on that stream meanwhile."""
+        """Launch on this stream within the context."""
         return torch.cuda.stream(stream)
 
     def timed_event(self, *, blocking: bool = False) -> torch.cuda.Event:
-        """Record an event on the current stream."""
+        """Return an event recorded on the current stream."""
         event = torch.cuda.Event(enable_timing=True, blocking=blocking)
         event.record()
         return event
 
     def external_event(self) -> torch.cuda.Event:
-        """Return an event that a graph records at each replay."""
+        """Return an event that a graph records in each replay."""
         return torch.cuda.Event(enable_timing=True, external=True)
 
     def launch_small(self) -> None:
-        """Launch a kernel of a few microseconds."""
+        """Launch a kernel that takes a few microseconds."""
         self._small.add_(1)
 
     def copy_to_host(self, value: int) -> Callable[[], int]:
-        """Launch a kernel and a copy of its result to the host; returns what reads the copy, without waiting."""
+        """Launch a kernel and a copy of its result to the host; return a function that reads it without waiting."""
         self._pinned.copy_(self._small.fill_(value % 2**20), non_blocking=True)
         return lambda: int(self._pinned[0])
 
@@ -269,11 +269,11 @@ class OneGpu:
         self._small.fill_(value)
 
     def stored(self) -> int:
-        """Wait for the GPU and return that value."""
+        """Wait for the GPU and return the stored value."""
         return int(self._small[0])
 
     def captured(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return a graph of what a function launches."""
+        """Return a graph of a function's launches."""
         body()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -282,7 +282,7 @@ class OneGpu:
         return graph
 
     def captured_alone(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return a graph of what a function launches, captured while other streams of the GPU may be busy."""
+        """Return a graph of a function's launches, captured while other streams of the GPU may be busy."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.new_stream()):
             graph.capture_begin(capture_error_mode="global")
@@ -299,18 +299,18 @@ class OneGpu:
         return torch.zeros(64, pin_memory=True)
 
     def free_bytes(self) -> int:
-        """Return how much of the GPU's memory is free, whoever has taken the rest."""
+        """Return the free memory of the GPU, over all processes."""
         return torch.cuda.mem_get_info(self.device)[0]
 
     def count_for(self, seconds: float) -> None:
-        """Keep this thread in pure Python, which never gives up the interpreter's lock by itself."""
+        """Keep this thread in pure Python, which never releases the interpreter's lock by itself."""
         end_s, count = self.timebase.now_s() + seconds, 0
         while self.timebase.now_s() < end_s:
             for _ in range(1000):
                 count += 1
 
     def cycles_per_s(self) -> float:
-        """Return the cycles of a waiting kernel per second, by the host's clock."""
+        """Return the cycles per second of a waiting kernel, by the host's clock."""
         if self._cycles_per_s is None:
             self._cycles_per_s = 1e9
             self.repeat_for(_WARM_UP_S, lambda: torch.cuda._sleep(10_000_000))
@@ -322,7 +322,7 @@ class OneGpu:
         return self._cycles_per_s
 
     def repeat_for(self, seconds: float, launch: Callable[[], object]) -> None:
-        """Launch something again and again for so long."""
+        """Launch something repeatedly for this duration."""
         end_s = self.timebase.now_s() + seconds
         while self.timebase.now_s() < end_s:
             for _ in range(20):

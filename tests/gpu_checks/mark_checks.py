@@ -1,4 +1,4 @@
-"""Marks that the GPU writes into shared memory in stream order, as another process sees them."""
+"""Marks that the GPU writes into shared memory in stream order, as seen by another process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLOTS = 64
 _LENGTH_S = 0.002
 _PAUSE_S = 0.001  # between two polls of an agent
 
-# Reads the words again and again and prints each change: slot, value, monotonic time [ns].
+# Reads the words in a loop and outputs each change: slot, value, monotonic time [ns].
 _POLLER = """
 import sys, time
 import numpy as np
@@ -46,7 +46,7 @@ sys.stdout.buffer.write(np.array(seen, np.int64).tobytes())
 
 
 class _Marks:
-    """Shared memory whose first words are slots for marks; the word after them ends the poller."""
+    """Shared memory that begins with slots for marks; the word after them ends the poller."""
 
     def __init__(self, machine: Any) -> None:
         self.memory = SharedMemory(4096)
@@ -59,7 +59,7 @@ class _Marks:
 
     @contextmanager
     def polled(self, pause_s: float) -> Iterator[list[tuple[int, int, float]]]:
-        """Let another process poll the slots meanwhile; afterwards the list has slot, value and time [s] of changes."""
+        """Poll the slots in another process; afterwards the list has slot, value and time [s] of each change."""
         self.words[: _SLOTS + 1] = 0
         command = [sys.executable, "-c", _POLLER, str(self.memory.file), str(_SLOTS), str(pause_s)]
         seen: list[tuple[int, int, float]] = []
@@ -76,7 +76,7 @@ class _Marks:
 
 
 def marks(machine: Any, results: Results) -> None:
-    """When another process sees marks, what they cost, and whether they survive graphs, streams and a full queue."""
+    """Latency and cost of marks, and whether they work with graphs, several streams and a full queue."""
     made = _Marks(machine)
     results.add_fact("anonymous shared memory can be mapped for the GPU", True)
     results.add_fact("its address is the same on the GPU", made.writes.base == made.memory.address)
@@ -126,7 +126,7 @@ def _busy_stream(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _gpu_time(machine: Any, made: _Marks, results: Results) -> None:
-    """GPU time of a mark between two kernels, and of clearing all slots; with and without in turns."""
+    """GPU time of a mark between two kernels, and of clearing all slots, alternating with and without."""
     for after, launch, times in (("short", machine.launch_small, 400), ("long", lambda: machine.compute(0.001), 50)):
         for what, extra in (
             ("a mark", lambda: made.mark(3, 1)),
@@ -136,7 +136,7 @@ def _gpu_time(machine: Any, made: _Marks, results: Results) -> None:
             took_s: dict[bool, list[float]] = {False: [], True: []}
             for turn in range(machine.turns(20)):
                 machine.synchronize()
-                machine.sleep(0.02)  # so that the host is ahead
+                machine.sleep(0.02)  # the host must be ahead
                 begun = machine.timed_event()
                 for _ in range(machine.turns(times)):
                     launch()
@@ -151,7 +151,7 @@ def _gpu_time(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _after_a_copy(machine: Any, made: _Marks, results: Results) -> None:
-    """What was copied to the host before a mark is there when the mark is."""
+    """Data copied to the host before a mark is visible when the mark is."""
     wrong = 0
     for number in range(1, machine.turns(1000) + 1):
         read = machine.copy_to_host(number)
@@ -177,7 +177,7 @@ def _several_streams(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _graph(machine: Any, made: _Marks, results: Results) -> None:
-    """A graph of passes and marks, replayed ahead of the GPU between eager marks of the iteration's number."""
+    """A graph of passes and marks, replayed ahead of the GPU between eager marks with the iteration's number."""
     positions, iterations = 20, machine.turns(100)
     begin, end = 40, 41
 
@@ -201,14 +201,14 @@ def _graph(machine: Any, made: _Marks, results: Results) -> None:
         results.add(f"graph, {what}: issuing an iteration", issued_s / iterations * 1e3, "ms")
         all_of_them, but_the_last = _complete(seen, positions, begin)
         results.add(f"graph, {what}: iterations all of whose marks were seen, in order", all_of_them)
-        # The next iteration clears the last mark within microseconds; its begin says as much.
+        # The next iteration clears the last mark within microseconds; its begin mark implies the last one.
         results.add(f"graph, {what}: all but the last one", but_the_last, at_least=iterations)
     gaps_s = [later[2] - sooner[2] for sooner, later in pairwise(seen) if later[1] == 7]
     results.add("graph, polled at 1 kHz: between two marks, median", statistics.median(gaps_s) * 1e3, "ms")
 
 
 def _complete(seen: list[tuple[int, int, float]], positions: int, begin: int) -> tuple[int, int]:
-    """Return in how many iterations each position was seen once, in order; and each but the last one."""
+    """Return the number of iterations with each position seen once in order, and with each except the last."""
     complete, but_the_last, reached = 0, 0, []
     for slot, value, _ in [*seen, (begin, -1, 0.0)]:
         if slot == begin:
@@ -221,7 +221,7 @@ def _complete(seen: list[tuple[int, int, float]], positions: int, begin: int) ->
 
 
 def _external_events(machine: Any, made: _Marks, results: Results) -> None:
-    """Durations of passes inside a graph, by events that torch calls external."""
+    """Durations of passes inside a graph, by torch's external events."""
     events = [machine.external_event() for _ in range(5)]
 
     def body() -> None:
@@ -240,7 +240,7 @@ def _external_events(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _full_queue(machine: Any, made: _Marks, results: Results) -> None:
-    """What a call takes when the launch queue is full, and how long another thread stands still meanwhile."""
+    """Time of a call when the launch queue is full, and how long another thread stalls during it."""
     longest_s, stop = [0.0], threading.Event()
 
     def count() -> None:
@@ -276,8 +276,8 @@ def _full_queue(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _ahead(machine: Any, made: _Marks, results: Results) -> None:
-    """How many kernels the driver accepts before a launch waits, depending on what follows each of them."""
-    recorded: list[Any] = []  # an event that is freed might be recorded again
+    """Number of kernels that the driver accepts before a launch waits, depending on what follows each of them."""
+    recorded: list[Any] = []  # an event that has been freed might be recorded again
     for what, extra in (
         ("nothing", lambda: None),
         ("a mark", lambda: made.mark(5, 1)),
@@ -295,7 +295,7 @@ def _ahead(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _busy_thread(machine: Any, made: _Marks, results: Results) -> None:
-    """The call beside a thread of pure Python, with the interpreter's lock kept and released."""
+    """Time of the call next to a thread of pure Python, with the interpreter's lock kept and released."""
     libraries: dict[str, Callable[[str], Any]] = {"kept": ctypes.PyDLL, "released": ctypes.CDLL}
     stop = threading.Event()
 
@@ -324,7 +324,7 @@ def _busy_thread(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _hot_call(machine: Any, made: _Marks, results: Results) -> None:
-    """The mark as the client makes it: stream looked up, word written; back to back, and after 8 ms of sleep."""
+    """The client's call: stream lookup and write; back to back, and after 8 ms of sleep."""
     machine.synchronize()
     calls_s = []
     for number in range(1, machine.turns(500) + 1):

@@ -1,4 +1,4 @@
-"""The real pipeline engine of DeepSpeed on one rank, trained with and without Perseus in the same process."""
+"""DeepSpeed's real pipeline engine on one rank, trained with and without Perseus in the same process."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from perseus_ds.pipeline.commands import read_schedule, schedule_class
 _BATCHES = 4
 MOST_ITERATIONS = 400
 DONE = {"observe": ("observe", 6), "profile": ("observe", 3), "run": ("run", 3)}
-"""By mode: a phase, and how many iterations of it are enough."""
+"""A phase, and the number of its iterations that suffices, by mode."""
 
 
 class Block(nn.Module):
-    """A layer of a transformer without its attention, with dropout."""
+    """A transformer layer without attention, with dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Setup:
     """How a model is trained.
 
     Attributes:
-        keys: Of DeepSpeed's config.
-        dtype: Of inputs and parameters.
-        recomputes: Whether activations are computed again in the backward.
-        contiguous: Whether what is kept for that lies in one buffer.
+        keys: Keys of DeepSpeed's config.
+        dtype: Type of inputs and parameters.
+        recomputes: Whether activations are recomputed in the backward.
+        contiguous: Whether checkpointed activations are stored in one buffer.
         layer: Class of the layers.
     """
 
@@ -90,7 +90,7 @@ SETUPS = {
 
 @contextmanager
 def training_on(machine: Any) -> Iterator[Path]:
-    """Be the only rank of a job whose GPU is never changed; yields a folder for it."""
+    """Run as the only rank of a job, with a GPU that is never changed; yields a folder for it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder, one_rank(folder, machine.backend):
         yield Path(folder)
@@ -100,7 +100,7 @@ def training_on(machine: Any) -> Iterator[Path]:
 def engine_of(
     machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None = None, stages: int = 1
 ) -> Iterator[Any]:
-    """Make an engine, the same one for the same arguments; it is destroyed at the end."""
+    """Create an engine, identical for the same arguments; it is destroyed at the end."""
     width, rows, layers, micro_batches = size or machine.size
     checkpointing.configure(
         None,
@@ -130,7 +130,7 @@ def engine_of(
 
 
 def batches(machine: Any, setup: Setup, size: tuple[int, ...] | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield random inputs and labels without end, the same ones every time."""
+    """Yield random inputs and labels endlessly, the same in every call."""
     width, rows, *_ = size or machine.size
     return itertools.cycle(_batches(machine.device, setup.dtype, width, rows))
 
@@ -146,14 +146,14 @@ def _batches(
 
 @dataclass
 class Trained:
-    """What training left behind.
+    """Results of training.
 
     Attributes:
-        bits: By name: losses, and hashes of weights, optimizer state and random-number generators.
-        phases: Of its iterations under Perseus.
-        changes: How many clock changes its GPU was asked for.
-        has_profile: Whether it wrote a profile.
-        failures: What made it fall back to default clocks.
+        bits: Losses, and hashes of weights, optimizer state and random-number generators, by name.
+        phases: Phases of the iterations under Perseus.
+        changes: Number of clock changes requested of the GPU.
+        has_profile: Whether a profile was written.
+        failures: Errors that made it fall back to default clocks.
     """
 
     bits: dict[str, object]
@@ -164,7 +164,7 @@ class Trained:
 
 
 def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
-    """Train a new engine under Perseus until its mode has done what it is for, and a few iterations more."""
+    """Train a new engine under Perseus until the mode has completed the iterations given in ``DONE``."""
     losses: list[str] = []
     phases: list[str] = []
     wanted, count = DONE[block["mode"]]
@@ -186,7 +186,7 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
 
 
 def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[int, dict[str, object]]:
-    """Train a new engine without Perseus; return what it left behind after each of some numbers of iterations."""
+    """Train a new engine without Perseus; return its state after each of the given numbers of iterations."""
     losses: list[str] = []
     found = {}
     with engine_of(machine, setup, None) as engine:
@@ -208,7 +208,7 @@ def train_until_profiled(engine: Any, data: Any, output: Path) -> None:
 
 
 def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, object]:
-    """Return what training has changed, as values that are equal where all bits are."""
+    """Return everything that training changes, as values that are equal if all bits are."""
     states = [torch.get_rng_state(), torch.tensor(np.random.get_state()[1].tolist())]
     if machine.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(machine.device))
@@ -230,7 +230,7 @@ def _hash(tensors: Any) -> str:
 
 
 def block_of(machine: Any, mode: str, folder: Path, micro_batches: int | None = None) -> dict[str, Any]:
-    """Return a ``perseus`` block for a mode: three clocks in a profile, a random plan of the highest in a run."""
+    """Return a ``perseus`` block for a mode, with three clocks in a profile and a random plan in a run."""
     clocks = machine.gpu.supported_clocks_mhz()
     settings = {"sampling": "stride", "clock_stride": max(1, len(clocks) // 2), "warm_up": 2}
     block: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Makes, changes and watches the GPUs of the stub NVML library; see stub_nvml.c."""
+"""Creates, changes and watches the GPUs of the stub NVML library (stub_nvml.c)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Field(ctypes.Structure):
 
 
 class StubGpu(ctypes.Structure):
-    """One GPU in the shared file: every attribute may be read and set while other processes use it."""
+    """One GPU in the shared file; attributes may be read and set while other processes use it."""
 
     _fields_ = (
         ("uuid", ctypes.c_char * 80), ("name", ctypes.c_char * 96), ("bus_id", ctypes.c_char * 32),
@@ -70,25 +70,25 @@ class StubGpu(ctypes.Structure):
         return int(self._calls[FUNCTIONS.index(function)])
 
     def fail(self, function: str, error: str) -> None:
-        """Let a function answer with an error from now on; ``none`` makes it work again."""
+        """Make a function return an error from now on; ``none`` makes it work again."""
         self._errors[FUNCTIONS.index(function)] = ERRORS[error]
 
     def hang(self, function: str, hangs: bool = True) -> None:
-        """Let a function not return until it is told so again with False."""
+        """Make a function block until a call with ``hangs=False``."""
         self._hang[FUNCTIONS.index(function)] = hangs
 
     def set_field(self, number: int, value: int) -> None:
-        """Let the GPU have a value that NVML keeps by number."""
+        """Set the value of an NVML field by number."""
         self._values[self.field_count] = _Field(number, 0, value)
         self.field_count += 1
 
     def changes_mhz(self) -> list[int]:
-        """Return the clocks that were set so far, in order; 0 is a reset. The last 4096 at most."""
+        """Return the clocks set so far, in order, at most the last 4096; 0 is a reset."""
         first = max(0, self.change_count - HISTORY)
         return [int(self._changes[n % HISTORY].clock_mhz) for n in range(first, self.change_count)]
 
     def change_times_s(self) -> list[float]:
-        """Return when (``time.monotonic``) the clocks of :meth:`changes_mhz` were set [s]."""
+        """Return the times (``time.monotonic``) of :meth:`changes_mhz` [s]."""
         first = max(0, self.change_count - HISTORY)
         return [float(self._changes[n % HISTORY].at_s) for n in range(first, self.change_count)]
 
@@ -117,10 +117,10 @@ def build(folder: Path) -> Path:
 
 
 class StubNvml:
-    """GPUs that every process started with :attr:`environment` sees through the real pynvml.
+    """GPUs visible through the real pynvml to every process started with :attr:`environment`.
 
     Attributes:
-        gpus: The GPUs, live: setting ``stub.gpus[0].power_w`` changes what the next call there reads.
+        gpus: The live GPUs: setting ``stub.gpus[0].power_w`` changes the value that the next call reads.
         environment: Variables that make a process load the stub library with these GPUs.
     """
 
@@ -143,9 +143,9 @@ class StubNvml:
 
     @property
     def virtual_s(self) -> float:
-        """The time that the GPUs live in [s]; while it is 0, they live in ``time.monotonic``.
+        """Current time of the GPUs [s]; if it is 0, they use ``time.monotonic``.
 
-        Otherwise a call that takes its time moves it forward instead.
+        Otherwise calls that take time advance it.
         """
         return float(self._state.virtual_s)
 
@@ -154,23 +154,23 @@ class StubNvml:
         self._state.virtual_s = seconds
 
     def calls(self, function: str) -> int:
-        """Return how often a function that belongs to no GPU was called (``init``, ``count``, …)."""
+        """Return how often a function without a GPU argument was called (``init``, ``count``, …)."""
         return int(self._state._calls[FUNCTIONS.index(function)])
 
     def fail(self, function: str, error: str) -> None:
-        """Let a function that belongs to no GPU answer with an error from now on."""
+        """Make a function without a GPU argument return an error from now on."""
         self._state._errors[FUNCTIONS.index(function)] = ERRORS[error]
 
     def locked_clocks_mhz(self) -> list[int]:
-        """Return the clock each GPU is locked at, 0 where it is not."""
+        """Return the locked clock of each GPU, 0 if it is not locked."""
         return [int(gpu.locked_clock_mhz) for gpu in self.gpus]
 
     def agents(self) -> list[psutil.Process]:
-        """Return the agents of these GPUs' node; several while one starts, or takes the place of another."""
+        """Return the agents of this node; there are several while one starts or replaces another."""
         return self._processes("perseus_ds.agent.process")
 
     def servers(self) -> list[psutil.Process]:
-        """Return the servers of jobs that agents of this node have started."""
+        """Return the servers started by agents of this node."""
         return self._processes("perseus_ds.server.process")
 
     def _processes(self, module: str) -> list[psutil.Process]:
@@ -184,7 +184,7 @@ class StubNvml:
         return found
 
     def has_agent(self, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
-        """Return whether one agent, which is none of some others, holds the memory of so many ranks."""
+        """Return whether one agent, other than those in ``besides``, holds the memory of at least this many ranks."""
         for agent in {*self.agents()} - {*besides}:
             with contextlib.suppress(OSError):
                 files = [os.readlink(descriptor) for descriptor in Path(f"/proc/{agent.pid}/fd").iterdir()]
@@ -193,7 +193,7 @@ class StubNvml:
         return False
 
     def run(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python with these arguments on the stub's GPUs and return its output."""
+        """Run Python with these arguments on the stub's GPUs and return the completed process."""
         return subprocess.run(
             [sys.executable, *arguments],
             env={**os.environ, **self.environment, **(environment or {})},

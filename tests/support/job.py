@@ -1,4 +1,4 @@
-"""Starts jobs on real ranks: those of ``pipeline_job.py``, and scripts of other engines and of examples."""
+"""Starts jobs on real ranks: ``pipeline_job.py``, and scripts of other engines and of examples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forked import free_port, run_ranks
 from run_log import Record
 
 SCRIPT = Path(__file__).with_name("pipeline_job.py")
-# Fast enough for a test, long enough for simulated instructions to dwarf what the CPU does.
+# Fast enough for a test, and long enough that simulated instructions dwarf the CPU's work.
 SIMULATED = {"longest_instruction_s": 0.03, "counter_period_s": 0.02, "lock_latency_s": 0.002}
 QUICK_PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
-# Jobs have a cache of their own, but for what DeepSpeed compiles.
+# Each job has its own cache, except for extensions compiled by DeepSpeed.
 EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
 SEARCH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": EXTENSIONS, "PATH": SEARCH}
@@ -36,13 +36,13 @@ class Finished:
 
     @property
     def printed(self) -> str:
-        """What the job printed, which must have come to its end."""
+        """Output of the job, which must have succeeded."""
         assert self.returncode == 0, self.output[-4000:]
         return self.output
 
     @property
     def ranks(self) -> list[Any]:
-        """What every rank reported; the job must have come to its end."""
+        """Reports of all ranks; the job must have succeeded."""
         assert self.returncode == 0, self.output[-4000:]
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
 
@@ -58,17 +58,17 @@ class Finished:
 
 @dataclass
 class Running:
-    """A job that runs until it is told to stop."""
+    """A job that runs until it is stopped."""
 
     folder: Path
 
     def order(self, name: str, given: bool = True) -> None:
-        """Place one of the files that the job looks for, or take it away."""
+        """Create or remove one of the files that control the job."""
         file = self.folder / name
         file.touch() if given else file.unlink()
 
     def wait_for(self, condition: Callable[[list[Record]], Any]) -> Any:
-        """Wait until the job's records meet a condition, and return what the condition returned."""
+        """Wait until the job's records meet a condition; return the condition's result."""
         return run_log.wait_for(self.folder / "perseus", condition)
 
 
@@ -76,7 +76,7 @@ DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 
 
 def _launcher(name: str) -> list[str]:
-    """Return the launcher's words before the number of ranks; each job has a port of its own."""
+    """Return the launcher's arguments before the number of ranks; each job has its own port."""
     if name == "deepspeed":
         return [DEEPSPEED, "--no_local_rank", "--master_port", str(free_port()), "--num_gpus"]
     return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -90,7 +90,7 @@ def start(
     output: int | IO[str] = subprocess.PIPE,
     **job: Any,
 ) -> subprocess.Popen[str]:
-    """Start a job by one of the launchers; what it prints goes into a pipe or a file."""
+    """Start a job by one of the launchers; its output goes into a pipe or a file."""
     _prepare(folder, ranks, job)
     return subprocess.Popen(
         [sys.executable, *_launcher(launcher), str(ranks), str(SCRIPT), str(folder)],
@@ -103,13 +103,13 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> Finished:
-    """Wait until a job that was started ends."""
+    """Wait until a started job ends."""
     output, _ = process.communicate(timeout=run_log.GIVE_UP_S)
     return Finished(folder, process.returncode, output)
 
 
 def launch(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
-    """Run a job to its end by torchrun."""
+    """Run a job to its end with torchrun."""
     return finish(start(folder, ranks, environment, **job), folder)
 
 
@@ -120,7 +120,7 @@ def run(
     give_up_s: float = run_log.GIVE_UP_S,
     **job: Any,
 ) -> Finished:
-    """Run a job to its end on forked ranks, which start sooner than those of a launcher."""
+    """Run a job to its end on forked ranks, which start faster than those of a launcher."""
     _prepare(folder, ranks, job)
     return run_script(folder, ranks, SCRIPT, folder, environment=environment, give_up_s=give_up_s)
 
@@ -139,7 +139,7 @@ def run_script(
 
 
 def run_jobs(folder: Path, ranks: int, script: Path | str, jobs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run jobs one after the other on the same ranks; return what each rank reported, by the names of the jobs.
+    """Run jobs one after the other on the same ranks; return the reports of each rank by job.
 
     The script calls ``job_parts.train_jobs``.
     """
@@ -149,14 +149,14 @@ def run_jobs(folder: Path, ranks: int, script: Path | str, jobs: dict[str, dict[
 
 
 def block_in(folder: Path, mode: str, **keys: Any) -> dict[str, Any]:
-    """Return a ``perseus`` block for a mode, on simulated GPUs that are quick; its output is a folder in this one."""
+    """Return a ``perseus`` block for a mode, with fast simulated GPUs and an output folder inside ``folder``."""
     simulated = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
     common = {"device": "simulated", "simulated": simulated, "profile": QUICK_PROFILE, "cache": False}
     return {"mode": mode, "output_dir": str(folder / mode), **common, **keys}
 
 
 def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> dict[str, dict[str, Any]]:
-    """Return a job in each mode, and last one without Perseus; ``run`` mode takes a frontier."""
+    """Return a job in each mode, and one without Perseus at the end; ``run`` mode uses the frontier."""
     of_modes: dict[str, dict[str, Any]] = {
         "observe": {"steps": 6, "perseus": block_in(folder, "observe")},
         "profile": {"until": ["observe", 2], "perseus": block_in(folder, "profile")},
@@ -168,7 +168,7 @@ def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> 
 
 
 def assert_untouched(jobs: dict[str, dict[str, Any]]) -> None:
-    """What a rank reports of a job in each mode is, step by step, the same bits as without Perseus; nothing is left."""
+    """Assert that a rank's reports in each mode have the same bits as without Perseus, and that nothing is left."""
     for mode, done in jobs.items():
         assert len(done["weights"]) > 2, mode
         for what in {"losses", "norms", "weights", "random_after"} & done.keys():
@@ -177,7 +177,7 @@ def assert_untouched(jobs: dict[str, dict[str, Any]]) -> None:
 
 
 def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job: Any) -> Finished:
-    """Run a job for as long as a function steers and watches it."""
+    """Run a job while a function controls and watches it."""
     folder.mkdir(parents=True, exist_ok=True)
     running = Running(folder)
     with ThreadPoolExecutor() as pool:
@@ -191,7 +191,7 @@ def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job
 
 @dataclass
 class PlainRuns:
-    """Jobs without Perseus; each is run once for all tests that compare with it."""
+    """Runs jobs without Perseus, each once for all tests that compare with it."""
 
     folder: Path
     _finished: dict[str, Finished] = field(default_factory=dict)
@@ -203,13 +203,13 @@ class PlainRuns:
         return self._finished[key]
 
     def assert_same(self, finished: Finished, ranks: int, **job: Any) -> None:
-        """Train without Perseus for as many steps; losses, weights and random numbers must be the same bits."""
+        """Train without Perseus for as many steps; losses, weights and random numbers must have the same bits."""
         steps = len(finished.ranks[0]["losses"]) - ("evaluate_after" in job)
         assert_same_training(finished, self.run(ranks, **{**job, "steps": steps}))
 
 
 def assert_same_training(finished: Finished, without: Finished) -> None:
-    """Losses, weights and random numbers of two jobs are the same bits."""
+    """Assert that losses, weights and random numbers of two jobs have the same bits."""
     for ours, theirs in zip(finished.ranks, without.ranks, strict=True):
         assert repr(ours["losses"]) == repr(theirs["losses"])  # repr, since NaN is not equal to itself
         assert ours["weights"] == theirs["weights"]

@@ -1,9 +1,9 @@
-"""Jobs that train a GPT by Megatron-Core on real gloo ranks, one after the other in the same processes.
+"""Jobs that train a GPT with Megatron-Core on real gloo ranks, one after the other in the same processes.
 
-Started by ``job.run_jobs``. Reported of each job are the losses, gradient norms, a hash of the parameters and the next
-random number after each step, and what Perseus leaves at the end.
+Started by ``job.run_jobs``. The report of each job has the losses, gradient norms, a hash of the parameters and the
+next random number after each step, and which changes by Perseus are left at the end.
 
-Megatron-Core needs CUDA; here it gets the stand-ins of ``examples/megatron/cpu.py``, and nothing else of it is changed.
+Megatron-Core needs CUDA; here it uses the stand-ins of ``examples/megatron/cpu.py``, and is otherwise unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import megatron.core
 
-# Imported late otherwise, after the stand-ins.
+# Otherwise imported later, after the stand-ins are in place.
 import megatron.core.dist_checkpointing.strategies.filesystem_async
 import megatron.core.dist_checkpointing.strategies.state_dict_saver
 import megatron.core.dist_checkpointing.strategies.torch
@@ -46,19 +46,19 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stand_in_for_cuda()
-    vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16 defines with Transformer Engine only
+    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16 defines it with Transformer Engine only
     token_dispatcher.maybe_move_tensor_to_cpu = already_on_cpu
     train_jobs(train)
 
 
 def already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Do what is asked for a tensor that comes from CUDA, and is left out for others."""
+    """Convert a CPU tensor if requested; Megatron's function does so for CUDA tensors only."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def model_of(job: dict[str, Any]) -> list[Any]:
     """Return this rank's parts of a GPT, each in Megatron's data-parallel wrapper."""
-    chunks, half = job.get("chunks", 1), job.get("combined", False)  # combined 1F1B trains no model of 32 bits
+    chunks, half = job.get("chunks", 1), job.get("combined", False)  # combined 1F1B does not train fp32 models
     overlap = job.get("overlap", chunks > 1)
     config = TransformerConfig(
         num_layers=job.get("layers", 4),
@@ -89,7 +89,7 @@ def model_of(job: dict[str, Any]) -> list[Any]:
         variable_seq_lengths="mixed" in job,
     )
     if job.get("graphs"):
-        config.cuda_graph_impl = "full_iteration"  # as Megatron 0.17 calls it; here nothing is captured
+        config.cuda_graph_impl = "full_iteration"  # as Megatron 0.17 calls it; nothing is captured here
     parts = []
     for chunk in range(chunks):
         part = GPTModel(
@@ -119,19 +119,19 @@ def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 
 def sum_of_losses(tokens: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Sum the losses of some of the tokens, and count them; micro-batches differ in their number."""
+    """Sum the losses of some of the tokens and count these; their number differs between micro-batches."""
     is_trained = tokens < VOCABULARY // 2
     loss = (output.float() * is_trained).sum()
     return loss, is_trained.sum().int(), {"loss": loss.detach().clone()}
 
 
 def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
-    # Each context parallel rank has its part of a sequence; attention between the parts needs Transformer Engine.
+    # Each context-parallel rank has its part of a sequence; attention between the parts needs Transformer Engine.
     parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     whole = next(data)
     positions = torch.arange(whole.shape[1]).expand_as(whole)
     tokens, positions = (each.chunk(parts, dim=1)[part] for each in (whole, positions))
-    run = model.build_schedule_plan if return_schedule_plan else model  # a plan of combined 1F1B, which runs it
+    run = model.build_schedule_plan if return_schedule_plan else model  # a plan of combined 1F1B, which executes it
     loss = partial(sum_of_losses, tokens) if model.config.calculate_per_token_loss else loss_of
     return run(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss
 
@@ -143,7 +143,7 @@ def batches(seed: int) -> Any:
 
 
 def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
-    """Train a model; return what to report."""
+    """Train a model and return its report."""
     if "like_first" in job:
         job["orders"] = [[count] for count in before[0]["counts"]]
     parallel_state.initialize_model_parallel(
@@ -212,10 +212,10 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
-    """Yield how many micro-batches each iteration has, for as many steps as the job has at most.
+    """Yield the number of micro-batches of each iteration.
 
-    Entries of its ``orders`` are ``[count]`` for one iteration, and ``[count, phase, n]`` for all until there were n of
-    a phase.
+    An entry of the job's ``orders`` is ``[count]`` for one iteration, or ``[count, phase, n]`` for iterations until n
+    of them had a phase.
     """
     count = job.get("micro_batches", 4)
     orders = [[count, *job["until"]]] if "until" in job else itertools.repeat([count], job["steps"])
@@ -227,14 +227,14 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
 
 
 def give_lengths(job: dict[str, Any], session: Any, steps: list[int]) -> None:
-    """Give Perseus the lengths of the micro-batches of some iterations, on all ranks alike."""
+    """Pass the lengths of the micro-batches of some iterations to Perseus, identically on all ranks."""
     for step in steps:
         if session is not None and "mixed" in job:
             session.next_lengths(job["mixed"][step % len(job["mixed"])])
 
 
 def cut(data: Any, job: dict[str, Any], step: int) -> Iterator[torch.Tensor]:
-    """Yield the micro-batches of an iteration, each of its own length."""
+    """Yield the micro-batches of an iteration, each with its own length."""
     for length in job["mixed"][step % len(job["mixed"])]:
         yield next(data)[:, :length]
 
@@ -248,7 +248,7 @@ def length_of(job: dict[str, Any], step: int) -> int:
 def iterate(
     model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False, length: int = LENGTH
 ) -> list[str]:
-    """Train or evaluate one iteration; return the losses of its micro-batches, on the last stage."""
+    """Train or evaluate one iteration; return the losses of its micro-batches on the last stage."""
     data = [(tokens[:, :length] for tokens in of_chunk) for of_chunk in data]
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -273,7 +273,7 @@ def load(model: list[Any], folder: str) -> None:
 
 
 def gradient_norm(model: list[Any]) -> float:
-    """Return the norm of this rank's gradients; Megatron's own asks tensors whether they are on CUDA."""
+    """Return the norm of this rank's gradients; Megatron's own function requires CUDA tensors."""
     return sum(float(p.main_grad.square().sum()) for chunk in model for p in chunk.parameters()) ** 0.5
 
 

@@ -1,11 +1,11 @@
 """A user's training job: a small PipelineModule on real DeepSpeed ranks, described by ``job.json`` in its folder.
 
-Started with the folder's path. Every rank writes ``rank<N>.json`` into the folder: losses by step, a hash of its
-weights, what Perseus says of itself; and its process into ``pid<N>``. A test steers a running job by files in the
-folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while
-``slow`` is there. The last rank's connections with others break when ``cut`` appears. A job with ``end_by`` ends in
-that manner when ``end`` appears. One that ``survives_term`` trains on after SIGTERM. A job that is ``followed`` writes
-each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
+The argument is the folder. Every rank writes ``rank<N>.json`` into it, with losses by step, a hash of its weights and
+the state of Perseus, and writes its process id into ``pid<N>``. A test controls a running job by files in the folder:
+the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while ``slow``
+exists. The last rank's connections to others break when ``cut`` appears. A job with ``end_by`` ends in that manner when
+``end`` appears. A job with ``survives_term`` continues to train after SIGTERM. A job with ``followed`` writes each loss
+to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ leave_out_shared_memory()
 
 
 class Block(nn.Module):
-    """A layer with dropout and batch statistics, whose random numbers and buffers a careless profiler would disturb."""
+    """A layer with dropout and batch statistics, which reveal a profiler that changes random numbers or buffers."""
 
     def __init__(self, repeat: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class HalfPrecisionCpu(CPU_Accelerator):
-    """torch computes in fp16 on any CPU, slowly; DeepSpeed says so of the newest only."""
+    """Enables fp16, which torch computes on any CPU, slowly; DeepSpeed supports it on the newest CPUs only."""
 
     def is_fp16_supported(self) -> bool:
         return True
@@ -94,14 +94,14 @@ def dtype_of(job: dict) -> torch.dtype:
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a shell lack
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     if job.get("survives_term"):
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     torch.set_num_threads(1)
     if dtype_of(job) is torch.half:
         set_accelerator(HalfPrecisionCpu())
     timeout = timedelta(seconds=job.get("timeout_s", 1800))
-    # That of the groups that DeepSpeed makes later, to which it passes none.
+    # For groups that DeepSpeed creates later without passing a timeout.
     torch.distributed.distributed_c10d.default_pg_timeout = timeout
     deepspeed.init_distributed("gloo", timeout=timeout)
     torch.manual_seed(11)
@@ -112,7 +112,7 @@ def main() -> None:
     if job.get("perseus") is not None:
         settings["perseus"] = job["perseus"]
     engine, *_ = perseus_ds.initialize(
-        # An optimizer wants parameters, be they frozen.
+        # An optimizer needs parameters, even if all are frozen.
         model=module,
         model_parameters=list(module.parameters()),
         config=settings,
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def train(engine, module, data, job: dict, folder: Path) -> dict:
-    """Train until the job's last step, phase or order to stop; return what to report, such as the policy's plans."""
+    """Train until the job's last step, phase or stop; return the report, such as losses and the policy's plans."""
     losses: list[float] = []
     plans: list[int | None] = []
     resources: list[dict[str, int]] = []
@@ -161,7 +161,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         change_batch(engine, job, step)
         give_lengths(engine, job, [0, 1] if step == 0 else [step + 1])
         losses.append(float(engine.train_batch(data)))
-        if "file_limit_bytes" in job and step == first:  # from now on writing more fails, as on a full disk
+        if "file_limit_bytes" in job and step == first:  # from now on larger files fail, as on a full disk
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
         if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
@@ -183,7 +183,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
 
 
 def change_batch(engine, job: dict, step: int) -> None:
-    """Have the engine expect what differs between batches: the shapes of inputs, or the number of micro-batches."""
+    """Prepare the engine for batches that differ in the shapes of inputs or the number of micro-batches."""
     if "buckets" in job:
         engine.reset_activation_shape()
     if "counts" in job:
@@ -192,14 +192,14 @@ def change_batch(engine, job: dict, step: int) -> None:
 
 
 def give_lengths(engine, job: dict, steps: list[int]) -> None:
-    """Give Perseus the sizes of the micro-batches of some steps, as the first stage reads them ahead."""
+    """Pass the sizes of the micro-batches of some steps to Perseus ahead, on the first stage."""
     if "mixed" in job and hasattr(engine, "perseus") and engine.is_first_stage():
         for step in steps:
             engine.perseus.next_lengths(job["mixed"][step % len(job["mixed"])])
 
 
 def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:
-    """Tell a step's loss where that is asked for, and save a checkpoint if that is ordered."""
+    """Write the loss of a step, and save a checkpoint if requested, in a ``followed`` job."""
     if not job.get("followed"):
         return
     if torch.distributed.get_rank() == 1:  # rank 0's disk may be full
@@ -212,12 +212,12 @@ def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:
 
 
 def is_ordered(file: Path) -> bool:
-    """Whether rank 0 sees a file, told to all ranks."""
+    """Return whether a file exists on rank 0, broadcast to all ranks."""
     return told_by_rank_0(file.exists())
 
 
 def resources_of(engine) -> dict[str, int]:
-    """Return what a job that runs for weeks must not use ever more of."""
+    """Return the resources that must not grow in a job of several weeks."""
     gc.collect()
     process = psutil.Process()
     return {
@@ -229,7 +229,7 @@ def resources_of(engine) -> dict[str, int]:
 
 
 def save(engine, job: dict, folder: Path, step: int, *, is_last: bool) -> None:
-    """Save a checkpoint if the job wants one after this step."""
+    """Save a checkpoint if the job requires one after this step."""
     if job.get("save_at_end") and is_last:
         engine.save_checkpoint(str(folder / "checkpoint"))
     if "keep_every" in job and (step + 1) % job["keep_every"] == 0:
@@ -237,21 +237,21 @@ def save(engine, job: dict, folder: Path, step: int, *, is_last: bool) -> None:
 
 
 def resume(engine, module, data, job: dict) -> int:
-    """Load a checkpoint and take up data and seeds where it was saved; return the next step.
+    """Load a checkpoint and continue data and seeds from there; return the next step.
 
-    A job that saves a checkpoint every few steps, into the folder that it resumes from, may be its first run.
+    A job with ``keep_every`` saves into the folder that it resumes from, which is empty in its first run.
     """
     if "resume_from" not in job or ("keep_every" in job and not Path(job["resume_from"], "latest").exists()):
         return 0
     engine.load_checkpoint(job["resume_from"])
-    module.micro_offset = engine.global_steps * job["micro_batches"]  # which seeds the layers, and DeepSpeed forgets
+    module.micro_offset = engine.global_steps * job["micro_batches"]  # seeds the layers; DeepSpeed does not restore it
     for _ in range(engine.global_steps * job["micro_batches"]):
         next(data)
     return engine.global_steps
 
 
 class SlowPipeline:
-    """Makes all instructions of one pipeline take longer while a file is there, as a throttled node would."""
+    """Makes all instructions of one pipeline slower while a file exists, as a throttled node would."""
 
     def __init__(self, engine, job: dict, file: Path) -> None:
         self.factor = job["factor"]
@@ -268,7 +268,7 @@ class SlowPipeline:
 
 
 def end(how: str, rank: int) -> None:
-    """End as jobs do that do not come to their end."""
+    """End abnormally, or exit early."""
     if how == "exit":
         sys.exit(0)
     if how == "exception":

@@ -1,4 +1,4 @@
-"""Perseus attaches to Megatron-Core and leaves it as it was; the order of an iteration is what the iteration does."""
+"""Perseus attaches to Megatron-Core and detaches completely; the order that it reads is that of the iteration."""
 
 import json
 from collections import Counter
@@ -64,12 +64,12 @@ def _megatron(monkeypatch):
 
 
 def group(rank, ranks):
-    """A process group of which this process is one rank after the other."""
+    """Return a process group in which this process acts as one rank after the other."""
     return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
 class Communicator(schedules.P2PCommunicator):
-    """The neighbours of a rank that is alone: whatever it asks for comes."""
+    """The neighbours of a single rank: everything that it requests arrives."""
 
     def __init__(self, group, config):
         self.pp_group, self.config = group, config
@@ -77,7 +77,7 @@ class Communicator(schedules.P2PCommunicator):
 
 
 def communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True):
-    """Send nothing and receive zeros at once."""
+    """Send nothing and receive zeros immediately."""
     asked = {
         "send_next": tensor_send_next is not None,
         "send_prev": tensor_send_prev is not None,
@@ -91,7 +91,7 @@ def communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_nex
 
 @pytest.fixture
 def alone(block, monkeypatch):
-    """The block of a job whose ranks run one after the other."""
+    """The ``perseus`` block of a job whose ranks run one after the other."""
     monkeypatch.setattr(schedules.P2PCommunicator, "_communicate", communicate)
     return block
 
@@ -125,7 +125,7 @@ def train(
     forward_only=False,
     **more,
 ):
-    """Run an iteration as a rank of a pipeline; returns what Megatron does."""
+    """Run an iteration as a rank of a pipeline; return the result of Megatron's schedule."""
     config = ModelParallelConfig(
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
@@ -154,7 +154,7 @@ def train(
 
 
 def order_of(alone, ranks, micro_batches, chunks=1, overlap=True):
-    """What each rank does in its first iteration."""
+    """Return the operations of each rank in its first iteration."""
     streams = []
     for rank in range(ranks):
         perseus_ds.attach(megatron.core, alone)
@@ -230,7 +230,7 @@ def test_a_function_that_trains_is_attached_to_by_itself(block):
     plain = schedules.forward_backward_pipelining_without_interleaving
     ours = perseus_ds.attach(plain, block)
     assert ours is schedules.forward_backward_pipelining_without_interleaving
-    assert perseus_ds.attach(ours) is ours  # as where every step asks for the function
+    assert perseus_ds.attach(ours) is ours  # as if every step requested the function
     assert perseus_ds.detach(ours) is plain
 
 
@@ -238,7 +238,7 @@ def test_a_rank_that_has_said_that_it_trains_without_perseus_is_an_error_of_the_
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     before = attributes()
     perseus_ds.attach(megatron.core, {**block, "enabled": False})
-    perseus_ds.attach(megatron.core, {**block, "enabled": False})  # as where every step does
+    perseus_ds.attach(megatron.core, {**block, "enabled": False})  # as if every step attached
     assert attributes() == before
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     with pytest.raises(ConfigError, match=r"ranks differ: enabled is True on rank 1, False on rank 0\. Give all ranks"):
@@ -269,7 +269,7 @@ def test_a_gpu_whose_clocks_may_not_be_set_is_an_error_of_attach_where_the_job_n
 
 
 class MultiModulePipelineCommunicator:
-    """As Megatron's: no ``P2PCommunicator``, but with its methods."""
+    """Like Megatron's: not a ``P2PCommunicator``, but with its methods."""
 
     def __init__(self, *args):
         self._one = Communicator(*args)
@@ -291,7 +291,7 @@ def test_transfers_without_known_passes_are_an_error_and_in_auto_mode_one_warnin
 
 
 class Optimizer(MegatronOptimizer):
-    """One whose step takes a while on the GPU."""
+    """An optimizer whose step takes 10 ms on the GPU."""
 
     def __init__(self, cuda):
         self.cuda = cuda
@@ -305,7 +305,7 @@ Optimizer.__abstractmethods__ = frozenset()
 
 @pytest.fixture
 def launches(alone, monkeypatch):
-    """A stand-in for CUDA on which passes are launched, and Megatron's wrapper captures graphs."""
+    """A stand-in for CUDA on which passes are launched and Megatron's wrapper captures graphs."""
     cuda = cuda_of_engines(monkeypatch)
     for name in ("Stream", "stream"):
         monkeypatch.setattr(cuda, name, getattr(CpuTorch.cuda, name), raising=False)
@@ -314,7 +314,7 @@ def launches(alone, monkeypatch):
     monkeypatch.setattr(
         Part, "forward", lambda part, inputs: launched(torch.nn.Linear.forward(part, inputs), cuda, 0.1)
     )
-    # The neighbours of this rank are none of the job.
+    # The neighbours of this rank are not part of the job.
     monkeypatch.setattr(megatron_engine, "ranks_of", lambda group: (0,))
     monkeypatch.setattr(MegatronEngine, "_copies", lambda engine: (0,))
     yield cuda
@@ -327,7 +327,7 @@ GRAPH = {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}
 
 
 def in_a_graph(wrapper, **keys):
-    """Train or evaluate an iteration by Megatron's wrapper."""
+    """Train or evaluate an iteration with Megatron's wrapper."""
     return train(0, 2, 3, function=wrapper, **GRAPH, **keys)
 
 
@@ -345,7 +345,7 @@ def test_iterations_that_megatron_replays_as_one_graph_are_marked_and_recorded(l
         optimizer.step()
         launches.synchronize()
         memory = megatron.core.perseus.runtime.clocks.memory
-        assert memory.begun == memory.ended == number, "the first iteration shows the order"
+        assert memory.begun == memory.ended == number, "the first iteration is used to read the order"
         marked = [memory.marked_s(slot) is not None for slot in range(2 * 6 + 1)]
         assert marked == [number >= warm_up] * 13, "forwards, backwards, and the begin of the tail"
         if number == 3:
@@ -394,14 +394,14 @@ def test_graphs_of_parts_are_planned_as_usual(alone):
 def test_a_single_stage_has_nothing_to_plan_and_trains_without_groups(block, caplog, monkeypatch):
     perseus_ds.attach(megatron.core, block)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    with pytest.raises(TypeError, match="forward_step_func"):  # Megatron's own, of a call without arguments
+    with pytest.raises(TypeError, match="forward_step_func"):  # Megatron's own error for a call without arguments
         schedules.forward_backward_no_pipelining()
     assert "nothing to plan" in caplog.text
 
 
 def test_the_installed_megatron_has_what_is_relied_upon():
     check_megatron(megatron.core, schedules, parallel_state)
-    installed = Version(Version(megatron.core.__version__).public)  # without the commit, which it adds in a repository
+    installed = Version(Version(megatron.core.__version__).public)  # without the commit hash of a source checkout
     assert Version(OLDEST_MEGATRON) <= installed <= Version(NEWEST_MEGATRON)
 
 

@@ -1,4 +1,4 @@
-"""Simulated GPUs in virtual time: with recorded clocks, a faulty driver or a slow counter; CUDA on top of one."""
+"""Simulated GPUs in virtual time that record clocks, fail, or count energy slowly, and a stand-in for CUDA."""
 
 import bisect
 import math
@@ -21,18 +21,18 @@ DRIVER_FAULTS = ("driver error", "driver busy", "no permission", "driver hangs",
 
 
 def set_clock(clocks, clock_mhz):
-    """Request a clock of a controller, and return when the driver has accepted it, or refused."""
+    """Request a clock, and return when the driver has accepted or refused it."""
     clocks.request(clock_mhz)
     clocks.call(lambda: 0.0).value()
 
 
 class RecordingGpu(SimulatedGpu):
-    """Records which clocks were set, None for the default, and when.
+    """Records the clocks that were set, None for the default, and their times.
 
     Attributes:
         set_at: Clocks and times.
-        refusal: An error that locking a clock raises instead.
-        refusal_to_reset: An error that resetting it raises instead.
+        refusal: An error raised instead of locking a clock.
+        refusal_to_reset: An error raised instead of resetting the clock.
     """
 
     def __init__(self, *arguments, **settings):
@@ -59,14 +59,14 @@ class RecordingGpu(SimulatedGpu):
 
     @contextmanager
     def computing(self):
-        """An instruction that takes as long as what is done meanwhile."""
+        """Run an instruction for the duration of the context."""
         self.begin_work()
         yield
         self.finish_work(0.0)
 
 
 class FaultyGpu(SimulatedGpu):
-    """Its driver misbehaves between :meth:`begin` and :meth:`end`.
+    """A GPU whose driver fails between :meth:`begin` and :meth:`end`.
 
     Attributes:
         fault: One of :data:`DRIVER_FAULTS` or of :data:`REFUSALS`, or ``"counter stands still"``; None if it works.
@@ -83,12 +83,12 @@ class FaultyGpu(SimulatedGpu):
         return self.locked_clock_mhz == self.model.top_clock_mhz
 
     def begin(self, fault):
-        """Misbehave from now on."""
+        """Fail from now on."""
         self._stands_at_j = super().energy_j()
         self.fault = fault
 
     def end(self):
-        """Work again."""
+        """Recover from the fault."""
         with self._works:
             self.fault = None
             self._works.notify_all()
@@ -118,10 +118,10 @@ class FaultyGpu(SimulatedGpu):
 
 
 class AveragingGpu(SimulatedGpu):
-    """Its counter adds up powers that are averaged over the past, as power readings are.
+    """A GPU whose counter integrates a moving average of the power, as power readings are.
 
     Attributes:
-        average_s: Over how long powers are averaged [s]; a test may change it.
+        average_s: Window of the average [s]; a test may change it.
     """
 
     average_s = 1.0
@@ -140,7 +140,7 @@ class AveragingGpu(SimulatedGpu):
         return float(np.interp(asked_s, self._seen_s[first:], self._seen_j[first:]).mean())
 
     def run_for(self, seconds):
-        """Compute for some time, and look at the counter before and after."""
+        """Compute for some time, and read the counter before and after."""
         self.energy_j()
         self.begin_work(COMPUTE_BOUND)
         self.finish_work(seconds)
@@ -148,7 +148,7 @@ class AveragingGpu(SimulatedGpu):
 
 
 class OneAtATime:
-    """A driver that serves one call after the other: surrounds each call, of GPUs that live in one time."""
+    """A driver that serves one call at a time: context of each call of GPUs that share one time."""
 
     def __init__(self, time):
         self._changed = time.condition()
@@ -169,18 +169,18 @@ class OneAtATime:
 
 
 class VirtualCuda:
-    """One stream of CUDA, whose work a simulated GPU does at the clock that it has; launches return at once.
+    """One CUDA stream, whose work a simulated GPU does at its current clock; launches return immediately.
 
     It stands in for the module ``torch.cuda``.
 
     Args:
         time: Its virtual time.
-        gpu: A simulated GPU that lives in it; None for work that always takes as long as it says.
+        gpu: A simulated GPU with the same time; None for work that always takes its nominal time.
         device: Number of the current device.
 
     Attributes:
-        chosen: The device that each call of ``set_device`` chose.
-        events: How many events were created.
+        chosen: The device of each call of ``set_device``.
+        events: Number of events created.
     """
 
     def __init__(self, time, gpu=None, device=0):
@@ -196,7 +196,7 @@ class VirtualCuda:
         time.thread(self._run, "stream").start()
 
     def launch(self, seconds, workload=COMPUTE_BOUND):
-        """Enqueue work that takes some time at the top clock; returns at once."""
+        """Enqueue work that takes ``seconds`` at the top clock; does not wait."""
 
         def work():
             self.gpu.begin_work(workload)
@@ -205,11 +205,11 @@ class VirtualCuda:
         self.idle(seconds) if self.gpu is None else self.enqueue(work)
 
     def idle(self, seconds):
-        """Enqueue a wait."""
+        """Enqueue an idle time."""
         self.enqueue(lambda: self.time.sleep(seconds))
 
     def enqueue(self, work):
-        """Enqueue a function, during which the stream is busy; while a graph is captured, add it to the graph."""
+        """Enqueue a function, during which the stream is busy; during a capture, add it to the graph instead."""
         if self._captured is not None:
             self._captured.append(work)
             return
@@ -222,7 +222,7 @@ class VirtualCuda:
 
     @contextmanager
     def graph(self, graph, **_):
-        """Capture what is enqueued meanwhile."""
+        """Capture everything enqueued within the context."""
         graph.capture_begin()
         try:
             yield
@@ -230,7 +230,7 @@ class VirtualCuda:
             graph.capture_end()
 
     def begin_capture(self):
-        """Return a list to which all that is enqueued is added."""
+        """Return a list to which everything enqueued is added."""
         self.check_captured()
         self._captured = []
         return self._captured
@@ -239,7 +239,7 @@ class VirtualCuda:
         self._captured = None
 
     def check_captured(self, wanted=False):
-        """Raise an error if a call is not permitted while a graph is captured; or, if wanted, otherwise."""
+        """Raise an error if a graph is being captured, or with ``wanted``, if none is."""
         if (self._captured is not None) is not wanted:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing, or only then")
 
@@ -282,7 +282,7 @@ class VirtualCuda:
 
 
 class VirtualGraph:
-    """A graph of what was launched on such a stream."""
+    """A graph of the launches on such a stream."""
 
     def __init__(self, cuda):
         self._cuda, self._launched = cuda, []
@@ -299,7 +299,7 @@ class VirtualGraph:
 
 
 def wait_for_event(event):
-    """Wait in virtual time, in one step."""
+    """Wait for an event in virtual time, without polling."""
     event.synchronize()
 
 

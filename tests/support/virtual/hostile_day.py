@@ -1,7 +1,7 @@
-"""A job in virtual time under random faults: hours of it pass in minutes. GPUs and passes are simulated.
+"""A job in virtual time under random faults, with simulated GPUs and passes: hours take minutes.
 
-After each fault the job must be back under a plan, and for each fault there is at most one warning of a rank. The last
-fault does not pass: clocks must be the default ones then.
+After each fault the job must return to a plan, and each fault may cause at most one warning per rank. The last fault is
+permanent: clocks must then be the default ones.
 """
 
 import random
@@ -22,13 +22,13 @@ _POLICIES = ({"name": "energy_optimal"}, {"name": "slowdown", "max_slowdown": 0.
 
 @dataclass
 class Outcome:
-    """What the faults of one cause did.
+    """Effects of all faults of one cause.
 
     Attributes:
-        times: How often it was there.
-        warnings: Of all ranks.
-        back_s: For each, how long after its end the job was back under a plan [s].
-        broken: The promises that did not hold.
+        times: Number of occurrences.
+        warnings: Warnings of all ranks.
+        back_s: Time from the end of each fault until the job was back under a plan [s].
+        broken: Violated guarantees.
     """
 
     times: int = 0
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class HostileDay:
-    """See the module."""
+    """A job under random faults; see the module's docstring."""
 
     def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS):
         """Start the job."""
@@ -52,7 +52,7 @@ class HostileDay:
         self._warnings = 0
 
     def run(self, minutes):
-        """Train for so long, faults after faults, and then with one that does not pass; return what was broken."""
+        """Train this long under successive faults, then under a permanent one; return the violated guarantees."""
         end_s = self.job.time.now_s() + 60.0 * minutes
         is_back = True
         while is_back and self.job.time.now_s() < end_s:
@@ -79,13 +79,13 @@ class HostileDay:
         return True
 
     def _warned(self):
-        """Return the failures of ranks since the last time; each is a warning and a record."""
+        """Return the failures of ranks since the last call; each is a warning and a record."""
         failed = [record for record in self.job.events(Failed) if record.event == "failure"]
         known, self._warnings = self._warnings, len(failed)
         return failed[known:]
 
     def _cause(self, cause, for_s):
-        """Let something happen for some time [s]."""
+        """Cause a fault for some time [s]."""
         job, rank = self.job, self._random.randrange(len(STAGES_S))
         if cause in GPU_FAULTS:
             affected = job.gpus if self._random.random() < 0.2 else [job.gpus[rank]]

@@ -1,7 +1,7 @@
 """A training job in virtual time: real clients, agents and a real server on simulated GPUs, without an engine.
 
-The one rank of a job runs on the thread of the test. Each rank of a pipeline is a thread of one :class:`VirtualTime`;
-they meet in :class:`Meetings`. Messages arrive at once.
+A job of one rank runs on the thread of the test. In a pipeline, each rank is a thread of one :class:`VirtualTime`, and
+ranks wait for each other in :class:`Meetings`. Messages are delivered immediately.
 """
 
 import itertools
@@ -41,20 +41,20 @@ from virtual.gpu import OneAtATime, VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
-"""One stage has no slack: only a plan that is slower saves energy."""
+"""A single stage has no slack: only a slower plan saves energy."""
 
 
 class VirtualJob:
-    """A job of one rank, or of a pipeline of ranks; 1F1B, unless it is given a schedule.
+    """A job of one rank, or of a pipeline of ranks, which runs 1F1B by default.
 
     Attributes:
-        work_s: Of each stage, how long each kind of instruction takes at the top clock; a test may change it [s].
-        slowdowns: How many times as long each rank takes; a test may change it.
-        wait_s: Time in which the GPU waits before each pass; a test may change it [s].
-        schedule: What its ranks execute; a test may change it.
-        shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
-        taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
-        read: How many times the schedule of an order was read after the start.
+        work_s: Time of each kind of instruction at the top clock, by stage; a test may change it [s].
+        slowdowns: Factor on the times of each rank; a test may change it.
+        wait_s: Time for which the GPU is idle before each pass; a test may change it [s].
+        schedule: The schedule that the ranks execute; a test may change it.
+        shapes: Identifies the shapes of the inputs, of all forwards or of each; a test may change it.
+        taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
+        read: How many times the schedule of an iteration was read after the start.
         waits: How many times a rank had to wait for others in a collective.
     """
 
@@ -79,24 +79,24 @@ class VirtualJob:
         time=None,
         **block,
     ):
-        """Begin the job; its first iteration is run by :meth:`train`.
+        """Start the job; :meth:`train` runs its first iteration.
 
         Args:
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
             tail_s: Time of the tail at the top clock [s].
-            work_s: By kind, in the place of both, of a job of one rank [s].
-            wait_s: Time in which the GPU waits before each pass [s].
-            other_s: Time of a command that is none of the known ones [s].
-            transfer_s: Time of a transfer [s].
-            micro_batches: Of an iteration.
-            pipelines: Data-parallel ones, whose ranks wait for each other at the end of an iteration.
-            schedule: Whatever its ranks execute; it may have several stages on a rank, and transfers under way.
-            gpu: Settings of the simulated GPUs.
-            cuda: Whether passes are only launched, on a stand-in for CUDA; else they are over when they return.
-            graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
-                number is the time of the part of the tail that is in the graph, too [s].
-            time: The time that it shares with other jobs; by default one of its own.
-            block: The rest of the ``perseus`` block.
+                work_s: Times by kind, instead of both, for a job of one rank [s].
+                wait_s: Time for which the GPU is idle before each pass [s].
+                other_s: Time of an unknown command [s].
+                transfer_s: Time of a transfer [s].
+                micro_batches: Micro-batches of an iteration.
+                pipelines: Data-parallel pipelines, whose ranks wait for each other at the end of an iteration.
+                schedule: Schedule to execute; it may have several stages per rank and overlapping transfers.
+                gpu: Settings of the simulated GPUs.
+                cuda: Whether passes are only launched, on a stand-in for CUDA; otherwise they are complete on return.
+                graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
+                    number is the time of the part of the tail that is in the graph, too [s].
+                time: Time shared with other jobs; by default the job has its own.
+                block: Other keys of the ``perseus`` block.
         """
         self.time = time or VirtualTime()
         self.folder = folder
@@ -127,26 +127,26 @@ class VirtualJob:
 
     @property
     def runtime(self):
-        """Perseus on rank 0."""
+        """PerseusRuntime of rank 0."""
         return self.runtimes[0]
 
     @property
     def phase(self):
-        """What the server has the iterations to come run."""
+        """Phase of the next iterations, as decided by the server."""
         return self.server.phase
 
     @property
     def under_way(self):
-        """How many iterations have begun when one is decided on that was reported before them."""
+        """Number of iterations started before the server decides on one."""
         return 1 if self._cuda is None else 2
 
     @property
     def is_under_a_plan(self):
-        """Whether the iterations to come run under a plan, and no rank has fallen back."""
+        """Whether the next iterations run under a plan and no rank has fallen back."""
         return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
 
     def has_fallen_back(self, rank):
-        """Whether a rank runs at default clocks because its driver has failed."""
+        """Whether a rank runs at default clocks because its driver failed."""
         return self.agent(rank)._fallback.is_in_force
 
     def agent_link(self, rank):
@@ -154,12 +154,12 @@ class VirtualJob:
         return self._clocks[rank]._link
 
     def agent(self, rank):
-        """The agent's part for a rank."""
+        """The agent's state of a rank."""
         return self.agent_link(rank).agent
 
     @property
     def gpu(self):
-        """That of rank 0."""
+        """GPU of rank 0."""
         return self.gpus[0]
 
     @property
@@ -172,17 +172,17 @@ class VirtualJob:
         return self._meetings.waits
 
     def train(self, iterations=1):
-        """Run iterations; return their phases."""
+        """Run iterations and return their phases."""
         begin = len(self.taken)
         self._on_all_ranks(lambda rank: [self._iterate(rank) for _ in range(iterations)])
         return [phase for phase, _, _ in self.taken[begin:]]
 
     def train_until(self, phase, most=80):
-        """Run iterations until the next one is of a phase; return the phases of those before."""
+        """Run iterations until the next one has this phase; return the phases of those before."""
         return self.train_while(lambda: self.phase != phase, most)
 
     def train_while(self, is_so, most=300):
-        """Run iterations as long as something is so; return their phases."""
+        """Run iterations while a condition holds; return their phases."""
         phases = []
         while is_so():
             assert len(phases) < most, phases
@@ -190,12 +190,12 @@ class VirtualJob:
         return phases
 
     def train_until_compared(self, times=1, most=300):
-        """Run iterations until plans have been compared with default clocks so often; return the comparisons."""
+        """Run iterations until plans have been compared with default clocks this many times; return the comparisons."""
         self.train_while(lambda: len(self.events(PlanJudged)) < times, most)
         return self.events(PlanJudged)
 
     def late_under_plans(self, by_s=0.05):
-        """Make passes take longer under plans than they did when they were profiled."""
+        """Make passes take longer under plans than when they were profiled."""
         idle, work = self.idle, self.work
 
         def work_late(rank, instruction):
@@ -206,7 +206,7 @@ class VirtualJob:
         self.work = work_late
 
     def work(self, rank, instruction):
-        """Compute an instruction."""
+        """Execute an instruction."""
         kind, work_s = instruction.kind, self.work_s[instruction.stage]
         workload = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND
         kinds = (Kind.FORWARD, Kind.BACKWARD) if kind is Kind.FORWARD_BACKWARD else (kind,)
@@ -218,16 +218,16 @@ class VirtualJob:
             self.gpus[rank].finish_work(seconds)
 
     def idle(self, rank, seconds):
-        """Let the device wait."""
+        """Keep the device idle."""
         (self._cuda[rank].idle if self._cuda is not None else self.time.sleep)(seconds)
 
     def read_order(self, rank, schedule):
-        """What a rank executes of a schedule, read once the job has started."""
+        """Return the operations of a rank, as read once the job has started."""
         self.read += rank == 0
         return replace(schedule, ranks=(schedule.ranks[self._place(rank)[1]],))
 
     def settle(self):
-        """Wait until the devices are done."""
+        """Wait for all devices."""
         for cuda in self._cuda or ():
             cuda.synchronize()
 
@@ -239,18 +239,18 @@ class VirtualJob:
         return self._records
 
     def events(self, kind):
-        """The events of a kind so far."""
+        """All events of a kind so far."""
         return [record for record in self.records() if isinstance(record, kind)]
 
     def control(self, **order):
-        """Have the server carry out an order as ``perseus-ds control`` sends it; return the answer."""
+        """Have the server execute a command of ``perseus-ds control``; return the answer."""
         return self.server.carry_out(parse_order(order))
 
     def restart(self, steps=None):
-        """End the job, and start it again in the same folder from what was kept; return that.
+        """End the job, and start it again in the same folder from its saved state; return that state.
 
         Args:
-            steps: What the engine says that it has done; by default it does not say.
+            steps: Number of steps that the engine reports; by default it reports none.
         """
         state = json.loads(json.dumps(self.server.state()))
         self.close()
@@ -258,7 +258,7 @@ class VirtualJob:
         return state
 
     def renew(self):
-        """Have another server take the place of this one, which is killed, while ranks train on."""
+        """Replace the server, as if it had been killed, while ranks continue to train."""
         self.server.recorder.flush()
         state = json.loads(json.dumps(self.server.state()))
         self._epoch += 1
@@ -276,7 +276,7 @@ class VirtualJob:
             self._tell(rank, Joined(runtime.clocks.memory.iteration))
 
     def close(self):
-        """End the job once the devices are done; return its iterations."""
+        """Wait for the devices and end the job; return its iterations."""
         self.settle()
         self._on_all_ranks(lambda rank: self.runtimes[rank].close())
         return [record for record in self.records() if isinstance(record, IterationRecord)]
@@ -386,7 +386,7 @@ class VirtualJob:
             end = "end", self._iterations[rank]
             self._meetings.bring(end, rank, None)
             self._meetings.wait(end, len(self.gpus))
-            phase = runtime.phase  # known now, when its inputs are
+            phase = runtime.phase  # known once the inputs have been read
         if self._cuda is not None:
             self._hold_host(rank)
         if rank == 0:
@@ -409,7 +409,7 @@ class VirtualJob:
                     self._await(rank, operation)
 
     def _hold_host(self, rank):
-        """Wait until the device is done with the iteration before the one that was launched: queues are finite."""
+        """Wait for the iteration before the last launched one, since launch queues are finite."""
         done, launched = self._done, self._iterations[rank]
 
         def count():
@@ -419,7 +419,7 @@ class VirtualJob:
         self._cuda[rank].wait_until(lambda: done[rank] >= launched - 1)
 
     def _replay(self, rank, operations, shapes):
-        """Replay a graph of the passes of a rank without transfers, captured the first time; return what follows it."""
+        """Replay a graph of a rank's passes, captured in the first call; return the remaining operations."""
         passes = [o for o in operations if not (isinstance(o, Compute) and o.instruction.kind is Kind.TAIL)]
         tail, cuda, runtime = operations[len(passes) :], self._cuda[rank], self.runtimes[rank]
         if rank not in self._captured:
@@ -433,13 +433,13 @@ class VirtualJob:
         return tail
 
     def _reduce(self, rank, number):
-        """Have a device wait for those of all ranks, and take as long as the part of the tail in the graph."""
+        """Keep the device busy until all ranks arrive, and for the tail's part in the graph."""
         self._meetings.bring(("reduce", number), rank, None)
         self._meetings.wait(("reduce", number), len(self.gpus))
         self.time.sleep(float(self._graphs) if self._graphs is not True else 0.0)
 
     def _place(self, rank):
-        """Return the pipeline of a rank, and its rank in it."""
+        """Return the pipeline of a rank and its rank in the pipeline."""
         return divmod(rank, len(self.schedule.ranks))
 
     def _launch(self, rank, operation):
@@ -459,7 +459,7 @@ class VirtualJob:
             yield
 
     def _on_all_ranks(self, run):
-        """Run a function on all ranks at once; raise what one of them raises."""
+        """Run a function on all ranks concurrently; raise the first error of a rank."""
         if len(self.gpus) == 1:
             with self._stand_ins():
                 run(0)
@@ -487,10 +487,10 @@ class VirtualJob:
 
 
 class WorkerAtOnce:
-    """What ``OptimizeWorker`` does, in this process.
+    """Does the work of ``OptimizeWorker`` in this process.
 
     Attributes:
-        problem: Why it fails; a test may set it.
+        problem: Error to report; a test may set it.
     """
 
     problem = None
@@ -514,15 +514,15 @@ class WorkerAtOnce:
         return self._result
 
     def stop(self):
-        """There is no process to end."""
+        """No process to end."""
 
 
 class LengthsWorkerAtOnce:
-    """What ``LengthsWorker`` does, in this process.
+    """Does the work of ``LengthsWorker`` in this process.
 
     Attributes:
-        problem: Why it fails; a test may set it.
-        is_slow: Whether no plan comes in time; a test may set it.
+        problem: Error to report; a test may set it.
+        is_slow: Whether no plan is ready in time; a test may set it.
     """
 
     problem = ""
@@ -542,15 +542,15 @@ class LengthsWorkerAtOnce:
         return None if self.is_slow else plan
 
     def stop(self):
-        """There is no process to end."""
+        """No process to end."""
 
 
 class RankLeftError(BaseException):
-    """Another rank has ended with an error, so what this one waits for does not come; no code of the job handles it."""
+    """Another rank ended with an error, so this one would wait forever; no code of the job handles this error."""
 
 
 class Meetings:
-    """What threads bring to the meetings of a name; each is over when all have come.
+    """Named meeting points of threads, to which each brings a value.
 
     Attributes:
         waits: How many times a rank had to wait for an answer.
@@ -558,7 +558,7 @@ class Meetings:
 
     def __init__(self, time):
         self._time = time
-        # By name: who waits is woken once all have come, not by each that comes to any meeting.
+        # A condition per name: threads are woken once all have arrived, not by every arrival at any meeting.
         self._waiting = defaultdict(time.condition)
         self._size = {}
         self._brought = {}
@@ -567,20 +567,23 @@ class Meetings:
         self.waits = 0
 
     def bring(self, name, who, value):
-        """Come to a meeting without waiting for the others."""
+        """Arrive at a meeting without waiting for the others."""
         brought = self._brought.setdefault(name, {})
         brought[who] = value
         if len(brought) >= self._size.get(name, math.inf):
             self._wake(name)
 
     def leave(self):
-        """Tell all who wait that a rank does not come any more."""
+        """Wake all waiting threads because a rank will not arrive any more."""
         self._is_left = True
         for name in self._size:
             self._wake(name)
 
     def wait(self, name, size):
-        """Wait until so many have come, each of whom waits once; return what they brought, by name."""
+        """Wait until ``size`` participants have arrived; return their values by participant.
+
+        Each of the ``size`` participants waits exactly once.
+        """
         self.wait_within(name, size, math.inf)
         self._taken[name] += 1
         if self._taken[name] < size:
@@ -589,11 +592,11 @@ class Meetings:
         return self._brought.pop(name)
 
     def count_wait(self, name, size):
-        """Count a rank that begins to wait for what is not there."""
+        """Count a rank that begins to wait for others."""
         self.waits += not self._are_there(name, size)
 
     def wait_within(self, name, size, timeout_s):
-        """Wait for them for some time; return whether they have come."""
+        """Wait for ``size`` participants for some time; return whether they have arrived."""
         end_s = self._time.now_s() + timeout_s
         while not (are_there := self._are_there(name, size)) and (rest_s := end_s - self._time.now_s()) > 0:
             self._size[name] = size
@@ -640,12 +643,12 @@ class Collectives:
 
 
 def in_order(phases):
-    """Phases without repetitions."""
+    """Return the phases without consecutive repetitions."""
     return [phase for phase, _ in itertools.groupby(phases)]
 
 
 def predicted_over_used(folder, schedule, stages_s, **keys):
-    """Profile a job, and run a plan with a random clock for every instruction; return time and energy, less one."""
+    """Profile a job and run a plan of random clocks; return the relative errors of time and energy."""
     jobs = {"schedule": schedule, "stages_s": stages_s, "tail_s": 0.001, **keys}
     profiling = VirtualJob(folder / "profile", mode="profile", profile={"min_clock_mhz": 900, "warm_up": 5}, **jobs)
     profiling.train_until("observe")
