@@ -1,4 +1,4 @@
-"""What a mode of the server works with."""
+"""Context of the modes of a job."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 class BesideTraining:
-    """What a job has running beside training, such as threads and processes."""
+    """Resources that a job uses during training, such as threads and processes."""
 
     def __init__(self) -> None:
         self._ends: list[Callable[[], object]] = []
 
     @contextmanager
     def running(self, end: Callable[[], object]) -> Iterator[None]:
-        """Surround a phase that has something running, which is ended after it, or before when the job closes."""
+        """Return a context manager that calls ``end`` on exit, or earlier if the job closes."""
         self._ends.append(end)
         try:
             yield
@@ -34,32 +34,32 @@ class BesideTraining:
             end()
 
     def until_closed(self, end: Callable[[], object]) -> None:
-        """Have something ended when the job closes."""
+        """Call ``end`` when the job closes."""
         self._ends.append(end)
 
     def close(self) -> None:
-        """End all of it; what is ended must be harmless when ended again."""
+        """Release all resources. Each ``end`` must be safe to call repeatedly."""
         for end in reversed(self._ends):
             end()
 
 
 @dataclass(frozen=True)
 class ModeContext:
-    """A job, or its iterations of one order or with inputs of one shape.
+    """Context of a job, or of its iterations of one order or with inputs of one shape.
 
     Attributes:
         job: The job.
-        recorder: Records what happens.
-        control: What the user asks for.
-        look_ahead: The lengths that the job gives for iterations to come.
+        recorder: Records iterations and events.
+        control: The user's control of the job.
+        look_ahead: Lengths of future iterations, and plans for them.
         send: Sends a message to a rank.
-        timebase: The time of the server.
+        timebase: Timebase of the server.
         worker: Computes plans in another process.
-        beside: What the modes have running beside training.
+        beside: Resources that are released when the job closes.
         order: Number of the order.
         shape: Number of the shape.
-        resumes: What an earlier start of the job has left, if anything; the mode that begins first takes it.
-        comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
+        resumes: State of an earlier start of the job, if there is one. The first mode removes it.
+        comparisons: Numbers the comparisons of plans with default clocks, which share a total error probability.
     """
 
     job: Job

@@ -30,7 +30,7 @@ from perseus_ds.policy.policies import PolicyConfig, fraction_not_percentage
 
 ADDRESS_FILE = "control.json"
 _TIMEOUT_S, _CLIENT_TIMEOUT_S = 15.0, 5.0
-# Longer lines are not orders, and must not fill the memory. The status of a job has figures of every rank.
+# Longer lines are not valid orders and must not exhaust memory. The status of a job contains figures of every rank.
 _LONGEST_ORDER, _LONGEST_ANSWER = 1 << 16, 1 << 22
 # Pause between clients, so that many of them cannot slow training down.
 _PAUSE_S = 0.02

@@ -1,4 +1,4 @@
-"""Training at default clocks: for good, to compare plans with it, or for a while after a fault or a dropped plan."""
+"""Iterations at default clocks: to compare plans with, after faults, or for the whole job."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 
 SETTLED = 1
-"""Iterations after a change of clocks that do not count: it begins at the clocks before."""
+"""Number of iterations ignored after a change of clocks, because the first one begins at the previous clocks."""
 DROPPED_FOR = 200
-"""After so many iterations a dropped plan is compared again, the first time."""
+"""Number of iterations after which a dropped plan is compared again for the first time."""
 _KEPT = 4
 _LONGER = 4
 _LONG_AGO = 20
 
 
 class DefaultIterations:
-    """Iterations at default clocks, one right after the other.
+    """Consecutive iterations at default clocks.
 
     Attributes:
-        sample: Time and energy of the whole job, under the limits that its GPUs have now.
-        conditions: Under which limits of GPUs they run.
-        last_s: Time of the last one [s]; None before the first.
+        sample: Time and energy of the whole job under the current limits of its GPUs.
+        conditions: Limits of GPUs under which they run.
+        last_s: Time of the last iteration [s]; None before the first.
     """
 
     def __init__(self, counter_period_s: float) -> None:
@@ -41,7 +41,7 @@ class DefaultIterations:
         self.last_s: float | None = None
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Take up iterations of an earlier start of the job."""
+        """Restore iterations of an earlier start of the job."""
         try:
             for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
                 self.sample.add(float(time_s), float(energy_j))
@@ -50,17 +50,17 @@ class DefaultIterations:
             self.sample = IterationSample(self.sample.counter_period_s)
 
     def remaining_s(self, blocks: int = 1) -> float | None:
-        """Return about how long it takes until they are so many blocks [s]; None before the first one."""
+        """Estimate the time until there are enough iterations for ``blocks`` [s]. None before the first."""
         if self.last_s is None:
             return None
         return self.sample.remaining_s(self.last_s, max(0, SETTLED + 1 - self._iterations), blocks)
 
     def spans(self, rank: int) -> list[list[Span]]:
-        """Return the operations of a rank in the last of them."""
+        """Return the operations of a rank in the last iterations."""
         return [without_gaps(spans, seen.time_s) for seen in self._latest if (spans := seen.spans(rank))]
 
     def add(self, seen: Seen) -> None:
-        """Add an iteration; those under other limits of GPUs count no more."""
+        """Add an iteration. If limits of GPUs have changed, the previous ones are discarded."""
         if seen.conditions != self.conditions:
             self.conditions, self.sample = seen.conditions, IterationSample(self.sample.counter_period_s)
             self._iterations = 0
@@ -75,9 +75,9 @@ class DefaultIterations:
 async def measure_default(
     default: DefaultIterations, say: Callable[[str], None], stops: Callable[[], bool] = lambda: False
 ) -> None:
-    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
+    """Run iterations at default clocks until plans can be compared with their time and energy.
 
-    They are added to ``default``; how many they are about to be is said as soon as the time of one is known.
+    They are added to ``default``. Their approximate number is printed as soon as the time of one is known.
     """
     is_announced = False
     while not (default.sample.is_enough or stops()):
@@ -91,7 +91,7 @@ async def measure_default(
 
 
 async def _one_iteration(run: Run, default: DefaultIterations) -> None:
-    """Add the next iteration if it runs at default clocks."""
+    """Wait for the next iteration, and add it if it ran at default clocks."""
     seen = await iteration(run)
     if seen.run is not None and seen.run.clocks == run.clocks:
         default.add(seen)
@@ -100,7 +100,7 @@ async def _one_iteration(run: Run, default: DefaultIterations) -> None:
 async def run_at_default_clocks(
     default: DefaultIterations, phase: str, until: Callable[[], bool], next_phase: Callable[[], NextPhase]
 ) -> None:
-    """Add iterations at default clocks until something is so."""
+    """Run iterations at default clocks until a condition holds, and add them to ``default``."""
     is_over = False
     while not is_over:
         await _one_iteration(Run(phase, times="all", next_phase=next_phase()), default)
@@ -108,14 +108,14 @@ async def run_at_default_clocks(
 
 
 async def observe() -> None:
-    """Train at default clocks for the rest of the job; time and energy are measured."""
+    """Train at default clocks for the rest of the job, measuring time and energy."""
     run = Run("observe")
     while True:
         await iteration(run)
 
 
 async def calibrate(context: ModeContext) -> None:
-    """On simulated GPUs, run an iteration, after which each rank is told how long its passes take."""
+    """Run an iteration to calibrate simulated GPUs, and send each rank the work of its passes."""
     job = context.job
     if not job.facts[0].calibrates:
         return
@@ -136,10 +136,14 @@ async def calibrate(context: ModeContext) -> None:
 
 
 def most_in_step(pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[str, int]]) -> dict[int, dict[str, int]]:
-    """Return the work of each pass, by pipeline, on the rank that has most of it; given of each rank, by pass.
+    """Return for each pipeline the largest work of each pass on any of its ranks.
 
-    Ranks that share a stage exchange parts of their results within a pass, so that none is done before the others:
-    experts with few tokens wait for those with many.
+    Ranks that share a stage exchange partial results within a pass, so none finishes before the others: experts with
+    few tokens wait for those with many.
+
+    Args:
+        pipeline_of_rank: The pipeline of each rank.
+        flops: For each rank, the floating-point operations of each pass.
     """
     most: dict[int, dict[str, int]] = defaultdict(dict)
     for pipeline, own in zip(pipeline_of_rank, flops, strict=True):
@@ -148,9 +152,9 @@ def most_in_step(pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[str, i
 
 
 class BackOff:
-    """For how many iterations a job trains at default clocks before it tries again.
+    """Number of iterations that a job trains at default clocks before it tries again.
 
-    Each time four times as many as before, unless that is long ago.
+    It is four times the previous number, unless the previous time is long past.
     """
 
     def __init__(self, first: int) -> None:
@@ -159,7 +163,7 @@ class BackOff:
         self._until = 0
 
     def next(self, step: int) -> int:
-        """Return for how many iterations to back off after a step of the job."""
+        """Return the number of iterations to back off after a step of the job."""
         is_long_ago = step - self._until > _LONG_AGO * self._last
         self._last = self._first if is_long_ago else _LONGER * self._last
         self._until = step + self._last
@@ -167,7 +171,10 @@ class BackOff:
 
 
 async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
-    """Train at default clocks for so many iterations, unless these stop as above or the limits of GPUs change."""
+    """Train at default clocks for a number of iterations.
+
+    Ends early if ``stops`` returns True or the limits of GPUs change.
+    """
     conditions: Conditions | None = None
     run = Run("observe", next_phase=NextPhase("default"))
     for _ in range(iterations):
@@ -180,7 +187,7 @@ async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
 
 
 async def wait_until_none_has_failed(iterations: int) -> None:
-    """Train at default clocks for so many iterations and until no rank has fallen back."""
+    """Train at default clocks for at least ``iterations``, until no rank reports a failure."""
     run, done = Run("observe"), 0
     while True:
         seen = await iteration(run)

@@ -1,4 +1,4 @@
-"""The frontier of a job: of the file that its config names, of an earlier run, or made while the job trains on."""
+"""Frontier of a job: read from a file, kept from an earlier run, or computed during training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from perseus_ds.server.default_clocks import DefaultIterations, run_at_default_c
 from perseus_ds.server.iterations import NextPhase
 from perseus_ds.server.job import Job
 
-# A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
+# A clock changes about 15 ms after its request. Until then, instructions do not run at the planned clock.
 _SWITCH_COST_J = 0.5
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
@@ -34,7 +34,7 @@ def read_frontier(path: Path, gpu: KnownGpu | None = None) -> Frontier:
     """Return the frontier of a file on rank 0's node.
 
     Raises:
-        PerseusError: There is no such file, it is wrong, or it was measured on simulated GPUs and this one is real.
+        PerseusError: The file does not exist, is invalid, or was measured on simulated GPUs and ``gpu`` is real.
     """
     if not path.exists():
         raise ConfigError(f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".')
@@ -52,10 +52,10 @@ def _check_real(frontier: Frontier, path: Path, gpu: str) -> None:
 
 
 def load_frontier(job: Job, path: Path) -> Frontier:
-    """Return the frontier of a file.
+    """Return the frontier of a file after checking that it fits a job.
 
     Raises:
-        PerseusError: The file is wrong, or its plans do not fit the schedule or the GPUs of a job.
+        PerseusError: The file is invalid, or its plans do not fit the schedule or the GPUs of the job.
     """
     frontier = read_frontier(path)
     if not job.simulated:
@@ -78,10 +78,10 @@ def cached(key: str) -> Path:
 
 
 def store(source: Path, cache: Path) -> None:
-    """Keep the files of a run's output folder in a folder of the cache.
+    """Copy profile and frontier from a run's output folder to a folder of the cache.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written; nothing is left half-made.
+        OSError: The disk is full, or the folder cannot be written. No partial copy remains.
     """
     staging = cache.with_name(f"{cache.name}.{os.getpid()}")
     outdated = cache.with_name(f"{staging.name}.outdated")
@@ -89,7 +89,7 @@ def store(source: Path, cache: Path) -> None:
     try:
         for name in _FILES:
             shutil.copyfile(source / name, staging / name)
-        # A job that reads the cache, or is killed here, finds all files or none.
+        # Other jobs find all files or none, even if this process is killed here.
         with contextlib.suppress(FileNotFoundError):
             cache.rename(outdated)
         staging.rename(cache)
@@ -99,7 +99,7 @@ def store(source: Path, cache: Path) -> None:
 
 
 def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
-    """Return the frontier that an earlier run of this job left, if it still fits."""
+    """Return the cached frontier of an earlier run of this job, if it still fits."""
     job = context.job
     try:
         source = cached(job.profile_key())
@@ -117,7 +117,7 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
 
 
 def left_by_an_earlier_start(context: ModeContext) -> tuple[Frontier | None, bool]:
-    """Return the frontier that an earlier start of this job has made, and whether it had completed its profile."""
+    """Return the frontier of an earlier start of this job, and whether its profile is complete."""
     job = context.job
     if not has_own_profile(context):
         return None, False
@@ -133,7 +133,7 @@ def left_by_an_earlier_start(context: ModeContext) -> tuple[Frontier | None, boo
 def has_own_profile(context: ModeContext) -> bool:
     """Return whether an earlier start of the job has left a complete profile.
 
-    A search that was interrupted goes on instead.
+    An interrupted search of clocks is resumed instead.
     """
     path, found = context.job.profile_path, False
     with contextlib.suppress(PerseusError, OSError):
@@ -145,7 +145,7 @@ def has_own_profile(context: ModeContext) -> bool:
 
 
 def has_frontier_of_an_earlier_run(job: Job) -> bool:
-    """Return whether an earlier run has left a frontier, which may still not fit."""
+    """Return whether the cache has a frontier of an earlier run. It may not fit the job."""
     try:
         return job.config.cache and all((cached(job.profile_key()) / name).is_file() for name in _FILES)
     except OSError:
@@ -153,7 +153,7 @@ def has_frontier_of_an_earlier_run(job: Job) -> bool:
 
 
 def forget_for_later_runs(context: ModeContext) -> None:
-    """Leave nothing of this job for later runs, nor a profile that a later start would use."""
+    """Remove this job from the cache, and mark its profile so that no later start uses it."""
     with contextlib.suppress(PerseusError, OSError):
         profile = StageProfile.load(context.job.profile_path)
         StageProfile(profile.measurements, profile.info.model_copy(update={"job": None})).save(context.job.profile_path)
@@ -172,18 +172,18 @@ def keep_for_later_runs(context: ModeContext) -> None:
 
 
 async def optimise(context: ModeContext, default: DefaultIterations, switch_cost_s: float) -> Frontier:
-    """Make the frontier of the job's profile in another process, with low priority.
+    """Compute the frontier of the job's profile in another process, with low priority.
 
     Args:
-        context: Of the mode.
-        default: The iterations meanwhile are added, which run at default clocks.
-        switch_cost_s: By how much a change of clock delays what follows it [s].
+        context: Context of the mode.
+        default: Receives the iterations at default clocks that run during the computation.
+        switch_cost_s: Delay caused by a change of clock [s].
 
     Raises:
-        PerseusError: It cannot be made, or does not fit this job.
+        PerseusError: The frontier cannot be computed, or does not fit this job.
     """
     job = context.job
-    # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
+    # A late request delays the next instruction, independently of the cost learnt from plans that ran.
     price_s = max([switch_cost_s, *(state.late_s for state in job.states)])
     dwell_s = {
         clock_mhz: max(state.latencies.dwell_s(clock_mhz) for state in job.states) for clock_mhz in job.clocks_mhz()
@@ -205,10 +205,10 @@ async def optimise(context: ModeContext, default: DefaultIterations, switch_cost
 
 
 def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
-    """Begin to plan iterations by the lengths that the job gives, if it does.
+    """Start to plan iterations by the lengths of their micro-batches, if the job provides these.
 
     Returns:
-        Whether they are planned so.
+        Whether iterations are planned by length.
     """
     job, look_ahead = context.job, context.look_ahead
     look_ahead.stop(context.order)

@@ -1,12 +1,12 @@
-"""An iteration of the whole job: what a mode has the ranks run, and what they report of it.
+"""An iteration of the whole job: the run that a mode requests, and the reports of all ranks.
 
-A mode is a coroutine. It awaits one iteration of its kind after the other, and each time says what the iterations to
-come are to run::
+A mode is a coroutine. It awaits the iterations of its kind one by one, and each time specifies what the following
+iterations run::
 
     seen = await iteration(Run("default", times="all"))
 
-What it says takes effect an iteration or two later, so ``seen.run`` tells what the iteration really ran: None if ranks
-did not all run the same from its begin to its end. Only iterations that are known are evidence.
+This takes effect one or two iterations later. Therefore ``seen.run`` is what the iteration actually ran, or None if
+not all ranks ran the same from its begin to its end. Iterations without a known run are not used as evidence.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from perseus_ds.protocol.job_messages import Program, RankReport, Times
 
 @dataclass(frozen=True)
 class NextPhase:
-    """The phase that follows, with an estimate of the time left until then.
+    """The next phase, with an estimate of the time until it begins.
 
     Attributes:
-        phase: As in ``run.jsonl``.
-        in_s: The time left [s]; None if it is unknown.
+        phase: Name of the phase, as in ``run.jsonl``.
+        in_s: Time until it begins [s]; None if unknown.
     """
 
     phase: str
@@ -50,8 +50,8 @@ class Plans:
 
     Attributes:
         frontier: Their frontier.
-        assignment: Which plan each pipeline runs.
-        dag: Of the schedule.
+        assignment: The plan of each pipeline.
+        dag: DAG of the schedule.
     """
 
     frontier: Frontier
@@ -65,21 +65,21 @@ class Plans:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What iterations run.
+    """Specification of the clocks and measurements of iterations.
 
     Attributes:
-        phase: As it is called in ``run.jsonl``.
+        phase: Name of the phase, as in ``run.jsonl``.
         clock_mhz: One clock for all instructions of all ranks [MHz]; None for default clocks or plans.
         plans: Frequency plans; None without any.
-        plan: The plan that the policy asks for, as a place on the frontier; None without one.
+        plan: Index on the frontier of the plan of rank 0's pipeline; None without one.
         forecast: Prediction for the whole job; None without a plan.
-        times: What ranks measure of iterations whose number is a multiple of ``every``.
-        otherwise: What they measure of the others.
+        times: Times that ranks measure in iterations whose number is a multiple of ``every``.
+        otherwise: Times that they measure in all other iterations.
         logs_energy: Whether ranks report each refresh of their energy counters.
-        next_phase: What follows; None where the job trains on like this.
-        status: For ``perseus-ds control status``.
-        progress: Returns what is kept of the progress under plans for a later start of the job; None without plans.
-        block: The iterations that are compared with others, to which one of these belongs; None if it is not compared.
+        next_phase: The next phase; None if no other phase is expected.
+        status: Values for ``perseus-ds control status``.
+        progress: Returns the progress under plans, to be kept for a later start of the job; None without plans.
+        block: Sample for a comparison, to which these iterations are added; None if they are not compared.
         by_length: Whether each iteration runs a plan for its own lengths, or default clocks without one.
         lengths: The plan for the lengths of a single iteration.
     """
@@ -102,13 +102,13 @@ class Run:
 
     @cached_property
     def clocks(self) -> tuple[Any, ...]:
-        """What tells its clocks from others."""
+        """Key that identifies its clocks."""
         plans = self.plans
         return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number), self.by_length, id(self.lengths)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from others, as far as ranks need to know or records to tell them apart."""
+        """Key that identifies everything that ranks or records need to distinguish."""
         measured = self.times, self.every, self.otherwise, self.logs_energy
         return self.phase, self.clocks, self.plan, measured, id(self.block)
 
@@ -126,7 +126,7 @@ class Run:
         return program_of(number, plan, pipeline_rank, schedule, self.plans)
 
     def with_lengths(self, plan: IterationPlan) -> Run:
-        """Return what a single iteration runs under the plan for its lengths."""
+        """Return the run of a single iteration under the plan for its lengths."""
         forecast = self.forecast
         if forecast is not None:
             default_s, default_j = (
@@ -143,7 +143,10 @@ class Run:
 
 
 def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, plans: Plans) -> Program:
-    """Return the clock of each instruction of a rank's schedule; without one of its own, that of the one before."""
+    """Return the program of a rank under a plan.
+
+    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction.
+    """
     clock_of = dict(zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True))
     first_mhz = plan.clocks_mhz[rank][0]
     if len(set(plan.clocks_mhz[rank])) == 1:
@@ -159,7 +162,7 @@ def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, 
 def _program_of_lengths(
     number: int, plan: PipelinePlan, rank: int, instructions: Sequence[Instruction], stream: Sequence[Instruction]
 ) -> Program:
-    """Return the clock of each instruction of a rank; without one of its own, that of the one before."""
+    """Return the program of a rank under a plan by length. Gaps are filled as in :func:`program_of`."""
     own_mhz, own_spans_s = plan.clocks_mhz[rank], plan.spans_s[rank]
     if len(set(own_mhz)) == 1:
         return Program(number, own_mhz[0])
@@ -174,9 +177,10 @@ def _program_of_lengths(
 
 
 def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
-    """Return when the instructions of a rank begin and end if they take the times of the profile, none if one has none.
+    """Return begin and end of each instruction of a rank, predicted from the profile [s].
 
-    What has no clock to choose takes no time here, but at the end of the iteration.
+    The list is empty if the profile lacks a time. Operations without a choice of clock have no duration here; their
+    time is at the end of the iteration.
     """
     times_s, dag = plans.frontier.instruction_times_s, plans.dag
     node_of = {node.work: number for number, node in enumerate(dag.nodes)}
@@ -197,18 +201,18 @@ class Seen:
     """An iteration that all ranks have reported.
 
     Attributes:
-        number: Training step, 1 first.
+        number: Training step, starting at 1.
         iteration: Number of the iteration since the job started.
-        run: What all ranks ran from its begin to its end; None if they did not.
+        run: What all ranks ran from its begin to its end; None if they differ.
         ranks: The reports of all ranks.
-        messages: The same as they came, by rank.
-        contents: Its operations as they came, by rank.
-        streams: The operations of the order of each pipeline rank.
+        messages: The reports as received, by rank.
+        contents: Its operations as received, by rank.
+        streams: The operations of its order, by pipeline rank.
         pipeline_ranks: The pipeline rank of each rank.
-        ended: When it ended [Unix seconds].
-        conditions: Equal for iterations under limits of GPUs that may be compared.
+        ended: Time of its end [Unix seconds].
+        conditions: Limits of GPUs. Iterations with equal conditions may be compared.
         relative: Time and energy at default clocks predicted for the lengths of its micro-batches, relative to an
-            iteration of the profile's length; 1 where lengths are not given, NaN where these are not known.
+            iteration of the profile's length. 1 if iterations are not planned by length, NaN if this one has no plan.
     """
 
     number: int
@@ -225,41 +229,41 @@ class Seen:
 
     @cached_property
     def reports(self) -> JobReport:
-        """What the reports say of the whole job."""
+        """Figures of the whole job, from the reports of its ranks."""
         return JobReport.of(self.ranks, self.conditions, self.relative)
 
     @property
     def time_s(self) -> float:
-        """Of the slowest rank [s]."""
+        """Time of the slowest rank [s]."""
         return self.reports.time_s
 
     @property
     def stopped_s(self) -> float:
-        """How long before it began the one before had ended [s]."""
+        """Time from the end of the previous iteration to its begin [s]."""
         return self.messages[0].report.stopped_s
 
     @property
     def samples(self) -> int:
-        """Samples that the job has seen after it."""
+        """Number of samples that the job has processed after it."""
         return self.messages[0].report.samples
 
     def set(self, rank: int, fields: Mapping[str, float]) -> None:
-        """Add to the report of a rank what was found out of it."""
+        """Set fields of a rank's report that the server has computed."""
         self.ranks.set(rank, fields)
         self.__dict__.pop("reports", None)
 
     def ran(self, run: Run) -> bool:
-        """Return whether all ranks ran something."""
+        """Return whether all ranks ran ``run``."""
         return self.run is not None and self.run.key == run.key
 
     def spans(self, rank: int) -> list[Span]:
-        """Return the operations of a rank, from the iteration's begin; none if they were not measured."""
+        """Return the operations of a rank, relative to the iteration's begin. Empty if not measured."""
         if not self.streams:
             return []
         return decode(self.contents.get(rank, b""), self.streams[self.pipeline_ranks[rank]])
 
     def begun_s(self, rank: int) -> float:
-        """Return when it began on the GPU of a rank, in the time of its node [s]."""
+        """Return when it began on a rank's GPU, in the time of its node [s]."""
         return self.messages[rank].begun_s
 
 
@@ -272,12 +276,12 @@ class _Iteration(Awaitable[Seen]):
 
 
 def iteration(run: Run) -> Awaitable[Seen]:
-    """Have the iterations to come run something, and wait for the next one, whatever that runs."""
+    """Request what the following iterations run, and wait for the next one, whatever it runs."""
     return _Iteration(run)
 
 
 async def iteration_of(run: Run, stops: Callable[[], bool] = lambda: False) -> Seen | None:
-    """Wait for the next iteration that all ranks run like this; None if ``stops`` is true before that."""
+    """Wait for the next iteration in which all ranks run ``run``. None if ``stops`` returns True first."""
     while not stops():
         seen = await iteration(run)
         if seen.ran(run):

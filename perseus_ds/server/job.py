@@ -1,4 +1,4 @@
-"""A job as its server knows it: what its ranks have described, and what they have reported of themselves."""
+"""A job as known to its server, from the descriptions and reports of its ranks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from perseus_ds.protocol.job_messages import Measured
 from perseus_ds.protocol.latencies import LatencyTable
 
 _COUNTER_PERIOD_S, _COUNTER_SETTLE_S = 1.0, 1.0
-"""Of an energy counter that nobody has measured."""
+"""Defaults for an energy counter that was not measured."""
 _MOST_PROFILED = 8
-"""So many pipelines report the operations that a profile is made of; more of them tell little more."""
+"""Maximum number of pipelines that are profiled. More would add little information."""
 
 
 @dataclass
 class RankState:
-    """What a rank has reported of itself.
+    """State of a rank, from its reports.
 
     Attributes:
-        latencies: How late clocks follow their requests.
-        measured: Of its GPU, before training.
-        late_s: How late its agent follows marks [s].
-        default_mhz: The clock of its busy GPU while nobody has locked it [MHz]; 0 if unknown.
-        memory_bytes: Most memory that tensors have taken on its GPU; 0 if unknown.
+        latencies: Latencies of its clock changes.
+        measured: Measurements of its GPU before training.
+        late_s: Delay with which its agent follows marks [s].
+        default_mhz: The clock of its busy GPU while it is not locked [MHz]; 0 if unknown.
+        memory_bytes: Peak memory of tensors on its GPU; 0 if unknown.
         flops: Floating-point operations of its passes, on a simulated GPU.
         is_here: Whether it follows the server.
-        has_left: Whether it follows the server no more.
-        issued: Number of the iteration that it has begun last.
+        has_left: Whether it has stopped following the server.
+        issued: Number of the last iteration that it has begun.
     """
 
     latencies: LatencyTable = field(default_factory=LatencyTable)
@@ -63,10 +63,10 @@ class Job:
         config: The ``perseus`` block.
         schedule: The operations of every rank of a pipeline in one iteration.
         info: Model, parallelism and versions, for the profile.
-        facts: Of each rank.
-        places: Of each rank.
-        states: Of each rank.
-        fingerprint: What tells its iterations from the others of the job.
+        facts: Facts about each rank.
+        places: Position of each rank in the job.
+        states: State of each rank.
+        fingerprint: Distinguishes its iterations from others of the job.
     """
 
     config: PerseusConfig
@@ -79,10 +79,10 @@ class Job:
 
     @classmethod
     def of(cls, description: JobDescription) -> Job:
-        """Return the job of a description.
+        """Create the job from its description.
 
         Raises:
-            PerseusError: Ranks differ, or the description is none.
+            PerseusError: The ranks do not fit together, or the description is invalid.
         """
         config = PerseusConfig.model_validate_json(description.config)
         ranks = description.ranks
@@ -118,12 +118,12 @@ class Job:
 
     @property
     def output_dir(self) -> Path:
-        """The folder of everything that this job writes."""
+        """The folder that this job writes to."""
         return Path(self.config.output_dir)
 
     @property
     def profile_path(self) -> Path:
-        """The profile that this job writes."""
+        """Path of the profile that this job writes."""
         return self.output_dir / "profile.csv"
 
     @property
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs of the job for each pipeline rank."""
+        """Number of GPUs for each pipeline rank."""
         return self.world_size // len(self.schedule.ranks)
 
     @property
@@ -143,19 +143,19 @@ class Job:
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The ranks of the pipeline whose operations are shown for all: rank 0's."""
+        """The ranks of rank 0's pipeline, whose operations represent all pipelines."""
         return self.facts[0].pipeline
 
     @property
     def profiled(self) -> list[int]:
-        """The ranks of which a profile is made."""
+        """The ranks that are profiled."""
         return [rank for rank, place in enumerate(self.places) if place.pipeline < _MOST_PROFILED]
 
     def clocks_mhz(self) -> list[int]:
-        """Return the clocks that may be measured, which all GPUs support, ascending [MHz].
+        """Return the clocks that may be profiled, which all GPUs support, in ascending order [MHz].
 
         Raises:
-            ConfigError: They are fewer than two.
+            ConfigError: There are fewer than two.
         """
         common = set.intersection(*(set(facts.clocks_mhz) for facts in self.facts))
         return self.config.profile.clocks_among(sorted(common), self.facts[0].gpu)
@@ -164,7 +164,7 @@ class Job:
         """Check that the GPUs of all ranks support clocks.
 
         Raises:
-            PlanError: One does not.
+            PlanError: A GPU lacks one of them.
         """
         for facts in self.facts:
             for clock_mhz in sorted(set(clocks_mhz) - set(facts.clocks_mhz)):
@@ -173,12 +173,12 @@ class Job:
                 )
 
     def of_shape(self, number: int, shape: str) -> Job:
-        """Return the job as its iterations with inputs of one shape are: with a folder and fingerprint of their own."""
+        """Return the job of iterations with inputs of one shape, with its own folder and fingerprint."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
         return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
 
     def of_order(self, number: int, schedule: Schedule) -> Job:
-        """Return the job as its iterations of another order are: with a schedule and a folder of their own."""
+        """Return the job of iterations of another order, with its own schedule and folder."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "orders" / str(number))})
         info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
         return replace(self, config=config, schedule=schedule, info=info)
@@ -197,34 +197,34 @@ class Job:
         )
 
     def profile_key(self) -> str:
-        """Return a text that tells its profile from those of jobs whose iterations, settings or measurement differ."""
+        """Return a key of its profile that depends on iterations, GPU settings and measurement."""
         settings = [json.loads(facts.settings) if facts.settings else None for facts in self.facts]
         return self._key({"profile": self.config.profile.model_dump(), "settings": settings})
 
     def _key(self, settings: dict[str, object]) -> str:
-        """Return a name of job, simulated GPUs, every rank's share of the model, and settings."""
+        """Return a hash of job, simulated GPUs, every rank's share of the model, and settings."""
         simulated = self.config.simulated.model_dump() if self.simulated else {}
         info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
         fingerprints = [facts.fingerprint + self.fingerprint for facts in self.facts]
         content = [info, fingerprints, {**settings, "simulated": simulated}]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
-    # What was measured before training.
+    # Measurements before training.
 
     def counter_period_s(self) -> float:
-        """Return how often the slowest energy counter is refreshed [s]."""
+        """Return the refresh period of the slowest energy counter [s]."""
         return self._slowest(lambda measured: measured.period_s) or _COUNTER_PERIOD_S
 
     def counter_settle_s(self) -> float:
-        """Return how long, on any rank, the counter still tells what was drawn before a step of power [s]."""
+        """Return the longest time for which a counter still reports the power before a step [s]."""
         is_known = any(math.isfinite(power_w) for power_w in self._blocking_powers_w())
         return self._slowest(lambda measured: measured.settle_s) if is_known else _COUNTER_SETTLE_S
 
     def blocking_power_w(self) -> float:
-        """Return what a GPU draws while it waits, on the average of all ranks [W]; if unmeasured, by the last profile.
+        """Return the mean blocking power of all ranks, or that of the last profile if not measured [W].
 
         Raises:
-            GpuError: No rank could measure it.
+            GpuError: No rank could measure it, and no profile has it.
         """
         known = [power_w for power_w in self._blocking_powers_w() if math.isfinite(power_w)]
         if known:

@@ -1,4 +1,4 @@
-"""A user's control of a running job: policy, reported stragglers, pause; kept for later starts of the job."""
+"""User control of a running job: policy, reported stragglers and pause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts
 
 logger = logging.getLogger("perseus_ds")
-# Iterations that end under the old plan after an order: the current one and the one after it.
+# Number of iterations that end under the old plan after an order: the current and the next one.
 _FOLLOWED_AFTER = 2
 _HOUR_S = 3600.0
 
@@ -65,7 +65,7 @@ def cost_in_words(
         power_fraction: Requested fraction of the power at default clocks.
         duration_s: Duration of the reduction [s]. Infinite if unknown.
         until_s: End of the reduction [Unix seconds].
-        within_s: Time until when the reduction must take effect [s].
+        within_s: Time within which the reduction must take effect [s].
     """
     until = f" until {datetime.fromtimestamp(until_s, timezone.utc):%FT%TZ}" if math.isfinite(until_s) else ""
     share = f"at most {power_fraction:.0%} of the power at default clocks{until}"
@@ -90,12 +90,11 @@ class JobControl:
     """State that users may change at any time from any thread, and that is read at iteration boundaries.
 
     Attributes:
-        steps: Steps done, those of earlier starts of the job included.
+        steps: Completed steps, including those of earlier starts of the job.
         own_steps: Steps since the server started.
-        progress: What an earlier start, or the plans before these, kept of the progress under plans, until there are
-            plans to run.
+        progress: Progress under plans, kept from an earlier start or from previous plans until there are plans to run.
         signals: The signals of the policy; None before they are followed.
-        effect_of: Returns what a policy would do now; from any thread. Nothing is known of it until plans are run.
+        effect_of: Returns the predicted effect of a policy, or None until plans run. Thread-safe.
         kind_times: Times of the last iterations, by order and shape.
     """
 
@@ -141,13 +140,13 @@ class JobControl:
             return self.policy
 
     def record_policy(self, record: Callable[[Event], None]) -> None:
-        """Record the policy if the job's records name another one, from an order or an earlier start."""
+        """Record the policy if it differs from the last recorded one."""
         if self.policy != self._recorded:
             self._recorded = self.policy
             record(PolicyChanged(policy=self.policy.model_dump(mode="json")))
 
     def count_step(self, step: int) -> None:
-        """Count a step that is done, whose number is known."""
+        """Count a completed step."""
         self.steps = step
         self.own_steps += 1
 
@@ -226,7 +225,7 @@ class JobControl:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what is kept for later starts of the job, as plain values."""
+        """Return the state to keep for later starts of the job, as plain values."""
         with self._lock:
             reported = dict(self._reported)
         return _Kept(
@@ -238,14 +237,16 @@ class JobControl:
         ).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Restore what an earlier start kept; a policy that the config has changed since is the config's.
+        """Restore the state kept by an earlier start.
+
+        If the policy has changed in the config since then, it is taken from the config.
 
         Returns:
             Whether the policy is the one of that start.
         """
         try:
             return self._take_up(_Kept.model_validate(state))
-        except ValueError as error:  # of another version, or damaged
+        except ValueError as error:  # saved by another version, or damaged
             logger.warning("perseus: what an earlier start kept cannot be read (%r); it is ignored.", error)
             return False
 
@@ -262,7 +263,7 @@ class JobControl:
 
 
 class _Kept(FileModel):
-    """What is kept beside the progress of the mode; a straggler counts from a step on."""
+    """State kept for later starts of the job. A straggler is in effect from a given step."""
 
     model_config = ConfigDict(extra="ignore")
     policy: PolicyConfig
