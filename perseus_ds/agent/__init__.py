@@ -1,1 +1,1 @@
-"""One node's GPUs: leases of ranks, locked clocks on record, and the process that resets them."""
+"""The agent of a node, which leases GPUs to ranks, and sets, records and resets their clocks."""

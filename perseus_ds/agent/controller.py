@@ -1,7 +1,7 @@
-"""One thread sets the clock of a rank's GPU and reads the GPU.
+"""Sets the clock of a rank's GPU and reads the GPU, on one thread.
 
-Requests and calls are done in the order in which they were handed over, each once the GPU has passed its event. What
-counts as the driver's time is a call of the driver, never a wait for the GPU.
+Requests and calls are executed in order, each after the GPU has passed its event. Only calls of the driver count as
+time of the driver, not waits for the GPU.
 """
 
 from __future__ import annotations
@@ -21,44 +21,45 @@ from perseus_ds.protocol.layout import DRIVER_HANGS_S, ClockStatus, RankMemory
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _UNKNOWN_MHZ = -1
-# So many waits of the clocks' thread are remembered, and so many are needed; it is late from here on [s].
+# Number of wake-up delays that are stored, number needed for a percentile, and delay that counts as late [s].
 _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
 _PERCENTILE = 0.9
 _CLOSED = "the clock was restored for good, and the GPU is not read any more"
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""After each refusal in a row, until the driver does what was last requested; the last one repeats."""
+"""Delays before the next attempt after consecutive refusals by the driver. The last one repeats."""
 
 
 class Event(Protocol):
     """A point in the GPU's own progress."""
 
     def query(self) -> bool:
-        """Return whether the GPU has passed it."""
+        """Return True if the GPU has passed it."""
 
     def passed_s(self) -> float:
         """Return when the GPU passed it, on the host's clock [s].
 
-        It is called only after the GPU has passed the event.
+        Must be called only after the GPU has passed the event.
         """
 
     def look_again_s(self) -> float | None:
-        """Return how long to wait before the next query [s]; None if somebody wakes whoever waits for it."""
+        """Return the time until the next query [s]. None if the waiting thread is notified instead."""
 
 
 class Source(Protocol):
-    """Hands over requests and calls, on the clocks' thread."""
+    """Adds requests and calls, on the controller's thread."""
 
     def poll(self) -> bool:
-        """Hand over what is due, and return whether what the thread waits for was withdrawn."""
+        """Add due requests and calls. Returns True if it withdrew the item that the thread waits for."""
 
 
 class ClockRequest(NamedTuple):
     """A clock to set.
 
     Attributes:
-        clock_mhz: The clock; None for the default.
-        after: Not before the GPU has passed this event; None for now.
-        delay_s: How long after that event, unless the next request is due first [s]; None for one that must be done.
+        clock_mhz: The clock. None for the default.
+        after: Event that the GPU must have passed. None for an immediate request.
+        delay_s: Delay after that event [s], within which the request is dropped if the next required one becomes due.
+            None for a required request.
     """
 
     clock_mhz: int | None
@@ -67,7 +68,7 @@ class ClockRequest(NamedTuple):
 
 
 class DriverCall:
-    """A call of the driver, made on the clocks' thread after an event, if there is one."""
+    """A call of the driver, made on the controller's thread after an optional event."""
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ class DriverCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether the function has returned, or raised an error."""
+        """True if the function has returned, or raised an error."""
         return self._returned.is_set()
 
     @property
     def has_worked(self) -> bool:
-        """Whether the function has returned without an error."""
+        """True if the function has returned without an error."""
         return self.is_over and self._error is None
 
     def make(self) -> None:
@@ -102,16 +103,16 @@ class DriverCall:
         self._returned.set()
 
     def refuse(self, error: Exception) -> None:
-        """Answer without calling the function."""
+        """Finish with an error, without calling the function."""
         self._error = error
         self._returned.set()
 
     def value(self) -> float:
-        """Wait for the GPU and the driver, and return what the function has returned.
+        """Wait for the GPU and the driver, and return the function's result.
 
         Raises:
             GpuBusyError: The driver does not answer.
-            GpuError: The function's own, or the clocks' thread has ended.
+            GpuError: The function raised it, or the controller's thread has ended.
         """
         while not self.is_over:
             if (problem := self._clocks.problem) is not None:
@@ -125,16 +126,17 @@ class DriverCall:
 class ClockController:
     """Sets clocks without stalling training, and always restores the default.
 
-    A request is skipped if the next one is already due when its turn comes: its instruction is over. A driver that is
-    busy is asked again, with default clocks meanwhile; any other error ends all requests until a :meth:`probe` works.
+    A request is skipped if the next one is already due, because its instruction is over. If the driver is busy, the
+    GPU runs at default clocks until another attempt succeeds. After any other error, all requests are ignored until a
+    :meth:`probe` succeeds.
 
     Attributes:
-        changes: Clock changes made.
-        overtaken: Requests skipped because a later one was already due.
-        readback: What was read of the clock, how late clocks are, and what limits them.
-        is_closed: Whether the default clock is restored for good.
-        memory: Says whether the clock may be locked, and that it was reset; receives the status.
-        source: Hands over requests; None without one.
+        changes: Number of clock changes made.
+        overtaken: Number of requests skipped because a later one was already due.
+        readback: Readings of the clock, latencies, and limits.
+        is_closed: Whether the default clock is restored permanently.
+        memory: Shared memory of the rank. It counts resets by the agent, and receives the status.
+        source: Adds requests. None if there is no source.
     """
 
     def __init__(
@@ -152,23 +154,23 @@ class ClockController:
         Args:
             gpu: The GPU whose clock to control.
             on_error: Called on the thread when a clock cannot be set.
-            on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
-            timebase: Its timebase.
-            memory: What the rank shares; by default memory of its own.
-            may_lock: Asked before each clock is set.
+            on_refusal: Called on the thread when the GPU does not reach a clock that the driver has accepted.
+            timebase: Timebase of the GPU.
+            memory: Shared memory of the rank. By default, memory of the controller's own.
+            may_lock: Called before each clock is set, and returns whether it may be set.
         """
         self._gpu = gpu
         self._on_error = on_error
         self._time = timebase
         self.readback = ClockReadback(gpu, on_refusal, timebase)
         self.changes = self.overtaken = 0
-        # Any thread appends, the clocks' thread alone removes.
+        # Any thread appends, and only the controller's thread removes.
         self._items: deque[ClockRequest | DriverCall] = deque()
         self._requested_mhz: int | None = None
         self._is_idle = False
         self._idle_at_s = 0.0
         self._notifier = timebase.notifier()
-        # Notified when the thread ends a call after the end, and when the default clock is restored.
+        # Notified when a call ends after close(), and when the default clock is restored.
         self._changed = timebase.condition()
         self._is_waiting = False
         self._called_s: float | None = None
@@ -180,7 +182,7 @@ class ClockController:
         self.source: Source | None = None
         self._resets = 0
         self._is_restored = self._has_ended = False
-        # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
+        # The clock last requested from the driver, and the clock that it has accepted.
         self._wanted_mhz: int | None = None
         self._clock_mhz: int | None = None
         self._has_failed = False
@@ -191,30 +193,30 @@ class ClockController:
         timebase.thread(self._work, "perseus-clocks").start()
 
     def request(self, clock_mhz: int | None, after: Event | None = None) -> None:
-        """Request a clock (None for the default) once the GPU has passed an event; returns at once."""
+        """Request a clock (None for the default) after an event, without waiting."""
         if clock_mhz != self._requested_mhz or self._is_idle or self._was_reset:
             self._requested_mhz = clock_mhz
             self._is_idle = False
             self._put(ClockRequest(clock_mhz, after))
 
     def request_early(self, clock_mhz: int, begun: Event, delay_s: float) -> None:
-        """Request a clock some time after an event, or at the next :meth:`request` if that comes first.
+        """Request a clock some time after an event [s], before the :meth:`request` for it is due.
 
         A :meth:`request` for the same clock must follow. This one only makes the driver's call earlier.
         """
         self._put(ClockRequest(clock_mhz, begun, delay_s))
 
     def reset_when_idle(self, after_s: float) -> None:
-        """Return to the default clock unless there is a :meth:`request` before some time has passed [s]."""
+        """Return to the default clock after some time [s] without a :meth:`request`."""
         if self._requested_mhz is not None:
             self._idle_at_s = self._time.now_s() + after_s
             self._is_idle = True
             self.wake()
 
     def call(self, function: Callable[[], float | None], after: Event | None = None) -> DriverCall:
-        """Have a function that reads from the GPU called after all that was handed over before; returns at once.
+        """Queue a call of a function that reads from the GPU, without waiting.
 
-        A driver that does not answer is not asked for more.
+        The call is refused if the driver does not answer.
         """
         made = DriverCall(function, after, self, self._time)
         problem = GpuError(_CLOSED) if self.is_closed else self.problem
@@ -225,7 +227,10 @@ class ClockController:
         return made
 
     def probe(self, on_success: Callable[[], None]) -> None:
-        """Have the driver do once all that plans need; if it does, clocks are set again. Returns at once."""
+        """Test all operations of the driver that plans need, without waiting.
+
+        If they succeed, clocks are set again.
+        """
 
         def probe() -> None:
             self.try_driver()
@@ -234,18 +239,18 @@ class ClockController:
         self.call(probe)
 
     def give_up(self) -> None:
-        """Set no clock but the default one until a :meth:`probe` works; from any thread, and returns at once."""
+        """Set only the default clock until a :meth:`probe` succeeds. Thread-safe, and does not wait."""
         self._has_failed = True
         self.call(self._give_up)
 
     def watch_default_clocks(self) -> None:
-        """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
+        """Report a limit that lowers the clock at default clocks, like a clock that is not reached."""
         self.readback.watch_default_clocks()
         self.wake()
 
     @property
     def thread_late_s(self) -> float:
-        """How late the thread sees that the GPU has passed an event, nine times of ten at most [s].
+        """Delay until the thread notices that the GPU has passed an event: the 90th percentile [s].
 
         Up to 2 ms count as 0.
         """
@@ -255,18 +260,18 @@ class ClockController:
 
     @property
     def failing_s(self) -> float:
-        """How long the driver has not answered the call under way, or has been too busy to set a clock [s]; else 0."""
+        """Time since the current call began, or since the driver is too busy to set a clock [s]. 0 if neither."""
         since_s = _sooner(self._called_s, self._busy_since_s)
         return 0.0 if since_s is None else self._time.now_s() - since_s
 
     @property
     def is_calling(self) -> bool:
-        """Whether a call of the driver is under way."""
+        """True during a call of the driver."""
         return self._called_s is not None
 
     @property
     def problem(self) -> GpuError | None:
-        """Why no call is made, if none is."""
+        """Reason why calls are refused. None if they are accepted."""
         if self._has_ended:
             return GpuError(_CLOSED)
         if self.failing_s >= DRIVER_HANGS_S:
@@ -275,28 +280,28 @@ class ClockController:
 
     @property
     def _was_reset(self) -> bool:
-        """Whether the agent has reset the clock since it was set."""
+        """True if the agent has reset the clock since it was set."""
         return self._clock_mhz is not None and self.memory.resets != self._resets
 
     def take_over(self) -> None:
-        """Assume that another agent has locked the clock; before the first request."""
+        """Assume that another agent has locked the clock. Must be called before the first request."""
         self._clock_mhz = self._wanted_mhz = self._requested_mhz = _UNKNOWN_MHZ
 
     def leave(self) -> None:
-        """Set no clock any more, and let somebody else reset the one that is set; returns at once.
+        """Stop setting clocks, without waiting. The caller resets the current clock.
 
-        A call that is under way restores the default clock itself. Calls that were handed over before are still made.
+        If a call of the driver is in progress, it restores the default clock itself. Queued calls are still made.
         """
         self._closing, self.is_closed = threading.current_thread(), True
         self._is_restored = True
         self._notifier.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Restore the default clock for good; from any thread, a signal's handler included.
+        """Restore the default clock permanently. Can be called from any thread and from a signal handler.
 
-        It waits for a call of the driver that is under way, but not for the GPU. If that call does not return in time,
-        the driver hangs and would hang this thread as well: then nothing is done. Called again, it waits for the first
-        call. Calls that were handed over before are still made.
+        It waits for a call of the driver that is in progress, but not for the GPU. If that call does not return in
+        time, the clock is not reset, because the driver hangs and would block this thread as well. A second call waits
+        for the first one. Queued calls are still made.
         """
         with self._changed:
             if self._closing is not None:
@@ -329,10 +334,10 @@ class ClockController:
             self.wake()
 
     def withdraw(self, is_void: Callable[[Any], bool]) -> bool:
-        """Withdraw what is to be done after some events; on the clocks' thread.
+        """Withdraw the items that wait for some events. Runs on the controller's thread.
 
         Returns:
-            Whether the thread waits for one of these events.
+            True if the thread is waiting for one of these events.
         """
         for _ in range(len(self._items)):  # in place: other threads may append
             item = self._items.popleft()
@@ -342,12 +347,12 @@ class ClockController:
         return self._awaited is not None and is_void(self._awaited)
 
     def wake(self) -> None:
-        """Have the thread look at once, if it waits."""
-        if self._is_waiting:  # otherwise the thread looks before it waits
-            self._is_waiting = False  # once is enough, however late the thread goes on
+        """Wake the thread if it waits."""
+        if self._is_waiting:  # otherwise the thread polls before it waits
+            self._is_waiting = False  # one notification is enough, however late the thread continues
             self._notifier.notify()
 
-    # From here on, the clocks' thread.
+    # The methods below run on the controller's thread.
 
     def _work(self) -> None:
         while not self._has_ended:
@@ -362,13 +367,13 @@ class ClockController:
                 self._make(item)
             else:
                 self._has_ended = True
-        except Exception as error:  # such as that of an event that cannot be queried
+        except Exception as error:  # for example, an event cannot be queried
             self._fail(error)
 
     def _next(self) -> ClockRequest | DriverCall | None:
-        """Return the oldest item, None at the end; meanwhile do what is due without one."""
+        """Return the oldest item, or None at the end. Does what is due while there is no item."""
         while not self._items:
-            self._is_waiting = True  # from here on, who changes what follows rings
+            self._is_waiting = True  # from here on, other threads notify this one of changes
             self._poll()
             if self._items:
                 break
@@ -386,14 +391,14 @@ class ClockController:
         return self.source is not None and self.source.poll()
 
     def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
-        """Wait until there are more items, or something else has changed; at most for some time [s]."""
+        """Wait for more than ``count`` items, for another change, or for the timeout."""
         self._is_waiting = True
         if len(self._items) <= count and not self.is_closed:
             self._notifier.wait(timeout_s)
         self._is_waiting = False
 
     def _due_in_s(self) -> float | None:
-        """Return how long until the clock is to be read back, set again or reset [s]; None for never."""
+        """Return the time until the clock is to be read back, set again or reset [s]. None for never."""
         if self.is_closed:
             return None
         idle_at_s = self._idle_at_s if self._may_idle() else None
@@ -401,7 +406,7 @@ class ClockController:
         return _sooner(self.readback.due_in_s(), None if at_s is None else max(0.0, at_s - self._time.now_s()))
 
     def _may_idle(self) -> bool:
-        """Whether the clock is one for an idle GPU to give up: none is requested after an event that is to come."""
+        """Return True if an idle GPU may be reset, because no clock is requested after a future event."""
         return self._is_idle and self._wanted_mhz is not None and self._following() is None
 
     def _do_what_is_due(self) -> None:
@@ -414,10 +419,10 @@ class ClockController:
             self._in_call(self.readback.read)
 
     def _wait_for(self, event: Event) -> bool:
-        """Wait until the GPU has passed an event; meanwhile do what is due.
+        """Wait until the GPU has passed an event, and do what is due while waiting.
 
         Returns:
-            Whether it has. If not, something else was handed over instead.
+            False if the event was withdrawn.
         """
         had_passed = has_passed = event.query()
         while not has_passed:
@@ -433,7 +438,7 @@ class ClockController:
                 self._notifier.wait(_sooner(due_in_s, event.look_again_s()))
             self._is_waiting = False
             has_passed = event.query()
-        # The sooner it is asked, the better the events after it are known.
+        # Without delay, so that the times of later events are known better.
         late_s = self._time.now_s() - event.passed_s()
         if not had_passed:
             self._late_s.append(late_s)
@@ -455,7 +460,7 @@ class ClockController:
             return
         if request.after is not None and request.delay_s is not None:
             if self._sleep_until(request.after, request.delay_s):
-                return  # the next request says what to do
+                return  # the next request sets the clock
         elif self._is_overtaken():
             self.overtaken += 1
             return
@@ -463,7 +468,7 @@ class ClockController:
         self._set(request.clock_mhz)
 
     def _sleep_until(self, after: Event, delay_s: float) -> bool:
-        """Sleep until some time after an event [s], or the next request is due; returns whether it is."""
+        """Sleep until a delay after an event [s] has passed. Returns True if the request is to be dropped."""
         until_s = after.passed_s() + delay_s
         while True:
             count = len(self._items)
@@ -483,12 +488,12 @@ class ClockController:
             self._wait_for_more_than(count, _sooner(_sooner(left_s, due_in_s), self._look_again_s()))
 
     def _is_overtaken(self) -> bool:
-        """Whether the next request that must be done is due already."""
+        """Return True if the next required request is already due."""
         following = self._following()
         return following is not None and (following.after is None or following.after.query())
 
     def _look_again_s(self) -> float | None:
-        """Return how long until the next request that must be done may be due [s]; None if somebody wakes this."""
+        """Return the time until the next required request may be due [s]. None if the thread is notified."""
         following = self._following()
         return None if following is None or following.after is None else following.after.look_again_s()
 
@@ -497,7 +502,7 @@ class ClockController:
         return next(required, None)
 
     def _set(self, clock_mhz: int | None) -> None:
-        """Set a clock, now or, after a refusal, later; None for the default."""
+        """Set a clock (None for the default). If the driver is busy, it is set later."""
         self._wanted_mhz, self._again_at_s = clock_mhz, None
         try:
             if clock_mhz != self._clock_mhz or self._was_reset:
@@ -512,7 +517,7 @@ class ClockController:
         self.memory.busy_since_s = self._busy_since_s or 0.0
 
     def _fail(self, error: Exception) -> None:
-        """Give up but for the default clock."""
+        """Report an error, and set only the default clock from now on."""
         has_failed_before, self._has_failed = self._has_failed, True
         if not has_failed_before:
             self._on_error(error)
@@ -523,7 +528,7 @@ class ClockController:
         self._fall_back()
 
     def _fall_back(self) -> None:
-        """Return to the default clock, if the driver does that, until what is wanted is tried again."""
+        """Return to the default clock, if the driver allows it, until the next attempt."""
         self.readback.forget()
         with suppress(Exception):
             if self._clock_mhz is not None:
@@ -533,7 +538,7 @@ class ClockController:
             self._refusals += 1
 
     def _call_driver(self, clock_mhz: int | None) -> None:
-        """Have the driver set a clock, unless the default one was restored for good.
+        """Have the driver set a clock, unless the default one was restored permanently.
 
         Raises:
             GpuError: The driver refused.
@@ -545,13 +550,13 @@ class ClockController:
             return
         self._resets = self.memory.resets
         self.memory.may_be_locked = True
-        self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
+        self._clock_mhz = _UNKNOWN_MHZ  # if the call fails, the clock may or may not have changed
         begin_s = self._time.now_s()
         if clock_mhz is None:
             self._gpu.reset_clock()
         else:
             self._gpu.lock_clock(clock_mhz)
-        # The call was late, and neither close() nor the agent has waited for it.
+        # The call returned late, and neither close() nor the agent waited for it.
         if clock_mhz is not None and (self.is_closed or self.memory.is_revoked):
             self._gpu.reset_clock()
             clock_mhz = None
@@ -561,10 +566,10 @@ class ClockController:
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
 
     def try_driver(self) -> None:
-        """Have the driver do once all that programs need; on the clocks' thread.
+        """Test all operations of the driver that programs need. Runs on the controller's thread.
 
         Raises:
-            GpuError: It refuses.
+            GpuError: The driver refuses.
         """
         try:
             self._call_driver(self._gpu.supported_clocks_mhz()[-1])
@@ -574,10 +579,10 @@ class ClockController:
             self._fall_back()
             raise
         self._has_failed, self._refusals, self._busy_since_s, self._again_at_s = False, 0, None, None
-        self._requested_mhz = _UNKNOWN_MHZ  # what was requested meanwhile was not set
+        self._requested_mhz = _UNKNOWN_MHZ  # requests before this were ignored
 
     def _in_call(self, function: Callable[[], None]) -> None:
-        """Make a call of the driver, which :meth:`close` waits for and :attr:`failing_s` counts from."""
+        """Call the driver. :meth:`close` waits for the call, and :attr:`failing_s` includes it."""
         self._called_s = self._time.now_s()
         if self._busy_since_s is None:
             self.memory.busy_since_s = self._called_s
@@ -586,12 +591,12 @@ class ClockController:
         finally:
             self._called_s = None
             self.memory.busy_since_s = self._busy_since_s or 0.0
-            if self.is_closed:  # nobody else waits
+            if self.is_closed:  # only close() waits
                 with self._changed:
                     self._changed.notify_all()
 
     def tell(self) -> None:
-        """Write the status into the memory; on the clocks' thread."""
+        """Write the status into the shared memory. Runs on the controller's thread."""
         asked_mhz, reached_mhz = self.readback.reading
         limits = self.readback.limits
         self.memory.status = ClockStatus(

@@ -1,4 +1,4 @@
-"""Whether a rank runs at default clocks because its driver has failed, and when the driver is tried again."""
+"""Fallback of a rank to default clocks after a failure of its driver, and the return to programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from perseus_ds.protocol.layout import DRIVER_HANGS_S
 from perseus_ds.timebase import Timebase
 
 _PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-# What fails again so soon had not passed: it is not reported twice.
+# A fault that recurs within this time is not reported again.
 _OVER_S = 300.0
 
 
 class Fallback:
-    """Follows the faults of one GPU's controller.
+    """Handles faults of one GPU's controller.
 
-    The driver is probed at growing intervals; when it does everything that programs need, the rank runs them again.
-    What is no error of GPU, driver or disk is a mistake, which stays.
+    The driver is probed at growing intervals. When all operations that programs need succeed, the rank runs programs
+    again. Any error that is not one of the GPU, the driver or a disk is a bug, and the fallback is permanent.
 
     Attributes:
         is_in_force: Whether the rank runs at default clocks.
@@ -28,7 +28,7 @@ class Fallback:
     def __init__(
         self, clocks: ClockController, timebase: Timebase, tell: Callable[[RankFailed | RankRecovered], None]
     ) -> None:
-        """Begin under programs; each fault and each return from one is told once."""
+        """Begin with programs. ``tell`` is called once for each fault, and once for each recovery."""
         self.is_in_force = False
         self._clocks = clocks
         self._time = timebase
@@ -40,11 +40,11 @@ class Fallback:
         self._failed: list[Exception] = []
 
     def begin(self, error: Exception) -> None:
-        """Fall back when :meth:`look` is called next; from any thread."""
+        """Fall back at the next call of :meth:`look`. Thread-safe."""
         self._failed.append(error)
 
     def look(self) -> None:
-        """Fall back after a fault, and end that if the driver does everything again; on the agent's loop."""
+        """Fall back after a fault, and probe the driver when it is due. Runs on the agent's loop."""
         failed, self._failed = self._failed, []
         for error in failed:
             self._fall_back(error)
@@ -65,11 +65,11 @@ class Fallback:
         self._clocks.probe(self._has_worked)
 
     def _has_worked(self) -> None:
-        """The driver did everything once; on the controller's thread."""
+        """End the fallback after a successful probe. Runs on the controller's thread."""
         if self._may_pass:
             self._next_s = self._time.now_s() + _OVER_S
             self.is_in_force = False
-        else:  # a mistake has come meanwhile
+        else:  # a permanent error occurred during the probe
             self._clocks.give_up()
 
     def _fall_back(self, error: Exception) -> None:

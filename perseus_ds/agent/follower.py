@@ -1,8 +1,8 @@
-"""Follows the marks of one rank: which clocks its programs request, and the energy of each iteration.
+"""Follows the marks of one rank to request its clocks and to read the energy of each iteration.
 
-As soon as the host begins an iteration, its requests are handed over to the thread of the GPU's
+When the host begins an iteration, its requests are passed to the thread of the GPU's
 :class:`~perseus_ds.agent.controller.ClockController`, each with the mark after which it is due. The agent's loop looks
-for these marks, also while the driver is busy, and wakes that thread.
+for these marks, even while the driver is busy, and wakes that thread.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 _MOST_AHEAD = 8
 _MOST_TRANSITIONS = 64
-# An iteration that begins so soon after the one before begins at the reading of the energy counter that ended that one.
+# An iteration that begins within this time after the previous one shares that one's last reading of the energy counter.
 _TOGETHER_S = 0.001
-# How often to look for a mark around the time at which it is expected, and how much less often afterwards.
+# Polling intervals of a mark around its expected time [s], and growth of the interval after that time.
 _SOON_S, _OFTEN_S, _SELDOM_S, _LESS_OFTEN = 0.001, 0.0005, 0.005, 0.1
 _BETWEEN_S = 0.05
-"""How often to look at least."""
+"""Longest polling interval [s]."""
 # A mark may come earlier than expected by this multiple of the recent variation of times between marks.
 _VARIES, _FORGETS = 2.0, 0.95
 _LATE_S = 1.5
-"""A reading of the energy counter that is made so long after its mark does not count."""
+"""A reading of the energy counter is discarded if it is later than this after its mark."""
 _BEGUN, _ENDED = -2, -1
 
 
@@ -42,7 +42,7 @@ class MarkEvent:
 
     Attributes:
         iteration: The iteration's number.
-        slot: The slot of a position; ``_BEGUN`` or ``_ENDED`` for the iteration's own marks.
+        slot: The slot of a position, or ``_BEGUN`` or ``_ENDED`` for the iteration's own marks.
     """
 
     __slots__ = ("_follower", "_passed_s", "iteration", "slot")
@@ -59,9 +59,9 @@ class MarkEvent:
         memory, now_s = self._follower.memory, self._follower.timebase.now_s()
         begun = memory.begun
         marked_s: float | None = None
-        if begun > self.iteration:  # the GPU has gone on, and the marks are those of another iteration
+        if begun > self.iteration:  # the GPU has continued, and the marks are those of another iteration
             marked_s = 0.0
-        elif self.slot >= 0 and memory.ended == self.iteration:  # the iteration was broken off
+        elif self.slot >= 0 and memory.ended == self.iteration:  # the iteration was aborted
             marked_s = memory.marked_s(self.slot) or 0.0
         elif self.slot == _BEGUN:
             marked_s = self._follower.begun_s(begun) if begun == self.iteration else None
@@ -71,7 +71,7 @@ class MarkEvent:
             marked_s = memory.marked_s(self.slot)
         if marked_s is None:
             return False
-        # A GPU writes no time: the mark was made when it was found.
+        # A GPU writes no time, so the time at which the mark was found is used.
         self._passed_s = marked_s if 1.0 < marked_s < now_s else now_s
         self._follower.note(self.iteration, self.slot, self._passed_s)
         return True
@@ -80,15 +80,15 @@ class MarkEvent:
         return self._follower.timebase.now_s() if self._passed_s is None else self._passed_s
 
     def look_again_s(self) -> None:
-        """Return None: the follower wakes the thread that waits."""
+        """Return None, because the follower wakes the waiting thread."""
 
 
 class Follower:
-    """Hands over the requests of a rank's iterations.
+    """Passes the requests of a rank's iterations to the controller.
 
     Attributes:
-        memory: What the rank shares.
-        timebase: The time of marks.
+        memory: Shared memory of the rank.
+        timebase: Timebase of the marks.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Follower:
 
         Args:
             gpu: The rank's GPU.
-            memory: What the rank shares.
+            memory: Shared memory of the rank.
             clocks: The GPU's controller.
-            on_error: Called on its thread when the energy counter cannot be read.
-            on_latencies: Called there when one of the latencies of clocks is another.
-            timebase: The time of marks.
+            on_error: Called on the controller's thread when the energy counter cannot be read.
+            on_latencies: Called on the controller's thread when the latency of a clock has changed.
+            timebase: Timebase of the marks.
         """
         self.memory = memory
         self.timebase = timebase
@@ -117,32 +117,32 @@ class Follower:
         self._clocks = clocks
         self._on_error = on_error
         self._on_latencies = on_latencies
-        # What to run, by the number of an order; the last entry is for the iterations to come.
+        # Messages by the number of an order. The last one applies to future iterations.
         self._follows: dict[int, list[Follow]] = {}
-        # What single iterations run, by the number of their order and their own.
+        # Messages for single iterations, by the numbers of order and iteration.
         self._planned: dict[tuple[int, int], Follow] = {}
-        # Of the serials of what is run.
+        # By the serial of a message.
         self._transitions: dict[int, list[ClockTransition]] = {}
-        # What iterations run, by their number.
+        # By the number of an iteration.
         self._serials: dict[int, int] = {}
         self._latencies = LatencyTable()
-        # The iteration handed over last, and its order.
+        # The iteration that was passed to the controller last, and its order.
         self._iteration = self._followed = memory.iteration
         self._order = DEFAULT_CLOCKS
         self._is_handed_over = self._has_ended = False
         self._idle = 0, 0.0
-        # The readings of the energy counter at the begin of that iteration, and at the end of the one before.
+        # Readings of the energy counter at the beginning of that iteration, and at the end of the previous one.
         self._begun_of, self._began_s, self._begun_j = 0, math.nan, math.nan
         self._ended_s, self._ended_j = -math.inf, math.nan
-        # Times of marks after the begin of their iteration: of the last complete iteration, and of this one.
+        # Times of marks since the beginning of their iteration [s]: of the last complete iteration, and of this one.
         self._times_s: dict[int, float] = {}
         self._new_times_s: dict[int, float] = {}
         self._times_of, self._begun_s = -1, -math.inf
         self._last_slot, self._last_s, self._varies_s = _BEGUN, -math.inf, 0.0
-        # Events to come, in the order in which they are expected; the controller's thread adds to them.
+        # Future events in their expected order. The controller's thread appends to them.
         self._awaited: deque[MarkEvent] = deque()
         self._lock = threading.Lock()
-        # The iteration whose begin the loop has seen last, and when.
+        # The last iteration that the loop has seen begin, and when it did [s].
         self._seen_begun = 0, 0.0
         if self._iteration and memory.recorded(self._iteration) is None:
             memory.record(self._iteration, math.nan, math.nan, math.nan)  # it began under another agent
@@ -150,9 +150,9 @@ class Follower:
         clocks.wake()
 
     def add(self, follow: Follow) -> None:
-        """Accept what the iterations of an order run.
+        """Accept a message with the program of the iterations of an order. Thread-safe.
 
-        Iterations that the host has begun are not changed. It may be called from any thread.
+        Iterations that the host has begun are not changed.
         """
         if follow.only_iteration:
             for key in [key for key in [*self._planned] if key[1] < self.memory.iteration - _MOST_AHEAD]:
@@ -163,22 +163,22 @@ class Follower:
         self._clocks.wake()
 
     def forget(self) -> None:
-        """Run the iterations to come at default clocks; from any thread."""
+        """Run future iterations at default clocks. Thread-safe."""
         self._follows.clear()
         self._planned.clear()
         self._clocks.wake()
 
     def serial_of(self, iteration: int) -> int:
-        """Return the serial of what an iteration ran from its begin to its end; -1 if it is not known."""
+        """Return the serial of the message that an iteration followed, or -1 if it is not known."""
         return self._serials.get(iteration, -1)
 
     def end(self) -> None:
-        """Withdraw everything: the rank is gone."""
+        """Withdraw all requests, because the rank has ended."""
         self._has_ended = True
         self._clocks.wake()
 
     def poll(self) -> bool:
-        """Hand over the requests of the iterations that the host has begun (see ``Source``)."""
+        """Pass on the requests of the iterations that the host has begun (see ``Source``)."""
         if self._has_ended:
             with self._lock:
                 self._awaited.clear()
@@ -203,10 +203,10 @@ class Follower:
     def _note_idleness(self) -> None:
         memory = self.memory
         idle_since_s, is_open = memory.idle_since_s, memory.progress % 2
-        if not math.isfinite(idle_since_s):  # whatever the client has written there
+        if not math.isfinite(idle_since_s):  # the client may write any value
             idle_since_s = PAUSED
         if idle_since_s and not is_open:
-            # The host has issued all; the GPU may still be at it.
+            # The host has issued everything, but the GPU may not have finished.
             is_done = memory.ended == self._iteration % 2**32
             idle_since_s = max(idle_since_s, self._ended_s) if is_done and idle_since_s > 0 else is_done * idle_since_s
         if (idle := (self._iteration, idle_since_s)) != self._idle:
@@ -219,7 +219,7 @@ class Follower:
         """Look for marks on the agent's loop, and wake the controller's thread if there are any.
 
         Returns:
-            How long until to look again [s].
+            Time until the next call [s].
         """
         if (begun := self.memory.begun) != self._seen_begun[0]:
             self._seen_begun = begun, self.timebase.now_s()
@@ -232,14 +232,14 @@ class Follower:
                 self._clocks.wake()
             if awaited:
                 return self._expected_in_s(awaited[0])
-        # The controller's thread may not have handed over yet what the host has begun just now.
+        # The controller's thread may not have processed an iteration that the host has just begun.
         return _BETWEEN_S if self._followed == self.memory.iteration else _SOON_S
 
     def _expected_in_s(self, event: MarkEvent) -> float:
         expected_s = self._times_s.get(event.slot)
         if event.slot == _BEGUN or expected_s is None or self._times_of != event.iteration:
             return _SOON_S
-        # Passes vary, so what is expected is the time since the last mark.
+        # Durations of passes vary, so the time since the last mark is used.
         since_s = expected_s - self._times_s.get(self._last_slot, 0.0)
         in_s = self._last_s + since_s - self.timebase.now_s()
         soon_s = min(max(_SOON_S, _VARIES * self._varies_s), since_s)
@@ -248,12 +248,12 @@ class Follower:
         return min(max(_OFTEN_S, -_LESS_OFTEN * in_s), _SELDOM_S)
 
     def begun_s(self, iteration: int) -> float:
-        """Return when an iteration began [s], or 0 if it is not known."""
+        """Return when an iteration began [s], or 0 if that is not known."""
         number, seen_s = self._seen_begun
         return self.memory.begun_s or (seen_s if number == iteration else 0.0)
 
     def note(self, iteration: int, slot: int, passed_s: float) -> None:
-        """Note when a mark was made."""
+        """Record the time of a mark."""
         if slot in self._times_s and self._times_of == iteration:
             since_s = self._times_s[slot] - self._times_s.get(self._last_slot, 0.0)
             self._varies_s = max(abs(passed_s - self._last_s - since_s), _FORGETS * self._varies_s)
@@ -266,7 +266,7 @@ class Follower:
             self._new_times_s[slot] = passed_s - self._begun_s
 
     def _follow_of(self, iteration: int) -> Follow | None:
-        """Return what an iteration runs by its order, and forget what was before that."""
+        """Return the message that an iteration follows, and forget earlier ones of its order."""
         follows = self._follows.get(self.memory.program(iteration), [])
         while len(follows) > 1 and follows[1].from_iteration <= iteration:
             del follows[0]
@@ -277,7 +277,7 @@ class Follower:
         return self._planned.get((self.memory.program(iteration), iteration))
 
     def _hand_over(self, iteration: int) -> None:
-        """Hand over the requests and readings of an iteration."""
+        """Pass the requests and readings of an iteration to the controller."""
         self._iteration, self._is_handed_over = iteration, True
         self._order = self.memory.program(iteration)
         follow = self._follow_of(iteration)
@@ -292,7 +292,7 @@ class Follower:
             self._request(follow, iteration, begun)
         ended = self._event(iteration, _ENDED)
         read = clocks.call(partial(self._read_ended, ended), ended)
-        if read.is_over and not read.has_worked:  # a driver that does not answer is not asked
+        if read.is_over and not read.has_worked:  # refused, because the driver does not answer
             self.memory.record(iteration, math.nan, math.nan, math.nan)
         self._followed = iteration
 
@@ -325,9 +325,9 @@ class Follower:
 
     def _read_begun(self, begun: MarkEvent) -> None:
         if self._begun_of == begun.iteration:
-            return  # it was handed over before, under another program
+            return  # it was read before, under another program
         if self.timebase.now_s() - begun.passed_s() > _LATE_S:
-            return  # the driver was busy meanwhile, and the counter has gone on
+            return  # the driver was busy, and the counter has advanced
         together = begun.passed_s() - self._ended_s < _TOGETHER_S
         self._begun_of, self._began_s = begun.iteration, begun.passed_s()
         self._begun_j = self._ended_j if together else self._read_energy_j()
@@ -336,7 +336,7 @@ class Follower:
         self._ended_s, self._ended_j = ended.passed_s(), self._read_energy_j()
         if self.timebase.now_s() - self._ended_s > _LATE_S:
             self._ended_j = math.nan
-        if self._begun_of != ended.iteration:  # the driver did not answer then
+        if self._begun_of != ended.iteration:  # the driver did not answer at its beginning
             self._began_s = self._begun_j = math.nan
         self._clocks.readback.limits.read()
         self._clocks.tell()
@@ -346,7 +346,7 @@ class Follower:
         """Read the energy counter [J], or return NaN if it cannot be read."""
         try:
             return self._gpu.energy_j()
-        except GpuBusyError:  # the client decides for how long this is accepted
+        except GpuBusyError:  # the client decides how long to accept this
             return math.nan
         except GpuError as error:
             self._on_error(error)

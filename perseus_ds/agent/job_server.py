@@ -1,4 +1,4 @@
-"""Starts the server of a job, on rank 0's node, and starts it again if it dies or stands still."""
+"""Starts the server of a job on rank 0's node, and restarts it if it dies or stalls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from perseus_ds.protocol.messages import ServerStarted, StartServer
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _SILENT_S, _MOST_DOUBLINGS = 5.0, 6
-"""A server that was not heard for so long is ended, and another one takes its place. The time doubles with each server
-that was never heard, up to five minutes."""
+"""A server is replaced after this time without a message. The time doubles with each server that has never sent one,
+up to five minutes."""
 _COUNTED_S = 1.0
-"""Of the time between two looks at the server at most so much counts as silence."""
+"""Maximum time between two checks of the server that counts as silence."""
 _MOST_ANSWER = 1 << 20
 _CODE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
@@ -31,17 +31,17 @@ class JobServerChild:
     """The server's process.
 
     Attributes:
-        starts: Number of times that it was started.
-        is_followed: Whether a rank of this node has connected with it.
+        starts: Number of starts.
+        is_followed: Whether a rank of this node has connected to it.
     """
 
     def __init__(self, request: StartServer, description: bytes, timebase: Timebase = REAL_TIME) -> None:
         """Start it, without waiting.
 
         Args:
-            request: Where it is to listen.
-            description: Of the job.
-            timebase: By which its silence is measured.
+            request: Address to listen at.
+            description: Description of the job.
+            timebase: Timebase for measuring its silence.
 
         Raises:
             OSError: No process can be started.
@@ -60,7 +60,7 @@ class JobServerChild:
         self._start()
 
     def answer(self) -> ServerStarted | None:
-        """Return what the server has answered since it was started, once."""
+        """Return the answer of the server once after each start. None before and afterwards."""
         if self._process.stdout is None:
             return None
         with contextlib.suppress(BlockingIOError):
@@ -72,9 +72,13 @@ class JobServerChild:
         return None
 
     def is_silent(self, *, is_heard: bool) -> bool:
-        """Return whether it has to be restarted; called often, with whether it was heard since."""
+        """Return True if the server has to be restarted. Must be called often.
+
+        Args:
+            is_heard: Whether a message was received recently.
+        """
         now_s = self._time.now_s()
-        self._silent_s += min(now_s - self._looked_s, _COUNTED_S)  # what has paused the machine has paused the server
+        self._silent_s += min(now_s - self._looked_s, _COUNTED_S)  # a pause of the machine pauses the server as well
         self._looked_s = now_s
         if is_heard:
             self._silent_s, self._unheard = 0.0, 0
@@ -83,7 +87,7 @@ class JobServerChild:
         return self._silent_s > _SILENT_S * 2.0 ** min(self._unheard, _MOST_DOUBLINGS) and not self.is_over
 
     def restart(self) -> None:
-        """End the process, and start another one at the same place; without waiting.
+        """End the process, and start another one at the same address, without waiting.
 
         Raises:
             OSError: No process can be started.
@@ -94,12 +98,12 @@ class JobServerChild:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has ended because the job has."""
+        """True if the process has ended because the job has ended."""
         return self._process.poll() == 0
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the server."""
         return self._process.pid
 
     def end(self) -> None:
@@ -109,7 +113,7 @@ class JobServerChild:
 
     @property
     def file(self) -> int | None:
-        """A descriptor that is readable when there is an answer; None after it."""
+        """File descriptor that is readable when there is an answer. None after the answer."""
         return None if self._process.stdout is None else self._process.stdout.fileno()
 
     def _completed(self) -> ServerStarted:
@@ -119,7 +123,7 @@ class JobServerChild:
             return ServerStarted(kind="PerseusError", error="the job's server ended while it started")
         if found.kind:
             return found
-        self._port = int(found.address.rpartition(":")[2])  # where agents look for the next one
+        self._port = int(found.address.rpartition(":")[2])  # agents connect to the next server at the same port
         self._output_dir = found.output_dir
         keys = {"server_key": self._server_key, "public_key": self._public_key, "secret_key": self._secret_key}
         return msgspec.structs.replace(found, **keys)

@@ -76,10 +76,10 @@ _TERMINATION = (signal.SIGTERM, signal.SIGINT)
 
 
 class Progress:
-    """Progress of a rank, and detection of a standstill.
+    """Progress of a rank, and detection of stalls.
 
-    A rank stands still 2 s after its last iteration, and within an iteration after three times the duration of
-    iterations.
+    A rank counts as stalled 2 s after its last iteration, and within an iteration after three times the duration of
+    recent ones.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Progress:
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def stands_still(self, memory: RankMemory, now_s: float) -> bool:
-        """Return True, once for each standstill, if the clock of the rank is to be reset."""
+        """Return True, once for each stall, if the clock of the rank is to be reset."""
         progress = memory.progress
         if progress != self._seen:
             if self._seen >= 0 and (self._seen % 2 or progress > self._seen + 1):
@@ -128,7 +128,7 @@ class _Rank:
         self.awaits_reset = False
         self.is_granted = self.is_released = False
         self.ended_s: float | None = None
-        # The connection with the job's server, and the rank's number in the job.
+        # The connection to the job's server, and the rank's number in the job.
         self.uplink: Uplink | None = None
         self.number = 0
         self._outbox: deque[bytes] = deque(maxlen=_MOST_UNSENT)
@@ -157,7 +157,7 @@ class _Rank:
         self.flush()
 
     def tell(self, message: ToServer) -> None:
-        """Send a message to the job's server; from any thread."""
+        """Send a message to the job's server. Thread-safe."""
         if self.uplink is not None:
             self.uplink.send(self.number, message)
 
@@ -248,8 +248,8 @@ class Agent:
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
         self._server_waits: list[_Rank] = []
-        # GPUs of the agent before this one, whose ranks will request their leases again; and those that were reset
-        # because none did, although a rank that has not noticed the loss of its agent may still lock their clocks.
+        # GPUs of the previous agent, for which leases will be requested again. Abandoned GPUs were reset because no
+        # rank requested one, but a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
         self._abandoned: set[str] = set()
         with contextlib.suppress(OSError):
@@ -261,11 +261,11 @@ class Agent:
                     self._left[record.gpu] = record.left_by or 0, driver
 
     def serve(self) -> None:
-        """Serve until the last rank has ended, or no rank has come."""
+        """Serve until the last rank has ended, or return if no rank connects within 10 s."""
         while self._is_needed():
             self.step()
         if self._server is not None and not self._server.is_followed:
-            self._server.end()  # rank 0 has ended before it followed the server, which would wait for it
+            self._server.end()  # rank 0 ended before it connected to the server, which would wait for it
         if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
             gpus = ", ".join(given_up)
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
@@ -280,7 +280,7 @@ class Agent:
                     self._wake_reader.recv(4096)
                     self._look_at_s = 0.0
                 elif key.data is not None:
-                    pass  # of the server, which is looked at below
+                    pass  # a server's socket, which is read below
                 else:
                     self._receive(key.fd)
             self._look_at_servers()
@@ -396,7 +396,7 @@ class Agent:
             self._has_served = True
 
     def _follow_server(self, rank: _Rank, server: Connect) -> None:
-        """Connect a rank with the server of its job."""
+        """Connect a rank to the server of its job."""
         rank.uplink = next((uplink for uplink in self._uplinks if uplink.is_to(server)), None)
         if rank.uplink is None:
             rank.uplink = Uplink(server, self._time)
@@ -409,7 +409,7 @@ class Agent:
         rank.uplink.join(rank.number, lambda: 0 if memory is None else memory.iteration)
 
     def _start_server(self, rank: _Rank, request: StartServer, files: list[int]) -> None:
-        """Start the server of the job, or another one for a job that starts anew."""
+        """Start the server of the job. If the job has restarted, the previous server is ended."""
         if not files or not 0 < request.length <= _LONGEST_DESCRIPTION:
             rank.send(ServerStarted(kind="PerseusError", error="the job was not described"))
             return
@@ -422,7 +422,7 @@ class Agent:
         self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
 
     def _look_at_servers(self) -> None:
-        """Take in what servers have sent, and replace one that is silent."""
+        """Process messages from servers, and restart a silent server."""
         for uplink in self._uplinks:
             ranks = {rank.number: rank for rank in self._ranks.values() if rank.uplink is uplink}
             for number, message in uplink.look():
@@ -449,7 +449,7 @@ class Agent:
 
     def _find(self, rank: _Rank, place: FindGpu) -> None:
         try:
-            # A number may be that of another GPU here, whose clocks would be changed.
+            # The number may belong to another GPU here, and the clocks of that one would be changed.
             if place.uuid is None and place.pci_address is None and place.cgroups != places.cgroups():
                 raise GpuError(f"GPU {place.ordinal} of a process of other control groups cannot be identified.")
             gpu = self._find_gpu(place)
@@ -499,7 +499,7 @@ class Agent:
             self._wake_writer.send(b"x")
 
     def _look_soon(self, rank: _Rank) -> None:
-        """Look at a rank; from any thread."""
+        """Schedule an immediate check of a rank. Thread-safe."""
         rank.look_at_s = 0.0
         self._wake()
 

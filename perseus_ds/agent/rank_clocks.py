@@ -1,4 +1,4 @@
-"""The clocks of one rank's GPU in the agent: does what the job's server asks for, and completes the rank's reports."""
+"""Controls the clocks of one rank's GPU for the job's server, and completes the rank's reports."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from perseus_ds.protocol.messages import Answer, Ask, Refreshes, ToClient, ToClo
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _MOST_REFRESHES = 1000
-"""In one message."""
+"""Maximum number of refreshes in one message."""
 _MOST_LOGS, _LONGEST_PERIOD_S = 16, 10.0
 _MOST_HELD = 64
 
 
 class _Held(NamedTuple):
-    """A message that waits for what the GPU did before."""
+    """A message that is sent after the GPU has finished earlier work."""
 
     message: Report | Left
     received_s: float
@@ -64,12 +64,12 @@ class RankClocks:
 
         Args:
             gpu: The rank's GPU, open.
-            memory: What the rank shares.
-            send: Sends a message to the client, from any thread, without waiting for it.
-            tell: Sends a message to the job's server, likewise.
-            timebase: The time of marks.
-            may_lock: Asked before each clock is set.
-            on_record: Called on another thread when the GPU has done an iteration, to have :meth:`look` called.
+            memory: Shared memory of the rank.
+            send: Sends a message to the client without waiting. Thread-safe.
+            tell: Sends a message to the job's server without waiting. Thread-safe.
+            timebase: Timebase of the marks.
+            may_lock: Called before each clock is set, and returns whether it may be set.
+            on_record: Called on another thread when the GPU has finished an iteration, so that :meth:`look` is called.
         """
         self._gpu = gpu
         self._memory = memory
@@ -90,17 +90,17 @@ class RankClocks:
         self._held: deque[_Held] = deque()
         self._before = ClockStatus()
         self._logs: dict[float, CounterLog] = {}
-        # The log for the server, and the orders for which it asks for one.
+        # The log for the server, and the orders for which the server requests one.
         self._log: CounterLog | None = None
         self._logged: set[int] = set()
         self._was_revoked = False
 
     def wake(self) -> None:
-        """Look at the rank's memory at once."""
+        """Read the rank's shared memory immediately."""
         self._clocks.wake()
 
     def look(self) -> float:
-        """Look for marks, complete reports, and return how long until to look again [s]."""
+        """Look for marks, complete reports, and return the time until the next call [s]."""
         next_s = self._follower.look()
         self._fallback.look()
         if self._memory.is_revoked and not self._was_revoked:
@@ -110,7 +110,7 @@ class RankClocks:
         return next_s
 
     def obey(self, message: ToRank) -> None:
-        """Do what the server asks for, or hand it on to the client."""
+        """Handle a message of the server, or forward it to the client."""
         if isinstance(message, Follow):
             if not 0 <= message.program.number < DEFAULT_CLOCKS:
                 return
@@ -126,7 +126,7 @@ class RankClocks:
             self._send(message)
 
     def receive(self, message: ToClocks) -> None:
-        """Do what the client asks for, without waiting for the driver, or hand it on to the server."""
+        """Handle a message of the client without waiting for the driver, or forward it to the server."""
         if isinstance(message, Report | Left):
             if len(self._held) < _MOST_HELD:
                 self._held.append(_Held(message, self._time.now_s()))
@@ -151,29 +151,29 @@ class RankClocks:
     def take_over(self) -> None:
         """Assume that another agent has locked the clock.
 
-        It is called before anything is received.
+        Must be called before the first message is received.
         """
         self._clocks.take_over()
 
     def forget_server(self) -> None:
-        """Return to default clocks: the server is gone, and another one will say what to run."""
+        """Return to default clocks, because the server is lost."""
         self._follower.forget()
         self._stop_log()
 
     @property
     def is_calling(self) -> bool:
-        """Whether a call of the driver is under way."""
+        """True during a call of the driver."""
         return self._clocks.is_calling
 
     def leave(self) -> None:
-        """Set no clock and read nothing any more, without waiting for the driver."""
+        """Stop setting clocks and reading the GPU, without waiting for the driver."""
         self._complete(waits=False)
         self._stop_logs()
         self._follower.end()
         self._clocks.leave()
 
     def close(self) -> None:
-        """Restore the default clock for good.
+        """Restore the default clock permanently.
 
         The energy of iterations that have begun is still read.
         """
@@ -187,7 +187,7 @@ class RankClocks:
             log.stop()
 
     def _log_if_asked(self, follow: Follow) -> None:
-        """Record the refreshes of the energy counter as long as an order asks for it."""
+        """Record refreshes of the energy counter while the server requests them for an order."""
         if follow.logs_energy:
             self._logged.add(follow.program.number)
         else:
@@ -205,7 +205,7 @@ class RankClocks:
             self._log = None
 
     def _complete(self, *, waits: bool = True) -> None:
-        """Send reports whose iterations the GPU has done."""
+        """Send the reports of iterations that the GPU has finished."""
         while self._held:
             message, received_s = self._held[0]
             if isinstance(message, Report):
@@ -257,7 +257,7 @@ class RankClocks:
             error: Exception | None = None
             try:
                 values = self._do(asked)
-            except Exception as raised:  # of any kind: the client waits for an answer
+            except Exception as raised:  # the client waits for an answer
                 error = raised
             self._answer(asked, values, error)
 

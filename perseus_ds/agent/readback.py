@@ -1,4 +1,4 @@
-"""Reads the clock back: how late clocks follow their requests, which the GPU does not reach, and what limits it."""
+"""Reads the clock of a GPU back, to find latencies, clocks that are not reached, and limits."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 SLOWED_DOWN = frozenset({"hw_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown"})
-"""Reasons for a lower clock that no power limit tells of, by NVML's names."""
-# A limit counts from the first of these parts below what was profiled, and no more from the second one on.
+"""NVML's names of reasons for a lower clock other than a power limit."""
+# A limit applies when it is lower than the profiled one by the first fraction, until it is lower by less than the
+# second.
 _LOWERED, _RAISED = 0.015, 0.01
-# Limits are rounded down to so large a part of what was profiled, so that a power manager that varies a little makes no
-# new plans, and clocks to steps of NVIDIA's. One that rises by less than one and a half steps counts as it did.
+# Power limits are rounded down to multiples of this fraction of the profiled one, so that small variations by a power
+# manager cause no new plans. Clock limits are rounded down to steps of NVIDIA's clocks. A limit that rises by less than
+# one and a half steps is kept.
 _STEP, _STEP_MHZ, _STAYS = 0.01, 15.0, 1.5
-# No plan below the limit can show that a GPU is no longer slowed down: after so long, and each time that this was wrong
-# after twice as long, it counts as over.
+# A plan below the limit cannot show that a slowdown has ended. It is assumed to have ended after this time, which
+# doubles each time that this was wrong, up to the second value.
 _LASTS_S, _LASTS_MOST_S = 30.0, 960.0
 
 
 class LimitWatch:
-    """What a GPU may draw, and how fast it may run, where somebody else limits it while a job runs, or heat does.
+    """Watches the power limit and the clock limit of a GPU.
 
-    Only changes against what held when the profile was measured count: a board may be at its own limit all the time.
-    It is used on the clocks' thread.
+    Heat, or others than Perseus, may lower them during a job. Only limits lower than when the profile was measured
+    count, because a board may always be at its own limit. Used on the controller's thread.
 
     Attributes:
-        profiled_w: The power limit that a profile records, with which it is compared; until one is known, the first
-            one that is read [W].
-        power_w: The power limit [W]; infinite where it is no lower than profiled.
-        clock_mhz: The highest clock that is reached [MHz]; infinite where only the power limit is in the way.
+        profiled_w: Power limit recorded in the profile [W], or the first one read until it is known.
+        power_w: Power limit [W]. Infinite if it is not lower than the profiled one.
+        clock_mhz: Highest clock that the GPU reaches [MHz]. Infinite if nothing but the power limit limits it.
     """
 
     def __init__(self, gpu: Gpu, timebase: Timebase) -> None:
@@ -48,7 +49,7 @@ class LimitWatch:
         self._lasts_s = _LASTS_S
 
     def read(self) -> None:
-        """Read the power limit, a call of some microseconds; what cannot be read is no limit."""
+        """Read the power limit, which takes a few microseconds. It is ignored if it cannot be read."""
         if self._time.now_s() > self._slowed_at_s + self._lasts_s and not math.isinf(self.clock_mhz):
             self._end_slowdown()
         limit_w = None
@@ -66,7 +67,12 @@ class LimitWatch:
             self.power_w = _rounded_down(limit_w, step_w)
 
     def reached(self, clock_mhz: int, reasons: tuple[str, ...] = ()) -> None:
-        """Take in the clock that a busy GPU has reached: the one requested, or a lower one for some reasons [MHz]."""
+        """Update the clock limit from the clock that a busy GPU has reached.
+
+        Args:
+            clock_mhz: Clock reached, the requested one or a lower one.
+            reasons: Reasons for a lower clock.
+        """
         if not SLOWED_DOWN.isdisjoint(reasons):
             now_s = self._time.now_s()
             if math.isinf(self.clock_mhz):
@@ -90,32 +96,35 @@ _NO_READING = (math.nan, math.nan)
 _REMEMBERED = 15
 _TOLERANCE = 0.02
 _SETTLE_EVERY = 16
-"""After every so many changes, and after each of the first ones, the clock is read until it is the one requested."""
+"""The clock is polled until it is the requested one after each of the first changes, and later after every 16th."""
 _SETTLE_POLL_S, _SETTLE_POLL = 0.001, 0.05
-"""The clock is then read after so long, or so large a part of the time since the call."""
+"""Polling interval: the larger of this time and this fraction of the time since the call."""
 _SETTLED_S, _TIMED_OUT_S = 0.05, 1.0
-"""Times after the call from which a clock counts as not reached: where such clocks come sooner, and in any case."""
+"""Time after the call from which a clock counts as not reached: minimum without polling, and with polling."""
 _MOVED = 0.2
-"""A latency that has changed by so much is another one."""
+"""Relative change from which a latency is replaced."""
 _PERIOD_S = 0.5
 _DEFAULT_READINGS = 120
 _HELD_READINGS = 6
-"""So many readings below the highest clock, one after the other and without a limit, are no transition."""
-# These say that nobody asks for more, not that the GPU cannot.
+"""This number of consecutive readings below the highest clock is not a transition, even if no limit is reported."""
+# Reasons that do not mean that the GPU cannot run faster.
 _NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_setting", "sync_boost"})
 
 
 class ClockReadback:
-    """Decides when to read the clock back, and what the readings mean; for the controller's worker thread.
+    """Decides when to read the clock back, and evaluates the readings. Used on the controller's thread.
 
     Attributes:
-        reading: The clock requested and the clock read when it had had time to follow [MHz]; NaN at default clocks.
-        latencies: How late clocks have followed their requests; replaced when one of them is another.
-        limits: What the GPU may draw, and how fast it may run, where that is less than profiled.
+        reading: The requested clock, and the clock read after it has had time to settle [MHz]. NaN at default clocks.
+        latencies: Latencies of clocks. The table is replaced when one of them has changed.
+        limits: Power and clock limits that are lower than profiled.
     """
 
     def __init__(self, gpu: Gpu, on_refusal: Callable[[ClockRefused], None], timebase: Timebase = REAL_TIME) -> None:
-        """Begin with no clock to read; each clock that a busy GPU stays below by more than 2 % is reported once."""
+        """Begin with no clock to read.
+
+        ``on_refusal`` is called once for each clock that a busy GPU stays below by more than 2 %.
+        """
         self._gpu = gpu
         self._on_refusal = on_refusal
         self._time = timebase
@@ -124,7 +133,8 @@ class ClockReadback:
         self.limits = LimitWatch(gpu, timebase)
         self._samples_s: dict[tuple[int, bool], deque[float]] = {}
         self._changes = 0
-        # The clock before the one requested, and how long after its request that one was not there yet.
+        # The previous clock, and the time from the request until the last reading of either the previous clock or the
+        # requested one.
         self._before_mhz = 0
         self._not_yet_s: float | None = None
         self._took_s = self._settled_s = 0.0
@@ -139,17 +149,22 @@ class ClockReadback:
         self._default_mhz: deque[int] = deque(maxlen=_REMEMBERED)
 
     def watch_default_clocks(self) -> None:
-        """Look for a minute of default clocks whether something keeps the busy GPU below its highest clock."""
+        """Check during one minute of default clocks whether the busy GPU is kept below its highest clock."""
         self._default_readings = _DEFAULT_READINGS
 
     @property
     def default_mhz(self) -> int | None:
-        """The clock of the GPU while it is busy and nobody has locked it [MHz]; None where it was not read."""
+        """Median clock of the busy GPU at default clocks [MHz]. None if it was not read."""
         read_mhz = tuple(self._default_mhz)
         return statistics.median_low(read_mhz) if read_mhz else None
 
     def changed(self, clock_mhz: int | None, took_s: float) -> None:
-        """Note that the driver has accepted a clock, None for the default, in a call that took some time [s]."""
+        """Record that the driver has accepted a clock.
+
+        Args:
+            clock_mhz: The clock. None for the default.
+            took_s: Duration of the call.
+        """
         if self._is_settling and self._not_yet_s is not None:
             self._add_latency(self._not_yet_s)
         self._called_s, self._took_s = self._time.now_s(), took_s
@@ -165,19 +180,19 @@ class ClockReadback:
         )
 
     def _settles_within_s(self, clock_mhz: int) -> float:
-        """Return how long after its request a clock is read at the soonest [s]; known for each clock, for its speed."""
+        """Return the earliest time after its request at which a clock is read [s]. Cached for each clock."""
         if clock_mhz not in self._settled_by_clock_s:
             self._settled_by_clock_s[clock_mhz] = max(_SETTLED_S, self.latencies.dwell_s(clock_mhz))
         return self._settled_by_clock_s[clock_mhz]
 
     def forget(self) -> None:
-        """Read no clock until the next change: the driver has refused one."""
+        """Read no clock until the next change, because the driver has refused one."""
         self._clock_mhz = None
         self.reading = _NO_READING
         self._is_settling = False
 
     def due_in_s(self) -> float | None:
-        """Return how long until :meth:`read` is due [s]; None for never, until something changes."""
+        """Return the time until :meth:`read` is due [s]. None if it is not due before a change."""
         now_s = self._time.now_s()
         if self._clock_mhz is None:
             return max(0.0, self._read_s + _PERIOD_S - now_s) if self._default_readings else None
@@ -194,7 +209,7 @@ class ClockReadback:
             return
         try:
             reached_mhz = self._gpu.clock_mhz()
-        except GpuError:  # If the GPU is lost, the next request fails; if it has no such reading, none is needed.
+        except GpuError:  # If the GPU is lost, the next request fails. If it has no such reading, none is needed.
             self._clock_mhz = None
             self._is_settling = False
             return
@@ -203,7 +218,7 @@ class ClockReadback:
         is_below = reached_mhz < requested_mhz * (1 - _TOLERANCE)
         if self._is_settling:
             is_there = _is_at(reached_mhz, requested_mhz)
-            # A clock that has moved, but not to where it should, is limited; that is no latency.
+            # A clock that has changed, but not to the requested one, is limited, so its time is not a latency.
             stays = _is_at(reached_mhz, self._before_mhz)
             self._not_yet_s = self._took_s + since_s if is_there or stays else None
             if not is_there and since_s < _TIMED_OUT_S:
@@ -215,7 +230,7 @@ class ClockReadback:
         if is_below or reached_mhz > self.limits.clock_mhz:
             with suppress(GpuError):
                 reasons = self._gpu.throttle_reasons()
-        if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
+        if "idle" not in reasons:  # An idle GPU may lower its clock by itself.
             self.limits.reached(reached_mhz, reasons)
             if is_below and requested_mhz not in self._refused:
                 self._refused.add(requested_mhz)
@@ -223,14 +238,14 @@ class ClockReadback:
         self.reading = requested_mhz, reached_mhz
 
     def _highest_mhz(self) -> int:
-        """Return the clock to which a GPU whose clock nobody has locked may go; 0 where it is not told [MHz]."""
+        """Return the highest supported clock [MHz], or 0 if it is unknown."""
         try:
             return self._gpu.supported_clocks_mhz()[-1]
         except GpuError:
             return 0
 
     def _add_latency(self, latency_s: float) -> None:
-        """Add a latency of the clock requested, or how late it is at least [s]."""
+        """Add a latency of the requested clock, or a lower bound of it [s]."""
         if self._clock_mhz is None or self._before_mhz == self._clock_mhz:
             return
         clock_mhz, rises = self._clock_mhz, self._before_mhz < self._clock_mhz
@@ -249,7 +264,7 @@ class ClockReadback:
         try:
             reached_mhz, reasons = self._gpu.clock_mhz(), self._gpu.throttle_reasons()
             highest_mhz = self._gpu.supported_clocks_mhz()[-1]
-        except GpuError:  # one of these is not told; training does without
+        except GpuError:  # one of these cannot be read, and training does not need it
             self._default_readings = 0
             return
         if "idle" not in reasons:

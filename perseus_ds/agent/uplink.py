@@ -1,7 +1,7 @@
-"""An agent's connection with the server of its job, which may be slow, stopped, killed and started again.
+"""An agent's connection to the server of its job, which may be slow, stopped, killed and restarted.
 
-Both sides send a heartbeat twice a second. If the server has been silent for two seconds, ranks return to default
-clocks; when it is heard again, or another one in its place, ranks join it anew.
+Both sides send a heartbeat twice a second. After two seconds without a message from the server, ranks return to default
+clocks. When the server, or a new one in its place, sends messages again, ranks join it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 HEARTBEAT_S = 0.5
 SILENT_S = 2.0
-"""A server or agent that was not heard for so long is taken to be gone."""
+"""A server or agent counts as lost after this time without a message."""
 _MOST_QUEUED = 10_000
 _RANK = struct.Struct("=I")
 _encode = msgspec.msgpack.Encoder().encode
@@ -28,15 +28,15 @@ _to_rank = msgspec.msgpack.Decoder(ToRank)
 
 
 class Uplink:
-    """See the module.
+    """Connection of an agent to the server of its job.
 
     Attributes:
-        is_heard: Whether the server was heard lately.
-        heard_s: When it was heard last [s]; when the connection was made, before.
+        is_heard: Whether the server has sent messages recently.
+        heard_s: Time of the last message, or of the creation of the connection before the first one.
     """
 
     def __init__(self, server: Connect, timebase: Timebase = REAL_TIME) -> None:
-        """Connect with a server, without waiting."""
+        """Connect to a server, without waiting."""
         self._server = server
         self._time = timebase
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -57,15 +57,18 @@ class Uplink:
 
     @property
     def file(self) -> int:
-        """A descriptor that is readable when something may have come."""
+        """File descriptor that is readable when there may be a message."""
         return int(self._socket.getsockopt(zmq.FD))
 
     def is_to(self, server: Connect) -> bool:
-        """Return whether this is the connection with a server."""
+        """Return True if this is the connection to the given server."""
         return server.address == self._server.address and server.server_key == self._server.server_key
 
     def join(self, rank: int, issued: Callable[[], int]) -> None:
-        """Have a rank follow the server; ``issued`` returns the number of the iteration that it has begun last."""
+        """Join a rank to the server.
+
+        ``issued`` returns the number of the iteration that the rank has begun last.
+        """
         self._ranks[rank] = issued
         self.send(rank, Joined(issued()))
 
@@ -74,14 +77,14 @@ class Uplink:
         self._ranks.pop(rank, None)
 
     def send(self, rank: int, message: ToServer) -> None:
-        """Send a message of a rank when :meth:`look` is called next; from any thread.
+        """Send a message of a rank at the next call of :meth:`look`. Thread-safe.
 
-        It is lost if the server has not taken in thousands before it.
+        It is lost if the server has not received thousands of earlier ones.
         """
         self._outbox.append((_RANK.pack(rank), _encode(message)))
 
     def look(self) -> list[tuple[int, ToRank]]:
-        """Return what has come for ranks, and send a heartbeat if it is due."""
+        """Return the messages received for ranks, send queued ones, and send a heartbeat if it is due."""
         found = []
         while True:
             try:
@@ -90,7 +93,7 @@ class Uplink:
                 break
             self._hear(frames)
             if len(frames) == 2 and len(frames[0]) == _RANK.size:
-                with contextlib.suppress(msgspec.DecodeError):  # ranks at their clocks are worth more than a message
+                with contextlib.suppress(msgspec.DecodeError):  # a lost message is better than a stopped agent
                     found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
         while self._outbox:
             self._send(*self._outbox.popleft())
@@ -101,14 +104,14 @@ class Uplink:
         return found
 
     def has_become_silent(self) -> bool:
-        """Return, once each time, that the server is not heard any more."""
+        """Return True, once for each silence, if the server has become silent."""
         if self.is_heard and self._time.now_s() > self.heard_s + SILENT_S:
             self.is_heard = False
             return True
         return False
 
     def close(self) -> None:
-        """End the connection once what was sent before is on its way."""
+        """Close the connection. Earlier messages are still sent, within 1 s."""
         self._socket.close()
 
     def _hear(self, frames: list[bytes]) -> None:
