@@ -1,4 +1,4 @@
-"""Perseus attaches to the engine that a client has, and leaves the client's own code as it is."""
+"""Perseus attaches to a client's engine without changing the client's own code."""
 
 import base64
 import json
@@ -31,14 +31,14 @@ def _process_group(tmp_path_factory):
 
 @pytest.fixture
 def block(tmp_path):
-    """Observe on a simulated GPU whose instructions take no time to speak of."""
+    """Observe on a simulated GPU whose instructions take almost no time."""
     simulated = {"longest_instruction_s": LONGEST_S, "counter_period_s": 0.001}
     return {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus"), "simulated": simulated}
 
 
 @pytest.fixture
 def make(request):
-    """A function that makes an engine, which is closed when the test ends; those of other modules' tests are before."""
+    """A function that makes an engine; engines of other test modules and of the test are closed."""
     for left in sessions():
         left.close()
     engines = []
@@ -65,14 +65,14 @@ def iterations(block):
 
 
 def train(engine, steps=3, seed=0):
-    torch.manual_seed(seed)  # of the dropout
+    torch.manual_seed(seed)  # for dropout
     data = batches(seed)
     return [engine.train_batch(data).item() for _ in range(steps)]
 
 
 @pytest.fixture
 def instruction_map():
-    """DeepSpeed's map of commands, put back when the test ends."""
+    """DeepSpeed's map of commands, restored at the end of the test."""
     original = dict(PipelineEngine._INSTRUCTION_MAP)
     yield PipelineEngine._INSTRUCTION_MAP
     PipelineEngine._INSTRUCTION_MAP.clear()
@@ -80,7 +80,7 @@ def instruction_map():
 
 
 def test_tests_of_the_class_and_of_its_name_keep_working(make, block):
-    """DeepSpeed up to 0.19.6 tests the name."""
+    """DeepSpeed up to 0.19.6 checks the name."""
     engine = make(perseus=block)
     assert engine.__class__.__name__ == "PipelineEngine"
     assert type(engine).__qualname__ == "PipelineEngine"
@@ -233,13 +233,13 @@ def test_another_batch_size_runs_at_default_clocks_until_it_has_come_often(make,
     engine.perseus.close()
     found = [(record["order"], record["phase"]) for record in iterations(block)]
     assert found == [(None, "calibrate"), *[(None, "warm-up")] * 2, *[(255, "observe")] * 3]
-    # A power limit keeps the simulated GPU below its highest clock; that is said if the clock is read while it is busy.
+    # A power limit keeps the simulated GPU below its highest clock, which is recorded if the clock is read while busy.
     expected = {"start", "end", "refused"}
     assert {r["event"] for r in records(block) if "event" in r} <= expected
 
 
 def policies(block):
-    """Names of the policies that were ordered."""
+    """Names of the policies that were set."""
     return [r["policy"]["name"] for r in records(block) if r.get("event") == "policy" and r.get("policy")]
 
 
@@ -260,7 +260,7 @@ def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(
 
 
 def test_two_engines_of_a_process_get_along(make, block):
-    """A policy model trains, a reference model only evaluates."""
+    """A policy model trains, and a reference model only evaluates."""
     reference, plain = make(perseus=block), make(deepspeed.initialize)
     engine = make(perseus=block)
     expected = train(plain)
@@ -352,7 +352,7 @@ def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, bl
 
 
 def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, monkeypatch):
-    """As with buckets and curricula; the order of micro-batches does not matter."""
+    """As with buckets and curricula; the order of micro-batches is irrelevant."""
     plain = make(deepspeed.initialize)
     engine = make(perseus=block)
     shapes, losses, inputs = [], [], []
@@ -390,7 +390,7 @@ def test_checkpoints_go_from_jobs_with_perseus_to_jobs_without_and_back(make, bl
 
 
 def loads_first(self):
-    """Steps as a client patches them: all micro-batches are loaded before the first forward."""
+    """Steps patched by a client: all micro-batches are loaded before the first forward."""
     slots = range(self.micro_batches)
     yield [schedule.LoadMicroBatch(slot) for slot in slots]
     for slot in slots:
@@ -399,7 +399,7 @@ def loads_first(self):
 
 
 def test_patched_steps_are_the_schedule_that_is_planned(make, block, monkeypatch):
-    """As diffusion-pipe does; the patch comes after the engine was made."""
+    """As diffusion-pipe does, after the engine was made."""
     engine = make(perseus=block)
     monkeypatch.setattr(schedule.TrainSchedule, "steps", loads_first)
     train(engine, 1)

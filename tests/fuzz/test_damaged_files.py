@@ -1,6 +1,6 @@
-"""Damaged files, on each command that reads them: an error in words or a result; no traceback, and it ends.
+"""Damaged files, given to each command that reads them, cause an error message or a result, never a traceback or hang.
 
-`make test` tries some for each file, `make fuzz` goes on for hours with new ones.
+`make test` runs a few fixed examples per file; `make fuzz` runs new ones for hours.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.policy.signals import read_signal
 from perseus_ds.report.sources import read_history
 
-# `make test` tries a little, and always the same.
+# `make test` runs few examples, always the same.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SETTINGS = settings(
     max_examples=EXAMPLES or 40,
@@ -66,7 +66,7 @@ COMMANDS = {
     corpus.CONTROL: [_STATUS],
     corpus.EVIDENCE: [("report", {"run": Path("evidence"), "out": OUT / "evidence.html"})],
 }
-# The same files without a command around them: hundreds in a second.
+# The same files without a command: hundreds per second.
 READERS = {
     "run/profile.csv": StageProfile.load,
     "run/profile.json": lambda path: StageProfile.load(path.with_suffix(".csv")),
@@ -78,7 +78,7 @@ READERS = {
     corpus.SIGNAL: read_signal,
     corpus.EVIDENCE: Evidence.load,
 }
-# Pictures take a second each: these are tried by `make fuzz` alone.
+# Pictures take a second each, so only `make fuzz` makes them.
 PICTURES = [
     ("plot", {"run": RUN, "out": OUT}),
     ("schedules", {"profile": PROFILE, "schedules": ["deepspeed_1f1b"], "plans": 4, "out": OUT}),
@@ -103,13 +103,13 @@ def folder(right_files, tmp_path, monkeypatch):
 
 
 def tries(share):
-    """Return how many examples to try: a share of those that the settings ask for."""
+    """Return the number of examples to run: a share of those in the settings."""
     return max(1, int(SETTINGS.max_examples * share))
 
 
 @contextlib.contextmanager
 def bounded():
-    """Fail where something takes more processor time or memory than any damaged file may cost."""
+    """Fail if the body takes more processor time or memory than a damaged file may cost."""
 
     def stop(number, frame):
         raise AssertionError(f"it has not ended after {_LONGEST_CPU_S} s of processor time")
@@ -126,7 +126,7 @@ def bounded():
 
 
 def run(command, arguments):
-    """Run a command as the command line does after reading its words; return what it printed, or its error."""
+    """Run a command as the command line does after parsing its arguments; return its output or error."""
     printed = io.StringIO()
     try:
         with bounded(), contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""Spans of operations by events of CUDA, and how soon a clock is requested once the GPU has reached a mark."""
+"""Spans of operations by CUDA events, and delays of clock requests after the GPU has reached a mark."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PASS = Compute(Instruction(0, Kind.FORWARD, 0))
 _LENGTHS_S = (0.002, 0.005, 0.003, 0.004)
 _OPERATIONS = 1000
 _PASSES, _AHEAD, _ROUNDS = 30, 5, 2
-"""Of an iteration; iterations that are launched one after the other; how often."""
+"""Passes of an iteration, iterations launched one after the other, and rounds."""
 _BETWEEN_S, _LATENCY_S = 0.02, 0.008
 _TOLERANCE_S = 0.005
 
 
 def spans(machine: Any, results: Results) -> None:
-    """Spans of kernels of known length, a thousand launched ahead; waits on another stream."""
+    """Spans of a thousand kernels of known length launched ahead, and waits for another stream."""
     _calibrate(machine)
     execution, now_s = machine.execution(), machine.timebase.now_s
     lengths_s = [_LENGTHS_S[number % len(_LENGTHS_S)] for number in range(_OPERATIONS)]
@@ -83,7 +83,7 @@ def _other_stream(machine: Any, results: Results) -> None:
 
 
 def requests(machine: Any, results: Results) -> None:
-    """From the end of a pass on the GPU to the call of the agent that would lock a clock; early raises."""
+    """Delay from the end of a pass on the GPU to the agent's request of a clock; early raises."""
     for name, occupy, at_most_ms in (
         ("launching", machine.launch_for, 2),
         ("in pure Python", machine.count_for, 2),
@@ -123,15 +123,15 @@ def _early_raises(machine: Any, results: Results) -> None:
 def _followed(
     machine: Any, program: Program, occupy: Callable[[float], None], latency_s: float | None = None
 ) -> tuple[list[tuple[float, float]], list[Change]]:
-    """Have an agent follow iterations of a program, the first of which shows it when marks are to be expected.
+    """Have an agent follow iterations of a program; it learns from the first one when to expect marks.
 
-    The GPU is idle when a round of iterations begins, so that its first event passes as soon as it is recorded.
+    The GPU is idle at the begin of each round of iterations, so that the first event passes when it is recorded.
 
     Returns:
-        When each pass began and ended, on the host's clock [s], and the changes that were asked for.
+        Begin and end of each pass, on the host's clock [s], and the requested changes.
     """
     _calibrate(machine)
-    occupy(0.01)  # kernels are loaded before, not while, the GPU is busy
+    occupy(0.01)  # loads kernels before the GPU is busy
     passes = []
     with machine.clocks(latency_s) as recorded:
         clocks = recorded.clocks
@@ -170,7 +170,7 @@ def _raise_errors(recorded: Recorded) -> None:
 
 
 def _late_s(due: Sequence[tuple[int, float]], changes: Sequence[Change]) -> list[float]:
-    """Return how late clocks were asked for, of those that were before they were due once more."""
+    """Return the delay of each due clock that was requested before it was due again."""
     late_s = []
     for clock_mhz, due_s in due:
         asked_s = (change.at_s for change in changes if change.clock_mhz == clock_mhz)
@@ -180,7 +180,7 @@ def _late_s(due: Sequence[tuple[int, float]], changes: Sequence[Change]) -> list
 
 
 def memory(machine: Any, results: Results) -> None:
-    """GPU memory that the marks and the events of a long iteration, and the agent, take."""
+    """GPU memory used by the agent, and by the marks and events of a long iteration."""
     _calibrate(machine)
     before = machine.free_bytes()
     execution = machine.execution()
@@ -201,6 +201,6 @@ def memory(machine: Any, results: Results) -> None:
 
 
 def _calibrate(machine: Any) -> None:
-    """Have what :meth:`sleep` needs to know measured before, not while, something is timed."""
+    """Make :meth:`sleep` measure the GPU's speed before anything is timed."""
     machine.sleep(0.001)
     machine.synchronize()

@@ -1,4 +1,4 @@
-"""The energy counter against what is known of the load, and the times of passes at full and at partial duty."""
+"""Compares the energy counter with known loads, and times of passes at full and at partial duty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PASS_S = 0.02
 
 
 def counter(machine: Any, results: Results) -> None:
-    """Square waves of matrix products and rest: energy by the counter against steady powers and the times measured."""
+    """Compare the counter's energy of alternating load and rest with steady powers times durations."""
     with CounterLog(machine.gpu, machine.timebase) as log:
         busy_w, reasons = steady_load(machine, log)
         is_capped = "sw_power_cap" in reasons
@@ -36,7 +36,7 @@ def counter(machine: Any, results: Results) -> None:
 
 
 def step(machine: Any, results: Results) -> None:
-    """How long, after the end of a full load, the energy counter still tells what was drawn before."""
+    """Time that the energy counter takes to settle after the end of a full load."""
     with CounterLog(machine.gpu, machine.timebase) as log, full_load(machine):
         busy_w = _mean_power_w(machine, log, settle_s=1.5)
     answer = answer_to_a_step(machine.gpu, busy_w, machine.timebase)
@@ -46,7 +46,10 @@ def step(machine: Any, results: Results) -> None:
 
 
 def steady_load(machine: Any, log: CounterLog) -> tuple[float, list[str]]:
-    """Return the power of a steady light load [W], and what limits its clock: at the power limit, waves draw more."""
+    """Return the power of a steady light load [W], and what limits its clock.
+
+    At the power limit, waves of the load would draw more.
+    """
     with full_load(machine, machine.compute_lightly):
         return _mean_power_w(machine, log, settle_s=1.5), machine.gpu.throttle_reasons()
 
@@ -59,13 +62,13 @@ def _mean_power_w(machine: Any, log: CounterLog, settle_s: float) -> float:
 
 
 def _energy_ratio(machine: Any, log: CounterLog, period_s: float, busy_w: float, rest_w: float) -> float:
-    """Return energy by the counter, between two of its refreshes, to energy by powers and measured times."""
+    """Return the ratio of the counter's energy between refreshes to the energy by powers and times."""
     execution, timebase = machine.execution(), machine.timebase
     busy: list[tuple[float, float]] = []
     begin_s = timebase.now_s()
     while timebase.now_s() - begin_s < machine.seconds(5.0):
         origin_s = timebase.now_s()
-        execution.start_iteration()  # on an idle GPU, which passes this event at once
+        execution.start_iteration()  # the GPU is idle, so this event passes immediately
         execution.begin(_PASS)
         machine.compute_lightly(period_s / 2)
         execution.end(_PASS)
@@ -79,7 +82,7 @@ def _energy_ratio(machine: Any, log: CounterLog, period_s: float, busy_w: float,
 
 
 def duty(machine: Any, results: Results) -> None:
-    """Times of the same passes, without a pause and with one; boards at their power limit differ."""
+    """Times of the same passes with and without pauses; they differ on boards at their power limit."""
     times_s = {}
     with CounterLog(machine.gpu, machine.timebase) as log:
         for share in (1.0, _DUTY):
@@ -101,7 +104,7 @@ def _pass_s(machine: Any, results: Results, log: CounterLog, share: float) -> fl
         reasons |= set(machine.gpu.throttle_reasons())
         times_s.append(finished.spans()[0].time_s)
         timebase.sleep(times_s[-1] * (1 / share - 1))
-    second_half = times_s[len(times_s) // 2 :]  # when the board has warmed up
+    second_half = times_s[len(times_s) // 2 :]  # once the board has warmed up
     results.add(f"time of a pass at {share:.0%} duty, median", statistics.median(second_half) * 1e3, "ms")
     results.add(f"power at {share:.0%} duty", log.power_w(begin_s, timebase.now_s()), "W")
     results.note(f"reasons at {share:.0%} duty: {', '.join(sorted(reasons)) or 'none'}")

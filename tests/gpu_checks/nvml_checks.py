@@ -1,4 +1,4 @@
-"""NVML: which GPU is selected, what it reports, and how long its answers take."""
+"""NVML: GPU selection, the values it reports, and how long its calls take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perseus_ds.gpu.energy_counter import counter_period_s
 from perseus_ds.gpu.nvml import index_of_cuda_device, index_of_uuid
 
 _PROCESSES = 8
-# A reader of another process: prints median and 99th percentile of the time of a reading [s].
+# Reader in another process: prints the times of all readings [s].
 _READER = """
 import json, statistics, sys, time
 from perseus_ds.gpu.nvml import NvmlGpu
@@ -35,7 +35,7 @@ print(json.dumps(times_s))
 
 
 def nvml(machine: Any, results: Results) -> None:
-    """Read everything that Perseus reads; idle, under load, and with eight processes that read at once."""
+    """Read everything that Perseus reads: idle, under load, and with eight concurrent processes."""
     results.attempt("selection", lambda: _selection(machine, results))
     results.attempt("what it reports", lambda: _reports(machine, results))
     results.attempt("readings of an idle GPU", lambda: _readings(machine, results, "idle"))
@@ -93,7 +93,7 @@ def _refreshes(machine: Any, results: Results) -> None:
 
 
 def _default_clocks(machine: Any, results: Results) -> None:
-    """What the GPU does when nobody locks its clock, under load."""
+    """Clock and throttle reasons under load when the clock is not locked."""
     clocks, reasons = [], set()
     for _ in range(50):
         clocks.append(machine.gpu.clock_mhz())

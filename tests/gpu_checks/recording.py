@@ -1,4 +1,4 @@
-"""A GPU that is read for real and never changed: what would have changed it is recorded."""
+"""A GPU that is really read but never changed: changes are recorded instead."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 DEVICE = "recording"
-"""What the addresses of these GPUs begin with; only agents of these checks open them."""
+"""Prefix of the addresses of these GPUs, which only agents of these checks open."""
 CHANGES_FILE = "PERSEUS_CHECKS_CHANGES"
-"""The variable with the path of the file into which an agent of these checks writes changes."""
+"""Variable with the path of the file into which an agent of these checks writes changes."""
 LATENCY_S = "PERSEUS_CHECKS_LATENCY_S"
-"""The variable with the latency of all clocks that it goes by [s]; not set for those that it measures."""
+"""Variable with the latency used for all clocks [s]; if it is not set, the agent measures latencies."""
 
 CHANGES = re.compile(
     r"nvml(?!EventSet|SystemEventSet)(?!\w*Get)\w*?(Set|Reset|Clear|Modify|Create|Destroy|Freeze|Activate|Update)[A-Z_]?"
@@ -34,13 +34,13 @@ CHANGES = re.compile(
 
 
 class GuardError(Exception):
-    """Something tried to change a GPU that is only to be read."""
+    """Something tried to change a GPU that must only be read."""
 
 
 def guard_nvml() -> None:
     """Make every function of pynvml that changes a GPU raise :class:`GuardError`, for the rest of this process.
 
-    All of them, wherever they were imported, look their function of the driver's library up by name.
+    All functions look up their counterpart in the driver's library by name, wherever they were imported.
     """
     look_up = pynvml._nvmlGetFunctionPointer
     if getattr(look_up, "is_guarded", False):
@@ -56,7 +56,7 @@ def guard_nvml() -> None:
 
 
 def guard_agents() -> None:
-    """Have the agents that this process starts read GPUs and record changes, for the rest of this process."""
+    """Make agents started by this process read GPUs and record changes, for the rest of this process."""
     path = [str(folder) for folder in (_TESTS.parent, _TESTS, _TESTS / "support")]
     lease._CODE = f"import sys; sys.path[:0] = {path!r}; from gpu_checks.recording_agent import main; main()"
 
@@ -66,7 +66,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 
 @contextmanager
 def latency_of_all_clocks(latency_s: float | None) -> Iterator[None]:
-    """Have clocks requested early by one latency, instead of by those that are measured; None for the latter."""
+    """Request clocks early by one latency instead of the measured ones; None for the latter."""
     if latency_s is None:
         yield
         return
@@ -82,11 +82,11 @@ def latency_of_all_clocks(latency_s: float | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the clock that was asked for.
+    """A requested change of the clock.
 
     Attributes:
-        at_s: When [s].
-        clock_mhz: Which; None for the default.
+        at_s: Time of the request [s].
+        clock_mhz: Requested clock; None for the default.
     """
 
     at_s: float
@@ -94,11 +94,11 @@ class Change:
 
 
 class RecordsChanges:
-    """Takes the place of the methods of a GPU that change its clock.
+    """Replaces the methods of a GPU that change its clock.
 
     Attributes:
         timebase: The time in which changes are recorded.
-        address: None, as no other process opens it.
+        address: None, since no other process opens the GPU.
     """
 
     timebase: Timebase = REAL_TIME
@@ -106,7 +106,7 @@ class RecordsChanges:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """The changes that were asked for, in order."""
+        """The requested changes in order."""
         return []
 
     def lock_clock(self, clock_mhz: int) -> None:
@@ -126,19 +126,19 @@ class RecordsChanges:
                 file.write(f"{change.at_s!r} {clock_mhz or 0}\n")
 
     def check_lock_permission(self) -> None:
-        """Nothing is locked, so no permission is needed."""
+        """Accept: nothing is locked, so no permission is needed."""
 
 
 def changes_in(path: Path) -> list[Change]:
-    """Return the changes that agents have written into a file."""
+    """Return the changes written into a file by agents."""
     rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     return [Change(float(at_s), int(clock_mhz) or None) for at_s, clock_mhz in rows]
 
 
 class RecordingGpu(RecordsChanges, NvmlGpu):  # type: ignore[misc]
-    """An NVIDIA GPU that is read through NVML."""
+    """An NVIDIA GPU read through NVML."""
 
     @property
     def address(self) -> str:  # type: ignore[override]
-        """That of the GPU under another name, so that no agent but one of these checks opens it."""
+        """The GPU's address under another prefix, so that only agents of these checks open it."""
         return f"{DEVICE}:{self.uuid}"

@@ -1,6 +1,6 @@
-"""Stand-ins for the machine with a GPU, on which the checks' own code runs where there is none.
+"""Stand-ins for the machine with a GPU, on which the code of the checks runs without one.
 
-All that they measure is labelled simulated and says nothing of a GPU.
+All their measurements are labelled simulated and do not describe a GPU.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from perseus_ds.timebase import REAL_TIME
 
 
 class RecordingSimulatedGpu(RecordsChanges, SimulatedGpu):
-    """A simulated GPU whose clock is not changed."""
+    """A simulated GPU that records clock changes instead of making them."""
 
 
 class VirtualMachine:
-    """A simulated GPU in virtual time, to which work is launched as to CUDA.
+    """A simulated GPU in virtual time, to which work is launched as with CUDA.
 
     Args:
-        gpu: The GPU that is read; by default the simulated one itself.
+        gpu: The GPU to read; by default the simulated one.
         now: Its virtual time.
     """
 
@@ -93,7 +93,7 @@ class VirtualMachine:
         self.cuda.idle(seconds)
 
     def start_beside(self, seconds: float) -> float:
-        """Another stream that is busy for so long; returns when its work ends."""
+        """Make another stream busy for this long; return the time when its work ends."""
         return self.timebase.now_s() + seconds
 
     def wait_for(self, ended_s: float) -> None:
@@ -112,7 +112,7 @@ class VirtualMachine:
 
 
 class StubCudaMachine:
-    """The stub of CUDA's driver, whose streams are threads of this process.
+    """The stub CUDA driver, whose streams are threads of this process.
 
     Args:
         cuda: The stub.
@@ -190,7 +190,7 @@ class StubCudaMachine:
 
 
 class HostMachine:
-    """The processor in place of the GPU: the real engine on gloo, and a simulated GPU under Perseus."""
+    """The CPU instead of the GPU: the real engine on gloo, and a simulated GPU for Perseus."""
 
     simulated = True
     timebase = REAL_TIME
@@ -221,7 +221,7 @@ class HostMachine:
         self._is_busy = seconds > 1
 
     def synchronize(self) -> None:
-        """Never return after a long sleep, not even when a signal comes, as a call of the driver does not."""
+        """Never return after a long sleep, not even on a signal, like a call of the driver."""
         if self._is_busy:
             mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)  # zeros: PTHREAD_MUTEX_INITIALIZER
             libc.pthread_mutex_lock(mutex)

@@ -1,4 +1,4 @@
-"""The checks of `make test-gpu` do what they say, on stand-ins for the GPU; what only a GPU shows is left to them."""
+"""The checks of `make test-gpu` work on stand-ins for the GPU, as far as possible without one."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def value(result, name):
 def guarded(monkeypatch):
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", pynvml._nvmlGetFunctionPointer)
     guard_nvml()
-    guard_nvml()  # once is enough
+    guard_nvml()  # has no further effect
 
 
 def test_every_function_that_changes_a_gpu_raises_and_reading_goes_on(stub_nvml_here, guarded):
@@ -91,7 +91,7 @@ def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_n
     with pytest.raises(GpuError, match="1201 MHz"):
         gpu.lock_clock(1201)
     assert gpu.changes == [Change(100.0, 1200), Change(101.0, None)]
-    assert gpu.clock_mhz() == 1410, "nothing was locked"
+    assert gpu.clock_mhz() == 1410, "no clock was locked"
     with pytest.raises(GpuError, match="Unknown GPU address"):
         open_gpu(gpu.address)  # as the agent of a job does
     gpu.close()
@@ -376,7 +376,7 @@ def test_wheels_are_those_of_the_python_that_they_are_for(python, numpy):
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["training", "stages", "closure", "kernels", "overhead", "alarms"])
 def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, name):
-    """How long anything took is not judged: no GPU was there."""
+    """Times are not evaluated, since there is no GPU."""
     result = made_in_a_process(name, tmp_path, HOST)
     facts = [figure for figure in result.figures if figure.name.endswith("the same bits")]
     assert all(figure.value == 1 for figure in facts), result.notes
@@ -389,7 +389,7 @@ def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, name):
 
 def test_marks_are_checked_on_the_stub_of_the_driver(stub_cuda):
     result = made("marks", lambda: StubCudaMachine(stub_cuda))
-    # How many marks another process sees, and how late, depends on how busy this machine is.
+    # How many marks another process sees, and when, depends on the load of this machine.
     assert not [figure.name for figure in result.figures if "could be made" in figure.name], result.notes
     assert value(result, "copies that were not there when their mark was") == 0
     assert value(result, "external events in a graph: span to length, median") >= 1
@@ -398,7 +398,7 @@ def test_marks_are_checked_on_the_stub_of_the_driver(stub_cuda):
 
 def test_a_graph_with_marks_is_checked_on_the_stub_of_the_driver(stub_cuda):
     result = made("graph", lambda: StubCudaMachine(stub_cuda))
-    # A busy machine skips requests of passes that are over.
+    # A busy machine skips requests of passes that have ended.
     assert value(result, "clock changes in a replay, median") > 1, (result.reason, result.notes)
     beyond = [figure.name for figure in result.figures if not figure.is_within_limits]
     assert beyond in ([], ["clock changes in a replay, median"])

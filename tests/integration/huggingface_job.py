@@ -1,4 +1,4 @@
-"""On two real ranks: stages of Hugging Face models train like the whole model, which each rank trains beside them."""
+"""On two real ranks, stages of Hugging Face models train like the whole model, which each rank trains as well."""
 
 import json
 import os
@@ -20,7 +20,7 @@ STEPS, MICRO_BATCHES, RATE = 3, 2, 0.05
 
 
 def whole_model(config):
-    """Losses of the whole model, and the model afterwards."""
+    """Return the losses of the whole model, and the trained model."""
     model = build_stage(config, (4,), 0).model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
@@ -41,7 +41,7 @@ def micro_batches(step):
 def with_deepspeed(config):
     module = perseus_ds.pipeline_module(config, num_stages=2, cut=(1, 3))
     settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES}
-    # DeepSpeed clips by default, in single precision by the norm of the first stage's gradients alone.
+    # DeepSpeed clips by default, in fp32 by the norm of the first stage's gradients only.
     settings["gradient_clipping"] = 0.0
     settings["perseus"] = {"mode": "observe", "device": "simulated", "output_dir": f"deepspeed-{config.model_type}"}
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
@@ -71,7 +71,7 @@ def with_torch(config):
 
 
 def compare(config, train, folder):
-    """How far the stages' losses, this stage's parameters and the saved model's logits are from the whole model's."""
+    """Return the deviations of losses, parameters and the saved model's logits from those of the whole model."""
     expected, model = whole_model(config)
     losses, trained, stage, replicated = train(config)
     perseus_ds.save_pretrained(trained, folder)
@@ -87,11 +87,11 @@ def compare(config, train, folder):
 
 
 def save_copies(folder):
-    """Save a stage that two data-parallel ranks have, which differ here; then where the second one cannot write."""
+    """Save a stage of two data-parallel ranks, which differs between them; then fail to write on the second rank."""
     rank = dist.get_rank()
     config = tiny("mixtral")
     copies = [build_stage(config, (2, 2), index, seed=rank) for index in range(2)]
-    # Each rank has one that the other one has as well, and rank 0 another one too.
+    # Both ranks have the second stage; only rank 0 has the first.
     perseus_ds.save_pretrained(copies if rank == 0 else copies[1:], folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = {name: weight for copy in copies for name, weight in copy.model.named_parameters()}

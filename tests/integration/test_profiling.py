@@ -1,4 +1,4 @@
-"""Profiles that real ranks measure; where something is odd or goes wrong, training is what it would have been."""
+"""Profiles measured on real ranks; unusual jobs and failures must not change training."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
     assert profile.info.blocking_power_w is not None
     assert {(t.payload, t.source, t.target) for t in profile.info.transfers} == {("activation", 0, 1), ("grad", 1, 0)}
     assert set(profile.info.tail_s) == {0, 1}
-    # profile.csv leaves out tails that draw no more than waiting, which depends on what was measured.
+    # profile.csv omits tails that draw no more power than waiting; whether they do depends on the measurement.
     measured = StageProfile.load(tmp_path / "profile" / "perseus" / "measured.csv")
     for stage in (0, 1):
         clocks = [measured.options(stage, kind).clock_mhz.tolist() for kind in (Kind.TAIL, Kind.FORWARD)]
@@ -59,7 +59,7 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
 def is_rank(process):
     try:
         return "pipeline_job.py" in " ".join(process.cmdline())
-    except psutil.Error:  # it has ended meanwhile
+    except psutil.Error:  # it has ended
         return False
 
 
@@ -67,7 +67,7 @@ def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
     slow = {**QUICK_PROFILE, "clock_stride": 1, "min_clock_mhz": 300}
     process = start(tmp_path / "job", 2, perseus={"mode": "profile", "profile": slow}, steps=200)
     folder = tmp_path / "job" / "perseus"
-    # Rows are kept as they are measured, so that an interrupted sweep can go on.
+    # Rows are saved as they are measured, so that an interrupted sweep can continue.
     wait_until(lambda: (folder / "measured.csv").exists() or process.poll() is not None, "the first rows")
     assert process.poll() is None
     ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
@@ -86,7 +86,7 @@ FROZEN = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_cli
 
 
 def both(folder, mode, simulated=None, after=None, **job):
-    """Run a job with Perseus until it has profiled, check that one without trains the same, and return the former."""
+    """Run a job with Perseus until it is profiled, and compare it with one without; return the former."""
     block = {"mode": mode, "profile": QUICK_PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
     perseus = run(folder / mode, 2, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **job)
     assert_same_training(perseus, run(folder / "without", 2, steps=len(perseus.ranks[0]["losses"]), **job))
@@ -117,7 +117,7 @@ def test_an_odd_job_is_profiled_and_trains_the_same(tmp_path, folder, mode, job)
 def test_a_full_disk(tmp_path):
     perseus = both(tmp_path, "auto", after="observe", file_limit_bytes=600)
     assert not (perseus.folder / "perseus" / "profile.csv").exists()
-    assert perseus.output.count("Training continues at default clocks") == 2  # once on each rank
+    assert perseus.output.count("Training continues at default clocks") == 2  # once per rank
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
@@ -126,7 +126,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     assert run(tmp_path / "job", **job).ranks
     folder = tmp_path / "job" / "perseus"
     first = StageProfile.load(folder / "measured.csv")
-    # As if killed after the last clock of a second search, but before its profile was written.
+    # As if killed after the last clock of a second sweep, before its profile was written.
     (folder / "measured.csv").touch()
     again = run(tmp_path / "job", **job)
     assert again.ranks

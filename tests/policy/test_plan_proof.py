@@ -1,4 +1,4 @@
-"""Whether a plan keeps its promise: what comparisons with default clocks find, and what is decided by them."""
+"""Comparisons of plans with default clocks, and the decisions based on them."""
 
 import math
 import random
@@ -103,7 +103,7 @@ def test_the_error_is_that_of_the_differences_between_blocks():
 
 @pytest.mark.parametrize("block", range(9))
 def test_a_stall_changes_neither_the_verdict_nor_the_saving_wherever_it_is(block):
-    """A checkpoint of a minute, while which GPUs wait: an eighth of a block would be at a quarter of the power."""
+    """During a checkpoint of a minute, GPUs wait at a quarter of the power."""
     clean = [
         sample(0.998, 90.0 if planned else 100.0, noise=0.002, seed=n) for n, planned in enumerate([0, 1] * 4 + [0])
     ]
@@ -162,7 +162,7 @@ def test_a_comparison_goes_on_until_it_is_certain_known_or_long_enough():
 
 
 class SimulatedJob:
-    """Iterations of about a second that vary by 1 %, on a host that drifts and stalls; the plan saves 8 % of energy."""
+    """Iterations of about 1 s ± 1 %, with drift and stalls of the host, and a plan that saves 8 % of energy."""
 
     def __init__(self, seed, slowdown):
         self._draw = random.Random(seed)
@@ -182,7 +182,7 @@ class SimulatedJob:
         return result
 
     def verdict(self, before):
-        """Compare until there is a verdict, as the job does; ``before`` comparisons were made already."""
+        """Compare until there is a verdict, as the job does, after ``before`` other comparisons."""
         proof, answer = PlanProof(error_probability(before)), "more"
         while answer == "more":
             answer = proof.add(self.block(is_planned=proof.next_is_planned))
@@ -216,7 +216,7 @@ def test_a_plan_that_runs_is_in_doubt_when_it_is_late_uses_more_energy_or_is_muc
 
 
 def plan(changes):
-    """A plan in which the busier of two ranks changes its clock so often."""
+    """Return a plan in which the busier of two ranks has this many clock changes."""
     return FrequencyPlan(((), ()), ((1200, 1410) * (changes // 2), (1410, 1410)), 1.0, 100.0)
 
 
@@ -230,14 +230,14 @@ def late_by(slowdown, promised=0.0, error=0.0005):
         (late_by(0.02), 0.004),
         (late_by(0.001), 0.0),
         (late_by(0.02, error=0.01), 0.0),
-        (late_by(0.22), 0.0),  # which changes of the clock cannot explain
+        (late_by(0.22), 0.0),  # which clock changes cannot explain
     ],
 )
 def test_a_plan_that_is_surely_late_sets_the_switch_cost_by_its_changes(late, cost_s):
     cost = SwitchCost()
     assert cost.learn(plan(10), late, default_s=2.0) == (cost_s > 0)
     assert cost.time_s == pytest.approx(cost_s)
-    if cost_s:  # lateness that a plan allows for counts in the fit only
+    if cost_s:  # lateness that a plan allows counts in the fit only
         assert not cost.learn(plan(6), late_by(0.012, promised=0.012), 2.0)
         assert cost.time_s == pytest.approx(cost_s)
 

@@ -1,4 +1,4 @@
-"""Less power for a while: a cap beside the policy, by an order, by the policy itself, and afterwards as before."""
+"""Temporary power reductions: a cap in addition to the policy, requested by a command or by a policy."""
 
 from datetime import datetime, timedelta, timezone
 
@@ -93,13 +93,13 @@ def test_a_second_order_replaces_the_first_and_its_answer_counts_from_the_policy
 
 
 def requests(*rows):
-    """A file of fractions, each from so many seconds after now on."""
+    """Return a file of fractions, each from this many seconds after ``NOW``."""
     return "\n".join(["time,value", *(f"{(NOW + timedelta(seconds=s)).isoformat()},{value}" for s, value in rows)])
 
 
 @pytest.fixture
 def by_file(tmp_path):
-    """A job that reduces its power by a file, which asks for nothing yet."""
+    """A job that reduces its power according to a file, which requests nothing yet."""
     file = tmp_path / "power.csv"
     file.write_text("1\n")
     job = Job(SlowdownPolicy())
@@ -111,7 +111,7 @@ def by_file(tmp_path):
 
 
 def run(job, seconds):
-    """Let time pass, an iteration a second; return the plans."""
+    """Let time pass, with one iteration per second; return the plans."""
     plans = []
     for _ in range(seconds):
         job.time.sleep(1.0)
@@ -122,7 +122,7 @@ def run(job, seconds):
 def test_a_file_asks_for_less_power_for_a_while_as_an_order_does(by_file):
     job, file = by_file
     assert not any(run(job, 5))
-    # Steps of a request need not be equal, which those of prices must be.
+    # Steps of a request may have different lengths; those of prices may not.
     file.write_text(requests((-60, 1), (10, 0.9), (30, 0.8), (45, 1)))
     plans = run(job, 60)
     by_order = Job(SlowdownPolicy())
@@ -137,7 +137,7 @@ def test_a_file_asks_for_less_power_for_a_while_as_an_order_does(by_file):
     assert [cap.source for cap in caps] == [str(file), str(file), ""]
     said = [text for text in job.said if text.startswith(f"{file} asks for")]
     assert len(said) == 2
-    # The same words but for the times, which the file gives itself.
+    # The same text except for the times, which the file specifies itself.
     assert said[0].partition("Z (")[2].partition("which")[0] == answer.partition("Z (")[2].partition("which")[0]
 
 

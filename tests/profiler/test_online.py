@@ -1,4 +1,4 @@
-"""Rows measured while training goes on: energies divided among kinds, compared with the truth, and ranks combined."""
+"""Rows measured during training: energies divided among kinds, compared with the truth, and combined over ranks."""
 
 import re
 
@@ -21,7 +21,7 @@ WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL
 
 
 def run_iteration(gpu, now, rng, work_s, micro_batches):
-    """Run instructions with waits between; return the spans and the refreshes of the counter, seen up to 2 ms late."""
+    """Run instructions with waits between them; return spans and refreshes of the counter, seen up to 2 ms late."""
     spans, readings = [], []
 
     def pass_time(seconds):
@@ -76,7 +76,7 @@ def test_rows_agree_with_the_simulated_gpu(forward_s, seed, conditions):
     for row in rows:
         time_s = work_s[row.kind] * model.slowdown(row.clock_mhz, WORKLOAD[row.kind])
         power_w = model.power_w(row.clock_mhz, WORKLOAD[row.kind])
-        # There is one tail an iteration, so its rows have the largest errors.
+        # There is one tail per iteration, so its rows have the largest errors.
         is_tail = row.kind is Kind.TAIL
         assert row.time_s == pytest.approx(time_s, rel=0.03 if is_tail else 0.02)
         assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)
@@ -89,7 +89,7 @@ def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws(seed):
     for rank in range(4):
         now, rng = VirtualTime(), np.random.default_rng(10 * seed + rank)
         gpu = gpu_in(now, rank, power_noise=0.02)
-        profiler = OnlineProfiler(1.3 * gpu.model.blocking_power_w)  # as a measurement that is wrong would say
+        profiler = OnlineProfiler(1.3 * gpu.model.blocking_power_w)  # as an incorrect measurement would give
         for clock in gpu.model.clocks_mhz[::-8][:4]:
             gpu.lock_clock(clock)
             for _ in range(3):
@@ -147,7 +147,7 @@ def test_iterations_without_two_refreshes_yield_no_row():
 
 
 def passes_and_readings(draw):
-    """Passes with waits between, and any readings of the counter, during them or not; of any energies."""
+    """Draw passes with waits between them, and readings of the counter at any times and of any energies."""
     seconds = st.floats(1e-5, 0.02)
     now_s, spans = 0.0, []
     for micro_batch in range(2):
@@ -199,7 +199,7 @@ def row(stage, time_s, energy_j, *, clock_mhz=1200, samples=9, error=0.01):
 
 
 def of_ranks(*rows):
-    """One row of each rank."""
+    """Return one row of each rank."""
     return {f"rank {rank}": [own] for rank, own in enumerate(rows)}
 
 
@@ -216,8 +216,8 @@ def test_ranks_of_a_stage_wait_for_the_slowest_which_is_part_of_their_mean_energ
     assert not incomplete
     assert first.measurement == Measurement(0, Kind.FORWARD, 1200, 0.11, pytest.approx(31.0 + 80.0 * 0.01))
     assert first.quality.samples == 5
-    assert first.quality.time_relative_error == pytest.approx(0.01)  # the slowest rank's
-    assert first.quality.energy_relative_error == pytest.approx(0.005)  # that of a mean of four
+    assert first.quality.time_relative_error == pytest.approx(0.01)  # of the slowest rank
+    assert first.quality.energy_relative_error == pytest.approx(0.005)  # of a mean of four
     assert second.measurement == ranks[-1].measurement
 
 

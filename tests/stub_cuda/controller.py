@@ -1,4 +1,4 @@
-"""Launches work on the devices of the stub of CUDA's driver; see stub_cuda.c."""
+"""Launches work on the devices of the stub CUDA driver (stub_cuda.c)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def compiled(folder: Path) -> Path:
 
 
 class Event:
-    """When a stream reached a point, on the host's monotonic clock."""
+    """Records when a stream reached a point, on the host's monotonic clock."""
 
     def __init__(self, cuda: StubCuda) -> None:
         self._cuda = cuda
         self.at_s = ctypes.c_double(0.0)
 
     def record(self, stream: object = None) -> None:
-        """Record it on the current stream."""
+        """Record the event on the current stream."""
         self.at_s.value = 0.0
         self._cuda.check(self._cuda.library.stub_event(self._cuda.stream, ctypes.byref(self.at_s)))
 
     def query(self) -> bool:
-        """Return whether the stream has reached it."""
+        """Return whether the stream has reached the event."""
         return self.at_s.value > 0.0
 
     def elapsed_time(self, end: Event) -> float:
@@ -43,7 +43,7 @@ class Event:
 
 
 class Graph:
-    """What was captured on a stream."""
+    """A graph captured on a stream."""
 
     def __init__(self, cuda: StubCuda, handle: int) -> None:
         self._cuda, self._handle = cuda, handle
@@ -53,7 +53,7 @@ class Graph:
 
 
 class StubCuda:
-    """The library in this process, for which ``libcuda.so.1`` then stands.
+    """The library in this process, which stands for ``libcuda.so.1``.
 
     Attributes:
         library: The library itself.
@@ -61,7 +61,7 @@ class StubCuda:
     """
 
     def __init__(self, path: Path) -> None:
-        # By its name it is found by whatever opens "libcuda.so.1" afterwards.
+        # Once loaded, it is found under the name "libcuda.so.1".
         self.library: Any = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         for name in ("stub_stream", "stub_capture_end"):
             getattr(self.library, name).restype = ctypes.c_void_p
@@ -81,11 +81,11 @@ class StubCuda:
         self.stream = self.new_stream(0)
 
     def set_device(self, device: int) -> None:
-        """Make a device current on this thread; -1 for none."""
+        """Make a device current on this thread; -1 for no device."""
         self.library.stub_set_device(device)
 
     def fail(self, *, register: int = 0, write: int = 0) -> None:
-        """Have the driver refuse with these errors; 0 for none."""
+        """Make the driver return these error codes; 0 for success."""
         self.library.stub_fail(register, write)
 
     def new_stream(self, device: int = 0) -> int:
@@ -95,7 +95,7 @@ class StubCuda:
 
     @contextlib.contextmanager
     def using(self, stream: int) -> Iterator[None]:
-        """Launch on another stream meanwhile."""
+        """Launch on another stream within the context."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -103,12 +103,12 @@ class StubCuda:
             self.stream = before
 
     def delay(self, seconds: float) -> None:
-        """Launch a kernel that takes that long."""
+        """Launch a kernel of this duration."""
         self.check(self.library.stub_delay(self.stream, seconds))
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Launch a kernel that takes until the end of the block."""
+        """Launch a kernel that runs until the end of the context."""
         is_over = ctypes.c_int64(0)
         self.check(self.library.stub_wait(self.stream, ctypes.byref(is_over)))
         try:
@@ -118,13 +118,13 @@ class StubCuda:
             self.synchronize()
 
     def event(self) -> Event:
-        """Return an event that was recorded on the current stream."""
+        """Return an event recorded on the current stream."""
         event = self.external_event()
         event.record()
         return event
 
     def external_event(self) -> Event:
-        """Return an event; what it shows is when it was reached last, in a graph as well."""
+        """Return an event whose time is that of its latest record, also by a graph."""
         return Event(self)
 
     def store(self, where: Any, value: int) -> None:
@@ -132,17 +132,17 @@ class StubCuda:
         self.check(self.library.stub_store(self.stream, ctypes.byref(where), value))
 
     def synchronize(self) -> None:
-        """Wait until all streams are done."""
+        """Wait for all streams."""
         for stream in self._streams:
             self.library.stub_synchronize(stream)
 
     def captured(self, body: Callable[[], None]) -> Graph:
-        """Return a graph of what a function launches on the current stream."""
+        """Return a graph of a function's launches on the current stream."""
         self.library.stub_capture_begin(self.stream)
         body()
         return Graph(self, self.library.stub_capture_end(self.stream))
 
     def check(self, status: int) -> None:
-        """Raise an error for a status that is one."""
+        """Raise an error if a status is not 0."""
         if status:
             raise RuntimeError(f"CUDA error {status}")

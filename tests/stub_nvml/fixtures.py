@@ -1,4 +1,4 @@
-"""Pytest fixtures around the stub NVML library; tests/conftest.py makes them known to every test."""
+"""Pytest fixtures of the stub NVML library, which tests/conftest.py makes available to all tests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_stub_nvml(stub_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStub:
-    """A function that makes a node of so many GPUs, for processes started with its ``environment``."""
-    # Where records of locked clocks are kept: each test is a node of its own.
+    """A function that makes a node with a number of GPUs, for processes started with its ``environment``."""
+    # Records of locked clocks are kept there: each test is its own node.
     (tmp_path / "runtime").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     return lambda gpu_count: StubNvml(stub_library, tmp_path / "stub_nvml_state", gpu_count)
@@ -34,16 +34,16 @@ def make_stub_nvml(stub_library: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def stub_nvml(make_stub_nvml: MakeStub) -> StubNvml:
-    """A node of four A100."""
+    """A node with four A100 GPUs."""
     return make_stub_nvml(4)
 
 
 @pytest.fixture
 def stub_nvml_here(stub_nvml: StubNvml, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubNvml]:
-    """The same node, seen by the real pynvml in this very process.
+    """The same node, visible to the real pynvml in this process.
 
-    The dynamic linker gives out a library that is already loaded under the name asked for, so loading the stub first
-    is enough. It stays loaded: without its variable it answers that no driver is loaded.
+    The dynamic linker returns a library that is already loaded under the requested name, so loading the stub first is
+    enough. It stays loaded: without its variable it reports that no driver is loaded.
     """
     library = ctypes.CDLL(str(stub_library))
     monkeypatch.setenv(STATE_VARIABLE, stub_nvml.environment[STATE_VARIABLE])
@@ -58,20 +58,20 @@ def stub_nvml_here(stub_nvml: StubNvml, stub_library: Path, monkeypatch: pytest.
     pynvml.nvmlShutdown()
     yield stub_nvml
     stub_nvml.fail("shutdown", "none")
-    while library.nvmlShutdown() == 0:  # Let go of what a failed test left open.
+    while library.nvmlShutdown() == 0:  # Release what a failed test left open.
         pass
 
 
 @pytest.fixture
 def stub_of_agents(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> StubNvml:
-    """The same node, seen by agents that this process starts as well."""
+    """The same node, visible to agents that this process starts as well."""
     for name, value in stub_nvml_here.environment.items():
         monkeypatch.setenv(name, value)
     return stub_nvml_here
 
 
 class StubTime(VirtualTime):
-    """A virtual time that the stub's GPUs live in as well."""
+    """A virtual time shared with the stub's GPUs."""
 
     def __init__(self, stub: StubNvml) -> None:
         self._stub = stub
@@ -88,5 +88,5 @@ class StubTime(VirtualTime):
 
 @pytest.fixture
 def stub_time(stub_nvml_here: StubNvml) -> StubTime:
-    """Makes the GPUs of ``stub_nvml_here`` live in a virtual time."""
+    """Makes the GPUs of ``stub_nvml_here`` use a virtual time."""
     return StubTime(stub_nvml_here)

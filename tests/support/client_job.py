@@ -1,8 +1,8 @@
-"""Trains a client in every mode of Perseus, one after the other on the same ranks, and at last without Perseus.
+"""Trains a client in every mode of Perseus, one after the other on the same ranks, and finally without Perseus.
 
-The scripts in ``tests/clients/scripts`` call :func:`main` with a class: it makes the engine of a client, with the
-client's habits, from the keys that the job adds to its DeepSpeed config. Perseus attaches as under its launcher. As
-users' scripts, these are ``__main__``: no other process can import their schedules and commands.
+The scripts in ``tests/clients/scripts`` call :func:`main` with a class that creates a client's engine the way the
+client does, from keys that the job adds to the DeepSpeed config. Perseus attaches as with its launcher. Like users'
+scripts, these are ``__main__``: no other process can import their schedules and commands.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ MICRO_BATCHES = 4
 STEPS = 4
 MOST_STEPS = 100_000
 calls: Counter[str] = Counter()
-"""How often each patch of the client was called, by its name."""
+"""Number of calls of each of the client's patches, by name."""
 
 
 def two_stages(**settings: Any) -> PipelineModule:
-    """A module of four layers for two pipeline ranks."""
+    """Return a module of four layers for two pipeline ranks."""
     return PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss(), **settings)
 
 
 def config(**keys: Any) -> dict[str, Any]:
-    """A config of DeepSpeed."""
+    """Return a DeepSpeed config."""
     return job_parts.config(ROWS, MICRO_BATCHES, lr=1e-3, **keys)
 
 
@@ -56,26 +56,26 @@ class Client:
     """A client's training code.
 
     Attributes:
-        engine: The engine that it makes.
-        data: What it trains on.
+        engine: The client's engine.
+        data: Training data.
     """
 
     engine: Any
 
     def __init__(self, keys: dict[str, Any]) -> None:
-        """Make the engine; the keys belong in its config."""
+        """Make the engine, with these keys in its config."""
         self.data = batches()
 
     def train(self, folder: Path) -> Any:
-        """Train an iteration; return its losses. The folder is one for all modes."""
+        """Train an iteration and return its losses; the folder is the same in all modes."""
         return float(self.engine.train_batch(self.data))
 
     def generators(self) -> Any:
-        """Return states of generators of its own."""
+        """Return the states of the client's own random-number generators."""
 
 
 def main(client: type[Client]) -> None:
-    """Train in every mode; every rank writes what it saw to ``rank<N>.json``."""
+    """Train in every mode; every rank writes its report to ``rank<N>.json``."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
@@ -121,7 +121,7 @@ def _block(folder: Path, mode: str) -> dict[str, Any]:
 
 
 def _is_done(engine: Any, mode: str, phases: list[str], most_steps: int) -> bool:
-    """Profile mode ends a little after its profile, auto mode a little after it has begun to run its plan."""
+    """Profile mode ends shortly after its profile, auto mode shortly after its plan starts to run."""
     steps = len(phases) - 1
     if mode == "plain":
         return steps == most_steps
@@ -136,7 +136,7 @@ def _is_done(engine: Any, mode: str, phases: list[str], most_steps: int) -> bool
 
 @contextmanager
 def _patches_undone() -> Iterator[None]:
-    """Put back what a client replaces in DeepSpeed, for its next training."""
+    """Restore everything that a client replaces in DeepSpeed, for the next training."""
     owners: list[Any] = [deepspeed, schedule, schedule.TrainSchedule, PipelineEngine, DeepSpeedEngine, checkpointing]
     before = [(owner, dict(vars(owner))) for owner in owners]
     commands = dict(PipelineEngine._INSTRUCTION_MAP)

@@ -1,6 +1,6 @@
-"""Ranks forked from a process that has imported torch and DeepSpeed already, which takes seconds for every rank.
+"""Ranks forked from a process that has already imported torch and DeepSpeed, which saves seconds per rank.
 
-Like torchrun: every rank is a process with the usual environment, and when one fails the others are ended.
+As with torchrun, every rank is a process with the usual environment, and if one fails the others are terminated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from run_log import GIVE_UP_S
 
-# Below those that Linux gives out itself (net.ipv4.ip_local_port_range).
+# Below the range of Linux's ephemeral ports (net.ipv4.ip_local_port_range).
 _PORTS = range(20_000, 32_000)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pipeline_job", "perseus_ds.client.runtime"])
@@ -39,20 +39,19 @@ def run_ranks(
     command: Sequence[str],
     give_up_s: float = GIVE_UP_S,
 ) -> tuple[int, str]:
-    """Run a Python script on as many processes as ranks.
+    """Run a Python script on one process per rank.
 
     Args:
-        folder: Where it runs, and where ``output.log`` is left.
+        folder: Working directory, which receives ``output.log``.
         ranks: Number of processes.
         environment: Variables to set.
         command: The script and its arguments.
-        give_up_s: After so long they are ended as hung [s].
+        give_up_s: Time after which processes are terminated as hung [s].
 
     Returns:
-        The first exit code that is not 0, else 0, and what the ranks printed; 124 where they had to be ended because
-        they had hung.
+        The first nonzero exit code, or 0, and the ranks' output. The exit code is 124 if they were terminated as hung.
     """
-    # Not a file: a job may be out of disk space.
+    # A pipe instead of a file, since a job may be out of disk space.
     log = Path(tempfile.mkdtemp()) / "output"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
@@ -98,19 +97,18 @@ def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str
     live_in(environment)
     os.chdir(folder)
     sys.argv = list(command)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # data loaders' workers would each wait for a server of their own
+    # With "forkserver", each worker of a data loader would wait for its own server.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # which a forked process leaves out
+        atexit._run_exitfuncs()  # a forked process skips these
 
 
 def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """Start a process that is a copy of one that has imported torch and DeepSpeed, and calls a function."""
+    """Start a copy of a process that has imported torch and DeepSpeed, which calls a function."""
     process = _CONTEXT.Process(target=_call, args=(os.environ.get("PYTHONPATH", ""), target, arguments))
-    # The first time, this starts the process to copy: what that imports reads these, and is found by the second alone.
+    # The first call starts the process to copy: its imports read the first variable and are found through the second.
     with _environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}):
         process.start()
     return process
@@ -122,9 +120,9 @@ def _call(python_path: str, target: Callable[..., object], arguments: Sequence[A
 
 
 def live_in(environment: Mapping[str, str]) -> None:
-    """Set variables in this process, and so in those that it starts.
+    """Set environment variables in this process, which its children inherit.
 
-    The linker has read those of this process before: it finds no stub of a driver, which agents alone may call.
+    The linker read this process's variables at its start, so it does not find the stub driver; only agents may call it.
     """
     os.environ.update(environment)
 
@@ -141,9 +139,9 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port that no other test takes, and that the system gives to no socket that asks for any port.
+    """Return a port that no other test uses, and that the system does not assign to other sockets.
 
-    A port which the system chose is free only until another process asks: jobs that start meanwhile would meet in it.
+    A port chosen by the system is free only until another process requests one, so concurrent jobs could collide.
     """
     with open(Path(tempfile.gettempdir()) / f"perseus-ds-ports-{os.getuid()}", "a+") as given:
         fcntl.flock(given, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """A job of real DeepSpeed ranks under random faults: real pynvml on a stub driver, real checkpoints, kills and files.
 
-GPUs are stubs: they take no time and draw power by their clock. What is checked is that losses are those of a job
-without Perseus, at every step, and that all ranks are under a plan again after each fault.
+The stub GPUs take no time and draw power according to their clock. The losses must be those of a job without Perseus at
+every step, and all ranks must be under a plan again after each fault.
 """
 
 import csv
@@ -35,7 +35,7 @@ _POWER_CAP = {"name": "power_cap", "watts": 1e6}
 
 
 class HostileRanks:
-    """See the module."""
+    """A job of real ranks under random faults; see the module's docstring."""
 
     def __init__(self, folder, stub, *, seed, causes=CAUSES, longest_s=10.0):
         """Prepare the job."""
@@ -51,13 +51,13 @@ class HostileRanks:
             "mode": "run",
             "frontier": str(self._folder / "frontier"),
             "device": "nvml",
-            # Kept for as long as it draws less power, however irregular the times of this machine are.
+            # Kept as long as it draws less power, however irregular the times on this machine are.
             "policy": _POWER_CAP,
         }
         self._has_checkpoint = False
 
     def run(self, minutes):
-        """Train for so long, and until each fault has come once; return what was broken."""
+        """Train this long, and until each fault has occurred once; return the violated guarantees."""
         causes: list[str] = []
         with ThreadPoolExecutor() as pool:
             self._pool = pool
@@ -65,7 +65,7 @@ class HostileRanks:
             end_s = time.monotonic() + 60.0 * minutes
             try:
                 while time.monotonic() < end_s or not all(outcome.times for outcome in self.outcomes.values()):
-                    # Each cause once before any comes again, so that a short trial sees most of them.
+                    # Each cause once before any is repeated, so that a short run covers most of them.
                     causes = causes or self._random.sample(list(self.outcomes), len(self.outcomes))
                     self._let_happen(causes.pop())
             finally:
@@ -87,7 +87,7 @@ class HostileRanks:
             RANKS,
             environment=self._stub.environment,
             perseus=self._perseus,
-            give_up_s=math.inf,  # a job that hangs is not back under a plan, which is noticed
+            give_up_s=math.inf,  # a job that hangs never returns to a plan, which is detected
             steps=1_000_000,
             followed=True,
             **checkpoint,
@@ -108,7 +108,7 @@ class HostileRanks:
             outcome.broken.append(f"warned more than once on ranks {told}")
 
     def _cause(self, cause, for_s):
-        """Let something happen for some time [s]."""
+        """Cause a fault for some time [s]."""
         gpu = self._random.choice(self._stub.gpus)
         if cause in DRIVER_FAULTS:
             function, error = DRIVER_FAULTS[cause]
@@ -154,7 +154,7 @@ class HostileRanks:
         return int((self._job.folder / f"pid{rank}").read_text())
 
     def _wait_until_back(self, seen):
-        """Wait for an iteration under a plan on all ranks, after so many records."""
+        """Wait for an iteration under a plan on all ranks, after the first ``seen`` records."""
 
         def is_back(found):
             return any(r["plan"] is not None and not r["failed_ranks"] for r in iterations(found[seen:]))
@@ -162,7 +162,7 @@ class HostileRanks:
         self._job.wait_for(is_back)
 
     def _differing_losses(self):
-        """Return what differs from a job without Perseus and without faults."""
+        """Return differences from a job without Perseus and without faults."""
         ours = losses(self._job.folder)
         steps = max(ours) + 1
         without = run(self._folder / "without", RANKS, give_up_s=math.inf, steps=steps, followed=True)
@@ -176,7 +176,7 @@ class HostileRanks:
 
 
 def losses(folder):
-    """Return the losses of a followed job by step, as they were printed; all that were printed for a step."""
+    """Return all losses that a ``followed`` job wrote for each step, as text."""
     found: dict[int, set[str]] = {}
     with (folder / "losses.csv").open() as file:
         for step, loss in csv.reader(file):

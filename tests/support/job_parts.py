@@ -1,4 +1,4 @@
-"""What scripts of jobs on real ranks have in common: layers, data, hashes, connections, and one job after the other."""
+"""Common parts of the scripts of jobs on real ranks: layers, data, hashes, and running several jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """Some linear layers and dropout, which draws from torch's generator."""
+    """Linear layers and dropout, which draws from torch's generator."""
 
     def __init__(self, repeat: int = 2) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 def batches(
     seed: int = 0, rows: int = 8, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random inputs and labels without end."""
+    """Yield random inputs and labels endlessly."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         data = torch.randn(rows, WIDTH, generator=generator).to(dtype)
@@ -41,7 +41,7 @@ def batches(
 
 
 def config(rows: int, micro_batches: int, lr: float = 1e-2, **keys: Any) -> dict[str, Any]:
-    """A config of DeepSpeed."""
+    """Return a DeepSpeed config."""
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": micro_batches,
@@ -52,45 +52,45 @@ def config(rows: int, micro_batches: int, lr: float = 1e-2, **keys: Any) -> dict
 
 
 def hash_of(*modules: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of the tensors of modules, each in the order of their names."""
+    """Return a hash of the tensors of modules, each in the order of its names."""
     found = hashlib.sha256()
     for tensors in modules:
         for _, tensor in sorted(tensors):
-            # FSDP shards parameters, and frees them, which it cannot once numpy has seen them.
+            # FSDP frees its shards of parameters, which fails if numpy refers to them.
             own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found.update(own.detach().float().clone().numpy().tobytes())  # which represents every bf16 and fp16
+            found.update(own.detach().float().clone().numpy().tobytes())  # float32 represents every bf16 and fp16 value
     return found.hexdigest()
 
 
 def next_random_number() -> float:
-    """Return the random number that would be drawn next, without drawing it."""
+    """Return the next random number without drawing it."""
     with torch.random.fork_rng(devices=[]):
         return torch.rand(1).item()
 
 
 def leave_out_shared_memory() -> None:
-    """Have DeepSpeed do without its operator for shared memory, which it compiles for half a minute and never uses."""
-    # Not by its attribute of deepspeed.comm, which is torch itself.
+    """Disable DeepSpeed's shared-memory operator, which compiles for half a minute and is never used."""
+    # Not through the attribute of deepspeed.comm, which is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def told_by_rank_0(fact: bool) -> bool:
-    """Return what rank 0 knows, told to all ranks."""
+    """Return the value of rank 0, broadcast to all ranks."""
     told = torch.tensor([fact], dtype=torch.int32)
     dist.broadcast(told, 0)
     return bool(told)
 
 
 def train_jobs(train: Callable[[dict[str, Any], list[dict[str, Any]]], dict[str, Any]]) -> None:
-    """Train the jobs of ``jobs.json`` one after the other on this rank, and write what they report to ``rank<N>.json``.
+    """Train the jobs of ``jobs.json`` one after the other on this rank; write their reports to ``rank<N>.json``.
 
     Args:
-        train: Trains a job, which it gets with the reports of those before; returns what to report.
+        train: Trains a job, given the job and the reports of those before; returns its report.
     """
     folder = Path(sys.argv[1])
     reports: list[dict[str, Any]] = []
     for job in json.loads((folder / "jobs.json").read_text()):
-        # Until its phases, or as many as the longest job before it: how many that takes depends on the machine.
+        # By phases, or as long as the longest job so far, whose number of steps depends on the machine.
         longest = max((len(report.get("weights", ())) for report in reports), default=0)
         steps = sys.maxsize if job.keys() & {"until", "orders"} else longest
         reports.append(train({"steps": steps, **job}, reports))

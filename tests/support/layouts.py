@@ -1,4 +1,4 @@
-"""Jobs whose stages hold known parts: their layouts, and profiles that follow from what each part costs."""
+"""Jobs whose stages consist of known parts: their layouts, and profiles computed from the costs of the parts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from perseus_ds.pipeline.instruction import Kind
 COSTS_S = {"embedding": (0.001, 0.002), "dense": (0.01, 0.02), "moe": (0.015, 0.03), "mtp": (0.02, 0.04)}
 COSTS_S["head"] = (0.03, 0.06)
 CLOCKS = {1000: (1.3, 200.0), 1400: (1.0, 350.0)}
-"""How much longer passes take at a clock, and the power that they draw [W]."""
+"""Factor on the times of passes, and their power [W], by clock."""
 
 
 def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int] | None = None) -> Layout:
-    """A layout of stages such as ``"Edd"``, in the first letters of kinds; ``M`` is MTP."""
+    """Return a layout of stages such as ``"Edd"``, written in first letters of kinds; ``M`` is MTP."""
     kinds = {"E": "embedding", "d": "dense", "m": "moe", "M": "mtp", "h": "head"}
     sizes = parameters or {}
     return Layout(
@@ -29,7 +29,7 @@ def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int]
 
 
 def profile_of(layout: Layout, *, noise: float = 0.0, seed: int = 0, clocks: Any = CLOCKS, **info: Any) -> StageProfile:
-    """The profile of stages whose parts cost what ``COSTS_S`` says, with errors of its rows as they are known."""
+    """Return the profile of stages whose parts have the costs ``COSTS_S``, with known errors of its rows."""
     draw = np.random.default_rng(seed)
     rows, quality = [], []
     for stage, parts in enumerate(layout.stages):

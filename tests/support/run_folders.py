@@ -1,4 +1,4 @@
-"""Output folders of training runs, as small as they can be, for tests of what is made from them."""
+"""Minimal output folders of training runs, for tests of reports and pictures."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ PARTS = (("embedding", "dense"), ("dense", "dense"), ("dense", "head"))
 
 @dataclass
 class Job:
-    """What the folders hold."""
+    """Contents of the folders."""
 
     profile: StageProfile
     frontier: Frontier
@@ -49,7 +49,7 @@ def make_job() -> Job:
 
 
 def write_auto_run(folder: Path, job: Job) -> None:
-    """What `auto` mode leaves: profile, frontier, records and timelines in one folder."""
+    """Write the output of ``auto`` mode: profile, frontier, records and timelines in one folder."""
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
     default, plan = job.frontier.baseline, job.frontier.plans[2]
@@ -84,7 +84,7 @@ def write_log(folder: Path, records: list[dict]) -> None:
 
 
 def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIteration:
-    """An iteration that ran as predicted, but that all of it began late; who waits is in the transfer it waits for."""
+    """Return an iteration that ran as predicted but ``LATE_S`` late; waits are part of the transfers waited for."""
     predicted = timeline(job.dag, job.profile, plan)
     ranks = [[] for _ in range(RANKS)]
     waits = {(wait.rank, wait.awaited): wait.start_s for wait in predicted.waits}
@@ -98,7 +98,7 @@ def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIter
 
 
 def make_evidence():
-    """Checks on a stand-in for a GPU: one passed, one failed."""
+    """Return checks on a stand-in for a GPU: one passed, one failed."""
     late = Figure(name="lateness", value=3.5, unit="ms", at_most=2.0)
     return Evidence(
         made="2026-11-22 10:00 UTC",

@@ -1,7 +1,7 @@
-"""Jobs that train small stages by a schedule of torch on real ranks, one after the other in the same processes.
+"""Jobs that train small stages with torch's schedules on real ranks, one after the other in the same processes.
 
-Started by ``job.run_jobs``. Reported of each job are the losses, a hash of the weights and the next random number after
-each step, what Perseus says of itself, and what it leaves at the end.
+Started by ``job.run_jobs``. The report of each job has the losses, a hash of the weights and the next random number
+after each step, the phases, and which changes by Perseus are left at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES_PER_RANK = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-"""The schedules of torch, and how many stages the tests put on each rank."""
+"""Torch's schedules, and the number of stages that the tests place on each rank."""
 
 
 def main() -> None:
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def needs_shapes() -> bool:
-    """Return whether torch is told the shapes of a stage's inputs, as in 2.4."""
+    """Return whether torch requires the shapes of a stage's inputs, as version 2.4 does."""
     return inspect.signature(PipelineStage).parameters["input_args"].default is inspect.Parameter.empty
 
 
 def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Module]]:
-    """Return a schedule for this rank and its layers, by stage."""
+    """Return a schedule for this rank, and its layers by stage."""
     group = mesh["pp"].get_group()
     schedule_class = getattr(schedules, f"Schedule{job['schedule']}")
     single = issubclass(schedule_class, PipelineScheduleSingle)
@@ -76,7 +76,7 @@ def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Mod
 
 
 def count_of(schedule: Any, job: dict[str, Any], step: int) -> int:
-    """Return how many micro-batches a step has; torch has no other way to change it than an attribute."""
+    """Return the number of micro-batches of a step; torch can change it through an attribute only."""
     counts = job.get("counts")
     if counts is not None:
         schedule._n_microbatches = counts[step % len(counts)]
@@ -84,14 +84,14 @@ def count_of(schedule: Any, job: dict[str, Any], step: int) -> int:
 
 
 def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ...], targets: dict[str, Any]) -> bool:
-    """Call the schedule as the job does; return whether gradients are complete."""
+    """Call the schedule as the job requires; return whether gradients are complete."""
     is_final = (step + 1) % job.get("calls_per_step", 1) == 0
     more: dict[str, Any] = {"finalize_gradients": is_final} if "calls_per_step" in job else {}
     count = job["micro_batches"]
     if not job.get("split"):
         schedule.step(*inputs, **targets, **more)
         return is_final
-    # By the caller, with torch 2.14.1 and later.
+    # Inputs split by the caller, with torch 2.14.1 and later.
     more["arg_mbs"] = [*zip(*(each.chunk(count) for each in inputs), strict=True)] or [()] * count
     more["kwarg_mbs"] = [{} for _ in range(count)]
     if targets:
@@ -101,7 +101,7 @@ def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ..
 
 
 def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
-    """Train by one schedule; return what to report."""
+    """Train with one schedule and return its report."""
     pipelines = job.get("pipelines", 1)
     mesh = init_device_mesh("cpu", (pipelines, dist.get_world_size() // pipelines), mesh_dim_names=("dp", "pp"))
     schedule, layers = schedule_of(job, mesh)
@@ -126,7 +126,7 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
             attachment.next_lengths(job["mixed"][ahead % len(job["mixed"])])
         inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)
         losses: list[torch.Tensor] = []
-        if step == 0 and "evaluate_after" in job:  # what a first evaluation leaves out, training must make up for
+        if step == 0 and "evaluate_after" in job:  # training must do the setup that an evaluation skips
             given = {"target": inputs, "losses": losses} if any(s.is_last for s in stages) else {}
             schedule.eval(*((inputs,) if any(s.is_first for s in stages) else ()), **given)
             report["losses"].append([repr(loss.item()) for loss in losses])

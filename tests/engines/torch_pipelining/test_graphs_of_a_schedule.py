@@ -1,4 +1,4 @@
-"""A schedule of torch whose steps are captured into a CUDA graph and replayed, as torchtitan does; in virtual time."""
+"""A torch schedule whose steps are captured into a CUDA graph and replayed, as in torchtitan, in virtual time."""
 
 import pytest
 import run_log
@@ -38,7 +38,7 @@ class Layer(nn.Linear):
 
 
 class Trainer:
-    """Trains by a schedule of one stage: some steps eagerly, then by graphs that it captures; and evaluates."""
+    """Trains with a schedule of one stage, first eagerly and then by captured graphs, and evaluates."""
 
     def __init__(self, cuda, warm_up=1):
         self.cuda, self.warm_up, self.graphs = cuda, warm_up, {}
@@ -61,7 +61,7 @@ class Trainer:
     def train(self, steps=1):
         for _ in range(steps):
             self.run("train")
-            self.cuda.launch(TAIL_S)  # the optimizer's step
+            self.cuda.launch(TAIL_S)  # optimizer step
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def make(cuda, tmp_path):
 
 
 def recorded(trainer, tmp_path):
-    """The phases of all iterations of a job that ends."""
+    """End a job; return the phases of all iterations."""
     perseus_ds.detach(trainer.schedule)
     return [each["phase"] for each in run_log.iterations(run_log.records(tmp_path))]
 
@@ -115,7 +115,7 @@ def test_each_replay_marks_all_passes_and_is_an_iteration_of_its_own(make, cuda,
         memory = memory_of(trainer)
         assert memory.begun == number
         passes = [memory.marked_s(slot) is not None for slot in range(4 * MICRO_BATCHES)]
-        assert passes == [number > 1] * (4 * MICRO_BATCHES), "a step that is not replayed has no marks to make"
+        assert passes == [number > 1] * (4 * MICRO_BATCHES), "only replayed steps make marks"
     assert recorded(trainer, tmp_path) == ["observe"] * 5
 
 
@@ -125,7 +125,7 @@ def test_replayed_evaluations_run_at_default_clocks_and_are_no_iterations(make, 
     for _ in range(2):
         trainer.run("evaluate")
         assert memory_of(trainer).idle_since_s == PAUSED
-        assert memory_of(trainer).progress % 2 == 0, "the iteration before has ended"
+        assert memory_of(trainer).progress % 2 == 0, "the previous iteration has ended"
     trainer.train(2)
     assert recorded(trainer, tmp_path) == ["observe"] * 4
 

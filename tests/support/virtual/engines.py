@@ -1,4 +1,4 @@
-"""Engines of one rank whose passes are launched on a stand-in for CUDA, in virtual time; it captures graphs, too."""
+"""Engines of one rank that launch passes and capture graphs on a stand-in for CUDA in virtual time."""
 
 import torch
 
@@ -15,7 +15,7 @@ from virtual.time import VirtualTime
 
 
 def cuda_of_engines(monkeypatch):
-    """Have runtimes that engines make run on such a stand-in, which is returned."""
+    """Make the runtimes of engines use such a stand-in, and return it."""
     time = VirtualTime()
     gpu = RecordingGpu.named("a100-sxm", timebase=time, counter_period_s=0.02, lock_latency_s=0.002)
     cuda, device = VirtualCuda(time, gpu), torch.device("cuda", 0)
@@ -28,7 +28,7 @@ def cuda_of_engines(monkeypatch):
     monkeypatch.setattr(cuda, "CUDAGraph", Graph)
 
     def meet(config, facts, read, check, opened):
-        """What :func:`perseus_ds.client.meeting.meet` does, with a server in this process."""
+        """Does the work of :func:`perseus_ds.client.meeting.meet`, with a server in this process."""
         opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
         check(opened.schedule)
         opened.clocks = clocks_of(gpu, time, cuda, lambda message: server.receive(0, message))
@@ -58,5 +58,5 @@ class _Launch(torch.autograd.Function):
 
 
 def launched(outputs, cuda, seconds):
-    """Return outputs of a layer that takes so long, and twice as long in the backward [s]."""
+    """Return the outputs of a layer that takes ``seconds`` in the forward and twice as long in the backward."""
     return _Launch.apply(outputs, cuda, seconds)

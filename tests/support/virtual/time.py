@@ -1,8 +1,8 @@
-"""A time of the test's own, in which minutes pass at once; see ``perseus_ds.timebase.Timebase``.
+"""Virtual time for tests, in which minutes pass immediately; see ``perseus_ds.timebase.Timebase``.
 
 Threads made by :meth:`VirtualTime.thread` and the thread that made the :class:`VirtualTime` take turns: exactly one of
-them runs, until it waits. Time passes only when all of them wait, and then jumps to the first moment at which one of
-them goes on. So what happens, and when, does not depend on how fast the machine is.
+them runs, until it waits. Time advances only when all of them wait, to the earliest moment at which one of them
+continues. The order and times of events thus do not depend on the speed of the machine.
 """
 
 import heapq
@@ -13,15 +13,15 @@ from datetime import datetime, timedelta, timezone
 
 
 class DeadlockError(Exception):
-    """All threads wait, and none of them for a moment in time."""
+    """All threads wait, and none of them has a timeout."""
 
 
 class VirtualTime:
-    """See the module.
+    """A virtual clock and its threads; see the module's docstring.
 
     Attributes:
-        seconds: The time now; a test may move it forward itself.
-        epoch: The date at second 0; a test may change it.
+        seconds: Current time; a test may advance it.
+        epoch: Date at second 0; a test may change it.
     """
 
     def __init__(self, seconds=100.0):
@@ -68,7 +68,7 @@ class VirtualTime:
             raise DeadlockError
 
     def _give_up_turn(self, until=None):
-        """Let the next thread run; return when it is this one's turn."""
+        """Let the next thread run; return when this thread's turn comes."""
         chosen = self._next()
         if chosen is not until:
             chosen.go.release()
@@ -90,7 +90,7 @@ class VirtualTime:
 
 
 class _Turn:
-    """What one thread waits for; it comes once."""
+    """A thread's wait, which ends once."""
 
     def __init__(self):
         self.go = threading.Lock()
@@ -100,7 +100,7 @@ class _Turn:
 
 
 class _Condition:
-    """As ``threading.Condition``; as only one thread runs at a time, the lock is only checked."""
+    """Like ``threading.Condition``; the lock is only checked, since one thread runs at a time."""
 
     def __init__(self, time):
         self._time = time
