@@ -400,7 +400,7 @@ def _no_operation(operation: Operation, inputs: Hashable = None) -> AbstractCont
 
 
 def sessions() -> list[Session]:
-    """Return Perseus on each engine of this process that has it."""
+    """Return the sessions of this process that are not closed."""
     return [session for session in _SESSIONS if not session._closed]
 
 
@@ -420,10 +420,10 @@ def attach_to(engine: Engine, config: PerseusConfig) -> Session:
 
 
 def check_before_training(engine: Engine, config: PerseusConfig) -> None:
-    """Check what is known before the schedule is. All ranks call this together.
+    """Check settings, GPUs and frontier before the schedule is known. All ranks call this together.
 
-    An error of one rank is raised on all ranks, as is an error with the ranks that are missing after the store's
-    timeout.
+    An error of one rank is raised on all ranks. If ranks are missing after the timeout of the store, an error that
+    names the first of them is raised.
     """
     versions = {**own_versions(), **engine.versions()}
     own = {"enabled": True, **versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
@@ -467,7 +467,7 @@ def _checks_begun(more: int, rank: int | None = None) -> int:
 
 @contextmanager
 def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
-    """Context of further checks of this rank, after comparing its settings with those of the first rank.
+    """Context of further checks of this rank. First compares its settings with those of the first rank that checks.
 
     All ranks are notified of the first error, and when all ranks have finished.
     """

@@ -48,7 +48,7 @@ class CudaGraphs:
     """Tracks which CUDA graph is being captured, and calls functions around its replays.
 
     Attributes:
-        capturing: The graph that is being captured; None if there is none.
+        capturing: The graph that is being captured. None if there is none.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CudaGraphs:
         self._around[self.capturing] = around if within is None else lambda run: around(functools.partial(within, run))
 
     def _begin(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
-        self._around.pop(graph, None)  # what it held before
+        self._around.pop(graph, None)  # of an earlier capture
         begun = method(graph, *args, **kwargs)
         self.capturing = graph
         return begun

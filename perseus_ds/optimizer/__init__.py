@@ -34,7 +34,7 @@ def optimize(
     Args:
         schedule: The schedule of all ranks.
         profile: Times and energies at each clock, and the fixed durations.
-        settings: The planning settings; by default the default settings.
+        settings: The planning settings. None for the default settings.
         progress: Called with the name of the current step and the completed fraction.
         changes: Settings by name, such as ``plans=40``, that override those of ``settings``.
 

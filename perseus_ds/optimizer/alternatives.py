@@ -40,7 +40,7 @@ Rows = list[tuple[float, float]]
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """Return the alternatives to a problem's plans, with points of rising time.
 
-    An alternative for which the profile lacks rows is left out, such as one clock if the stages share none.
+    An alternative for which the profile lacks rows is omitted, such as one clock if the stages share none.
     """
     one_clock = list(_one_clock(problem))
     points = {
@@ -109,7 +109,7 @@ def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
 def _raised_in_turns(
     point: Callable[[list[int]], AlternativePoint], places: list[int], highest: list[int]
 ) -> Iterator[AlternativePoint]:
-    """Raise the clocks of stages in turns, each time where it shortens the iteration most."""
+    """Raise one stage's clock at a time, the one that shortens the iteration most for the energy."""
     now = point(places)
     while True:
         yield now

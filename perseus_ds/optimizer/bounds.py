@@ -184,7 +184,7 @@ class Verifier:
     def _joint_gain_j(
         self, time_s: float, least_j: Floats, price_w: Floats, edge_flow_w: Floats, *, with_all_pairs: bool
     ) -> float:
-        """Return by how much joint minima over parallel paths exceed the sums of ``least_j`` [J]."""
+        """Return the difference between joint minima over parallel paths and the sums of ``least_j`` [J]."""
         expected_j = []
         for pairs in self._pairs:
             few = pairs if with_all_pairs else pairs.sample()

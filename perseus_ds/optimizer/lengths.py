@@ -1,9 +1,9 @@
 """Computes plans for one iteration whose micro-batches have given lengths, quickly.
 
-Each pass takes so many times the time and energy of its row as the profile says for the length of its input. A plan is
-the rounded optimum of the relaxed problem at one deadline: neither bounds nor plans for other deadlines are computed,
-and no rhythms, of which there are none if all micro-batches differ. That takes about a tenth of the time of a frontier
-of two plans, and at most 0.02 % more energy (``benchmarks/varying.py``).
+The time and energy of a pass are those of its row, multiplied by the factor that the profile gives for the length of
+its input. A plan is the rounded optimum of the relaxed problem at one deadline. Bounds and plans for other deadlines
+are not computed, nor are rhythms, which do not exist if all micro-batches differ. This takes about a tenth of the time
+of a frontier of two plans, and costs at most 0.02 % more energy (``benchmarks/varying.py``).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PipelinePlan:
     """A plan for one pipeline, for the instructions of its schedule.
 
     Attributes:
-        clocks_mhz: By rank, the clock of each instruction that has one to choose.
-        spans_s: By rank, when each of these begins and ends by the plan [s].
+        clocks_mhz: By rank, the clock of each instruction that has a clock to choose [MHz].
+        spans_s: By rank, the planned begin and end of each of these instructions [s].
         time_s: Time of the iteration [s].
         energy_j: Its energy, with one GPU for each rank [J].
     """
@@ -53,9 +53,9 @@ class IterationPlan:
     Attributes:
         pipelines: A plan for each pipeline.
         relative_time: Time at the highest clocks, relative to an iteration whose inputs all have the profile's length.
-        relative_energy: The same of energy.
+        relative_energy: The same for energy.
         saved: Energy saved by the plans, as a fraction of that at the highest clocks.
-        slowdown: How much longer it takes than at the highest clocks, as a fraction.
+        slowdown: Additional time, as a fraction of the time at the highest clocks.
     """
 
     pipelines: tuple[PipelinePlan, ...]
@@ -92,11 +92,11 @@ class LengthsPlanner:
         self._time_s, self._energy_j = at_length.time_s, at_length.energy_j
 
     def plan(self, lengths: Sequence[Lengths], slowdown: float = 0.0) -> IterationPlan:
-        """Return plans that together end in no more than a time.
+        """Return plans for all pipelines that meet a common deadline.
 
         Args:
             lengths: The lengths of each pipeline's micro-batches.
-            slowdown: How much longer than at the fastest clocks the iteration may take, as a fraction.
+            slowdown: Allowed additional time, as a fraction of the time at the fastest clocks.
         """
         problems = [self.problem(of_pipeline) for of_pipeline in lengths]
         deadline_s = (1 + slowdown) * max(problem.t_min_s for problem in problems)

@@ -1,6 +1,6 @@
-"""Plans iterations with given lengths in a separate process, which takes one request after the other.
+"""Plans iterations with given lengths in a separate process, which handles one request after another.
 
-The process is started as :mod:`~perseus_ds.optimizer.worker` starts its own, and ends when its parent does.
+The process is started in the same way as that of :mod:`~perseus_ds.optimizer.worker`, and ends when its parent does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LengthsWorker:
     """A process that plans iterations on one thread, at a lower priority than its parent's.
 
     Attributes:
-        error: Why it does not plan any more; empty while it does.
+        error: Reason why it no longer plans. Empty while it does.
     """
 
     def __init__(self, job: PlannedJob, log_path: Path) -> None:
@@ -58,7 +58,7 @@ class LengthsWorker:
 
     @property
     def file(self) -> int:
-        """A descriptor that is readable when a plan has come."""
+        """File descriptor that is readable when a plan is available."""
         return self._connection.fileno()
 
     def request(self, lengths: Sequence[Lengths], slowdown: float) -> None:
@@ -66,7 +66,7 @@ class LengthsWorker:
         self._send((tuple(lengths), slowdown))
 
     def received(self, timeout_s: float) -> IterationPlan | None:
-        """Return the plan requested, or None if it is not there within some time [s]."""
+        """Return the requested plan, or None if it is not available within the timeout [s]."""
         try:
             if not self._connection.poll(timeout_s):
                 return None

@@ -52,7 +52,7 @@ class InstructionGroup:
     cost_j: Floats
 
     def times(self, factor: float) -> InstructionGroup:
-        """Return the group with so many times the time and energy at each clock."""
+        """Return the group with the time and energy at each clock multiplied by a factor."""
         if factor == 1.0:
             return self
         measured, options = self.measured.times(factor), self.options.times(factor)
@@ -88,10 +88,10 @@ class Problem:
         """Set up the problem.
 
         Args:
-            dag: Of the iteration.
+            dag: DAG of the iteration.
             profile: Times and energies at each clock.
             settings: The settings.
-            factors: How many times the time and energy of its rows an instruction takes, 1 without an entry.
+            factors: Time and energy of instructions relative to their rows. 1 without an entry.
 
         Raises:
             ConfigError: If blocking power is unknown or a setting is out of range.
@@ -416,7 +416,7 @@ def problem_for(
     Args:
         schedule: The schedule of all ranks.
         profile: Times and energies at each clock, and the fixed durations.
-        settings: The planning settings; by default the default settings.
+        settings: The planning settings. None for the default settings.
         changes: Settings by name that override those of ``settings``.
 
     Raises:

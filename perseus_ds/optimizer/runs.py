@@ -282,7 +282,7 @@ class RunSearch:
         return result
 
     def beyond_dwell_s(self, clocks: Sequences) -> list[Floats]:
-        """Return, for each rank, by how much each run exceeds its dwell time in the plan's own times [s]."""
+        """Return, for each rank, the excess of each run over its dwell time, in the plan's own times [s]."""
         begins_s, length_s = self._changes_s(self._durations_s(clocks))
         result = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):

@@ -83,7 +83,7 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
 
 
 def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
-    """Return a good plan for one deadline, quickly; the fastest plan if none is as fast.
+    """Return a good plan for one deadline, computed quickly. If none meets the deadline, it is the fastest plan.
 
     It is the rounded optimum of the relaxed problem. The dwell time is respected as in a frontier.
     """

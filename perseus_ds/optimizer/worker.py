@@ -31,7 +31,7 @@ NICENESS = 10
 # More linear-algebra threads would wait for each other in loops without being faster.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _FAILED = 3
-"""Exit code for a failure; the last line of the output is the reason in JSON."""
+"""Exit code for a failure. The last line of the output is the reason in JSON."""
 _SECTIONS = ("bounds", "clocks")
 _MOST_PROGRESS = 1 << 16
 
@@ -44,7 +44,7 @@ def start(module: str, *arguments: str, **streams: Any) -> subprocess.Popen[byte
     Args:
         module: Name of the module.
         arguments: Its ``sys.argv[1:]``.
-        streams: Files of the process, as ``subprocess.Popen`` takes them.
+        streams: Files of the process, passed to ``subprocess.Popen``.
 
     Raises:
         OSError: The process cannot be started.

@@ -1,4 +1,4 @@
-"""An operation of an iteration as it ran, and its form in messages."""
+"""An operation of an iteration as it ran, and its encoding in messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Span:
     """One operation as it ran.
 
     Attributes:
-        start_s: From the iteration's start [s].
-        end_s: From the iteration's start [s].
+        start_s: Start, relative to the iteration's start [s].
+        end_s: End, relative to the iteration's start [s].
     """
 
     operation: Operation
@@ -30,11 +30,11 @@ class Span:
 
 
 def encode(spans: Iterable[Span], places: Mapping[Operation, int]) -> bytes:
-    """Return spans as bytes, 18 for each; operations without a place are left out.
+    """Return spans as bytes, 18 for each. Operations without a place are omitted.
 
     Args:
         spans: The operations of one iteration of a rank.
-        places: Of the operations in the stream of the rank, below 65536.
+        places: Index of each operation in the stream of the rank, below 65536.
     """
     return b"".join(
         _SPAN.pack(places[span.operation], span.start_s, span.end_s) for span in spans if span.operation in places
@@ -42,7 +42,7 @@ def encode(spans: Iterable[Span], places: Mapping[Operation, int]) -> bytes:
 
 
 def decode(content: bytes, stream: Sequence[Operation]) -> list[Span]:
-    """Return the spans that :func:`encode` wrote; those of places that the stream does not have are left out."""
+    """Return the spans encoded by :func:`encode`. Those with a place beyond the end of the stream are omitted."""
     whole = content[: len(content) // _SPAN.size * _SPAN.size]
     return [
         Span(stream[place], start_s, end_s) for place, start_s, end_s in _SPAN.iter_unpack(whole) if place < len(stream)

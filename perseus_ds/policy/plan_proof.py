@@ -1,20 +1,22 @@
-"""Whether a plan keeps its promise on the job it runs in: at most 1 % above the slowdown it promises, on less energy.
+"""Tests whether a plan keeps its promise in the job: at most 1 % over the promised slowdown, with less energy.
 
 Blocks of iterations alternate between default clocks and the plan: D P D P D ... Each block under the plan is compared
-with the blocks on both sides of it, so that a steady drift of the host cancels. Iterations that contain a stall are set
-aside on both sides (``measures.py``); a block counts once enough others have run. Its level is the median time and the
-mean power of these. How far the differences vary from block to block says how uncertain their mean is, by Student's t:
-whatever disturbs the job is in there. At each of several interim analyses the plan is:
+with the blocks on both sides of it, so that a steady drift of the host cancels. Iterations that contain a stall
+(``measures.py``) are excluded in all blocks, and a block ends when it has enough others. Its level is the median time
+and the mean power of these. The uncertainty of the mean difference follows from the variation of the differences from
+block to block, by Student's t, and so includes all disturbances of the job. At each of several interim analyses the
+plan is:
 
-- *dropped* once it is certain that it is late or uses more energy,
-- *kept* once it is certain that it is in time and saves energy.
+- *dropped* if it is certain that it is late or uses more energy,
+- *kept* if it is certain that it is in time and saves energy.
 
-Once the slowdown is known to 0.7 % at 95 %, and the saving is certain or known as well, or the most blocks have run,
-the estimate of the slowdown decides, and savings that are not certain by then count as none. How often that is wrong:
-``docs/plans-in-a-job.md``, ``benchmarks/plan_proof.py``.
+Once the slowdown is known to 0.7 % with 95 % confidence, and the saving is certain or known equally well, or once the
+maximum number of blocks has run, the estimate of the slowdown decides, and a saving that is not certain counts as none.
+For the error rates, see ``docs/plans-in-a-job.md`` and ``benchmarks/plan_proof.py``.
 
-*Certain* means that all interim analyses of all comparisons of a job err about lateness with a probability of 5 %
-together, and about energy as well: the first comparison may spend half of it, each later one half of what is left.
+*Certain* means that all interim analyses of all comparisons of a job together err about lateness with a probability of
+5 %, and the same holds for energy. The first comparison may spend half of this probability, and each later one half of
+the remainder.
 """
 
 from __future__ import annotations
@@ -35,25 +37,25 @@ from perseus_ds.measures import STALL, Typical
 from perseus_ds.policy.reports import JobReport
 
 ANALYSES = (2, 3, 4, 6, 9, 13, 19, 28, 40)
-"""After how many blocks under the plan there is an interim analysis; the last one decides."""
+"""Numbers of blocks under the plan after which there is an interim analysis. The last one decides."""
 BLOCK_ITERATIONS = 8
 MOST_BLOCKS = 4
-"""Of iterations at default clocks before a comparison, which may be known well enough after one."""
+"""Maximum number of blocks at default clocks before a comparison. One may be sufficient."""
 TOLERANCE = 0.01
-"""How much later than promised a plan may be, as a fraction: clocks follow a little late."""
+"""Accepted lateness of a plan as a fraction, because clock changes take effect with a small delay."""
 _KNOWN_ERROR = 0.007
-# One-sided probabilities: that what is known is not so; and that a figure is off by more than its stated error, which
-# by simulation contains the truth in 95 % of comparisons, since these end when errors happen to be small.
+# One-sided probabilities: that a known figure is wrong, and that a figure deviates by more than its stated error. In
+# simulations, the latter contains the true value in 95 % of comparisons, which end when errors happen to be small.
 _KNOWN, _STATED = 0.025, 0.0075
 _ERROR_SPENT = 0.05
-# Energy counters make windows below some seconds noisy.
+# Over less than a few seconds, energy counters are noisy.
 _BLOCK_REFRESHES = 30
 _SURE = 4.0
-# Iterations that are faster by this fraction than promised: default clocks may be faster than they were, too.
+# If iterations are faster than promised by this fraction, default clocks may be faster than they were, too.
 _FASTER = 0.03
 _WELL_KNOWN = 0.03
 _COMES_AGAIN = 3
-# The counter changes within an iteration that takes as long as so many refreshes.
+# The counter changes within an iteration that lasts at least this number of its periods.
 _SURELY_REFRESHED = 3
 
 Numbers = npt.NDArray[np.float64]
@@ -61,15 +63,15 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass
 class IterationSample:
-    """Consecutive iterations of the whole job, all run alike.
+    """Consecutive iterations of the whole job, all at default clocks or all under the same plan.
 
     Attributes:
-        counter_period_s: How often energy counters are refreshed [s].
+        counter_period_s: Time between refreshes of energy counters [s].
         times_s: Iteration times [s].
         energies_j: Energies of all GPUs [J].
-        promised_slowdown: Of the plan that they ran, against default clocks; 0 at default clocks.
-        promised_power: Of the plan that they ran, relative to default clocks; 1 at default clocks.
-        shapes: How often they had which inputs, by what tells their shapes from others.
+        promised_slowdown: Slowdown promised by the plan, relative to default clocks. 0 at default clocks.
+        promised_power: Power promised by the plan, relative to default clocks. 1 at default clocks.
+        shapes: Number of iterations by ``JobReport.shapes``.
     """
 
     counter_period_s: float
@@ -100,7 +102,7 @@ class IterationSample:
         self._typical = None
 
     def _without_stalls(self) -> tuple[int, float]:
-        """Return the number of iterations without stalls, and how long they took together [s]."""
+        """Return the number of iterations without stalls, and their total time [s]."""
         if not self._sorted_s:
             return 0, 0.0
         longest_s = STALL * self._sorted_s[len(self._sorted_s) // 2]
@@ -110,8 +112,8 @@ class IterationSample:
     def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.
 
-        Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still. Where
-        the lengths of its micro-batches are known, time and energy are those of an iteration of the profile's length.
+        It is omitted if a rank had fallen back, could not read its energy counter, or had a counter that did not
+        change. If the lengths of its micro-batches are known, time and energy are scaled to the profile's length.
         """
         stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
         is_known = math.isfinite(reports.energy_j) and math.isfinite(reports.relative_time)
@@ -120,35 +122,35 @@ class IterationSample:
             self.add(reports.time_s / reports.relative_time, reports.energy_j / reports.relative_energy)
 
     def has_other_shapes(self, reports: JobReport) -> bool:
-        """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
+        """Return True if an iteration cannot be compared with these because its inputs have other shapes."""
         return len(self.shapes) == 1 and reports.shapes not in self.shapes
 
     def has_shapes_beside(self, reports: JobReport) -> bool:
-        """Whether the inputs of these and an iteration are not all of one shape."""
+        """Return True if the inputs of these iterations and another one do not all have the same shapes."""
         return self.varies_in_shape or self.has_other_shapes(reports)
 
     @property
     def mixes_shapes(self) -> bool:
-        """Whether they have inputs of several shapes, at least one of which comes again and again."""
+        """Whether there are inputs of several shapes, of which at least one recurs often."""
         return self.varies_in_shape and max(self.shapes.values()) >= max(_COMES_AGAIN, len(self.times_s) / 10)
 
     @property
     def varies_in_shape(self) -> bool:
-        """Whether these iterations have inputs of several shapes."""
+        """Whether there are inputs of several shapes."""
         return len(self.shapes) > 1
 
     @property
     def is_enough(self) -> bool:
-        """Whether time and energy are known to a percent, or more iterations are no longer worth waiting for."""
+        """Whether time and energy are known well enough, or the maximum number of blocks has run."""
         return self.is_as_long_as(MOST_BLOCKS) or (self.is_as_long_as(1) and self.energy_error < _WELL_KNOWN)
 
     def remaining_s(self, iteration_s: float, more: int = 0, blocks: int = 1) -> float:
-        """Return about how long it takes until they are as many and as long as so many blocks [s].
+        """Return the approximate time until the iterations amount to a number of blocks [s].
 
         Args:
             iteration_s: A typical iteration time [s].
-            more: Iterations until the first one is added.
-            blocks: How many blocks.
+            more: Number of iterations before the next one is added.
+            blocks: Number of blocks.
         """
         counted, counted_s = self._without_stalls()
         iterations = max(0, blocks * BLOCK_ITERATIONS - counted) * iteration_s
@@ -165,7 +167,7 @@ class IterationSample:
 
     @property
     def time_s(self) -> float:
-        """A typical iteration time [s]."""
+        """Typical iteration time [s]."""
         return self.typical.time_s
 
     @property
@@ -189,13 +191,13 @@ class IterationSample:
         return self.typical.energy_error
 
     def is_as_long_as(self, blocks: int, in_flight_s: float = 0.0) -> bool:
-        """Whether those without stalls are as many and as long as so many blocks.
+        """Return True if the iterations without stalls amount to a number of blocks, by their number and total time.
 
         Time and power of one block are known to about a percent.
 
         Args:
-            blocks: How many.
-            in_flight_s: About how long an iteration takes that is to be added, but is not reported yet [s]; 0 for none.
+            blocks: Number of blocks.
+            in_flight_s: Approximate time of an iteration that will be added but is not yet reported [s]. 0 for none.
         """
         counted, counted_s = self._without_stalls()
         is_long = counted_s + in_flight_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
@@ -204,41 +206,41 @@ class IterationSample:
 
 
 def under_plan_minus_default(levels: Numbers) -> tuple[Numbers, Numbers]:
-    """Return by how much blocks under the plan differ from those at default clocks on both sides, and the error.
+    """Return the mean difference of blocks under the plan from the adjacent ones at default clocks, and its error.
 
     Args:
-        levels: Of the blocks, which alternate, the first and the last at default clocks; shape (..., blocks).
+        levels: Levels of alternating blocks, the first and the last at default clocks. Shape (..., blocks).
 
     Returns:
-        The mean difference, and its standard error, by how far the differences vary.
+        The mean difference, and its standard error according to the variation of the differences.
     """
     default, planned = levels[..., ::2], levels[..., 1::2]
     differences: Numbers = planned - (default[..., :-1] + default[..., 1:]) / 2
     blocks = differences.shape[-1]
-    # Neighbouring differences share a block at default clocks: where levels vary by v each, differences do by 1.5 v,
-    # by v / 4 of it together, and their mean by v (1 / blocks + (blocks - 1 / 2) / blocks²).
+    # Neighbouring differences share a block at default clocks. If each level has the variance v, differences have the
+    # variance 1.5 v, neighbours the covariance v / 4, and the mean has v (1 / blocks + (blocks - 1 / 2) / blocks²).
     variance = differences.var(axis=-1, ddof=1) / (1.5 - 0.5 / blocks)
     error: Numbers = np.sqrt(variance * (1 / blocks + (blocks - 0.5) / blocks**2))
     return np.mean(differences, axis=-1), error
 
 
 def error_probability(comparisons: int) -> float:
-    """Return the probability with which an interim analysis may err about lateness, and about energy.
+    """Return the probability with which an interim analysis may err about lateness, and the same about energy.
 
     Args:
-        comparisons: How many comparisons of the job there were before this one.
+        comparisons: Number of comparisons of the job before this one.
     """
     return _ERROR_SPENT / 2.0 ** (min(comparisons, 40) + 1) / len(ANALYSES)
 
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """Iterations under a plan against iterations at default clocks, both measured in the same job.
+    """Comparison of iterations under a plan with iterations at default clocks of the same job.
 
     Attributes:
-        slowdown: How much longer they took, as a fraction of the time at default clocks.
+        slowdown: Additional time under the plan, as a fraction of the time at default clocks.
         slowdown_error: Its standard error.
-        saved: How much less energy they used, as a fraction of the energy at default clocks.
+        saved: Energy saved by the plan, as a fraction of the energy at default clocks.
         saved_error: Its standard error.
         promised_slowdown: The slowdown that the plan promises.
         promised_saved: The saving that it promises.
@@ -255,10 +257,10 @@ class PlanComparison:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[IterationSample]) -> PlanComparison:
-        """Compare blocks that alternate; the first and the last are at default clocks.
+        """Compare alternating blocks, of which the first and the last are at default clocks.
 
-        Those under plans may be under several, as policies ask for them: each is held to its own promise, and the
-        result is the mean of them.
+        Blocks may have different plans, if the policy changes them. Each is compared with its own promise, and the
+        result is their mean.
         """
         promised = np.array([(math.log1p(b.promised_slowdown), math.log(b.promised_power)) for b in blocks]).T
         times, powers = np.log([(block.time_s, block.power_w) for block in blocks]).T - promised
@@ -276,7 +278,7 @@ class PlanComparison:
 
     @classmethod
     def of_samples(cls, default: IterationSample, planned: IterationSample) -> PlanComparison:
-        """Compare iterations under a plan with others at default clocks that may be long ago."""
+        """Compare iterations under a plan with earlier ones at default clocks."""
         return cls.of_logarithms(
             math.log(planned.time_s / default.time_s),
             math.hypot(default.time_error, planned.time_error),
@@ -296,14 +298,14 @@ class PlanComparison:
         promised: tuple[float, float],
         freedom: float = math.inf,
     ) -> PlanComparison:
-        """Return the comparison of which the natural logarithms of the ratios of time and energy are known.
+        """Return the comparison with given natural logarithms of the ratios of time and energy.
 
         Args:
-            time: Of the ratio of times.
-            time_error: Standard error of that, and of the slowdown relative to the ratio.
-            energy: Of the ratio of energies.
-            energy_error: Relative standard error of that.
-            promised: Of the ratios of time and power that the plan promises.
+            time: Logarithm of the ratio of times.
+            time_error: Its standard error, which is the relative standard error of the ratio.
+            energy: Logarithm of the ratio of energies.
+            energy_error: Its standard error.
+            promised: Logarithms of the ratios of time and power that the plan promises.
             freedom: Degrees of freedom of the errors.
         """
         time_ratio, energy_ratio = math.exp(time), math.exp(energy)
@@ -323,50 +325,50 @@ class PlanComparison:
 
     @property
     def stated_errors(self) -> tuple[float, float]:
-        """The errors of slowdown and saving as stated: the truth is farther away in at most 5 % of comparisons."""
+        """Errors of slowdown and saving that the true values exceed in at most 5 % of comparisons."""
         wide = self.standard_errors(_STATED)
         return wide * self.slowdown_error, wide * self.saved_error
 
     @property
     def late(self) -> float:
-        """How much longer than promised iterations took, as a fraction of the time promised."""
+        """Time beyond the promised time, as a fraction of the promised time."""
         return (1 + self.slowdown) / (1 + self.promised_slowdown) - 1
 
     @property
     def knows_slowdown(self) -> bool:
-        """Whether the estimate of the slowdown decides, certain or not."""
+        """Whether the slowdown is known well enough for its estimate to decide."""
         return self.standard_errors(_KNOWN) * self.slowdown_error <= _KNOWN_ERROR
 
     @property
     def knows_saving(self) -> bool:
-        """Whether a saving that is not certain counts as none."""
+        """Whether the saving is known so well that it counts as none if it is not certain."""
         return self.standard_errors(_KNOWN) * self.saved_error <= _KNOWN_ERROR
 
     def is_late(self, sure: float) -> bool:
-        """Whether it is certain, at so many standard errors, that the promise is not kept."""
+        """Return True if it is certain that the promised time is exceeded, given the number of standard errors."""
         return self.slowdown - sure * self.slowdown_error > self.promised_slowdown + TOLERANCE
 
     def is_in_time(self, sure: float) -> bool:
-        """Whether it is certain that it is kept."""
+        """Return True if it is certain that the promised time is kept, given the number of standard errors."""
         return self.slowdown + sure * self.slowdown_error <= self.promised_slowdown + TOLERANCE
 
     def uses(self, sure: float) -> int:
-        """Return -1 or 1 where it is certain that iterations use less or more energy than at default clocks, else 0."""
+        """Return -1 or 1 if iterations certainly use less or more energy than at default clocks, otherwise 0."""
         return 0 if abs(self.saved) <= sure * self.saved_error else -int(math.copysign(1, self.saved))
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether iterations long after a comparison call for another one: the plan no longer keeps its promise."""
+        """Whether iterations after an earlier comparison require another one, because the promise is not kept."""
         is_faster = self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
         return is_faster or self.is_late(_SURE) or self.uses(_SURE) > 0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison has decided.
+    """Decision of a comparison.
 
     Attributes:
-        kept: Whether the plan stays.
+        kept: Whether the plan is kept.
         is_late: Whether it is dropped because iterations take longer than promised.
     """
 
@@ -377,12 +379,12 @@ class Verdict:
 
     @classmethod
     def of(cls, comparison: PlanComparison, probability: float, *, is_last: bool) -> Verdict | None:
-        """Decide by an interim analysis; None to go on.
+        """Return the decision of an interim analysis. None if more blocks are needed.
 
         Args:
-            comparison: Of the blocks so far.
-            probability: With which it may err about lateness, and about energy.
-            is_last: Whether no more blocks follow.
+            comparison: Comparison of the blocks so far.
+            probability: Probability with which it may err about lateness, and the same about energy.
+            is_last: Whether this is the last interim analysis.
         """
         sure = comparison.standard_errors(probability)
         uses = comparison.uses(sure)
@@ -408,15 +410,15 @@ Answer: TypeAlias = Literal["keep", "drop", "more"]
 
 
 class PlanProof:
-    """One comparison of a plan with default clocks: it is given blocks, and answers what follows from them.
+    """One comparison of a plan with default clocks, block by block.
 
     Attributes:
-        blocks: Those given so far; of an even index at default clocks, of an odd one under the plan.
-        verdict: The decision; None while there is none.
+        blocks: Blocks so far, with an even index at default clocks, with an odd one under the plan.
+        verdict: The decision. None while there is none.
     """
 
     def __init__(self, probability: float) -> None:
-        """Begin without blocks; each interim analysis may err with a probability (:func:`error_probability`)."""
+        """Begin without blocks, given the error probability of an interim analysis (:func:`error_probability`)."""
         self.blocks: list[IterationSample] = []
         self.verdict: Verdict | None = None
         self._probability = probability
@@ -428,12 +430,12 @@ class PlanProof:
 
     @property
     def blocks_to_analysis(self) -> int:
-        """How many more blocks there are until the next interim analysis."""
+        """Number of blocks until the next interim analysis."""
         planned = (len(self.blocks) - 1) // 2
         return 2 * next((pairs for pairs in ANALYSES if pairs > planned), ANALYSES[-1]) + 1 - len(self.blocks)
 
     def add(self, block: IterationSample) -> Answer:
-        """Add the next block; return whether to keep the plan, to drop it, or to run one more block."""
+        """Add the next block, and return whether to keep the plan, drop it, or run one more block."""
         is_analysed = self.blocks_to_analysis == 1
         self.blocks.append(block)
         if not is_analysed:
@@ -445,24 +447,23 @@ class PlanProof:
         return "keep" if self.verdict.kept else "drop"
 
 
-# Lateness below this fraction of an iteration, or below so many standard errors, is not worth other plans.
+# New plans are computed only for lateness above this fraction of an iteration plus _SURELY_LATE standard errors.
 _MATTERS = 0.008
-# Lateness above this fraction has another cause than changes of the clock.
+# Lateness above this fraction has another cause than clock changes.
 _MOST_LATE = 0.1
 _SURELY_LATE = 3.0
 _MOST_PLANS = 3
-# A switch cost that is this much higher makes other plans.
+# New plans are computed only if the switch cost grows by this factor.
 _HIGHER = 1.2
 
 
 class SwitchCost:
-    """Divides the lateness of plans by their clock changes, as default clocks have neither.
+    """Estimates the delay by a clock change from the lateness of plans, divided by the number of their clock changes.
 
-    A plan that is late in spite of the delay that it allows for shows that changes delay the job by more, such as two
-    ranks at once: the largest of the quotients counts.
+    Plans already allow for the delay that is known so far. A plan that is late nevertheless increases it.
 
     Attributes:
-        time_s: By how much plans should take a change of clock to delay what follows it [s].
+        time_s: Delay that plans should assume for each clock change [s].
     """
 
     def __init__(self) -> None:
@@ -470,11 +471,11 @@ class SwitchCost:
         self._plans = 0
 
     def learn(self, plan: FrequencyPlan, comparison: PlanComparison, default_s: float) -> bool:
-        """Take in how late a plan was; returns whether plans with another switch cost should be made.
+        """Update the switch cost by the lateness of a plan, and return True if new plans should be computed with it.
 
         Args:
-            plan: As it ran; its time allows for the switch cost so far.
-            comparison: With default clocks.
+            plan: Plan that ran. Its time allows for the switch cost so far.
+            comparison: Its comparison with default clocks.
             default_s: Iteration time at default clocks [s].
         """
         late = comparison.slowdown - comparison.promised_slowdown

@@ -1,4 +1,4 @@
-"""The reports of all ranks of an iteration, and what they say of the whole job."""
+"""Reports of all ranks about an iteration, and their summary for the whole job."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from perseus_ds.pipeline.span import Span
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report of an iteration, as numbers: 0 and 1 for truths.
+    """One rank's report of an iteration, as numbers. Booleans are 0 or 1.
 
     Attributes:
         time_s: Iteration time [s].
-        energy_j: Energy of this rank's GPU [J]; NaN where it cannot be read.
-        clock_changes: Clock changes of this rank's GPU.
-        clock_skips: Clock changes that were left out: too short to be worth it, or a later one was already due.
+        energy_j: Energy of this rank's GPU [J]. NaN if it cannot be read.
+        clock_changes: Number of clock changes of this rank's GPU.
+        clock_skips: Number of clock changes that were skipped because they were too short, or a later one was due.
         failed: Whether this rank has fallen back to default clocks.
-        asked_mhz: Clock that its GPU was asked for when it was last read back; NaN at default clocks [MHz].
+        asked_mhz: Requested clock when the GPU's clock was last read [MHz]. NaN at default clocks.
         reached_mhz: Clock that was read then [MHz].
-        computed_s: When this rank had computed its last pass, from the iteration's start; 0 where not known [s].
-        tail_s: How long its tail took, waiting included; 0 where not known [s].
-        drift: How much farther its instructions are from the profile than they vary, as a fraction; NaN where that was
-            not looked at.
-        pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio:
-            what that is at most; NaN where that was not looked at.
-        pace_high: The same of the kind with the highest ratio: what that is at least. Below ``pace_low`` where all
-            kinds may have one pace.
-        limit_w: Power limit of its GPU; infinite where that is no lower than when the profile was measured [W].
-        limit_mhz: Highest clock that its GPU reaches where something else slows it down, such as heat; infinite where
-            nothing does [MHz].
-        shapes: A whole number that differs when the shapes of the inputs of this rank's forwards differ, and from rank
-            to rank; below 2^48.
+        computed_s: Time from the iteration's start to the end of this rank's last pass [s]. 0 if unknown.
+        tail_s: Duration of its tail, including waits [s]. 0 if unknown.
+        drift: Deviation of its instruction times from the profile beyond their own variation, as a fraction. NaN if it
+            was not computed.
+        pace_low: Upper bound of the lowest ratio, over all kinds, of measured time to time in the profile. NaN if it
+            was not computed.
+        pace_high: Lower bound of the highest such ratio. It is below ``pace_low`` if all kinds may have the same ratio.
+        limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
+        limit_mhz: Highest clock that its GPU reaches if something else limits it, such as heat [MHz]. Infinite
+            otherwise.
+        shapes: Integer below 2^48 that differs if the shapes of the inputs of this rank's forwards differ, and between
+            ranks.
     """
 
     time_s: float
@@ -84,24 +83,25 @@ class GpuLimit(NamedTuple):
 
 
 Conditions: TypeAlias = tuple[tuple[int, float], ...]
-"""By rank, the power limit [W], or 0 for a GPU that heat slows down."""
-# A GPU that heat has slowed down counts as such for so long.
+"""Power limit of each limited rank [W], or 0 if heat slows its GPU down."""
+# Time after which a GPU that heat has slowed down no longer counts as hot.
 _HOT_S = 3600.0
 
 
 class LimitConditions:
-    """Under which limits of GPUs iterations run, for comparisons: heat that comes and goes counts as one condition.
+    """Tracks the GPU limits under which iterations run, so that only iterations under equal limits are compared.
 
-    Blocks that alternate share such heat, and of many GPUs another one is always about to slow down or to recover.
+    A GPU that heat slows down from time to time counts as one condition. Alternating blocks are affected by it equally,
+    and among many GPUs there is always one that begins or ceases to be slow.
     """
 
     def __init__(self) -> None:
         self._time_s = 0.0
-        # By rank, when heat has slowed it down last, in the time of iterations.
+        # By rank, the last time at which heat slowed it down, as the sum of iteration times.
         self._hot_s: dict[int, float] = {}
 
     def add(self, time_s: float, limits: Sequence[GpuLimit]) -> Conditions:
-        """Return the conditions of an iteration, given how long it took [s]."""
+        """Return the conditions of an iteration, given its duration [s] and the limits of GPUs."""
         self._time_s += time_s
         self._hot_s |= {limit.rank: self._time_s for limit in limits if math.isfinite(limit.clock_mhz)}
         self._hot_s = {rank: hot_s for rank, hot_s in self._hot_s.items() if self._time_s - hot_s < _HOT_S}
@@ -114,23 +114,23 @@ class JobReport:
     """An iteration of the whole job.
 
     Attributes:
-        time_s: Of the slowest rank [s].
-        energy_j: Of all GPUs [J]; NaN where it cannot be read.
-        least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
+        time_s: Iteration time of the slowest rank [s].
+        energy_j: Energy of all GPUs [J]. NaN if one cannot be read.
+        least_energy_j: Lowest energy of a GPU, by its counter [J]. NaN if one cannot be read.
         failed: Whether a rank has fallen back to default clocks.
-        shapes: A whole number that differs when the shapes of the inputs differ on any rank.
-        drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
-            pipeline alone is a straggler, for which nothing has to be measured again.
-        drift_most: The same of the pipeline that is farthest from it.
-        pace: Time of instructions divided by the time that the profile says, by the median of all ranks; NaN where that
-            was not looked at.
-        drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
-        drift_beside_pace_most: The same of the pipeline that is farthest from it.
-        limits: Of each GPU that may do less than when the profile was measured.
-        conditions: Equal for iterations under limits that may be compared (:class:`LimitConditions`).
+        shapes: Integer that differs if the shapes of the inputs differ on any rank.
+        drift: Lower median of the pipelines' deviation from the profile. NaN if it was not computed. A single
+            deviating pipeline is a straggler, which does not require a new profile.
+        drift_most: Deviation of the pipeline that deviates most.
+        pace: Time of instructions divided by the time in the profile, as the median of all ranks. NaN if it was not
+            computed.
+        drift_beside_pace: As ``drift``, without a factor that all instructions have in common.
+        drift_beside_pace_most: As ``drift_most``, without this factor.
+        limits: Limits of the GPUs that are lower than during profiling.
+        conditions: Equal for iterations that may be compared, see :class:`LimitConditions`.
         relative_time: Time at default clocks predicted for the lengths of its micro-batches, relative to an iteration
-            of the profile's length; 1 where lengths are not given, NaN where these are not known.
-        relative_energy: The same of energy.
+            of the profile's length. 1 if iterations are not planned by length, NaN if the prediction is unknown.
+        relative_energy: The same for energy.
     """
 
     time_s: float
@@ -152,7 +152,7 @@ class JobReport:
     def of(
         cls, ranks: RankReports, conditions: Conditions = (), relative: tuple[float, float] = (1.0, 1.0)
     ) -> JobReport:
-        """Return what the reports of all ranks say, beside conditions and relative time and energy as above."""
+        """Return the summary of the reports of all ranks, with the given conditions and relative time and energy."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
@@ -212,7 +212,7 @@ class RankReports:
 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
-# Upper bound of the number that a rank reports for its shapes.
+# The number that a rank reports for its shapes is below this.
 SHAPES = 2**48
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
@@ -220,10 +220,7 @@ _DRIFTS_IN_A_ROW = 2
 
 
 def shapes_number(rank: int, shapes: float) -> int:
-    """Return the number that a rank reports for the shapes of its inputs.
-
-    The sum over all ranks is the job's.
-    """
+    """Return the number that a rank reports for the shapes of its inputs. The job's number is the sum over ranks."""
     content = struct.pack("<qd", rank, shapes)
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
 

@@ -1,8 +1,8 @@
-"""The power that a GPU draws while it waits for another one.
+"""Chooses the blocking power: the power that a GPU draws while it waits for another one.
 
-It is measured once by itself, while all ranks wait for one (:mod:`perseus_ds.client.measuring`). The bubbles of the
-iterations in which the profile is measured say it too, pooled over ranks: this is the waiting that plans replace, but
-it is known less well, the less ranks wait. If both differ, the bubbles count if that is certain.
+It is measured separately, while all ranks wait for one (:mod:`perseus_ds.client.measuring`), and in the bubbles of the
+iterations in which the profile is measured, pooled over ranks. Plans replace the latter kind of waiting, but its power
+is less certain the less ranks wait. It is used if it differs significantly from the former.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Differences below this fraction are none; larger ones are certain from so many standard errors on.
+# Relative difference that is negligible, and number of standard errors above which a difference is significant.
 _AGREES, _SURE = 0.03, 3.0
 
 
@@ -23,7 +23,7 @@ class WaitingPower(NamedTuple):
 
 
 def pooled(found: Iterable[WaitingPower | None]) -> WaitingPower | None:
-    """Return the mean of several measurements, weighted by their errors; None if there is none."""
+    """Return the mean of several measurements, weighted by their errors. None if there are none."""
     known = [one for one in found if one is not None and 0 < one.error_w < math.inf]
     if not known:
         return None
@@ -33,11 +33,11 @@ def pooled(found: Iterable[WaitingPower | None]) -> WaitingPower | None:
 
 
 def chosen_power_w(alone_w: float, bubbles: WaitingPower | None) -> tuple[float, str | None]:
-    """Return the blocking power to plan with [W], and which and why in words if two measurements differ.
+    """Return the blocking power for plans [W], and a message that explains the choice if the measurements differ.
 
     Args:
-        alone_w: As measured while all ranks wait for one [W].
-        bubbles: Of iterations, pooled over ranks; None if it is not known.
+        alone_w: Power while all ranks wait for one [W].
+        bubbles: Power in the bubbles of iterations, pooled over ranks. None if unknown.
     """
     if bubbles is None or abs(bubbles.power_w - alone_w) <= _AGREES * alone_w:
         return alone_w, None

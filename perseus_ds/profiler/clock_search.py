@@ -37,7 +37,7 @@ class Sweep:
         self._left = list(clocks_mhz)
 
     def likely_next(self, rows: Sequence[Measurement]) -> int | None:
-        """Return the clock that follows if what is being measured changes nothing [MHz]; None if it is not known."""
+        """Return the next clock unless the sweep finishes before [MHz]. None if there is none."""
         return self._left[0] if self._left else None
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
@@ -49,7 +49,7 @@ class Sweep:
 
 
 class AdaptiveSampler:
-    """Measures clocks in coarse steps down until energy rises, then those that may improve plans most.
+    """Measures clocks in coarse steps downwards until energy rises, then those that may improve plans most.
 
     Of the clocks above the one that the GPU reaches under load, only the highest is measured, because all of them give
     the same results.
@@ -83,7 +83,7 @@ class AdaptiveSampler:
         return sorted(chosen, reverse=True)
 
     def likely_next(self, rows: Sequence[Measurement]) -> int | None:
-        """Return the clock that follows if the descent goes on [MHz]; None if it is not known."""
+        """Return the next clock if the descent continues [MHz]. None if unknown."""
         likely = self._descend(_sums_by_clock(rows)) if len(self._asked) < self._budget else []
         return likely[0] if likely else None
 
@@ -143,7 +143,7 @@ class AdaptiveSampler:
             measured = np.isin(options.clock_mhz, list(self._asked))
             order = np.flatnonzero(measured)[np.lexsort((cost_j[measured], options.time_s[measured]))]
             hull = order[lower_hull(options.time_s[order], cost_j[order])]
-            # On the lines between its corners lie the lowest effective energies of mixtures of clocks.
+            # The lines between its corners are the lowest effective energies of mixtures of clocks.
             hull_j = np.interp(options.time_s, options.time_s[hull], cost_j[hull])
             for number in np.flatnonzero(~measured):
                 clock = int(options.clock_mhz[number])
@@ -196,7 +196,7 @@ class ClockSearch:
         self.resumed = 0
 
     def next_clocks(self) -> list[int]:
-        """Return the clocks to measure now, the highest first [MHz]; none when the search is finished."""
+        """Return the clocks to measure now, the highest first [MHz]. Empty if the search is finished."""
         while clocks := self._sampler.next_clocks([row.measurement for row in self._rows.values()]):
             known = [clock for clock in clocks if clock in self._earlier]
             for clock in known:

@@ -1,14 +1,14 @@
 """Estimates rows for all clocks between the lowest and the highest measured one, with less noise.
 
 An optimiser that is given raw rows selects those that look best because of noise. Rows are therefore replaced by
-estimates from all rows of a kind together: time and power by a physical model of the clock, and a Gaussian process for
-its residuals. These are smooth in the clock and similar on all stages, since all stages run the same kernels (on A40
-the backward of GPT-3 is 8 % slower just above 960 MHz than below). The amplitude and length scale of the process
-maximise the likelihood of the rows.
+estimates from all rows of a kind together: a physical model of time and power as functions of the clock, and a Gaussian
+process for its residuals. The residuals are smooth in the clock and similar on all stages, because all stages run the
+same kernels (on A40 the backward of GPT-3 is 8 % slower just above 960 MHz than below). The amplitude and length scale
+of the process maximise the likelihood of the rows.
 
 In the model, time has a part that is proportional to ``1/f`` and a constant part. Power is static power plus
 ``f V(f)^2`` with a voltage ``V`` that is constant up to a knee and then rises, linearly or quadratically. A board at
-its power limit keeps its clock down: from some requested clock on, time and power are constant.
+its power limit does not reach higher clocks. Above some requested clock, time and power are constant.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from perseus_ds.pipeline.instruction import Kind
 
 Floats = npt.NDArray[np.float64]
 
-# On A100, A40, H100 and H200 the knee is near 980 MHz, and 300 MHz beyond it the voltage is 15 to 40 % higher. Rows
-# decide where they can; these are the values that are tried, the likely ones, and how far others are from them.
+# On A100, A40, H100 and H200 the knee is near 980 MHz, and 300 MHz above it the voltage is 15 to 40 % higher. These are
+# the values to try, and the likely value and its spread, which are prior knowledge.
 _KNEES_MHZ, _KNEE_MHZ, _KNEE_SPREAD_MHZ = (
     (600, 700, 780, 840, 900, 950, 1000, 1050, 1100, 1160, 1230, 1300),
     980.0,
     120.0,
 )
 _RISES, _RISE, _RISE_SPREAD = 0.24 * 1.4 ** np.arange(-6, 4), 0.24, 0.5
-# The voltages that are tried. Each has a knee, up to which it is constant; by how much it is higher 300 MHz beyond it,
-# relative; and 1 where it rises linearly, 2 where quadratically.
+# The voltage curves to try, each as three numbers: the knee, the relative rise 300 MHz above it, and the exponent of
+# the rise (1 for linear, 2 for quadratic).
 _VOLTAGES = np.array(list(product(_KNEES_MHZ, _RISES, (1, 2))))
-# Relative deviations of rows from these formulas that are to be expected, at least.
+# Lower bound of the expected relative deviation of rows from these formulas.
 _MODEL_ERROR = 0.015
 _IMPROBABLE = 0.01
-# A board at its limit draws up to 8 % more than one that is locked at the clock that it reaches.
+# A board at its limit draws up to 8 % more than one that is locked to the clock that it reaches.
 _AT_LIMIT_WEIGHT = 0.2
 _FLAT = 0.08
-# Rows that deviate by more standard deviations than this are outliers; their weight falls with their deviation.
+# Rows that deviate by more standard deviations than this are outliers. Their weight falls with their deviation.
 _OUTLIER = 3.0
 _FEWEST_BELOW_LIMIT = 2
-# By how much a limit must make the rows more likely (twice the logarithm): a fit without one assumes less.
+# A limit is assumed only if it increases twice the logarithm of the likelihood of the rows by this.
 _LIMIT_EVIDENCE = 3.0
 _SINGULAR = 1e-12
 
@@ -64,7 +64,7 @@ class Samples:
     Attributes:
         clock_mhz: Shape (n,).
         value: Shape (n,), positive.
-        error: Shape (n,): relative standard error; NaN where unknown.
+        error: Relative standard error, shape (n,). NaN if unknown.
     """
 
     clock_mhz: Floats
@@ -73,15 +73,15 @@ class Samples:
 
 
 class TimeModel:
-    """Times of one kind of instruction on all stages, which show the power limit.
+    """Model of the times of one kind of instruction on all stages, and of the power limit.
 
     Attributes:
-        limit_mhz: From this requested clock on, times are constant; infinite where no limit is seen.
-        reached_mhz: The clock at which each stage then runs, by the formula of its time.
+        limit_mhz: Requested clock from which on times are constant. Infinite if no limit is found.
+        reached_mhz: Clock at which each stage runs at the limit, by the formula of its time.
     """
 
     def __init__(self, stages: Sequence[Samples]) -> None:
-        """Fit each stage's two parts, and the limit."""
+        """Fit the two parts of each stage, and the limit."""
         clocks = np.unique(np.concatenate([s.clock_mhz for s in stages]))
         first = max(_FEWEST_BELOW_LIMIT, len(clocks) // 2)
         penalty = math.exp(_LIMIT_EVIDENCE / sum(len(s.clock_mhz) for s in stages))
@@ -94,12 +94,12 @@ class TimeModel:
         self.reached_mhz = [fit.reached_mhz for fit in self._fits]
 
     def values(self, stage: int, clock_mhz: Floats) -> Floats:
-        """Return the times at some clocks [s]."""
+        """Return the times at the given clocks [s]."""
         fit = self._fits[stage]
         return np.asarray(np.maximum(_time_terms(clock_mhz) @ fit.parts, fit.at_limit))
 
     def errors(self, stage: int, clock_mhz: Floats) -> Floats:
-        """Return the relative uncertainty that is due to the choice of a formula: none."""
+        """Return the relative uncertainty due to the choice of a formula, which is 0."""
         return np.zeros_like(clock_mhz)
 
 
@@ -132,16 +132,16 @@ def _time_terms(clock_mhz: Floats) -> Floats:
 
 
 class PowerModel:
-    """Powers of one kind of instruction on all stages.
+    """Model of the powers of one kind of instruction on all stages.
 
-    A few rows do not tell where the knee is, nor how steeply the voltage rises. So all voltages that agree with the
-    rows count, each as much as it is probable.
+    A few rows do not determine the knee, nor the rise of the voltage. So the model is the mean of all voltage curves
+    that agree with the rows, weighted by their probability.
     """
 
     def __init__(self, stages: Sequence[Samples], time: TimeModel) -> None:
-        """Fit each stage's static power and dynamic power for each of the voltages."""
+        """Fit the static and dynamic power of each stage for each voltage curve."""
         above = [s.value[s.clock_mhz >= time.limit_mhz] for s in stages]
-        # Times may be constant for another reason, such as a memory that is too slow; then power goes on rising.
+        # Times may be constant for another reason, such as slow memory. Then power continues to rise.
         is_flat = all(np.ptp(values) < _FLAT * values.mean() for values in above if len(values))
         self._limit_mhz = time.limit_mhz if is_flat else np.inf
         self._at_limit = [float(np.median(values)) if is_flat and len(values) else np.inf for values in above]
@@ -157,16 +157,16 @@ class PowerModel:
         self._parts = [parts[kept] for parts, _ in fits]
 
     def values(self, stage: int, clock_mhz: Floats) -> Floats:
-        """Return the powers at some clocks [W]."""
+        """Return the powers at the given clocks [W]."""
         return np.asarray(np.maximum(self._weights @ self._by_voltage(stage, clock_mhz), 1e-12))
 
     def errors(self, stage: int, clock_mhz: Floats) -> Floats:
-        """Return the relative uncertainty that is due to what is not known of the voltage."""
+        """Return the relative uncertainty due to the unknown voltage curve."""
         off = self._by_voltage(stage, clock_mhz) / self.values(stage, clock_mhz) - 1
         return np.asarray(np.sqrt(self._weights @ off**2))
 
     def _by_voltage(self, stage: int, clock_mhz: Floats) -> Floats:
-        """Return the powers by each of the voltages, shape (voltages, clocks) [W]."""
+        """Return the powers by each voltage curve, shape (voltages, clocks) [W]."""
         powers_w = np.einsum("knc,kc->kn", _power_terms(self._voltages, clock_mhz), self._parts[stage])
         at_limit = self._at_limit[stage]
         return np.where(clock_mhz < self._limit_mhz, np.minimum(powers_w, at_limit), at_limit)
@@ -179,7 +179,7 @@ def _unlikeliness(voltages: Floats) -> Floats:
 
 
 def _power_terms(voltages: Floats, clock_mhz: Floats) -> Floats:
-    """Return what static and dynamic power are proportional to, shape (voltages, clocks, 2)."""
+    """Return the terms of static and dynamic power, shape (voltages, clocks, 2)."""
     knee_mhz, rise, power = voltages.T[..., None]
     beyond = np.maximum(0.0, clock_mhz - knee_mhz) / 300
     voltage = 1 + rise * np.where(power == 1, beyond, beyond**2)
@@ -196,7 +196,7 @@ def _fit(columns: Floats, value: Floats, trust: Floats | float = 1.0) -> tuple[F
     """Fit sums of two terms to relative values, with low weight for outliers.
 
     Returns:
-        The coefficients, none negative, shape (formulas, 2), and the misfits, shape (formulas,).
+        The non-negative coefficients, shape (formulas, 2), and the misfits, shape (formulas,).
     """
     relative = columns / value[:, None]
     weight = np.broadcast_to(np.asarray(trust, dtype=float), relative.shape[:2])
@@ -209,7 +209,7 @@ def _fit(columns: Floats, value: Floats, trust: Floats | float = 1.0) -> tuple[F
 
 
 def _non_negative(columns: Floats, value: Floats) -> Floats:
-    """Return the least-squares coefficients of two columns each, or of the better one where one would be negative."""
+    """Return the least-squares coefficients of two columns, or of the better one if one would be negative."""
     square = np.einsum("knc,knc->kc", columns, columns)
     mixed = np.einsum("kn,kn->k", columns[..., 0], columns[..., 1])
     both = np.einsum("knc,kn->kc", columns, value)
@@ -219,7 +219,7 @@ def _non_negative(columns: Floats, value: Floats) -> Floats:
     determinant = (square.prod(axis=1) - mixed**2)[:, None]
     is_regular = determinant > _SINGULAR * square.prod(axis=1, keepdims=True)
     numerator = square[:, ::-1] * both - mixed[:, None] * both[:, ::-1]
-    # Of a single row, or of several at one clock, the least coefficients are taken.
+    # For a single row, or several at one clock, this is the solution with the least norm.
     trace = np.maximum(square.sum(axis=1, keepdims=True), 1e-300)
     found = np.where(is_regular, numerator, both) / np.where(is_regular, determinant, trace)
     return np.where((found >= 0).all(axis=1, keepdims=True), found, single)
@@ -242,13 +242,13 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
     """Return the most likely profile, given measured rows.
 
     Args:
-        profile: The measured rows. Their standard errors in ``info.rows`` are used where known.
-        clocks_mhz: Clocks the GPU supports; those within the range measured for a (stage, kind) get a row.
+        profile: The measured rows. Their standard errors in ``info.rows`` are used if known.
+        clocks_mhz: Clocks that the GPU supports. Those within the measured range of a (stage, kind) get a row.
 
     Returns:
-        A profile whose ``info.rows`` gives the error bars of every row, and 0 samples for a clock
-        that was not measured; such a clock gets no row if its error is too large. A (stage, kind)
-        measured at fewer than three clocks is returned as it was measured.
+        A profile with the error bars of every row in ``info.rows``, and 0 samples for clocks that were not measured.
+        Such a clock gets no row if its error is too large. A (stage, kind) that was measured at fewer than three clocks
+        is returned as measured.
     """
     everything = estimate_all(profile, clocks_mhz)
     measured = {(m.stage, m.kind, m.clock_mhz) for m in profile.measurements}
@@ -261,7 +261,7 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
 
 
 def estimate_all(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
-    """Return the same as :func:`denoise`, but with a row for every clock, however large its error."""
+    """Return the same as :func:`denoise`, but with a row for every clock, regardless of its error."""
     known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
     by_kind: dict[Kind, list[int]] = defaultdict(list)
     for stage, kind in profile.keys:
@@ -322,7 +322,7 @@ def _series(
     for stage in stages:
         options = profile.options(stage, kind)
         rows = [known.get((stage, kind, int(clock))) for clock in options.clock_mhz]
-        # An error that is not known is NaN.
+        # An unknown error becomes NaN.
         time_error = np.array([row and row.time_relative_error for row in rows], dtype=float)
         energy_error = np.array([row and row.energy_relative_error for row in rows], dtype=float)
         clocks = options.clock_mhz.astype(float)
@@ -332,11 +332,11 @@ def _series(
 
 
 Estimates = list[tuple[Floats, Floats]]
-"""Of a quantity by stage, values at some clocks and their relative standard deviations, shape (clocks,) each."""
+"""By stage, values of a quantity and their relative standard deviations, each of shape (clocks,)."""
 
 
 def estimate(times: Sequence[Samples], powers: Sequence[Samples], clocks_mhz: Floats) -> tuple[Estimates, Estimates]:
-    """Estimate times [s] and powers [W] of one kind of instruction on all stages at once, from measured ones."""
+    """Estimate times [s] and powers [W] of one kind of instruction on all stages from measured ones."""
     time = TimeModel(times)
     power = PowerModel(powers, time)
     return _with_residuals(times, time, clocks_mhz), _with_residuals(powers, power, clocks_mhz)
@@ -354,7 +354,7 @@ def _with_residuals(stages: Sequence[Samples], physical: TimeModel | PowerModel,
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Covariance of relative residuals: a Matérn 3/2 in the clock, most of it shared by all stages."""
+    """Covariance of relative residuals: a Matérn 3/2 kernel of the clock, mostly shared by all stages."""
 
     amplitude: float
     length_scale: float
@@ -402,10 +402,10 @@ class _ResidualModel:
         return replace(model, calibration=model._calibrated(residual))
 
     def _calibrated(self, residual: Floats) -> float:
-        """Return the factor by which error bars must grow to be right in leave-one-out predictions of each clock.
+        """Return the factor by which error bars must grow to agree with leave-one-out predictions of each clock.
 
-        The residuals are averaged over stages first: equal stages have equal residuals, and leaving out the row of one
-        stage alone would only test how well another stage predicts it.
+        The residuals are first averaged over stages, because equal stages have equal residuals. Without the row of only
+        one stage, its prediction would come from the rows of other stages.
         """
         clocks = np.unique(self.clock)
         mean = np.array([residual[self.clock == clock].mean() for clock in clocks])
@@ -426,9 +426,9 @@ class _ResidualModel:
 
 
 def _likelihood(covariance: Floats, residual: Floats) -> float:
-    """Return the logarithm of a likelihood, but for a constant; by LAPACK itself, since it is computed often.
+    """Return the logarithm of a likelihood up to a constant. LAPACK is called directly for speed.
 
-    It is minus infinity where the covariance is singular to working precision, or something is not finite.
+    It is minus infinity if the covariance is singular to working precision, or a value is not finite.
     """
     factor, failed = dpotrf(covariance, lower=1, overwrite_a=1)
     if failed:

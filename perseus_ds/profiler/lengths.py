@@ -1,10 +1,10 @@
-"""Profiles of passes as a function of the length of their inputs, fitted over the lengths that were measured.
+"""Profiles of passes as a function of the length of their inputs, fitted to profiles of several lengths.
 
-The *length* of an input is its number of tokens, or any number in proportion to it. A pass computes most operations
-once per token, attention once per pair of tokens, and some, such as launching kernels, once. So at each clock its time
-and its energy are ``a + b n + c n²`` for a length n, with no negative coefficient. Error bars are those of the
-unconstrained fit: they grow with the errors of the profiles, with their deviations from the formula, and outside of the
-lengths that were measured.
+The *length* of an input is its number of tokens, or any number proportional to it. A pass computes most operations once
+per token, attention once per pair of tokens, and some work, such as launching kernels, once. So at each clock its time
+and energy are ``a + b n + c n²`` for a length n, without negative coefficients. Error bars are those of the
+unconstrained fit. They grow with the errors of the profiles, with their deviations from the formula, and outside of the
+measured lengths.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ K = TypeVar("K", bound=Hashable)
 Floats = npt.NDArray[np.float64]
 
 FEWEST_LENGTHS = 3
-"""Number of measured lengths, below which a formula of three terms has no error bars."""
-# The relative error of a row at least, and where it is not known: no formula is exact.
+"""Number of measured lengths below which a formula of three terms has no error bars."""
+# Lower bound of the relative error of a row, because no formula is exact, and the error of rows without one.
 _LEAST_ERROR, _UNKNOWN_ERROR = 0.003, 0.01
 _LEAST_VARIATION = 0.01
 """Relative variation of lengths below which iterations are planned as if all had one length."""
@@ -39,10 +39,10 @@ class LengthModel:
     """Time and energy of passes for any length of their inputs.
 
     Args:
-        profiles: Profiles of the same passes by length, of :data:`FEWEST_LENGTHS` lengths at least.
+        profiles: Profiles of the same passes by length, for at least :data:`FEWEST_LENGTHS` lengths.
 
     Raises:
-        ProfileError: There are fewer.
+        ProfileError: There are fewer lengths.
     """
 
     def __init__(self, profiles: Mapping[float, StageProfile]) -> None:
@@ -55,9 +55,9 @@ class LengthModel:
         self._longest = max(profiles)
 
     def at(self, length: float) -> StageProfile:
-        """Return the profile for a length, each row with its error bars and 0 samples.
+        """Return the profile for a length. Each row has error bars and 0 samples.
 
-        Rows of tails, which do not depend on the length, are those of the profile of the nearest length.
+        Tails do not depend on the length. Their rows are those of the profile with the nearest length.
         """
         nearest = self._profiles[min(self._profiles, key=lambda other: abs(other - length))]
         measurements, qualities = [], []
@@ -80,7 +80,7 @@ class LengthModel:
         return StageProfile([*measurements, *tails], info.with_fixed_durations(self._fixed(length)))
 
     def _series(self) -> dict[tuple[int, Kind, int], tuple[Floats, Floats]]:
-        """Return time and energy of all passes by length, each of shape (lengths, 2): values and relative errors."""
+        """Return the times and energies of each pass: values and relative errors by length, shape (lengths, 2)."""
         found: dict[tuple[int, Kind, int], list[tuple[Measurement, RowQuality | None]]] = defaultdict(list)
         for profile in self._profiles.values():
             known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
@@ -110,12 +110,12 @@ class LengthModel:
         return found, float(np.sqrt(variance)) / found
 
     def _terms(self, lengths: Iterable[float]) -> Floats:
-        """Return what the three parts are proportional to, shape (lengths, 3)."""
+        """Return the three terms of the formula for each length, shape (lengths, 3)."""
         relative = np.fromiter(lengths, np.float64) / self._longest
         return np.column_stack([np.ones_like(relative), relative, relative**2])
 
     def _fixed(self, length: float) -> FixedDurations:
-        """Return the durations of what has no clock to choose, which have a constant part and one per token."""
+        """Return the fixed durations for a length, fitted as a constant part and a part per token."""
         known = [profile.info.fixed_durations for profile in self._profiles.values()]
         return FixedDurations(
             load_s=self._fitted([fixed.load_s for fixed in known], length),
@@ -124,7 +124,7 @@ class LengthModel:
         )
 
     def _fitted(self, durations: Sequence[Mapping[K, float]], length: float) -> dict[K, float]:
-        """Return the durations that all profiles have, at a length [s]."""
+        """Return the durations at a length that are known in all profiles [s]."""
         terms, wanted = self._terms(self._profiles)[:, :2], self._terms([length])[0, :2]
         shared = [key for key in durations[0] if all(key in of_length for of_length in durations)]
         return {
@@ -133,11 +133,11 @@ class LengthModel:
 
 
 def fit_by_length(times: Mapping[tuple[int, Kind], Sequence[tuple[float, float]]], length: float) -> ByLength | None:
-    """Return how passes depend on the lengths of their inputs, or None if these hardly vary.
+    """Return the dependence of passes on the lengths of their inputs. None if these hardly vary.
 
     Args:
-        times: By stage and kind, the length and the time [s] of passes at one clock.
-        length: The length for which rows are to be.
+        times: Lengths and times [s] of passes at one clock, by stage and kind.
+        length: Length to which the result is relative.
     """
     passes = []
     for (stage, kind), measured in times.items():
@@ -147,7 +147,7 @@ def fit_by_length(times: Mapping[tuple[int, Kind], Sequence[tuple[float, float]]
         relative = lengths / length
         terms = np.column_stack([np.ones_like(relative), relative, relative**2])
         weights = 1 / times_s
-        for _ in range(_ROBUST_FITS):  # a pass that was held up by something else has little weight
+        for _ in range(_ROBUST_FITS):  # a pass that was delayed by something else has little weight
             parts, _ = nnls(terms * weights[:, None], times_s * weights)
             if parts.sum() <= 0:
                 break
@@ -162,7 +162,7 @@ def fit_by_length(times: Mapping[tuple[int, Kind], Sequence[tuple[float, float]]
 
 
 def typical_error(profile: StageProfile) -> float:
-    """Return the mean over all rows of passes of the larger relative error, that of time or that of energy."""
+    """Return the larger of the relative errors of time and energy, as the mean over all rows of passes."""
     errors = [
         max(row.time_relative_error or 0.0, row.energy_relative_error or 0.0)
         for row in profile.info.rows

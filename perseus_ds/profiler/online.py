@@ -43,9 +43,10 @@ _WAITING_SPREAD = 0.1
 _WAITING_SPREAD_AT_LOW_CLOCKS = 0.5
 _KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
 _KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
-# Clocks at which waiting draws what it does at default clocks; and the worst condition of equations to be solved.
+# Relative distance from the highest clock within which waiting draws the same power as at default clocks, and largest
+# condition number of solvable equations.
 _NEAR_TOP, _DETERMINED = 0.1, 1e12
-# A relative error from which nothing is known.
+# Relative error above which it is reported as unknown.
 _UNKNOWN = 1e3
 # Share of its period in which a counter samples power: all of it, or only the last part (a quarter on A100 and H100,
 # arXiv 2312.02741). A share below 1 is assumed only if it reduces the squared residuals by this factor.
@@ -186,15 +187,15 @@ class OnlineProfiler:
     ) -> None:
         """Add consecutive iterations at one clock.
 
-        Instructions that began before the clock was reached count only where there are no others of their kind.
+        Instructions that began before the clock was reached are used only if there are no others of their kind.
 
         Args:
             clock_mhz: The clock.
-            iterations: The operations of each, on the same time axis as the readings.
-            readings: When [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
-            state: Of the GPU at the end.
-            factors: By iteration, how many times as long as the row's instructions take, 1 without an entry.
-            reached_s: When the GPU had reached the clock [s].
+            iterations: Operations of each iteration, on the same time axis as the readings.
+            readings: Time [s] and value [J] of each refresh of the energy counter during the iterations.
+            state: State of the GPU at the end.
+            factors: For each iteration, times of instructions relative to those of the row. 1 without an entry.
+            reached_s: Time at which the GPU reached the clock [s].
         """
         self._state[clock_mhz] = state
         computed = [
@@ -239,9 +240,9 @@ class OnlineProfiler:
         self._known.clear()
 
     def waiting_power_w(self) -> WaitingPower | None:
-        """Return what the GPU has drawn outside of instructions, at clocks near the highest; None if it is not known.
+        """Return the power of the GPU outside of instructions at clocks near the highest. None if unknown.
 
-        Unlike in :meth:`rows`, nothing is assumed of it.
+        Unlike in :meth:`rows`, there is no prior for it.
         """
         share = self._share() if self._seen else _ALWAYS
         near_top = {c: self._refreshes(c, share) for c in self._seen if c > (1 - _NEAR_TOP) * max(self._seen)}

@@ -1,1 +1,1 @@
-"""Megatron-Core's pipeline schedules; the only place that knows Megatron."""
+"""Perseus for the pipeline schedules of Megatron-Core. Only this folder uses Megatron."""

@@ -1,4 +1,4 @@
-"""Perseus on Megatron-Core: attach to the schedules of a process, whatever trains by them, and detach from them."""
+"""Attaches Perseus to the schedules of Megatron-Core in a process, and detaches it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SINGLE = "forward_backward_no_pipelining"
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
-# Of more, one that has not come for long is forgotten, and shows itself again.
+# Maximum number of known orders. Beyond it, the one that was not used for longest is recorded anew when it recurs.
 _MOST_ORDERS = 64
 _CAPTURED_FIRST = (
     "a CUDA graph was captured of an iteration whose order is not known, and runs at default clocks: at least one "
@@ -55,7 +55,7 @@ _CAPTURED_FIRST = (
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
-    """Let all that trains in this process by Megatron-Core do so under Perseus; see :func:`perseus_ds.attach`."""
+    """Attach Perseus to all training by Megatron-Core in this process. See :func:`perseus_ds.attach`."""
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         if not settings.enabled:
@@ -63,7 +63,7 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
             return target
         schedules = importlib.import_module(_SCHEDULES)
         core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
-        # Of a FullCudaGraphWrapper, what it captures.
+        # A FullCudaGraphWrapper contains the function that it captures.
         function = getattr(target, "forward_backward_func", target)
         name = getattr(function, "__name__", type(function).__name__)
         if target is not core and name not in (*_PIPELINED, _SINGLE):
@@ -85,7 +85,10 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
 
 
 def detach(target: T) -> T:
-    """End the last iteration and leave Megatron-Core as it was before :func:`attach`; every rank must do so at once."""
+    """End the last iteration and restore Megatron-Core to its state before :func:`attach`.
+
+    All ranks call this together.
+    """
     session = _attached()
     if session is not None:
         session.detach()
@@ -100,16 +103,16 @@ def _attached() -> Session | None:
 
 
 class MegatronEngine(Engine):
-    """Megatron-Core's schedules, of which every pass and every transfer is surrounded.
+    """Megatron-Core's schedules. All passes and transfers are reported.
 
-    The first iteration of each order runs at default clocks and shows the order. An iteration ends with the step of
-    Megatron's optimizer, and otherwise with the next call that trains or evaluates, or with the process.
+    The first iteration of each order runs at default clocks and is used to record the order. An iteration ends with the
+    step of Megatron's optimizer, or else with the next call that trains or evaluates, or with the process.
     """
 
     starts_late = True
 
     def __init__(self, core: Any, schedules: Any, parallel_state: Any) -> None:
-        """Take the modules ``megatron.core``, its ``pipeline_parallel.schedules`` and ``parallel_state``."""
+        """Wrap the modules ``megatron.core``, its ``pipeline_parallel.schedules`` and its ``parallel_state``."""
         self._core = core
         self._schedules = schedules
         self._parallel_state = parallel_state
@@ -117,7 +120,7 @@ class MegatronEngine(Engine):
         self._optimizers: set[type] = set()
         self._steps_under_way = 0
         self._orders: dict[Hashable, Schedule | ScheduleError] = {}
-        # Passes and exchanges of the iteration under way, by its order, and the next of them.
+        # Passes and exchanges of the current iteration according to its order, and the position of the next one.
         self._expected: Sequence[Compute | Exchange] = ()
         self._position = 0
         self._order: Hashable = None
@@ -150,9 +153,9 @@ class MegatronEngine(Engine):
         )
 
     def _copies(self) -> tuple[int, ...]:
-        """Return the ranks that train this stage on other data, one of each pipeline.
+        """Return the ranks that train this stage on different data, one rank per pipeline.
 
-        Ranks that exchange tokens with each other by expert parallelism run in step, and are of one pipeline.
+        Ranks that exchange tokens with each other by expert parallelism run in step and count as one pipeline.
         """
         copies = ranks_of(self._parallel_state.get_data_parallel_group())
         experts = ranks_of(self._parallel_state.get_expert_model_parallel_group())
@@ -171,7 +174,7 @@ class MegatronEngine(Engine):
     def device(self) -> torch.device | None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # A script that has not chosen its GPU yet would be given the first one.
+        # Before a script has chosen its GPU, this would be the first one.
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
     def pipeline_ranks(self) -> int | None:
@@ -201,7 +204,7 @@ class MegatronEngine(Engine):
         return method(*args, **kwargs)
 
     def _iteration(self, name: str, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """Train or evaluate by one of the schedules, which take arguments by keyword alone."""
+        """Train or evaluate by one of the schedules. They accept only keyword arguments."""
         if kwargs.get("forward_only"):
             with self._session.evaluation():
                 return method(*args, **kwargs)
@@ -212,7 +215,7 @@ class MegatronEngine(Engine):
         group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
         order = (name, kwargs["num_microbatches"], chunks, group_size)
         if order in self._orders:
-            self._orders[order] = self._orders.pop(order)  # the last one in use
+            self._orders[order] = self._orders.pop(order)  # sorted by last use
         else:
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
@@ -226,13 +229,17 @@ class MegatronEngine(Engine):
                 self._expected = ()
 
     def _look_at(self, kwargs: Mapping[str, Any]) -> bool:
-        """Note what trains; return whether it can be planned. If not, that is an error in other modes than ``auto``."""
+        """Store the model and its settings, and return True if its training can be planned.
+
+        Raises:
+            ScheduleError: It cannot be planned, and the mode is not ``auto``.
+        """
         if not self._parallel_state.model_parallel_is_initialized():
             raise ConfigError(
                 "perseus: Megatron-Core has no groups of ranks. Call parallel_state.initialize_model_parallel() before "
                 "the first iteration."
             )
-        if not self._session.checked:  # it was attached before there were ranks
+        if not self._session.checked:  # attached before torch.distributed was initialized
             check_before_training(self, self._session.config)
             self._session.checked = True
         model, communicator = kwargs["model"], kwargs.get("p2p_communicator")
@@ -251,13 +258,13 @@ class MegatronEngine(Engine):
         return True
 
     def _problem(self, communicator: Any) -> str | None:
-        """Return why what trains cannot be planned; None if it can."""
+        """Return the reason why the training cannot be planned. None if it can."""
         if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
             return f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
         return None
 
     def _first_iteration(self, order: tuple[str, int, int, int | None], train: Callable[[], V]) -> V:
-        """Train at default clocks, and note the order."""
+        """Train at default clocks, and record the order."""
         if self._session.is_captured:
             self._warn(_CAPTURED_FIRST)
             return train()
@@ -277,13 +284,13 @@ class MegatronEngine(Engine):
             del self._orders[next(iter(self._orders))]
         if self._captures_iterations() and self._session.runtime is None:
             with reported_once():
-                self._session.start(order)  # nothing can be prepared while the next iteration is captured
+                self._session.start(order)  # not possible during a capture, which may be the next iteration
         return result
 
     def _captures_iterations(self) -> bool:
         """Return whether Megatron captures whole iterations into CUDA graphs."""
         graphs = [getattr(self._config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
-        return "full_iteration" in re.findall(r"\w+", str(graphs))  # texts, or members of an enumeration
+        return "full_iteration" in re.findall(r"\w+", str(graphs))  # strings, or members of an enumeration
 
     def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(method, args, kwargs)
@@ -296,7 +303,7 @@ class MegatronEngine(Engine):
         return self._pass(functools.partial(method, *args, **kwargs), None, backward, lambda found: (None, found))
 
     def _forward_backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """Surround a step of combined 1F1B: at its ends a forward or a backward alone, in between both as one."""
+        """Surround a step of combined 1F1B: a forward and a backward as one, or one of them alone at its ends."""
         given = _by_name(method, args, kwargs)
         chunk, micro_batch = given("f_model_chunk_id") or 0, given("current_microbatch")
         forward = None if given("f_model") is None else (chunk, micro_batch, given("input_tensor"))
@@ -306,7 +313,7 @@ class MegatronEngine(Engine):
             return self._pass(run, forward, backward, lambda found: (found[0], found[2]))
         with ExitStack() as step:
             begin = functools.partial(step.enter_context, self._next(*_kind_of(forward, backward)))
-            # The step begins when it has received what it is for.
+            # The step begins when it has received its gradients.
             return method(*args, **{**kwargs, "pre_backward": lambda *given: (receive(*given), begin())})
 
     def _pass(
@@ -316,14 +323,14 @@ class MegatronEngine(Engine):
         backward: Backward | None,
         results: Callable[[Any], tuple[Any, Any]],
     ) -> Any:
-        """Surround a forward, a backward, or both as one; see :meth:`OrderRecorder.step`."""
+        """Surround a forward, a backward, or both as one. See :meth:`OrderRecorder.step`."""
         if self._recorder is not None:
             return self._recorder.step(run, forward=forward, backward=backward, results=results)
         with self._next(*_kind_of(forward, backward)):
             return run()
 
     def _communicate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """Surround a transfer, of which all arguments but the communicator are given by name."""
+        """Surround a transfer. All its arguments except the communicator are keyword arguments."""
         waits = kwargs.get("wait_on_reqs", True)
         if self._recorder is not None:
             run = functools.partial(method, *args, **kwargs)
@@ -339,7 +346,7 @@ class MegatronEngine(Engine):
 
     @contextmanager
     def _next(self, kind: Kind | None, micro_batch: int | None = None) -> Iterator[None]:
-        """Surround the next pass of the order, or where there is no kind its next exchange with the neighbours."""
+        """Surround the next pass of the order, or its next exchange with the neighbours if ``kind`` is None."""
         if not self._expected:
             yield
             return
@@ -358,7 +365,7 @@ class MegatronEngine(Engine):
             self._session.begin_tail(int(self._pp_group.rank()))
 
     def _surround_optimizers(self) -> None:
-        """Have iterations end with the step of Megatron's optimizers, those of classes that were defined since too."""
+        """Let iterations end with the step of Megatron's optimizers, including classes that were defined since."""
         module = sys.modules.get("megatron.core.optimizer.optimizer")
         classes = [module.MegatronOptimizer] if module else []
         while classes:
@@ -389,14 +396,14 @@ def _warn_on_rank_0(message: str) -> None:
 
 
 def _kind_of(forward: Forward | None, backward: Backward | None) -> tuple[Kind, int | None]:
-    """Return what a step is, and the micro-batch of its forward."""
+    """Return the kind of a step, and the micro-batch of its forward. None if it has no forward."""
     if forward is None:
         return Kind.BACKWARD, None
     return Kind.FORWARD if backward is None else Kind.FORWARD_BACKWARD, forward[1]
 
 
 def _by_name(function: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a function that returns an argument of a call by its name, however it is given; None if it is not."""
+    """Return a function that returns the argument of a call with a given name. None if it is not given."""
     return {**dict(zip(_parameters(function), args, strict=False)), **kwargs}.get
 
 
@@ -406,9 +413,9 @@ def _parameters(function: Method) -> tuple[str, ...]:
 
 
 OLDEST_MEGATRON = "0.14.0"
-"""The first whose transfers are methods of ``P2PCommunicator`` and whose forwards know their virtual stage."""
+"""Oldest version in which ``P2PCommunicator`` has the transfers and ``forward_step`` receives the virtual stage."""
 NEWEST_MEGATRON = "0.19.2"
-"""The newest that was tried."""
+"""Newest tested version."""
 
 SCHEDULES = (
     *("get_forward_backward_func", _SINGLE, *_PIPELINED),
@@ -427,14 +434,14 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     ),
     "_communicate": ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "wait_on_reqs"),
 }
-"""Parameters that tell which instruction or transfer it is."""
+"""Parameters of Megatron's functions that determine the instruction or transfer."""
 
 
 def check_megatron(core: Any, schedules: Any, parallel_state: Any) -> None:
-    """Check that Megatron-Core's modules have what Perseus relies upon.
+    """Check that Megatron-Core's modules have the functions and parameters that Perseus needs.
 
     Raises:
-        VersionError: The message names what is missing, and what to install.
+        VersionError: The version is too old, or something is missing. The message names it and the version to install.
     """
     version = str(core.__version__)
     if Version(version).release < Version(OLDEST_MEGATRON).release:

@@ -1,8 +1,8 @@
-"""The order that a schedule of Megatron-Core executes on this rank, as its first iteration shows it.
+"""Records the order that a schedule of Megatron-Core executes on this rank, during its first iteration.
 
-Megatron's schedules are functions: what they do next is known only as they do it. A forward tells its micro-batch and
-virtual stage; which micro-batch a backward or a transfer is for follows from the tensors that they are given, since
-each is what a pass has made or what one is going to use.
+Megatron's schedules are functions, so their operations are known only when they are executed. A forward receives its
+micro-batch and virtual stage as arguments. The micro-batch of a backward or transfer follows from its tensors, since
+each of them was returned by a pass or will be used by one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Operation, P
 
 V = TypeVar("V")
 Forward: TypeAlias = tuple[int, int, Any]
-"""The virtual stage of this rank, the micro-batch, and the inputs of a forward."""
+"""Index of the virtual stage on this rank, micro-batch, and inputs of a forward."""
 Backward: TypeAlias = tuple[Any, Any]
 """Outputs of the forward to which a backward belongs, and their gradients."""
 
 
 @dataclass
 class _Communication:
-    """One call that sends to and receives from the neighbours; what is received is known once a pass uses it."""
+    """One call that sends to and receives from the neighbours.
+
+    A received transfer is None until a pass uses its tensor.
+    """
 
     waits: bool
     transfers: dict[str, Transfer | None] = field(default_factory=dict)
@@ -41,10 +44,10 @@ class _Communication:
 
 
 class OrderRecorder:
-    """Notes what one rank does in an iteration."""
+    """Records the operations of one rank in an iteration."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        """Begin an iteration on a rank of a pipeline of so many ranks."""
+        """Begin an iteration on a rank of a pipeline with the given number of ranks."""
         self._rank = rank
         self._ranks = ranks
         self._done: list[Compute | _Communication | tuple[_Communication, str]] = []
@@ -62,18 +65,18 @@ class OrderRecorder:
         backward: Backward | None,
         results: Callable[[V], tuple[Any, Any]],
     ) -> V:
-        """Run a forward, a backward, or both as one; such a step waits and sends by itself.
+        """Run and record a forward, a backward, or both as one step, which includes its own waits and sends.
 
         Args:
-            run: Runs it.
+            run: Runs the step.
             forward: The forward, if there is one.
             backward: The backward, if there is one.
-            results: Returns the outputs and the gradients of inputs in what it has returned.
+            results: Returns the outputs and the gradients of inputs from the result of ``run``.
         """
         begins = None if forward is None else self._begin_forward(*forward)
         ends = None if backward is None else self._begin_backward(*backward)
         made = begins or ends
-        if made is None:  # of a backward that belongs to no forward
+        if made is None:  # a backward that belongs to no forward
             return run()
         self._under_way = begins, ends
         first = len(self._done)
@@ -104,13 +107,13 @@ class OrderRecorder:
         return backward
 
     def communicate(self, run: Callable[[], Any], sends: dict[str, Any], receives: dict[str, bool], waits: bool) -> Any:
-        """Run a communication with the neighbours.
+        """Run and record a communication with the neighbours.
 
         Args:
-            run: Returns what was received from the previous and from the next rank, and the requests under way.
-            sends: Tensors by ``send_next`` and ``send_prev``; None for nothing.
+            run: Returns the tensors received from the previous and the next rank, and the pending requests.
+            sends: Tensors to send, by ``send_next`` and ``send_prev``. None for nothing.
             receives: Whether something is received, by ``recv_prev`` and ``recv_next``.
-            waits: Whether it returns when all is done.
+            waits: Whether it waits until all transfers are complete.
         """
         done = _Communication(waits)
         if sends["send_next"] is not None:
@@ -132,7 +135,7 @@ class OrderRecorder:
         return from_prev, from_next, requests
 
     def operations(self) -> tuple[Operation, ...]:
-        """Return what the iteration consisted of, with the tail at its end.
+        """Return the operations of the iteration, with the tail at its end.
 
         Raises:
             ScheduleError: A backward or a transfer belongs to no forward.
@@ -163,7 +166,7 @@ def _onward(payload: Payload, made: Instruction, by: int) -> Transfer:
 
 
 class _Request:
-    """A transfer under way, for which somebody waits later."""
+    """A pending transfer, for which the rank waits later."""
 
     def __init__(self, request: Any, note: Callable[[], None]) -> None:
         self._request = request
@@ -178,7 +181,7 @@ class _Request:
 
 
 class _ByTensor(Generic[V]):
-    """Values by the tensor they belong to, none of which is kept alive; of several tensors, the first counts."""
+    """Values by tensor, without keeping tensors alive. Of several tensors, the first is the key."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[torch.Tensor], V]] = {}

@@ -1,4 +1,4 @@
-"""The parts of a model that a virtual stage of Megatron-Core holds."""
+"""Parts of a model in a virtual stage of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Part, kind_of_laye
 
 
 def parts_of_chunk(chunk: Any) -> list[Part] | None:
-    """Return the parts of a model chunk in their order; None if it is not built as Megatron-Core's GPT is."""
+    """Return the parts of a model chunk in order. None if it does not have the structure of Megatron-Core's GPT."""
     module = unwrapped(chunk)
     if not all(hasattr(module, name) for name in ("pre_process", "post_process", "decoder")):
         return None
@@ -26,7 +26,7 @@ def ties_embedding(chunk: Any) -> bool:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """Return what wrappers, such as ``DistributedDataParallel``, hold."""
+    """Return a model chunk without its wrappers, such as ``DistributedDataParallel``."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

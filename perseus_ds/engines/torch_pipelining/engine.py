@@ -140,8 +140,8 @@ def detach(schedule: S) -> S:
 class TorchSchedule(Engine):
     """A schedule of torch. All passes of its stages are reported.
 
-    An iteration begins with ``step()``. Its tail is what comes after, and lasts until optimizers have stepped as often
-    as in the first iteration; without that, until the next ``step()``, an ``eval()``, or the end of the session.
+    An iteration begins with ``step()``. Its tail begins when ``step()`` returns, and ends when optimizers have stepped
+    as often as in the first iteration, or else with the next ``step()``, an ``eval()``, or the end of the session.
     """
 
     def __init__(self, schedule: Any, pipeline: Ranks, data_parallel: Ranks | None) -> None:
@@ -153,7 +153,7 @@ class TorchSchedule(Engine):
         self._hooks = Hooks()
         # Original functions of register_custom_function by their actions.
         self._custom: dict[Any, Method] = {}
-        # Whether a user's function runs a whole pass, or torch a whole reduction.
+        # Whether a user's function is running a whole pass, or torch a whole reduction.
         self._is_inside = False
         # Order of the multi-stage schedule that ran last, and its digest. The reference keeps its memory address from
         # being reused by another order.
@@ -161,7 +161,7 @@ class TorchSchedule(Engine):
         self._digest = ""
         # The loss is part of the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
-        # Steps of optimizers in the tail that is open; and with how many tails end, None until the first one has ended.
+        # Steps of optimizers in the current tail, and the number with which a tail ends (None in the first one).
         self._is_tail = False
         self._optimizer_steps = 0
         self._last_optimizer_step: int | None = None

@@ -33,9 +33,9 @@ KINDS = {
 REDUCTIONS = {"REDUCE_GRAD": "perform_reduce_grad", "WAIT_REDUCE_GRAD": "wait_for_gradient_reduction"}
 """By action, the name in schedules of the command that reduces and scales the gradients of a stage."""
 _RECEIVES = {"FORWARD": "fwd_recv_ops", "FULL_BACKWARD": "bwd_recv_ops", "BACKWARD_INPUT": "bwd_recv_ops"}
-"""Attributes of a schedule with the receives that such an action awaits."""
+"""By action, the attribute of a schedule with the receives that the action awaits."""
 OF_STAGES = ("perform_reduce_grad", "start_gradient_reduction", "wait_for_gradient_reduction")
-"""Names of such commands by the names of the stage's methods. Torch before 2.15 has only the first one."""
+"""Methods of stages that reduce gradients, also the names of these commands. Torch before 2.15 has only the first."""
 
 
 def read_order(schedule: Any) -> Schedule:
@@ -315,7 +315,7 @@ class _Stage:
 
 
 def _simplified(operations: Sequence[Operation]) -> list[Operation]:
-    """Combine each launch that is awaited immediately to an exchange, and consecutive waits to one."""
+    """Combine each launch that is awaited immediately into an exchange, and consecutive waits into one."""
     result: list[Operation] = []
     for operation in operations:
         before = result[-1] if result else None
