@@ -1,9 +1,9 @@
 """Kinds of iterations: orders of passes, such as for numbers of micro-batches, and shapes of inputs.
 
-Each kind that is frequent goes through a mode of its own, which receives the iterations of that kind only. All others
-run at default clocks. The first order of a job goes through the job's mode. Passes are the same in all orders, so all
-orders share one profile; of a new order only the schedule is read. An order whose inputs have several shapes that come
-again and again is divided into kinds by shape, each with a profile of its own.
+Each frequent kind has its own mode, which receives only iterations of that kind. All other iterations run at default
+clocks. The first order of a job runs the job's mode. Passes are the same in all orders, so all orders share one
+profile, and only the schedule of a new order is read. An order whose inputs have several frequent shapes is divided
+into kinds by shape, each with its own profile.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from perseus_ds.server.modes import mode_of, mode_of_order, mode_of_shape
 from perseus_ds.server.profiling import share_profile
 
 OFTEN, LAST = 5, 50
-"""A kind gets plans if 5 of the last 50 iterations were of it: planning takes about twenty of its iterations."""
+"""A kind gets plans if it occurs in 5 of the last 50 iterations. Planning takes about twenty of its iterations."""
 MOST_KINDS = 6
-"""Number of kinds that have plans at a time."""
+"""Maximum number of kinds that have plans at a time."""
 MOST_NUMBERS = 254
-"""Number of kinds that get plans during a job, each with a folder of its own."""
+"""Maximum number of kinds that get plans during a job, each with its own folder."""
 MEASURING = ("warm-up", "profile")
 """The phases in which the profile of a kind is not complete."""
 UNUSED = 500
-"""A kind that was not seen in this number of iterations may be replaced by another one."""
-# An order that has not come for so many iterations is not waited for.
+"""Number of iterations without a kind after which another one may replace it."""
+# Number of iterations without an order after which other orders do not wait for it.
 _GONE = 10
 _WITHOUT_PROFILE = ("calibrate", "observe")
-# Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
+# Maximum number of iterations that begin like those of a shape but have another one, and fraction of its iterations
+# that may be more than this number.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
-# In profile mode, iterations of other orders count for the warm-up after so many of them in a row.
+# In profile mode, iterations of other orders are used for the warm-up after this number of them in a row.
 _LASTS_AFTER = 10
 
 UNPLANNED = Run("observe", status={"plan": None})
-"""What iterations run that are of no kind."""
+"""Run of iterations that belong to no kind."""
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The inputs of an iteration, as numbers that tell their shapes from others.
+    """Shapes of the inputs of an iteration, encoded as numbers.
 
     Attributes:
-        number: Of the first forwards and of all forwards of all ranks.
-        total: Of all forwards of all ranks, whatever their order.
-        firsts: Of the first forward of each rank.
+        number: Number of the first forwards and all forwards of all ranks.
+        total: Number of all forwards of all ranks, regardless of their order.
+        firsts: Number of the first forward of each rank.
     """
 
     number: int
@@ -75,23 +76,23 @@ class Shape:
         return cls((sum(firsts) + 3 * total) % SHAPES, total, tuple(report.first_shape for report in reports))
 
     def begins_like(self, other: Shape) -> bool:
-        """Return whether a rank cannot tell it from another shape by its first forward."""
+        """Return whether a rank cannot distinguish it from another shape by the first forward."""
         return any(own == theirs for own, theirs in zip(self.firsts, other.firsts, strict=True))
 
 
 class Kind:
-    """A kind of iterations with a mode of its own.
+    """A kind of iterations with its own mode.
 
     Attributes:
-        number: By which ranks know it.
-        context: Of its mode.
-        key: What tells its order from others.
-        shape: Of its inputs; None for all.
-        wanted: What its iterations are to run.
-        came: When it came last, as a number of iterations.
-        iterations: How often it came.
-        confused: How often an iteration began like it and was of another shape.
-        profile: The profile of its passes; None before there is one.
+        number: Number by which ranks identify it.
+        context: Context of its mode.
+        key: Key of its order.
+        shape: Shape of its inputs; None for all.
+        wanted: The run that its mode requests.
+        came: Number of iterations when it last occurred.
+        iterations: Number of its iterations.
+        confused: Number of iterations that began like it but had another shape.
+        profile: Path of the profile of its passes; None before there is one.
     """
 
     def __init__(self, number: int, context: ModeContext, mode: Mode, key: int, shape: Shape | None = None) -> None:
@@ -115,11 +116,11 @@ class Kind:
         return self._mode is not None and self.profile is None
 
     def advance(self, seen: Seen | None) -> None:
-        """Have the mode take in an iteration, None for none, and decide on those to come.
+        """Pass an iteration to the mode, or None to start it, and store the run that it requests.
 
         Raises:
-            StopIteration: The mode has ended; its value is what the mode returned.
-            Exception: The mode's.
+            StopIteration: The mode has ended, with its return value.
+            Exception: The mode has failed.
         """
         assert self._mode is not None, "it has not ended"
         self.wanted = self._mode.send(seen)  # type: ignore[arg-type]  # None begins it
@@ -129,13 +130,13 @@ class Kind:
             self.profile = self.context.job.profile_path
 
     def begin_again(self, mode: Mode) -> None:
-        """Go through another mode from its beginning."""
+        """Replace the mode and start the new one."""
         self.close()
         self._mode = mode
         self.advance(None)
 
     def close(self) -> None:
-        """End the mode, after which iterations of this kind run at default clocks."""
+        """End the mode. Iterations of this kind then run at default clocks."""
         if self._mode is not None:
             self._mode.close()
         self._mode, self.wanted = None, UNPLANNED
@@ -169,12 +170,12 @@ class Frequent(Generic[K]):
 
 
 class _Shapes:
-    """The kinds by shape of one order.
+    """The kinds of one order by shape.
 
     Attributes:
         planned: The kinds.
         frequent: Counts the shapes.
-        first: The total of the shape whose profile is that of the order, if there is one.
+        first: Total of the shape with which the order was profiled, if it is only one.
         measured: Profiles by the lengths of inputs.
     """
 
@@ -192,8 +193,8 @@ class Kinds:
 
     Attributes:
         first: The first order of the job.
-        first_key: What tells it from others; None before it is known.
-        latest: The kind that came last.
+        first_key: Its key; None before it is known.
+        latest: The kind with a mode that occurred last.
     """
 
     def __init__(
@@ -202,18 +203,18 @@ class Kinds:
         run: Callable[[Kind], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Wait for :meth:`begin`.
+        """Create the first kind. :meth:`begin` starts its mode.
 
         Args:
-            context: Of the job.
-            run: Has the ranks run what a kind wants.
+            context: Context of the job.
+            run: Sends the run that a kind requests to the ranks.
             on_error: Called with an error that has ended the mode of the first order.
         """
         self._context = context
         self._run = run
         self._on_error = on_error
         self._plans_orders = context.job.config.mode == "auto"
-        # In these modes all orders are alike.
+        # In these modes all orders are treated alike.
         self._is_one = context.job.config.mode in ("observe", "profile")
         self.first = self.latest = Kind(0, context, _begin(context), 0)
         self.first_key: int | None = None
@@ -222,22 +223,22 @@ class Kinds:
         self._shapes: dict[int, _Shapes] = {}
         self._numbers = self._order_numbers = 0
         self._streams: dict[int, tuple[Any, ...]] = {}
-        # Schedules that are being read, by rank, and why one could not be.
+        # By key and rank, the schedules of requested orders that are not yet complete.
         self._read: dict[int, dict[int, Schedule]] = {}
         self._wanted: set[int] = set()
         self._has_said = False
         self._others = 0
 
     def begin(self) -> None:
-        """Begin the job's mode."""
+        """Start the job's mode."""
         self._advance(self.first, None)
 
     def streams_of(self, key: int) -> tuple[Any, ...]:
-        """Return the operations of each pipeline rank in an order; none if they are unknown."""
+        """Return the operations of each pipeline rank in an order. Empty if unknown."""
         return self._streams.get(key, ())
 
     def orders_for(self, rank: int) -> Orders:
-        """Return the numbers of all kinds, for one rank."""
+        """Return the numbers of all kinds for a rank."""
         numbers = []
         for key, kind in self._orders.items():
             numbers.append((key, 0.0, kind.number if kind.is_planned or key not in self._shapes else DEFAULT_CLOCKS))
@@ -273,9 +274,9 @@ class Kinds:
         return kind, order, None
 
     def _is_measured_with_first(self, key: int) -> bool:
-        """Return whether an iteration of an order counts like those of the first one.
+        """Return whether an iteration of an order is treated like those of the first order.
 
-        The profile is that of the first order, which warms up. Then iterations of all orders are measured for it.
+        The first order warms up. Then iterations of all orders are measured for its profile.
         """
         if key == self.first_key or self._context.job.config.mode != "profile":
             self._others = 0
@@ -288,13 +289,13 @@ class Kinds:
         return self.first.wanted.phase not in ("calibrate", "warm-up") or self._others > _LASTS_AFTER
 
     def advance(self, kind: Kind | None, seen: Seen) -> None:
-        """Have the mode of a kind take in an iteration."""
+        """Pass an iteration to the mode of its kind."""
         if kind is not None and kind.is_planned:
             self.latest = kind
             self._advance(kind, seen)
 
     def has_read(self, rank: int, message: ScheduleRead) -> None:
-        """Take in the schedule of an order that a rank has read."""
+        """Add the schedule of an order, as read by a rank."""
         if message.key not in self._wanted:
             return
         try:
@@ -314,7 +315,7 @@ class Kinds:
             self._give_up_order(message.key, error)
 
     def begin_again(self, iterations: int) -> None:
-        """Forget all kinds but the first order, and go through the job's mode again after so many iterations."""
+        """Discard all kinds except the first order, and restart the job's mode after some iterations."""
         for kind in self.kinds():
             if kind is not self.first:
                 kind.close()
@@ -326,7 +327,7 @@ class Kinds:
         self._run(self.first)
 
     def progress(self) -> dict[str, Any]:
-        """Return what is kept of the progress under plans; of several kinds, no plan."""
+        """Return the progress under plans to be kept, without a plan if there are several kinds."""
         found = [kind.wanted.progress() for kind in self.kinds() if kind.wanted.progress]
         if not found:
             return {}
@@ -363,7 +364,7 @@ class Kinds:
             return False
         if self._order_numbers + len(self._wanted) >= MOST_NUMBERS:
             return False
-        # An order that is measured keeps others waiting, unless it is gone.
+        # Other orders wait while one is measured, unless that one no longer occurs.
         now = self._frequent.iterations
         if self._profile() is None and any(o.is_measured and now - o.came < _GONE for o in self._orders.values()):
             return False
@@ -387,7 +388,7 @@ class Kinds:
             self._context.send_all(ReadSchedule(key))
 
     def _begin_order(self, key: int, schedule: Schedule) -> None:
-        """Begin the mode of an order whose schedule is known."""
+        """Start the mode of an order whose schedule is known."""
         self._streams[key] = schedule.ranks
         if self._is_one:
             return
@@ -424,7 +425,7 @@ class Kinds:
     # Shapes.
 
     def _of_shape(self, seen: Seen, order: Kind, shapes: _Shapes) -> Kind | None:
-        """Return the kind of an iteration by the shape of its inputs; one that has come often becomes one."""
+        """Return the kind of an iteration by the shape of its inputs. A frequent shape becomes a kind."""
         shape = Shape.of(seen)
         shapes.frequent.add(shape)
         known = dict.fromkeys([*shapes.planned, *shapes.frequent.last])
@@ -436,7 +437,7 @@ class Kinds:
                     self._give_up_shape(kind, "iterations that begin with the same inputs go on with others")
         if shape not in shapes.planned and self._shape_deserves_plans(shape, alike, shapes):
             self._begin_shape(shape, seen.messages[0].report.length, order, shapes)
-            return None  # it did not run what this mode wants
+            return None  # it did not run what the new mode requests
         found = shapes.planned.get(shape)
         if found is None and not shapes.has_said:
             shapes.has_said = True
@@ -449,7 +450,7 @@ class Kinds:
         return found if found is not None and found.is_planned else None
 
     def _shape_deserves_plans(self, shape: Shape, alike: set[Shape], shapes: _Shapes) -> bool:
-        """Return whether a shape comes often, can be told from others, and there is room for it."""
+        """Return whether a shape is frequent and distinguishable from others, and may become a kind."""
         if not alike.isdisjoint(shapes.planned):
             return False
         is_first = shape.total == shapes.first
@@ -469,7 +470,7 @@ class Kinds:
         return True
 
     def _waits_for_profiles(self, shapes: _Shapes) -> bool:
-        """Return whether enough lengths are being profiled for the profiles of others to follow from them."""
+        """Return whether enough lengths are being profiled to predict the profiles of others."""
         now = shapes.frequent.iterations
         measured = (
             kind for kind in shapes.planned.values() if kind.wanted.phase in MEASURING and now - kind.came < LAST
@@ -502,7 +503,7 @@ class Kinds:
         return self._numbers
 
     def _advance(self, kind: Kind, seen: Seen | None) -> None:
-        """Have the mode of a kind decide on its iterations to come; no error of it ends the others."""
+        """Advance the mode of a kind. An error ends only this kind, unless it is the first."""
         try:
             kind.advance(seen)
         except StopIteration as ended:
@@ -521,7 +522,7 @@ class Kinds:
             self._run(kind)
 
     def _ends(self, kind: Kind, first: float | None) -> None:
-        """The passes of a kind no longer have times in common."""
+        """Divide a kind by shape, or give it up, because its passes no longer have common times."""
         kind.close()
         if kind.shape is not None:
             self._give_up_shape(kind, "its passes no longer have times of their own")
@@ -535,12 +536,12 @@ class Kinds:
 
 
 async def _begin(context: ModeContext) -> Any:
-    """Train by the job's mode, which is known once it begins."""
+    """Run the job's mode, which is determined when it starts."""
     return await mode_of(context)
 
 
 async def _after(context: ModeContext, iterations: int) -> Any:
-    """Train at default clocks for so many iterations and until no rank has failed, and then by the job's mode."""
+    """Train at default clocks for some iterations and until no rank fails, then run the job's mode."""
     await wait_until_none_has_failed(iterations)
     return await mode_of(context)
 

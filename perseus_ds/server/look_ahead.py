@@ -1,7 +1,7 @@
-"""Lengths of micro-batches that the job gives for iterations to come, and plans for these.
+"""Lengths of micro-batches in future iterations, and plans for these iterations.
 
 Ranks send lengths before their iteration begins. When those of all pipelines are known, another process plans the
-iteration. Training never waits for a plan: an iteration that begins before its plan has come runs at default clocks.
+iteration. Training never waits for a plan: an iteration that begins before its plan arrives runs at default clocks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from perseus_ds.optimizer.lengths import IterationPlan, Lengths
 from perseus_ds.optimizer.lengths_worker import LengthsWorker, PlannedJob
 
 _KEPT = 128
-"""The lengths and plans of so many iterations are kept, past ones and those to come."""
+"""Number of past and future iterations whose lengths and plans are kept."""
 _LATE_IN_A_ROW = 10
 
 
 class LookAhead:
-    """See the module.
+    """Collects lengths and requests plans from one process for each order.
 
     Attributes:
-        is_used: Whether any lengths have come.
+        is_used: Whether any lengths were received.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class LookAhead:
         self._worker = worker
         # By iteration, the lengths of each pipeline.
         self._given: dict[int, dict[int, Lengths]] = {}
-        # By the number of their order.
+        # By number of the order.
         self._planners: dict[int, _Planner] = {}
 
     def give(self, iteration: int, pipeline: int, lengths: Lengths) -> None:
-        """Accept the lengths of a pipeline's micro-batches in an iteration; none if they came too late."""
+        """Add the lengths of a pipeline's micro-batches in an iteration. Empty if they were too late."""
         self.is_used = True
         if not lengths:
             return
@@ -59,9 +59,9 @@ class LookAhead:
         return self._given.get(iteration, {}).get(pipeline)
 
     def relative(self, iteration: int) -> tuple[float, float]:
-        """Return time and energy predicted at default clocks, relative to an iteration of the profile's length.
+        """Return predicted time and energy at default clocks, relative to the profile's length.
 
-        They are 1 if iterations are not planned, and NaN if those of this one are unknown.
+        They are 1 if iterations are not planned by length, and NaN if this one has no plan.
         """
         if not self._planners:
             return 1.0, 1.0
@@ -74,7 +74,7 @@ class LookAhead:
         return self._planners[order].plans if order in self._planners else {}
 
     def new_plans(self, begun: int) -> list[tuple[int, int]]:
-        """Request plans for iterations after one that has begun; return order and iteration of those that have come."""
+        """Request plans for iterations after ``begun``, and return order and iteration of new plans."""
         if not self._planners:
             return []
         known = {
@@ -86,11 +86,11 @@ class LookAhead:
 
     @property
     def files(self) -> list[int]:
-        """Descriptors that are readable when a plan has come."""
+        """File descriptors that become readable when a plan arrives."""
         return [file for planner in self._planners.values() for file in planner.files]
 
     def has_ended(self, iteration: int, order: int, *, is_missed: bool) -> None:
-        """Say once if plans do not come in time, given whether an iteration had to run without its plan."""
+        """Record whether an iteration ran without its plan, and print once if plans keep being late."""
         planner = self._planners.get(order)
         if planner is not None and len(self._given.get(iteration, ())) == self._pipelines:
             planner.note(is_missed=is_missed or iteration not in planner.plans, say=self._say)
@@ -99,18 +99,18 @@ class LookAhead:
         """Start a process that plans iterations of an order.
 
         Raises:
-            OSError: It cannot be started.
+            OSError: The process cannot be started.
         """
         self.stop(order)
         self._planners[order] = _Planner(self._worker(job, log_path), job.schedule.micro_batches)
 
     def set_slowdown(self, order: int, slowdown: float) -> None:
-        """Let iterations of an order take so much longer than at the highest clocks, as a fraction."""
+        """Set how much longer iterations of an order may take than at the highest clocks, as a fraction."""
         if order in self._planners:
             self._planners[order].slowdown = slowdown
 
     def stop(self, order: int) -> None:
-        """Plan iterations of an order no more."""
+        """Stop planning iterations of an order."""
         if (planner := self._planners.pop(order, None)) is not None:
             planner.stop()
 
@@ -121,11 +121,11 @@ class LookAhead:
 
 
 class _Planner:
-    """Requests plans for iterations of one order, one after the other.
+    """Requests plans for iterations of one order, one at a time.
 
     Attributes:
         slowdown: How much longer iterations may take than at the highest clocks, as a fraction.
-        plans: Those of the last iterations, by iteration.
+        plans: Plans of the last iterations, by iteration.
     """
 
     def __init__(self, worker: LengthsWorker, micro_batches: int) -> None:
@@ -137,7 +137,7 @@ class _Planner:
         self._late = 0
 
     def new_plans(self, known: Mapping[int, tuple[Lengths, ...]]) -> list[int]:
-        """Request plans for iterations with known lengths, and return the iterations whose plans have come."""
+        """Request plans for iterations with known lengths, and return the iterations with new plans."""
         made: list[int] = []
         while not self._worker.error:
             if self._requested is not None:

@@ -1,4 +1,4 @@
-"""The modes: each is the sequence of phases that a job goes through over its life."""
+"""The modes of a job. Each is the sequence of phases that a job goes through."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from perseus_ds.server.prediction import correct_profile, is_predicted
 from perseus_ds.server.profiling import Baseline, predict_profile, profile_online, warm_up
 from perseus_ds.server.under_plans import Outcome, PlanRunner
 
-# Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use; at
-# most so many profiles, and one more for every so many iterations.
+# Maximum number of profiles, and number of iterations after which one more is allowed. Times that keep changing, as
+# with sequences of different lengths, fit no profile, so measuring again does not help.
 _MOST_PROFILES = 3
 _PROFILED_AGAIN_EVERY = 1000
 
 
 def check(context: ModeContext) -> None:
-    """Check before training what can be known then.
+    """Check what can be checked before training.
 
     Raises:
         PerseusError: The frontier of run mode cannot be used, or GPUs have too few clocks.
@@ -68,7 +68,7 @@ def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
 async def _profile_and_run_order(
     context: ModeContext, frontier: Frontier | None, *, has_profile: bool, kept: Mapping[str, Any] | None = None
 ) -> float | None:
-    """Train iterations of one order, which are planned by their lengths no more when this ends."""
+    """Profile and run one order, and stop planning it by length at the end."""
     try:
         return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
     finally:
@@ -131,20 +131,20 @@ async def _auto(context: ModeContext) -> float | None:
 def mode_of_shape(
     context: ModeContext, length: float, measured: dict[float, Path], tails_of: Path
 ) -> tuple[Mode, float | None]:
-    """Return the mode of iterations with inputs of one shape, and the error of its profile if that was predicted.
+    """Return the mode for inputs of one shape, and the error of its profile if that was predicted.
 
     Args:
-        context: Of these iterations.
-        length: Of their inputs.
-        measured: Profiles by lengths; this one is added if it has to be measured.
+        context: Context of these iterations.
+        length: Length of their inputs.
+        measured: Profiles by length. This one is added if it has to be measured.
         tails_of: The profile whose tails are used.
 
     Raises:
         PerseusError: A profile cannot be read.
-        OSError: One cannot be written.
+        OSError: A profile cannot be written.
     """
     profile = StageProfile.load(tails_of)
-    if context.job.profile_path == tails_of:  # the shape of which that profile was made
+    if context.job.profile_path == tails_of:  # the shape with which that profile was measured
         measured[length] = tails_of
         return _profile_and_run(context, Frontier.load(context.job.output_dir), tails_of=profile), None
     known = frontier_of_an_earlier_run(context)
@@ -165,14 +165,14 @@ async def _profile_and_run(
     """Train under plans of an earlier run, or of a profile that is measured first.
 
     Args:
-        context: Of the mode.
+        context: Context of the mode.
         frontier: Plans of an earlier run, if there are any.
         has_profile: Whether the job's profile need not be measured.
-        tails_of: A profile whose tails are used: those of iterations of one shape cannot be measured.
-        kept: Of a plan that an earlier start of the job has kept, the comparison with default clocks.
+        tails_of: Profile whose tails are used, because those of iterations of one shape cannot be measured.
+        kept: Comparison with default clocks of a plan that an earlier start of the job has kept.
 
     Returns:
-        Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
+        If shapes of inputs need separate plans: the key of the shape that was profiled, or None for several shapes.
     """
     control = context.control
     begun, profiles = control.own_steps, 0
@@ -223,13 +223,17 @@ async def _with_plans(
     switch_cost: SwitchCost,
     kept: Mapping[str, Any] | None,
 ) -> PlanRunner | None:
-    """Compute plans if there are none, and measure default clocks; None if shapes of inputs vary between iterations."""
+    """Compute plans if there are none, and measure default clocks.
+
+    Returns:
+        A runner of these plans; None if shapes of inputs vary between iterations.
+    """
     default = _default_iterations(context)
     if frontier is None:
         frontier = await optimise(context, default, switch_cost.time_s)
     by_length = plan_by_length(context, frontier)
     if by_length:
-        default = _default_iterations(context)  # those before were of any lengths
+        default = _default_iterations(context)  # previous iterations had any lengths
     if kept is not None:
         default.restore(kept)
     await measure_default(default, context.recorder.say)
@@ -244,7 +248,7 @@ async def _with_plans(
 
 
 async def _measure_again(context: ModeContext, runner: PlanRunner) -> DefaultIterations:
-    """Measure default clocks for the plans to be compared with, unless they would draw more than a power cap."""
+    """Measure default clocks to compare plans with, unless they would exceed a power cap."""
     default = _default_iterations(context)
     while not (default.sample.is_enough or runner.becomes_capped()):
         await measure_default(default, context.recorder.say, runner.would_be_capped)
@@ -258,7 +262,7 @@ def _default_iterations(context: ModeContext) -> DefaultIterations:
 
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:
-    """Return whether the profile of a dropped plan no longer holds; later runs do not begin with it then."""
+    """Return whether the profile of a dropped plan no longer holds. Later runs then do not use it."""
     if is_predicted(context.job, frontier, default):
         return False
     forget_for_later_runs(context)
@@ -266,7 +270,7 @@ def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample
 
 
 def _has_other_switch_cost(context: ModeContext, runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:
-    """Learn from a dropped plan how much a change of clock delays this job; return whether to plan for that."""
+    """Learn from a dropped plan how much a clock change delays the job, and return whether to plan again."""
     plan = runner.plan
     if plan is None or not switch_cost.learn(plan, verdict.comparison, runner.default.time_s):
         return False

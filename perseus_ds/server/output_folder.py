@@ -1,4 +1,4 @@
-"""The folder that a job writes to belongs to it while it runs: two jobs would overwrite each other's files."""
+"""Lock of a job's output folder, so that two jobs do not overwrite each other's files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MOST_FOLDERS = 100
 
 
 class FolderLock:
-    """Held by the server while its job writes to a folder; the kernel releases it however the process ends."""
+    """Lock that a server holds during its job. The kernel releases it however the process ends."""
 
     def __init__(self) -> None:
         self._file: int | None = None
 
     def acquire(self, folder: Path) -> str | None:
-        """Return None if the folder is this job's now, else a description of the job whose it is.
+        """Lock a folder. Return None on success, otherwise a description of the job that holds it.
 
-        A folder that cannot be written, or a file system without locks, is no other job's.
+        A folder that cannot be written, or is on a file system without locks, is regarded as free.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -40,28 +40,28 @@ class FolderLock:
             os.close(file)
             return owner if error.errno in (errno.EACCES, errno.EAGAIN) else None
         self._file = file
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        with contextlib.suppress(OSError):  # a full disk, which does not affect the lock
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return None
 
     def release(self) -> None:
-        """Give the folder up; harmless when called again."""
+        """Release the folder. May be called repeatedly."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
 
 def own_folder(config: PerseusConfig, lock: FolderLock, former: str = "") -> tuple[str, str]:
-    """Return an output folder that no other job writes to, and a warning if it is not the one of the config.
+    """Lock and return an output folder, and a warning if it is not the one of the config.
 
     Args:
         config: The ``perseus`` block.
-        lock: Is to hold the folder.
+        lock: Lock to acquire.
         former: The folder of the server that this one replaces, if there was one.
 
     Raises:
-        ConfigError: Another job has the folder, and this one's files are what it runs for.
+        ConfigError: Another job holds the folder, and this job must not use a different one.
     """
     if former and lock.acquire(Path(former)) is None:
         return former, ""

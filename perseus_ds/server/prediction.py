@@ -39,7 +39,7 @@ _FACTORS = (0.5, 2.0)
 
 
 def is_predicted(job: Job, frontier: Frontier, sample: IterationSample) -> bool:
-    """Return whether iterations at default clocks take the time and energy that the profile predicts for them."""
+    """Return whether the profile predicts time and energy of iterations at default clocks."""
     predicted_j = job.gpus_per_rank * frontier.baseline.energy_j
     return not (
         _is_off(sample.time_s, frontier.baseline.time_s, sample.time_error)

@@ -1,7 +1,7 @@
-"""The process of a job's server: started by rank 0's agent, it ends with the job.
+"""The process of a job's server, which is started by rank 0's agent and ends with the job.
 
 It reads a :class:`ServerRequest` from its standard input, and answers on its standard output once it listens. All
-connections are encrypted, and only agents that have the job's key are heard.
+connections are encrypted, and only agents with the job's key are accepted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from perseus_ds.timebase import REAL_TIME
 STATE_FILE = "state.json"
 _HEARTBEAT_S, _STATE_S, _LOOK_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
-"""How long no agent is heard before it ends: before the first one has come, while the job trains, and once the job has
-ended, such as without the ranks of a node that was lost, since the next start of the job needs the folder."""
+"""Times without messages from agents after which the server ends: before the first message, during training, and after
+the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
 _MOST_QUEUED = 100_000
 _RANK = struct.Struct("=I")
 _to_server = msgspec.msgpack.Decoder(ToServer)
@@ -50,17 +50,17 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ServerRequest(msgspec.Struct, frozen=True):
-    """What a server is to do.
+    """Request to start the server of a job.
 
     Attributes:
-        description: Of the job.
+        description: Description of the job.
         host: Name or address by which agents reach rank 0's node.
-        port: To listen at; 0 for any.
-        epoch: Number of the server in the job, 0 first.
-        server_key: Its public key.
-        server_secret: Its secret key.
-        public_key: That of the agents.
-        output_dir: The output folder of the server that it replaces; empty if it is the job's first.
+        port: Port to listen at; 0 for any.
+        epoch: Number of the server in the job, starting at 0.
+        server_key: Public key of the server.
+        server_secret: Secret key of the server.
+        public_key: Public key of the agents.
+        output_dir: Output folder of the server that it replaces; empty for the first server of a job.
     """
 
     description: bytes
@@ -77,13 +77,13 @@ decode_request = msgspec.msgpack.Decoder(ServerRequest).decode
 
 
 class ServerProcess:
-    """Carries messages between agents and the :class:`~perseus_ds.server.server.JobServer`."""
+    """Transfers messages between agents and the :class:`~perseus_ds.server.server.JobServer`."""
 
     def __init__(self, request: ServerRequest) -> None:
         """Listen, and check what can be checked before training.
 
         Raises:
-            PerseusError: The job cannot be trained like this, or nothing can be listened at.
+            PerseusError: The job cannot be trained as configured, or the port is not available.
         """
         self._request = request
         self._parts = ExitStack()
@@ -107,7 +107,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Where agents reach it."""
+        """Address at which agents reach it."""
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0")
         return f"tcp://{_bracketed(self._request.host)}:{port}"
 
@@ -137,10 +137,10 @@ class ServerProcess:
         return listener
 
     def _in_own_folder(self, job: JobDescription) -> tuple[JobDescription, str]:
-        """Return the job with an output folder that no other job writes to, and a warning if it had to take another.
+        """Return the job with a folder that no other job uses, and a warning if it is not the configured one.
 
         Raises:
-            ConfigError: Another job writes there.
+            ConfigError: Another job uses the folder.
         """
         config = PerseusConfig.model_validate_json(job.config)
         folder = FolderLock()
@@ -150,7 +150,7 @@ class ServerProcess:
         return msgspec.structs.replace(job, config=config.model_dump_json().encode()), warning
 
     def _load(self) -> dict[str, Any] | None:
-        """Return what an earlier start of the job has left."""
+        """Return the state that an earlier start of the job has saved, if there is one."""
         path = self.server.job.output_dir / STATE_FILE
         try:
             found = json.loads(path.read_text())
@@ -162,10 +162,10 @@ class ServerProcess:
         return found if isinstance(found, dict) else None
 
     def _save(self) -> None:
-        """Keep what a later start of the job needs, if it has changed."""
+        """Save the state for a later start of the job, if it has changed."""
         content = json.dumps({"epoch": self._request.epoch, **self.server.state()}).encode()
         if content != self._state:
-            with contextlib.suppress(OSError):  # a full disk: tried again
+            with contextlib.suppress(OSError):  # a full disk: it is tried again
                 write_atomically(self.server.job.output_dir / STATE_FILE, content.decode() + "\n")
                 self._state = content
 
@@ -192,11 +192,11 @@ class ServerProcess:
         self.close()
 
     def close(self) -> None:
-        """Listen no more, and give up the output folder."""
+        """Stop listening and release the output folder."""
         self._parts.close()
 
     def _supervise(self) -> None:
-        """Open the control socket, and begin to report metrics."""
+        """Open the control socket and start to report metrics."""
         server = self.server
         config = server.job.config
         if config.mode in ("auto", "run"):
@@ -233,7 +233,7 @@ class ServerProcess:
             self._heard_s, self._has_heard = REAL_TIME.now_s(), True
             agent, *rest = frames
             if agent not in self._agents:
-                self._agents[agent] = 0.0  # it is answered at once
+                self._agents[agent] = 0.0  # it is answered immediately
                 self._beat_at_s = 0.0
             if len(rest) == 2 and len(rest[0]) == _RANK.size:
                 rank = _RANK.unpack(rest[0])[0]
@@ -256,7 +256,7 @@ class ServerProcess:
             self._save()
 
     def _send(self, rank: int, message: ToRank) -> None:
-        self._outbox.append((rank, message))  # from any thread
+        self._outbox.append((rank, message))  # called from any thread
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
@@ -264,7 +264,7 @@ class ServerProcess:
             if rank in self._agent_of:
                 self._put(self._agent_of[rank], _RANK.pack(rank), _encode(message))
             elif isinstance(message, Say):
-                self._outbox.append((rank, message))  # it waits for the rank
+                self._outbox.append((rank, message))  # kept until the rank is known
 
     def _put(self, agent: bytes, *frames: bytes) -> None:
         with contextlib.suppress(zmq.Again):
@@ -272,7 +272,7 @@ class ServerProcess:
 
 
 class _OneKey:
-    """Accepts the agents of this job."""
+    """Accepts only the public key of this job's agents."""
 
     def __init__(self, public_key: bytes) -> None:
         self._key = public_key
@@ -282,7 +282,7 @@ class _OneKey:
 
 
 class _ToRank0(logging.Handler):
-    """Has rank 0 log the warnings of this process."""
+    """Sends the warnings of this process to rank 0, which logs them."""
 
     def __init__(self, server: JobServer) -> None:
         super().__init__(logging.WARNING)
@@ -297,7 +297,7 @@ def _bracketed(host: str) -> str:
 
 
 def main() -> None:
-    """Be the server of a job."""
+    """Run the server of a job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answer = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
@@ -316,7 +316,7 @@ def main() -> None:
     answer.write(_encode(started))
     answer.close()
     if started.kind:
-        os._exit(1)  # threads of a server that does not serve must not keep the process
+        os._exit(1)  # threads of a server that has failed must not keep the process alive
     logging.getLogger("perseus_ds").addHandler(_ToRank0(process.server))
     process.serve()
-    os._exit(0 if process.server.has_ended else 1)  # one that lacked agents may be needed again
+    os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again
