@@ -29,7 +29,7 @@ def names(requirements):
 
 
 def imported(folder):
-    """Return the distributions whose modules are imported by the Python files of a folder."""
+    """Return the distributions imported by the Python files of a folder."""
     found = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

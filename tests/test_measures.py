@@ -15,7 +15,7 @@ def measures(*records):
 
 
 def at_default(phase, times_s, first=1, **fields):
-    """Iterations at default clocks, of which the first does not count."""
+    """Return iterations at default clocks, of which the first does not count."""
     return [default_iteration(first + n, phase, time_s=time_s, **fields) for n, time_s in enumerate([9.0, *times_s])]
 
 
@@ -24,7 +24,7 @@ def planned(count=6, first=100, **fields):
 
 
 def test_the_time_is_a_median_and_the_energy_the_mean_power_times_that():
-    """Counters are refreshed rarely, and single iterations are held up."""
+    """Counters are refreshed rarely, and single iterations are delayed."""
     typical = Typical.of([1.0] * 8 + [9.0], [0.0, 200.0] * 4 + [900.0])
     assert (typical.iterations, typical.time_s, typical.power_w, typical.energy_j) == (9, 1.0, 100.0, 100.0)
     assert Typical.of([1.0], [None]).energy_j is None
@@ -40,7 +40,7 @@ def test_errors_follow_from_how_iterations_differ_and_are_not_below_the_counters
 
 
 def by_second(*iterations, most=None, pause_after=None):
-    """Iterations of so many seconds and watts, one after the other, but for a pause of 10 s after one of them."""
+    """Return figures of consecutive iterations of given seconds and watts, with a pause of 10 s after one."""
     seconds, ended = PowerBySecond(most), 1e9
     for number, (time_s, power_w) in enumerate(iterations):
         ended += time_s
@@ -186,7 +186,7 @@ def test_orders_that_alternate_count_each_for_itself_and_the_saving_is_weighted_
     assert [one.saved for one in found.plans()] == [pytest.approx(0.1), pytest.approx(0.4)]
     assert found.saving().saved_j == pytest.approx(20 * 10.0 + 10 * 20.0)
     judged = PlanJudged(plan=0, order=1, kept=True)
-    assert measures(*at_default("default", [1.0] * 6), judged).verdict is None, "it is of the other order"
+    assert measures(*at_default("default", [1.0] * 6), judged).verdict is None, "the verdict is for another order"
 
 
 def test_a_long_job_is_known_by_its_last_iterations():

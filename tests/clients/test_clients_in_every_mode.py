@@ -1,4 +1,4 @@
-"""Clients with habits of their own train bit for bit as without Perseus, on real ranks, in every mode."""
+"""Clients that patch DeepSpeed train bit for bit as without Perseus, on real ranks, in every mode."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from run_log import events, records
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RANKS = {"megatron_deepspeed": 4}
-# The patches that each client's training calls.
+# Patches called by the training of each client.
 PATCHES = {
     "diffusion_pipe": {"steps", "hook", "step", "reduce_grads"},
     "easyllm": {"backward"},
@@ -19,7 +19,7 @@ PATCHES = {
     "reference_model": {"compile", "train_batch"},
     "zero_bubble": {"backward_only", "weight_pass", "compress"},
 }
-# Commands that only the client knows.
+# Commands known to the client only.
 UNKNOWN = {"qlora_pipe": {"LoadIntoTwoBuffers", "ReferenceForwardPass"}, "zero_bubble": {"Compress"}}
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
@@ -44,7 +44,7 @@ def test_a_client_trains_the_same_in_every_mode(tmp_path, client):
 
 
 def first_difference(ours, plain):
-    """The first step whose losses, weights or states of generators differ."""
+    """Return the first step that differs in losses, weights or states of generators."""
     pairs = enumerate(zip(ours, plain, strict=False))
     return next(((step, mine, theirs) for step, (mine, theirs) in pairs if mine != theirs), None)
 

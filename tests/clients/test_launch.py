@@ -127,7 +127,7 @@ def test_what_deepspeeds_launcher_puts_first_goes_to_the_script():
         parse(["-x"])
 
 
-# As clients make engines: by initialize under another name, or by a class of their own.
+# As clients make engines: by initialize under another name, or by their own class.
 MAKES = {
     "deepspeed.initialize": """
         import deepspeed
@@ -185,7 +185,7 @@ def test_engines_of_an_untouched_script_get_perseus(tmp_path, make):
         if environment is None:
             returncode, output = run_ranks(folder, 1, {}, [str(script)])
         else:
-            # As many threads as a forked rank has: sums of more threads differ in their last bits.
+            # As many threads as a forked rank has; with more threads, sums differ in their last bits.
             finished = run([*LAUNCH, str(script)], folder, OMP_NUM_THREADS="1", **environment)
             returncode, output = finished.returncode, finished.stderr
         assert returncode == 0, output[-3000:]

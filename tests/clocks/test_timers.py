@@ -64,14 +64,14 @@ def test_cuda_operations_are_launched_ahead_and_timed_where_they_run(now, cuda, 
     execution.start_iteration()
     launch(execution, cuda, FORWARD, 0.10)
     launch(execution, cuda, BACKWARD, 0.20)
-    assert now.now_s() == begin_s, "the host has only launched them"
+    assert now.now_s() == begin_s, "the host only launches operations"
     assert times(execution) == [(FORWARD, 0.0, 0.1), (BACKWARD, 0.1, 0.3)]
     assert now.now_s() == pytest.approx(begin_s + 0.3), "spans wait for the device"
 
 
 def test_cuda_times_count_from_the_iterations_start_on_the_device(now, cuda, on_cuda):
     execution = on_cuda
-    cuda.launch(0.5)  # of the iteration before
+    cuda.launch(0.5)  # of the previous iteration
     execution.start_iteration()
     launch(execution, cuda, FORWARD, 0.1)
     now.sleep(2.0)
@@ -98,7 +98,7 @@ def test_an_iteration_is_ended_without_waiting_and_read_while_the_next_one_runs(
     assert (first.is_over(), second.is_over()) == (True, False)
     assert first.time_s() == pytest.approx(0.3)
     assert [span.operation for span in first.spans()] == [FORWARD]
-    assert now.now_s() == pytest.approx(begin_s + 0.4), "nothing was waited for"
+    assert now.now_s() == pytest.approx(begin_s + 0.4), "reading does not wait"
     assert second.time_s() == pytest.approx(0.5)
 
 
@@ -119,7 +119,7 @@ def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
 
 
 class TwoDevices:
-    """CUDA with two devices, which notes on which stream events are recorded."""
+    """CUDA with two devices, which records the stream of each event."""
 
     def __init__(self, current):
         self.current = current
@@ -167,7 +167,7 @@ def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
             execution.end(operation)
         return [span.time_s for span in execution.finish_iteration().spans()]
 
-    assert iteration() == [0.0, 0.0, 0.0, 0.0], "nothing is stretched before the calibration"
+    assert iteration() == [0.0, 0.0, 0.0, 0.0], "times are not scaled before the calibration"
     (flops,) = execution.flops.values()
     assert flops == 2 * 8**3
     execution.calibrate(0.1 / flops)
@@ -176,7 +176,7 @@ def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
     (key,) = execution.flops
     other = {key: 2 * flops, "a pass of another stage": 100 * flops}
     execution.calibrate(0.1 / flops, most_in_step([0, 0, 1], [execution.flops, other, {key: 50 * flops}])[0])
-    assert iteration()[0] == pytest.approx(2 * forward_s), "as long as on the rank of its stage that has most to do"
+    assert iteration()[0] == pytest.approx(2 * forward_s), "as long as on the busiest rank of its stage"
 
 
 def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
@@ -200,7 +200,7 @@ def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
 
 
 def test_counting_lets_torch_compile_compile(now, gpu):
-    """What is first called where frames cannot compile would never be compiled."""
+    """A function that is first called where frames cannot compile would never be compiled."""
     torch._dynamo.reset()
     compiled = []
 
@@ -226,4 +226,4 @@ def test_attention_on_the_processor_is_work_as_on_a_gpu():
     with FlopCounter() as backward:
         out.sum().backward()
     product = 2 * batch * heads * tokens * tokens * width
-    assert (forward.flops, backward.flops) == (2 * product, 5 * product)  # the backward computes the scores again
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)  # the backward recomputes the scores

@@ -1,4 +1,4 @@
-"""What the examples that define their models have in common: sizes, data and configuration, without launching ranks."""
+"""Common properties of the examples that define models: sizes, data and configuration, without launching ranks."""
 
 import example
 import pytest
@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import ConfigError
 
-# Published by Merak-Zeus, in millions. The head of GPT-3 shares the token embedding's weights; BERT's base and large
+# Published by Merak-Zeus, in millions. The head of GPT-3 shares the weights of the token embedding. BERT base and large
 # are without the biases of the blocks' matrices.
 PUBLISHED_MILLIONS = {
     "bert": {"base": 109.43, "large": 334.95, "huge": 1276.40},

@@ -1,6 +1,6 @@
 """The Zeus device: the real package on the stub library, and a clear error if it is missing.
 
-Each case runs in a process of its own, because Zeus keeps the GPUs that it found first.
+Each case runs in its own process, because Zeus keeps the GPUs that it found first.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_zeusd_that_does_not_answer_is_reported(stub_nvml: StubNvml, tmp_path:
 
 @pytest.fixture
 def zeusd(tmp_path: Path) -> Iterator[Callable[[list[dict[str, Any]]], tuple[dict[str, str], list[str]]]]:
-    """Start a replacement of zeusd. Returns its environment variables and the numbers of GPUs it receives."""
+    """A function that starts a replacement of zeusd; returns its environment and the GPU numbers it receives."""
     servers = []
 
     def start(gpus: list[dict[str, Any]]) -> tuple[dict[str, str], list[str]]:
@@ -114,7 +114,7 @@ def zeusd(tmp_path: Path) -> Iterator[Callable[[list[dict[str, Any]]], tuple[dic
 
 
 def gpus_of_a_node(addresses: dict[int, str], field: str = "pci_address") -> list[dict[str, Any]]:
-    """Eight GPUs as zeusd lists them, of which some are those of this container."""
+    """Return eight GPUs as listed by zeusd, some of which belong to this container."""
     gpus: list[dict[str, Any]] = [{"id": n, "name": "A100", field: f"0000:f{n}:00.0"} for n in range(8)]
     for number, address in addresses.items():
         gpus[number][field] = address
@@ -156,13 +156,13 @@ def test_a_zeusd_is_only_asked_to_lock_a_gpu_whose_number_is_certain(
 
 @pytest.fixture
 def amd_node(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Four AMD GPUs with different numbers for HIP and amdsmi. Returns those that Zeus was requested to reset."""
+    """Four AMD GPUs with different numbers in HIP and amdsmi; returns the resets that Zeus performs."""
     device = pytest.importorskip("zeus.device.gpu.amd")
     reset: list[tuple[int, str]] = []
 
     class Amdsmi:
         def amdsmi_get_processor_handles(self) -> list[int]:
-            return [3, 2, 0, 1]  # by the numbers of HIP
+            return [3, 2, 0, 1]  # in the order of HIP's numbers
 
         def amdsmi_get_gpu_enumeration_info(self, handle: int) -> dict[str, Any]:
             return {"hip_id": handle, "hip_uuid": f"GPU-{handle}00000000000000{handle}"}
@@ -190,7 +190,7 @@ def test_the_gpu_that_hip_means_is_opened_by_its_place_on_the_bus(amd_node: list
     assert gpu.address == "zeus:0000:20:00.0"
     assert str(gpu) == "GPU 2 (MI300X)"
     gpu.reset_clock()
-    open_address("0000:20:00.0").reset_clock()  # as another process does, which sees all of them
+    open_address("0000:20:00.0").reset_clock()  # as in another process, which sees all GPUs
     assert amd_node == 2 * [(2, "reset_gpu_locked_clocks")]
     assert "HIP_VISIBLE_DEVICES" not in os.environ
 

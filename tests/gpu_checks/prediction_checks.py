@@ -1,4 +1,4 @@
-"""Predicted against measured iterations at default clocks, and the time that Perseus adds to an iteration."""
+"""Compares predicted with measured iterations at default clocks, and measures the overhead of Perseus."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from perseus_ds.pipeline.span import Span
 
 _KEPT = 20
 _FEWEST = 5
-# Standard error of a median to that of a mean, of values with a normal distribution.
+# Ratio of the standard errors of a median and of a mean, for a normal distribution.
 _MEDIAN_TO_MEAN = 1.2533
 
 
 def closure(machine: Any, results: Results) -> None:
-    """A profile's prediction for default clocks against 30 s of training."""
+    """Compare a profile's prediction for default clocks with 30 s of training."""
     setup, now_s = SETUPS["bf16"], machine.timebase.now_s
     with training_on(machine) as folder:
         block = block_of(machine, "profile", folder)
@@ -70,7 +70,7 @@ def _kind(span: Span) -> Kind | None:
 
 
 def _kept_iterations(timers: Any) -> list[Any]:
-    """Return a list to which every iteration is added that ends from now on."""
+    """Return a list that receives the last iterations that end from now on."""
     kept: list[Any] = []
     finish = timers.finish_iteration
 
@@ -84,7 +84,7 @@ def _kept_iterations(timers: Any) -> list[Any]:
 
 
 def overhead(machine: Any, results: Results) -> None:
-    """Iterations of 0.2 s and of 1 s with Perseus and without, in turns, beside a second engine without it."""
+    """Alternate iterations of 0.2 s and of 1 s with and without Perseus, and with a second engine without it."""
     with training_on(machine) as folder:
         for goal_s, turns, at_most in ((0.2, 40, 1.005), (1.0, 15, 1.002)):
             micro_batches = _micro_batches(machine, goal_s)
@@ -96,7 +96,7 @@ def overhead(machine: Any, results: Results) -> None:
 
 
 def _micro_batches(machine: Any, goal_s: float) -> int:
-    """Return how many micro-batches make an iteration about so long."""
+    """Return the number of micro-batches for an iteration of about this duration."""
     setup = SETUPS["bf16"]
     data = batches(machine, setup)
     with engine_of(machine, setup, None) as engine:

@@ -1,4 +1,4 @@
-"""Capture of a CUDA graph with marks in it, and SIGTERM while the main thread waits for a long kernel."""
+"""Capture of a CUDA graph with marks, and SIGTERM while the main thread waits for a long kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GIVE_UP_S = 60.0
 
 
 def graph(machine: Any, results: Results) -> None:
-    """Capture marks in CUDA's global mode while the agent follows others, and have it follow those of the replays."""
+    """Capture marks in CUDA's global mode while the agent follows other marks; have it follow those of the replays."""
     threads = set(threading.enumerate())
     execution = machine.execution()
     with machine.clocks() as recorded:
@@ -72,7 +72,7 @@ def graph(machine: Any, results: Results) -> None:
             clocks.end_iteration(number)
             finished = execution.finish_iteration()
             machine.synchronize()
-            _wait_until(lambda: clocks.memory.recorded(number) is not None)  # noqa: B023  # called at once
+            _wait_until(lambda: clocks.memory.recorded(number) is not None)  # noqa: B023  # called immediately
             asked.append(clocks.memory.status.changes - before)
             lasts_s += [span.time_s for span in finished.spans()]
         results.add("clock changes in a replay, median", statistics.median(asked), at_least=_POSITIONS)
@@ -93,7 +93,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def sigterm(machine: Any, results: Results) -> None:
-    """Send SIGTERM to a process whose main thread waits for a kernel that takes half a minute."""
+    """Send SIGTERM to a process in which the main thread waits for a kernel that takes half a minute."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", _VICTIM, place_of(type(machine)), str(theirs.fileno())]
     with ours, theirs, subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]) as process:
@@ -103,7 +103,7 @@ def sigterm(machine: Any, results: Results) -> None:
             theirs.close()
             assert process.stdout is not None
             assert process.stdout.readline() == b"waiting\n", "the process ended"
-            time.sleep(0.5)  # by then the main thread is in the driver
+            time.sleep(0.5)  # the main thread is in the driver by then
             began_s = time.perf_counter()
             process.send_signal(signal.SIGTERM)
             received = ours.recv(1)
@@ -123,7 +123,7 @@ wait_for_the_gpu(named(sys.argv[1])(), int(sys.argv[2]))
 
 
 def wait_for_the_gpu(machine: Any, agent: int) -> None:
-    """Report signals to a socket, as a lease does, and wait for the GPU on the main thread."""
+    """Forward signals to a socket, as a lease does, and wait for the GPU on the main thread."""
     connection = socket.socket(fileno=agent)
     connection.setblocking(False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)

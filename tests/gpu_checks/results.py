@@ -13,14 +13,14 @@ import numpy as np
 from perseus_ds.artifacts.evidence import CheckResult, Figure
 
 UNFINISHED = "it did not come to its end"
-"""Why a check failed of which only some parts were made."""
+"""Reason of a failed check of which only some parts were performed."""
 
 
 class Results:
     """The figures of one check."""
 
     def __init__(self, after_part: Callable[[Results], None] = lambda results: None) -> None:
-        """Begin without any.
+        """Start without figures.
 
         Args:
             after_part: Called after each part of the check.
@@ -32,12 +32,12 @@ class Results:
     def add(
         self, name: str, value: float, unit: str = "", *, at_least: float | None = None, at_most: float | None = None
     ) -> None:
-        """Add a figure, with the limits that it must keep."""
+        """Add a figure with its limits."""
         figure = Figure(name=name, value=float(value), unit=unit, at_least=at_least, at_most=at_most)
         self.figures.append(figure)
 
     def add_fact(self, name: str, is_so: bool) -> None:
-        """Add something that must be so: the figure 1."""
+        """Add a fact that must hold, as a figure that must be 1."""
         self.add(name, is_so, at_least=1)
 
     def note(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Results:
         self.notes.append(text)
 
     def attempt(self, what: str, part: Callable[[], None]) -> None:
-        """Make a part of the check; if it raises, that is a fact that is not so, and the other parts are made."""
+        """Perform a part of the check; if it raises an error, the check fails but continues with the other parts."""
         try:
             part()
         except Exception as error:
@@ -61,7 +61,7 @@ def performed(
     machine: Callable[[], Any],
     after_part: Callable[[CheckResult], None] = lambda result: None,
 ) -> CheckResult:
-    """Make a check on a machine and return its result; whatever it raises is the reason why it failed."""
+    """Perform a check on a machine and return its result; an error is the reason of the failure."""
     began_s, reason = time.perf_counter(), ""
 
     def result_of(results: Results, reason: str) -> CheckResult:
@@ -93,17 +93,17 @@ def performed(
 
 
 def last_line(error: BaseException) -> str:
-    """Return the kind of an error and its message."""
+    """Return the type of an error and its message."""
     return f"{type(error).__name__}: {error}".strip()[:1000]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value below or at which a share of the values is."""
+    """Return the smallest value such that this share of the values is not above it."""
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def add_times(results: Results, name: str, times_s: Sequence[float], *, p99_at_most_ms: float | None = None) -> None:
-    """Add median, 99th percentile and largest of times."""
+    """Add the median, 99th percentile and maximum of times."""
     results.add(f"{name}, median", statistics.median(times_s) * 1e3, "ms")
     results.add(f"{name}, 99th percentile", percentile(times_s, 0.99) * 1e3, "ms", at_most=p99_at_most_ms)
     results.add(f"{name}, largest", max(times_s) * 1e3, "ms")

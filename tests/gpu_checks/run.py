@@ -1,6 +1,6 @@
-"""``make test-gpu``: the checks on a GPU; where there is none, one line that says why they are skipped.
+"""``make test-gpu``: the checks on a GPU; without one, a single line gives the reason why they are skipped.
 
-Words after it choose checks by their names, in the order of :data:`gpu_checks.checks.CHECKS`:
+Arguments select checks by name, which run in the order of :data:`gpu_checks.checks.CHECKS`:
 ``python tests/gpu_checks/run.py spans requests``.
 """
 
@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 
 def main(chosen: list[str], folder: Path = FOLDER) -> int:
-    """Run the checks; after each of them, write what is known by then, checks of earlier calls included."""
+    """Run the checks; after each of them, write all results so far, including those of earlier calls."""
     from gpu_checks.checks import CHECKS, made_in_a_process
     from gpu_checks.machine import why_no_gpu
 
@@ -35,7 +35,7 @@ def main(chosen: list[str], folder: Path = FOLDER) -> int:
 
 
 def write_evidence(folder: Path) -> None:
-    """Write the results of all checks on this machine, and a page of them."""
+    """Write the results of all checks on this machine, and an HTML page with them."""
     from gpu_checks.checks import collected
 
     from perseus_ds.report.page import evidence_page

@@ -1,4 +1,4 @@
-"""Two stages on one GPU: gloo, whose transfers go through the host's memory."""
+"""Two stages on one GPU with gloo, which transfers through the host's memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ train_one_rank(*sys.argv[1:])
 
 
 def stages(machine: Any, results: Results) -> None:
-    """Train two stages on one GPU, with and without Perseus; losses and weights are the same bits."""
+    """Train two stages on one GPU with and without Perseus; losses and weights must have the same bits."""
     with tempfile.TemporaryDirectory() as folder:
         found = {"profile": _train(machine, Path(folder), "profile", _MOST_ITERATIONS)}
         iterations = found["profile"][0]["iterations"]
@@ -40,7 +40,7 @@ def stages(machine: Any, results: Results) -> None:
 
 
 def _train(machine: Any, parent: Path, mode: str, iterations: int) -> list[dict[str, Any]]:
-    """Train in a mode, or ``plain``: for some iterations, or until there is a profile."""
+    """Train in a mode, or ``plain``, for some iterations or until there is a profile."""
     folder = parent / mode
     folder.mkdir()
     place = {"WORLD_SIZE": str(_RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(_RANKS), "GLOO_SOCKET_IFNAME": "lo"}
@@ -67,7 +67,7 @@ def _train(machine: Any, parent: Path, mode: str, iterations: int) -> list[dict[
 
 
 def train_one_rank(folder: str, mode: str, iterations: str, place: str) -> None:
-    """Be one rank of the job, and write what it trained."""
+    """Train as one rank of the job, and write its report."""
     import deepspeed
     import torch
     from gpu_checks.training import Setup, batches, bits_of, block_of, engine_of
@@ -101,9 +101,9 @@ def train_one_rank(folder: str, mode: str, iterations: str, place: str) -> None:
 
 
 def transfer_through_host() -> None:
-    """Let all code send and receive by way of the host's memory, since gloo sends nothing from a GPU.
+    """Make all sends and receives use the host's memory, since gloo cannot send from a GPU.
 
-    DeepSpeed's engine and the measurement of blocking power both look these functions up when they need them.
+    DeepSpeed's engine and the measurement of blocking power look these functions up at each use.
     """
     import torch.distributed as dist
     from torch import Tensor, empty

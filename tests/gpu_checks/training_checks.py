@@ -1,4 +1,4 @@
-"""Training on the GPU under Perseus: bit for bit what it is without, and without kernels of ours."""
+"""Training on the GPU under Perseus: bitwise identical to training without it, and without additional kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODES = ("observe", "profile", "run")
 
 
 def untouched(machine: Any, results: Results) -> None:
-    """Losses, weights, optimizer state and random numbers, with and without Perseus, are the same bits."""
+    """Losses, weights, optimizer state and random numbers have the same bits with and without Perseus."""
     with training_on(machine) as folder:
         for name, setup in SETUPS.items():
             if name in machine.setups:
@@ -63,13 +63,13 @@ def kernels(machine: Any, results: Results) -> None:
             engine.train_batch(data)
         without = _count(machine, lambda: plain.train_batch(data))
         within = _count(machine, lambda: ours.train_batch(data))
-        least = int(not machine.simulated)  # a profiler that may not trace finds none at all
+        least = int(not machine.simulated)  # a profiler without permission to trace finds no kernels
         results.add("kernels and copies of an iteration without Perseus", without, at_least=least)
         results.add("kernels and copies more with it", within - without, at_least=0, at_most=0)
 
 
 def _count(machine: Any, function: Callable[[], object]) -> int:
-    """Return how many kernels and copies a function makes the GPU do."""
+    """Return the number of kernels and copies that a function launches on the GPU."""
     machine.synchronize()
     with profile(activities=list(supported_activities())) as found:
         function()
@@ -78,7 +78,7 @@ def _count(machine: Any, function: Callable[[], object]) -> int:
 
 
 def alarms(machine: Any, results: Results) -> None:
-    """Train at full load for three minutes; nobody may take the driver for slow."""
+    """Train at full load for three minutes; the driver must not be reported as slow."""
     setup, now_s = SETUPS["bf16"], machine.timebase.now_s
     with training_on(machine) as folder:
         block = block_of(machine, "run", folder)

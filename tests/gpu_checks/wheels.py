@@ -1,4 +1,4 @@
-"""``make wheels``: what the checks on a GPU import, for a machine that has Python, torch with CUDA and no network."""
+"""``make wheels``: imports of the GPU checks, for a machine with Python and torch with CUDA but without network."""
 
 import subprocess
 import sys
@@ -12,13 +12,16 @@ NAMES = (
     "platformdirs", "prometheus_client", "psutil", "pydantic", "pydantic_core", "pyzmq", "scipy", "tqdm",
     "typing-inspection",
 )  # fmt: skip
-"""Beside torch and what torch needs itself; installed without their own dependencies."""
+"""In addition to torch and its dependencies; installed without their own dependencies."""
 MOST_BYTES = 64 * 2**20
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 
 
 def pins_for(python: str) -> list[str]:
-    """Return the pinned versions for a version of Python, such as 3.12: one lock is for all of them, one knows more."""
+    """Return the pinned versions for a version of Python such as 3.12.
+
+    One lock covers all versions; ``requirements-pythons.lock`` has pins for more of them.
+    """
     found = {}
     for name in ("requirements.lock", "requirements-pythons.lock"):
         for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
@@ -30,16 +33,16 @@ def pins_for(python: str) -> list[str]:
 
 
 def collect(folder: Path, python: str) -> None:
-    """Put the wheels for a version of Python into a folder."""
+    """Collect the wheels for a version of Python in a folder."""
     pins = pins_for(python)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     folder.mkdir(parents=True, exist_ok=True)
-    for wheel in folder.glob("*.whl"):  # of another version of Python, or of this package as it was
+    for wheel in folder.glob("*.whl"):  # of another version of Python, or of an earlier state of this package
         wheel.unlink()
     only = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     places = [option for platform in _PLATFORMS for option in ("--platform", platform)]
     for pin in pins:
-        # Some are source distributions alone, of Python only.
+        # Some have only source distributions, in pure Python.
         download = [*pip, "download", *only, *places, "--dest", str(folder), pin]
         if subprocess.run(download, check=False, stderr=subprocess.DEVNULL).returncode:
             _build(pip, folder, pin)

@@ -1,4 +1,4 @@
-"""One job, no second command: profiled online, planned in the background, run under the plan."""
+"""One job without a second command: profiled online, planned in the background, and run under the plan."""
 
 import pytest
 from job import run
@@ -23,14 +23,14 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
     plain_runs.assert_same(finished, **JOB)
     assert all(rank["plan"] for rank in finished.ranks)
     records = finished.records()
-    # Where planning takes long, its iterations are all that default clocks need to be measured. On a busy machine, the
-    # profile may be corrected and plans made again.
+    # If planning takes long, its iterations suffice to measure default clocks. On a busy machine, the profile may be
+    # corrected and plans made again.
     gone_through = [phase for phase in phases(records) if phase != "default"]
     assert list(dict.fromkeys(gone_through)) == ["calibrate", "warm-up", "profile", "optimizing", "run"]
     names = [r["event"] for r in events(records, "start", "profile", "plan", "failure", "end")]
     assert names == ["start", "profile", "plan", "end"]
-    # Of this job, or by the profile where planning took so long that too few iterations were left to measure.
-    assert "than at default clocks, " in finished.output, "the baseline is named"
+    # Measured in this job, or by the profile if planning left too few iterations to measure.
+    assert "than at default clocks, " in finished.output, "the output names the baseline"
     folder = finished.folder / "perseus"
     profile, frontier = StageProfile.load(folder), Frontier.load(folder)
     assert set(profile.keys) >= {(stage, kind) for stage in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
@@ -38,7 +38,7 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
     assert all(r["plan"] is None for r in finished.iterations("warm-up", "profile", "optimizing", "default"))
     assert_reported(folder)
 
-    # Whether the plan is measured to save energy, and so is kept, depends on what else the machine does.
+    # Whether the plan is measured to save energy, and is therefore kept, depends on the load of the machine.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     store(folder, cached(profile.info.job))
     earlier = {"XDG_CACHE_HOME": str(tmp_path / "kept")}
@@ -57,7 +57,7 @@ def job_of(finished):
 
 
 def assert_reported(folder):
-    """The files that a run leaves are all that a report and a trace are made of."""
+    """Assert that the files of a run suffice for a report and a trace."""
     found = find_sources(folder)
     assert found.missing == []
     assert [(iteration.phase, iteration.plan is None) for _, iteration in found.measured] == [

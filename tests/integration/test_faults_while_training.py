@@ -1,4 +1,4 @@
-"""Faults while training under a plan, on the real pynvml and a stub driver: training goes on as without Perseus."""
+"""Faults while training under a plan, with the real pynvml on a stub driver; training continues as without Perseus."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ def wait_until_restored(*gpus):
 
 
 def assert_same_losses(finished, folder, ranks):
-    """Without Perseus the job has the same losses."""
+    """Assert that the job has the same losses without Perseus."""
     without = run(folder, ranks, steps=len(finished.ranks[0]["losses"]))
     assert [rank["losses"] for rank in finished.ranks] == [rank["losses"] for rank in without.ranks]
 
 
 def run_under_a_plan(folder, stub, during, ranks=2, **job):
-    """Run a job; ``during`` steers it after 20 clock changes."""
+    """Run a job, which ``during`` controls after 20 clock changes."""
     save_random_plan(folder / "frontier", ranks=ranks, simulated=False)
     block = {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
 
@@ -47,7 +47,7 @@ def test_an_agent_that_dies_is_replaced_and_no_plan_is_interrupted(tmp_path, mak
     stub = make_stub_nvml(2)
 
     def during(job):
-        # Each rank may have started one at first, of which one leaves.
+        # Each rank may have started an agent at first, of which one ends.
         (killed,) = wait_until(lambda: stub.has_agent(2) and len(stub.agents()) == 1 and stub.agents(), "one")
         killed.kill()
         wait_until(lambda: stub.has_agent(2, besides=[killed]), "another agent")

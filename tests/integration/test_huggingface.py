@@ -1,4 +1,4 @@
-"""Hugging Face models cut into stages train on real ranks like the whole model; the example for them."""
+"""Hugging Face models in stages train on real ranks like the whole model, and the example trains them."""
 
 import asyncio.base_events
 import json
@@ -21,7 +21,7 @@ TIED = {"gemma2", "qwen3"}
 
 
 def differences(tmp_path, families):
-    """How far training in stages is from training the whole model, by engine and family, on both ranks."""
+    """Return deviations of training in stages from training the whole model, by engine and family, on both ranks."""
     tied = [{"family": family, "settings": {"tie_word_embeddings": family in TIED}} for family in families]
     models = [{"engine": "deepspeed", **model} for model in tied]
     models += [{"engine": "torch", "family": f, "settings": {"tie_word_embeddings": False}} for f in families]
@@ -36,7 +36,7 @@ def assert_trained_alike(tmp_path, families):
         for name, difference in jobs.items():
             for what in ("losses", "parameters", "saved"):
                 assert difference[what] <= 1e-5, (rank, name, what)
-            # The copy of a tied embedding, and nothing else, is left out of norms of gradients.
+            # Only the copy of a tied embedding is excluded from gradient norms.
             tied = name.startswith("deepspeed") and name.split()[1] in TIED and rank == 1
             assert difference["replicated"] == (96 * 32 if tied else 0), (rank, name)
 
@@ -53,7 +53,7 @@ SIZES = ["log_every=1", "global_batch=8", "model.config.num_hidden_layers=4"]
 
 
 def train(ranks, folder, *overrides):
-    """Return the losses of the steps, and those of evaluations."""
+    """Return the losses of the steps and those of evaluations."""
     home = {"HF_HOME": str(folder / "cache")}
     output = run_script(folder, ranks, TRAIN, f"data.path={TEXTS}", *SIZES, *overrides, environment=home).printed
     return re.findall(r"steps: \d+ loss: ([\d.]+)", output), re.findall(r"evaluation loss: ([\d.]+)", output)

@@ -1,4 +1,4 @@
-"""A length that was not profiled runs under a plan, and training is, bit for bit, that without Perseus."""
+"""A length that was not profiled runs under a plan, and training is bitwise identical to that without Perseus."""
 
 import pytest
 from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs
@@ -7,17 +7,17 @@ from run_log import events, iterations, records
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 POLICY = {"name": "energy_optimal"}
-# Iterations of each length follow others, and are long enough for several refreshes of the counter.
+# Iterations of each length follow others, and last for several refreshes of the counter.
 SIMULATED = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_latency_s": 0.001}
 
 
 def lengths(known, new):
-    """Lengths in turns, until all known ones have had time for a profile; then another one among them."""
+    """Return lengths in turns, until all known ones have a profile, and then with a new one among them."""
     return [*known * 95, *[*known, new] * 45]
 
 
 def assert_new_length_is_planned(folder):
-    """The last shape had no profile of its own, and ran under a plan."""
+    """Assert that the last shape had no profile of its own, and ran under a plan."""
     of_job = records(folder)
     *profiled, predicted = events(of_job, "shape")
     assert [event["profile_error"] for event in profiled] == [None] * len(profiled)

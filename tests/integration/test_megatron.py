@@ -1,4 +1,4 @@
-"""Training a GPT by Megatron-Core under Perseus is, bit for bit, training without it; Megatron itself is untouched."""
+"""Training a GPT with Megatron-Core under Perseus is bitwise identical to training without it."""
 
 import itertools
 import json
@@ -47,10 +47,10 @@ ONE_F_ONE_B = {"stages": 2, "evaluate_every": 20}
 )
 def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path, job, ranks, in_step):
     modes = in_modes(tmp_path, ["observe", "profile", "auto", "run"], tmp_path / "auto", **job)
-    for of_rank in run_jobs(tmp_path, ranks, script, modes):  # in each mode, and last without Perseus
+    for of_rank in run_jobs(tmp_path, ranks, script, modes):  # in each mode, and without Perseus at the end
         assert_untouched(of_rank)
         assert of_rank["auto"]["phases"][-1] == of_rank["run"]["phases"][-1] == "run"
-    # The first iteration shows the order, and evaluations are no iterations.
+    # The first iteration is used to read the order, and evaluations are not iterations.
     observed = iterations(records(tmp_path / "observe"))
     assert [record["iteration"] for record in observed] == [1, 2, 3, 4, 5]
     profile = StageProfile.load(tmp_path / "profile")
@@ -66,7 +66,7 @@ def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path,
     promised = planned[0]
     plan = Frontier.load(tmp_path / "auto").plans[promised["plan"]]
     assert promised["predicted_energy_j"] == pytest.approx(ranks / job["stages"] * plan.energy_j)
-    if combined:  # what such an order takes, on GPUs that live in virtual time
+    if combined:  # time and energy of this order, on GPUs in virtual time
         schedule = profile.info.streams.to_schedule()
         assert max(map(abs, predicted_over_used(tmp_path / "virtual", schedule, (0.02, 0.025, 0.02, 0.03)))) < 0.005
 
@@ -109,7 +109,7 @@ def test_the_example_trains_under_the_launcher_as_without_it(tmp_path, more):
 
 @pytest.mark.extended
 def test_each_order_of_a_ramp_up_has_its_own_plan(tmp_path):
-    many = [[count] for count in range(5, 15) for _ in range(2)]  # more orders than are measured at once
+    many = [[count] for count in range(5, 15) for _ in range(2)]  # more orders than are measured at the same time
     orders = [[4, "run", 3], *many, [3, "run", 3], [4, "run", 3]]
     job = {"stages": 2, "evaluate_every": 10, "orders": orders}
     auto = block_in(tmp_path, "auto", policy={"name": "energy_optimal"}, cache=True)
@@ -117,14 +117,14 @@ def test_each_order_of_a_ramp_up_has_its_own_plan(tmp_path):
     for of_rank in run_jobs(tmp_path, 2, script, jobs):
         assert of_rank["auto"] == {**of_rank["without"], "phases": of_rank["auto"]["phases"]}
         counts, phases = of_rank["auto"]["counts"], of_rank["auto"]["phases"]
-        # The phase is that of the order before until the second iteration of an order has begun.
+        # The phase is that of the previous order until the second iteration of an order has begun.
         steady = [
             counts[step]
             for step, phase in enumerate(phases)
             if phase == "run" and set(counts[max(0, step - 2) : step]) == {counts[step]}
         ]
         assert [count for count, _ in itertools.groupby(steady)] == [4, 3, 4]
-    # The first iteration of each order shows it.
+    # The first iteration of each order is used to read it.
     assert len(iterations(records(tmp_path / "auto"))) == len(counts) - len(set(counts))
     assert Frontier.load(tmp_path / "auto").provenance.micro_batches == 4
 
@@ -151,7 +151,7 @@ def test_ranks_that_differ_are_an_error_on_all_of_them_before_training(tmp_path)
         "versions": ["megatron-core"],
         "enabled": ["enabled"],
     }
-    # A rank without Perseus waits for nobody, and so it may be gone before it is known that the others have it.
+    # A rank without Perseus does not wait, so it may have ended before the others report that they use Perseus.
     assert second in (first, {**first, "enabled": []})
 
 

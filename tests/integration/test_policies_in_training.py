@@ -1,4 +1,4 @@
-"""Policies, stragglers, orders from outside and checkpoints, on real ranks."""
+"""Policies, stragglers, external commands and checkpoints on real ranks."""
 
 import pytest
 from frontiers import save_true_frontier
@@ -52,7 +52,7 @@ def test_other_pipelines_follow_a_straggler_that_was_announced_or_noticed_and_co
     job = {"stages": 2, "slow_pipeline": slow, "perseus": block(tmp_path / "frontier"), **STAGES}
     finished = run_while(during, tmp_path / "job", 4, **job)
     assert len(finished.ranks) == 4
-    of_order, *_ = announced(finished.records())  # again where this machine slows a pipeline down meanwhile
+    of_order, *_ = announced(finished.records())  # repeated if this machine slows a pipeline down
     assert of_order["plan"] == of_order["plans"][1] == 0
     follows = plans[of_order["plans"][0]]
     assert plans[0].time_s < follows.time_s < 1.2 * plans[0].time_s
@@ -81,7 +81,7 @@ def test_a_running_job_takes_orders_and_a_later_start_in_its_folder_keeps_them(t
     first = run_while(during, tmp_path / "job", 2, save_at_end=True, **job)
     assert not (output / "control.json").exists()
     records = first.iterations()
-    # The last iteration is recorded when the job ends, when DeepSpeed's monitor may have ended.
+    # The last iteration is recorded at the end of the job, when DeepSpeed's monitor may have ended.
     written = (tmp_path / "csv" / "job" / "Perseus_simulated_average_power_w.csv").read_text().splitlines()[1:]
     power_w = [float(line.split(",")[1]) for line in written]
     assert len(power_w) >= len(records) - 1

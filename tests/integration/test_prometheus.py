@@ -1,4 +1,4 @@
-"""The real Prometheus scrapes a running job, and every expression of the Grafana dashboard has data there."""
+"""The real Prometheus scrapes a running job, and has data for every expression of the Grafana dashboard."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def expressions():
-    """Return the dashboard's expressions as Prometheus gets them, for all jobs."""
+    """Return the dashboard's expressions as sent to Prometheus, for all jobs."""
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     found = [target["expr"] for panel in panels for target in panel["targets"]]
     return [expr.replace("$training_job", ".*").replace("$__rate_interval", "20s") for expr in found]
@@ -31,7 +31,7 @@ def expressions():
 
 @contextlib.contextmanager
 def prometheus(folder, target):
-    """Prometheus with the job as its only target; yields a function that returns the results of an expression."""
+    """Run Prometheus with the job as its only target; yields a function that returns the results of an expression."""
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [{"job_name": "perseus"}]}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(json.dumps(config))
@@ -70,7 +70,7 @@ def prometheus(folder, target):
 def test_every_expression_of_the_dashboard_has_data_of_a_running_job(tmp_path):
     save_true_frontier(tmp_path / "frontier")
     port = free_port()
-    # Long enough for the job to look for drift, and to know what is left.
+    # Long enough for the job to check for drift and to know the remaining steps.
     policy = {"name": "deadline", "finish_by": "2099-01-01T00:00:00+00:00", "total_steps": 10_000_000}
     block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "metrics": {"port": port}, "policy": policy}
 

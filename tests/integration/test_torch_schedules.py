@@ -1,4 +1,4 @@
-"""Training by torch's schedules under Perseus is, bit for bit, training without it; plans are kept."""
+"""Training with torch's schedules under Perseus is bitwise identical to training without it; plans are executed."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining" / "train.py"
 MICRO_BATCHES = 4
-# Where two stages of a rank follow each other, eval() of torch 2.13 itself fails.
+# If two stages of a rank follow each other, eval() of torch 2.13 itself fails.
 WITHOUT_EVAL = ("ZBVZeroBubble", "DualPipeV")
 
 
@@ -33,7 +33,7 @@ def order_of(name):
 
 
 def train_in(folder, name, modes):
-    """Train in each mode and without Perseus, which all train the same; the plan of run mode was kept."""
+    """Train in each mode and without Perseus; training must be identical, and run mode must execute the plan."""
     job = {"schedule": name, "micro_batches": MICRO_BATCHES}
     if name not in WITHOUT_EVAL:
         job["evaluate_after"] = 2
@@ -71,7 +71,7 @@ def test_sharded_stages_and_newer_arguments_leave_training_as_it_is_and_reach_a_
 
 
 def assert_kept(folder, plan):
-    """One iteration under the plan lies in timeline.json: every pass in its place, at its clock."""
+    """Assert that timeline.json has one iteration under the plan, with every pass in order and at its clock."""
     (iteration,) = [i for i in TimelineFile.load(folder / "timeline.json").iterations if i.phase == "run"]
     for rank, operations in enumerate(iteration.ranks):
         passes = [o for o in operations if o.kind not in ("tail", "other")]

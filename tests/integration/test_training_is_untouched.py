@@ -1,4 +1,4 @@
-"""Training under Perseus is, bit for bit, training without it; every instruction has the clock of its plan."""
+"""Training under Perseus is bitwise identical to training without it, and instructions have the clocks of the plan."""
 
 import json
 
@@ -20,7 +20,7 @@ def job_of(schedule):
 def assert_attached(finished, schedule):
     base = "DualPipeVEngine" if schedule == "dualpipev" else "PipelineEngine"
     for rank in finished.ranks:
-        assert rank["engine"] == base  # which some versions of DeepSpeed test
+        assert rank["engine"] == base  # some versions of DeepSpeed test it
         assert rank["attached"]
         assert base in rank["bases"]
 
@@ -40,7 +40,7 @@ def test_losses_and_weights_are_bit_identical_under_a_plan(tmp_path, plain_runs,
 
 
 def assert_kept(finished, plan):
-    """One iteration under the plan lies in timeline.json: every instruction at its clock, both sides of transfers."""
+    """Assert that timeline.json has one iteration under the plan, with its clocks and both sides of transfers."""
     (iteration,) = TimelineFile.load(finished.folder / "perseus" / "timeline.json").iterations
     assert (iteration.phase, iteration.plan) == ("run", 0)
     assert [r["plan"] for r in finished.iterations() if r["iteration"] == iteration.iteration] == [0]

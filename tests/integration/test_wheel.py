@@ -1,4 +1,4 @@
-"""The built wheel, installed where nothing of the checkout can be imported, does what the quick start says."""
+"""The built wheel, installed without access to the checkout, runs the quick start."""
 
 import os
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The ``bin`` of an environment with the wheel, and with this one's other packages."""
+    """The ``bin`` folder of an environment with the wheel, and with the other packages of this one."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)
@@ -25,7 +25,7 @@ def installed(tmp_path_factory):
     (wheel,) = folder.glob("*.whl")
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
-    # A path in a .pth file, unlike a site directory, brings no .pth files of its own: the editable install stays out.
+    # Unlike a site directory, a path in a .pth file does not process .pth files, so the editable install is invisible.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent
 
@@ -46,7 +46,7 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     (script,) = re.findall(
         r"^```python title=\"train.py\"\n(.*?)^```", (ROOT / "docs/quick-start.md").read_text(), re.M | re.S
     )
-    # How many steps it takes until there is a plan depends on the machine.
+    # The number of steps until there is a plan depends on the machine.
     loop = "for _ in range(200):\n    engine.train_batch()\n"
     until = "for _ in range(10_000):\n    engine.train_batch()\n    if engine.perseus.phase == 'run':\n        break\n"
     assert loop in script
@@ -55,7 +55,7 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     code, output = run(installed, tmp_path, "python", *launch)
     assert code == 0, output
     records = run_log.records(tmp_path / "perseus")
-    assert "run" in run_log.phases(records), "it never ran under a plan"
+    assert "run" in run_log.phases(records), "the job never ran under a plan"
     assert records[-1]["event"] == "end"
     assert records[-1]["planned"] > 0
     page = (ROOT / "docs/file-formats.md").read_text()

@@ -1,4 +1,4 @@
-"""On four real ranks: two pipelines of two stages train on one batch with unequally many trained tokens."""
+"""On four real ranks, two pipelines of two stages train on one batch with different numbers of trained tokens."""
 
 import json
 import sys
@@ -15,13 +15,13 @@ import perseus_ds
 from perseus_ds.huggingface.stages import CausalLoss, Stage, build_stage
 
 STAGES, PIPELINES, MICRO_BATCHES = 2, 2, 2
-# Of each pipeline's micro-batches: how many of the 16 tokens of each sequence are not learnt. One learns nothing.
+# For each micro-batch of each pipeline: how many of the 16 tokens of each sequence are ignored. One has no target.
 NOT_LEARNT = ((3, 16), (0, 11))
 CONFIG = tiny("llama")
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradients with which it would step, and changes nothing."""
+    """Keeps the gradients of each step, and changes no parameters."""
 
     def step(self, closure=None):
         del closure
@@ -29,7 +29,7 @@ class Recorder(torch.optim.SGD):
 
 
 def micro_batches(pipeline, seed):
-    """Pairs of token ids and labels."""
+    """Return pairs of token ids and labels."""
     parts = token_ids(MICRO_BATCHES * PIPELINES, seed).split(2)[MICRO_BATCHES * pipeline :][:MICRO_BATCHES]
     pairs = [(ids, ids.clone()) for ids in parts]
     for (_, labels), count in zip(pairs, NOT_LEARNT[pipeline], strict=True):
@@ -38,7 +38,7 @@ def micro_batches(pipeline, seed):
 
 
 def of_whole_model(seed):
-    """Loss and gradients by parameter, the way transformers' Trainer computes them."""
+    """Return loss and gradients by parameter, computed like in transformers' Trainer."""
     model = build_stage(CONFIG, (4,), 0).model
     pairs = [pair for pipeline in range(PIPELINES) for pair in micro_batches(pipeline, seed)]
     trained = sum((labels[:, 1:] != -100).sum() for _, labels in pairs)
@@ -48,7 +48,7 @@ def of_whole_model(seed):
 
 
 def with_deepspeed():
-    """Losses of training and of an evaluation, and the gradients; with Perseus, and after it was detached."""
+    """Return losses of training and of an evaluation, and gradients, with Perseus and after it was detached."""
     topology = PipeDataParallelTopology(STAGES, PIPELINES)
     module = perseus_ds.pipeline_module(CONFIG, num_stages=STAGES, topology=topology)
     settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES}
@@ -66,7 +66,7 @@ def with_deepspeed():
 
 
 def with_torch():
-    """The same by a schedule of torch, for which Perseus is disabled."""
+    """Return the same for a torch schedule with Perseus disabled."""
     pipeline, index = divmod(dist.get_rank(), STAGES)
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     same_stage = [dist.new_group([0, 2]), dist.new_group([1, 3])][index]
@@ -91,7 +91,7 @@ def with_torch():
 
 
 def compare(losses, stage, gradients):
-    """How far losses and the last gradients are from those of the whole model."""
+    """Return the deviations of the losses and of the last gradients from those of the whole model."""
     expected = [of_whole_model(seed) for seed in range(3)]
     return {
         "losses": max(abs(a - b) / b for a, (b, _) in zip(losses, expected, strict=True)),

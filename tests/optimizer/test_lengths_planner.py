@@ -1,4 +1,4 @@
-"""Plans for one iteration whose micro-batches have given lengths."""
+"""Plans for one iteration with given lengths of the micro-batches."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ PARTS = {"constant": 0.1, "linear": 0.8, "quadratic": 0.1}
 
 
 def profile_of(stages, **info):
-    """A profile at length 100 whose passes depend on lengths."""
+    """Return a profile at length 100 with passes that depend on lengths."""
     profile = synthetic_profile(stages, blocking_power_w=80.0, **info)
     passes = [PassByLength(stage=s, kind=k, **PARTS) for s, k in profile.keys if k is not Kind.TAIL]
     info = profile.info.model_copy(update={"by_length": ByLength(length=100, passes=passes)})
@@ -57,7 +57,7 @@ def test_plans_are_in_time_and_nearly_as_good_as_the_exact_solver(lengths, slowd
 
 
 def problem_with(problem, **changes):
-    """The same problem with other settings."""
+    """Return the same problem with other settings."""
     problem.settings = replace(problem.settings, **changes)
     return problem
 

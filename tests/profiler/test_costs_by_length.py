@@ -1,4 +1,4 @@
-"""Profiles of lengths that were not measured, from those of lengths that were."""
+"""Profiles of lengths that were not measured, estimated from measured lengths."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ AT_1 = synthetic_profile(2, load_s={0: 0.01}, blocking_power_w=80.0)
 
 
 def factor(length, fixed=0.1, attention=0.15):
-    """Time of a pass relative to that at length 1."""
+    """Return the time of a pass relative to that at length 1."""
     return fixed + (1 - fixed - attention) * length + attention * length**2
 
 
 def profile_at(length, noise=0.0, draw=None, **parts):
-    """The profile of a length, with random errors that its quality tells."""
+    """Return the profile of a length, with random errors given by its quality."""
     rows, quality = [], []
     for row in AT_1.measurements:
         of_time, of_energy = 1 + noise * (draw.standard_normal(2) if draw else np.zeros(2))
@@ -35,7 +35,7 @@ def profile_at(length, noise=0.0, draw=None, **parts):
 
 
 def errors(found, length, **parts):
-    """Relative errors of the times of a profile."""
+    """Return the relative errors of the times of a profile."""
     truth = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in profile_at(length, **parts).measurements}
     return np.array([m.time_s / truth[m.stage, m.kind, m.clock_mhz] - 1 for m in found.measurements])
 
@@ -71,7 +71,7 @@ def test_errors_of_the_profiles_become_error_bars_which_are_as_large_as_the_erro
 
 
 def test_times_that_do_not_follow_the_formula_have_larger_error_bars():
-    """As where a longer input needs another kernel."""
+    """As if a longer input needed another kernel."""
     follows = {length: profile_at(length) for length in (0.5, 0.7, 0.9, 1.1, 1.3)}
     jumps = {**follows, 0.9: profile_at(0.9 * 1.15)}
     assert typical_error(LengthModel(jumps).at(1.0)) > 4 * typical_error(LengthModel(follows).at(1.0))

@@ -40,7 +40,7 @@ def test_rows_between_measured_clocks_are_estimated(name):
     true = truth(name, clocks)
     completed = denoise(truth(name, clocks[::4]), clocks)
     assert {m.clock_mhz for m in completed.measurements} > set(clocks[::4])
-    # On the H100, power drops most where its limit ends, which lies between two of the clocks measured here.
+    # On the H100, power drops most where its limit ends, between two of the clocks measured here.
     assert np.abs(errors(completed, true)).max() < (0.04 if name == "h100-sxm" else 0.015)
     samples = {row.clock_mhz: row.samples for row in completed.info.rows}
     assert all((samples[c] == 0) == (c not in clocks[::4]) for c in samples)
@@ -74,9 +74,9 @@ def test_an_outlier_does_not_change_rows_at_other_clocks():
 
 
 def with_a_power_limit(clocks, limit_w=400.0):
-    """An A100 under matrix products: voltage constant up to 980 MHz, then rising linearly; a limit at about 1365 MHz.
+    """Return rows of an A100 with matrix products, with constant voltage up to 980 MHz and then a linear rise.
 
-    At the limit the board draws 8 % more than one that is locked at the clock it reaches.
+    The limit is at about 1365 MHz. At the limit, the board draws 8 % more than one locked at the clock that it reaches.
     """
     rows = []
     for clock in clocks:
@@ -144,7 +144,7 @@ def test_a_clock_at_which_an_instruction_has_no_row_does_not_seem_frugal():
     profile = truth("a100-sxm", descending)
     asked = run(Sweep(descending), profile)
     part = profile.where(lambda stage, kind, clock: (kind, clock) != (Kind.BACKWARD, asked[-3]))
-    # The clock counts for nothing, so that one more is measured.
+    # The clock is ignored, so one more clock is measured.
     assert run(Sweep(descending), part) == list(descending[: len(asked) + 1])
 
 

@@ -1,4 +1,4 @@
-"""Makes a run fail if it skips a test that may not be skipped; CI's runs do so."""
+"""Makes a run fail if it skips a test that is not allowed to be skipped, as in CI."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import pytest
 
 EXPECTED: Mapping[str, str] = {}
-"""Tests that CI may skip, by the beginning of their node id, each with its reason. None at present."""
+"""Tests that CI may skip, by the beginning of their node id, with a reason for each; currently none."""
 
 
 class FailOnSkip:
-    """Collects skips; registered as a plugin of pytest."""
+    """A pytest plugin that collects skips."""
 
     def __init__(self, expected: Mapping[str, str] = EXPECTED) -> None:
         self._expected = tuple(expected)

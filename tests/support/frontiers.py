@@ -30,7 +30,7 @@ def save_random_plan(
     clocks_mhz: Sequence[int] = MODEL.clocks_mhz[40:],
     simulated: bool = True,
 ) -> FrequencyPlan:
-    """Save a frontier of one plan, with a random clock for every instruction; by default for 4 micro-batches."""
+    """Save a frontier of one plan, with a random clock for each instruction; return the plan."""
     if isinstance(schedule, str):
         schedule = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=4)
     instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
@@ -43,7 +43,7 @@ def save_random_plan(
 
 
 def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> FrequencyPlan:
-    """Save a frontier of one plan, with a random clock of the profile for every instruction; return it."""
+    """Save a frontier of one plan, with a random clock of the profile for each instruction; return the plan."""
     blocking_power_w = profile.info.blocking_power_w or 0.0
     problem = problem_for(schedule, profile, blocking_power_w=blocking_power_w)
     draw = random.Random(3)
@@ -67,7 +67,7 @@ def _save_only(
     simulated: bool = True,
     instruction_times_s: ClockTimes = MappingProxyType({}),
 ) -> None:
-    """Save a frontier of this plan alone."""
+    """Save a frontier of this plan only."""
     provenance = Provenance(
         schedule=schedule.name,
         micro_batches=schedule.micro_batches,
@@ -82,7 +82,7 @@ def _save_only(
 def save_true_frontier(
     folder: Path, *, stages: int = 2, micro_batches: int = 4, forward_s: float = 0.01, linears: int = 6
 ) -> Frontier:
-    """Save the frontier of a job's true profile on simulated A100s: stages of so many linear layers each.
+    """Save the frontier of a job's true profile on simulated A100s, with a number of linear layers per stage.
 
     A backward takes twice as long as a forward, except for the first layer, whose input needs no gradient.
     """

@@ -1,4 +1,4 @@
-"""Schedules and profiles that several tests share."""
+"""Schedules and profiles shared by several tests."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ def dual_pipe_v(ranks: int, micro_batches: int) -> Schedule:
 
 
 class GPipe(PipeSchedule):
-    """A user's schedule: all forwards, then all backwards."""
+    """A user's schedule: all forwards, followed by all backwards."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         ds = deepspeed_schedule
@@ -45,7 +45,7 @@ class GPipe(PipeSchedule):
         yield [ds.ReduceGrads(), ds.OptimizerStep()]
 
 
-# Merak's instructions, which its own engine defines; perseus-ds tells them by class name.
+# Merak's instructions, which its own engine defines; perseus-ds recognises them by class name.
 class SendActivationRecvGrad(PipeInstruction): ...
 
 
@@ -62,7 +62,7 @@ class RestoreRecomputeStatus(PipeInstruction): ...
 
 
 class MergedTransfers(TrainSchedule):
-    """Looks like Merak's 1F1B: a step's send and receive are launched together."""
+    """Like Merak's 1F1B: the send and the receive of a step are launched together."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for step in super().steps():
@@ -76,7 +76,7 @@ class MergedTransfers(TrainSchedule):
 
 
 class EarlyRecomputation(MergedTransfers):
-    """Looks like Merak's early recomputation: while the pipeline drains, recompute before receiving the gradient."""
+    """Like Merak's early recomputation, which recomputes before it receives gradients while the pipeline drains."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         forwards = 0
@@ -99,7 +99,7 @@ class EarlyRecomputation(MergedTransfers):
 def synthetic_profile(
     stages: int, *, kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD), clocks: int = 8, **info: Any
 ) -> StageProfile:
-    """A profile shaped like a measured one: slower and more frugal at lower clocks, stages unequal."""
+    """Return a profile like a measured one: slower and more efficient at lower clocks, with unequal stages."""
     rows = []
     for stage in range(stages):
         for kind in kinds:
@@ -112,6 +112,6 @@ def synthetic_profile(
 
 
 def scaled(profile: StageProfile, *, time: float = 1.0, energy: float = 1.0) -> StageProfile:
-    """The profile with all times and energies multiplied."""
+    """Return the profile with all times and energies multiplied."""
     rows = profile.measurements
     return StageProfile([replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy) for m in rows], profile.info)

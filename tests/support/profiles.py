@@ -1,4 +1,4 @@
-"""Profiles whose rows are known: those that simulated GPUs truly have, and those published with the Perseus paper."""
+"""Profiles with known rows: the true ones of simulated GPUs, and those published with the Perseus paper."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0
 def truth(
     name: str, clocks: Iterable[int], work_s: Mapping[tuple[int, Kind], float] = WORK_S, **info: Any
 ) -> StageProfile:
-    """Return what a simulated GPU takes and uses, without noise."""
+    """Return the true profile of a simulated GPU, without noise."""
     model = DEVICES[name]
     rows = []
     for (stage, kind), top_s in work_s.items():
@@ -33,5 +33,5 @@ def stage_profile(gpu: str) -> Path:
 
 
 def lowtime_frontier(gpu: str, micro_batches: int) -> Path:
-    """Return the frontier that lowtime planned for 12, 24, 48 or 96 micro-batches."""
+    """Return the frontier by lowtime for 12, 24, 48 or 96 micro-batches."""
     return _PUBLISHED / "lowtime_frontier" / f"gpt3-175b_{gpu}_mb{micro_batches}.csv"

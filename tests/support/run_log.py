@@ -1,4 +1,4 @@
-"""Reads ``run.jsonl``, also while the job still writes it."""
+"""Reads ``run.jsonl``, even while the job writes it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pathlib import Path
 from typing import Any
 
 GIVE_UP_S = 600.0
-"""Ends a test whose job hangs; no test depends on how long anything takes."""
+"""Timeout of a test whose job hangs; no test depends on times."""
 
 Record = dict[str, Any]
 
 
 def records(folder: Path) -> list[Record]:
-    """Return the complete lines of a run's folder, in order; none where there is no file yet."""
+    """Return the complete lines of a run's folder in order; none if there is no file yet."""
     path = folder / "run.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def iterations(found: list[Record], *phases: str) -> list[Record]:
-    """Return the records of iterations, all or those of some phases."""
+    """Return the records of iterations, either all or those of some phases."""
     return [r for r in found if "iteration" in r and (not phases or r["phase"] in phases)]
 
 
 def events(found: list[Record], *names: str) -> list[Record]:
-    """Return the records of events, all or those of some names."""
+    """Return the records of events, either all or those with some names."""
     return [r for r in found if "event" in r and (not names or r["event"] in names)]
 
 
 def phases(found: list[Record]) -> list[str]:
-    """Return the phases in the order in which they first came."""
+    """Return the phases in the order of their first occurrence."""
     return list(dict.fromkeys(r["phase"] for r in iterations(found)))
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until something is so, and return what the condition returned."""
+    """Wait until a condition holds; return its result."""
     give_up_s = time.monotonic() + GIVE_UP_S
     while not (so := condition()):
         assert time.monotonic() < give_up_s, f"it did not happen: {what}"
@@ -46,5 +46,5 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def wait_for(folder: Path, condition: Callable[[list[Record]], Any]) -> Any:
-    """Wait until the records of a job that runs meet a condition, and return what the condition returned."""
+    """Wait until the records of a running job meet a condition; return its result."""
     return wait_until(lambda: condition(records(folder)), f"in {folder / 'run.jsonl'}")

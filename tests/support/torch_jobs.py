@@ -1,4 +1,4 @@
-"""What newer versions of torch add to its schedules: jobs for ``schedule_job``, and schedules with options."""
+"""Features of newer versions of torch's schedules: jobs for ``schedule_job``, and schedules with options."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _SINCE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 JOBS = {name: job for since, jobs in _SINCE.items() if Version(since) <= TORCH for name, job in jobs.items()}
-"""Those that the installed torch knows, by name."""
+"""Jobs supported by the installed torch, by name."""
 
 
 def with_options(name: str, **options: Any) -> Callable[..., Any]:
-    """Return what makes a schedule of torch by its name, with options of torch's runtime."""
+    """Return a function that makes a torch schedule by name, with options of torch's runtime."""
 
     def make(stages: Any, micro_batches: int, loss_fn: Any) -> Any:
         made = getattr(schedules, f"Schedule{name}")(stages, micro_batches, loss_fn=loss_fn)

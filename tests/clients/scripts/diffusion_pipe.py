@@ -1,4 +1,4 @@
-"""As diffusion-pipe: steps patched before, a command replaced after; no optimizer until after initialize.
+"""Like diffusion-pipe: steps patched before initialize, and a command replaced and the optimizer created after it.
 
 The optimizer of each parameter runs in a hook inside the backward (gradient release). Shapes change between batches.
 """

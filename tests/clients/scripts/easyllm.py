@@ -1,4 +1,4 @@
-"""As EasyLLM: a batch size set before the first step, and a backward of its own that keeps count in a global."""
+"""Like EasyLLM: the batch size is set before the first step, and its own backward counts in a global."""
 
 import deepspeed
 from client_job import MICRO_BATCHES, Client, calls, config, main, two_stages

@@ -1,7 +1,7 @@
-"""As GPT-NeoX: tied embeddings, activation checkpointing, a config as base64, and a checkpoint that is loaded again.
+"""Like GPT-NeoX: tied embeddings, activation checkpointing, a base64 config, and a checkpoint that is loaded again.
 
-Each training saves a checkpoint at the same step and goes on from that of the training before it, under another mode or
-without Perseus, which must be the same bits.
+Each training saves a checkpoint at the same step and continues from that of the previous training, which ran in another
+mode or without Perseus; the bits must be the same.
 """
 
 import base64
@@ -20,7 +20,7 @@ SAVED_AT = 2
 
 
 class Projection(nn.Linear):
-    """A layer that is tied to another one."""
+    """A layer tied to another one."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -63,7 +63,7 @@ class GptNeox(Client):
 
     def take_over(self, folder):
         before = folder.exists()
-        torch.distributed.barrier()  # both ranks have looked
+        torch.distributed.barrier()  # both ranks have checked
         if not before:
             self.engine.save_checkpoint(str(folder), tag="first")
             (folder / "latest").write_text("first")

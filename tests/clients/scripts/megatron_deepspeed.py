@@ -1,4 +1,4 @@
-"""As Megatron-DeepSpeed: three dimensions, trackers of generators, lengths that grow, bf16 with ZeRO-1, evaluation."""
+"""Like Megatron-DeepSpeed: 3D parallelism, generator trackers, growing lengths, bf16 with ZeRO-1, and evaluation."""
 
 import deepspeed
 import torch
@@ -14,7 +14,7 @@ GROWS_EVERY = 5
 
 
 class Tracker:
-    """The state of a generator beside torch's own, as Megatron's tracker keeps one, here for the CPU."""
+    """The state of a generator in addition to torch's own, like Megatron's tracker, but on the CPU."""
 
     def seed(self, seed):
         self.state = torch.Generator().manual_seed(seed).get_state()
@@ -44,7 +44,7 @@ class SumOverSlices(torch.autograd.Function):
 
 
 class TensorParallel(nn.Module):
-    """Each tensor-parallel rank has a half of it, and drops out values of its own."""
+    """Each tensor-parallel rank has a half of the layer, and its own dropout."""
 
     def __init__(self, groups):
         super().__init__()

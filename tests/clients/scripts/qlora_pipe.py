@@ -1,6 +1,6 @@
-"""As qlora-pipe: an engine of its own that it constructs, with a forward, a schedule and commands of its own.
+"""Like qlora-pipe: constructs its own engine class, with its own forward, schedule and commands.
 
-The schedule is that of DPO: each micro-batch also goes through the stages without gradients, for a reference.
+The schedule is that of DPO: each micro-batch also passes through the stages without gradients, as a reference.
 """
 
 import torch

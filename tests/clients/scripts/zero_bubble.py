@@ -1,4 +1,4 @@
-"""As Megatron-DeepSpeed's zero-bubble H1: a schedule in place of DeepSpeed's, its own commands and a gradient store."""
+"""Like Megatron-DeepSpeed's zero-bubble H1: its own schedule class, commands and gradient store."""
 
 import queue
 
@@ -8,7 +8,7 @@ from client_job import Client, calls, config, main, two_stages
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-WEIGHTS_LATER = True  # a global that the schedule reads, as scripts' arguments are
+WEIGHTS_LATER = True  # a global read by the schedule, like arguments of scripts
 
 
 class BackwardOnlyPass(schedule.BufferOpInstruction): ...
@@ -21,14 +21,14 @@ class Compress(schedule.PipeInstruction): ...
 
 
 class WeightGradStore:
-    """What is left of backwards, until their weights' part is run."""
+    """Holds backwards until their weights' part is run."""
 
     waiting = queue.Queue()
     split = 0
 
 
 class ZeroBubble(schedule.TrainSchedule):
-    """The weights' part of each backward but the last is done at the end, where the rank would wait."""
+    """Does the weights' part of each backward except the last at the end, when the rank would wait."""
 
     def steps(self):
         left = self.micro_batches if WEIGHTS_LATER else 0
@@ -46,7 +46,7 @@ class ZeroBubble(schedule.TrainSchedule):
 
 
 def gradients(engine, *arguments, **options):
-    engine._running_engine_backward = True  # as the engine's own backward says it
+    engine._running_engine_backward = True  # as the engine's own backward sets it
     try:
         return torch.autograd.grad(*arguments, **options)
     finally:

@@ -1,4 +1,4 @@
-"""The agent's part for one rank in the same process, without sockets: what it does to a GPU in virtual time."""
+"""The agent's state of one rank in the same process, without sockets, for GPUs in virtual time."""
 
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.client.clocks import AgentClocks
@@ -8,15 +8,15 @@ from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import Connect
 
 _BY_GPU = 5e-324
-"""As a number of 8 bytes, the 1 that a GPU writes."""
+"""The integer 1, written by a GPU, as an 8-byte float."""
 
 
 class DirectLink:
-    """A connection to :class:`RankClocks` that works at once.
+    """A connection to :class:`RankClocks` that delivers immediately.
 
     Attributes:
-        lost: Why there is no agent; a test may set it.
-        late_s: How late marks are looked for; a test may set it [s].
+        lost: Reason why there is no agent; a test may set it.
+        late_s: Delay until the agent checks marks; a test may set it [s].
     """
 
     def __init__(self, gpu, memory, time, tell=lambda message: None):
@@ -108,7 +108,7 @@ class StreamMarks:
 
 
 def clocks_of(gpu, time, cuda=None, tell=lambda message: None):
-    """Return the clocks of a rank that computes on a GPU, or on a stream of CUDA."""
+    """Return the clocks of a rank that computes on a GPU, or on a CUDA stream."""
     memory = RankMemory.create()
     marks = HostMarks(memory, time) if cuda is None else StreamMarks(memory, cuda)
     return AgentClocks(DirectLink(gpu, memory, time, tell), memory, marks, gpu.name, time)
