@@ -1,1 +1,1 @@
-"""Perseus in a training process: marks in shared memory."""
+"""Perseus in a training process."""

@@ -1,4 +1,4 @@
-"""An iteration that was captured into a CUDA graph, each replay of which marks and times its operations."""
+"""An iteration captured into a CUDA graph. Each replay marks and times its operations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from perseus_ds.pipeline.schedule import Compute, Operation
 class CapturedIteration:
     """The operations of an iteration, which are captured and not executed.
 
-    A graph marks the same slots in each replay, under whatever plan. So every instruction is marked, and its position
-    is its place in the order in which instructions were captured.
+    A graph marks the same slots in each replay, under any plan. So every instruction is marked, and its position is its
+    place in the order in which instructions were captured.
 
     Attributes:
-        instructions: In that order.
-        inputs: The shapes of the inputs of each forward, where they are known.
-        times: When a replay begins and ends its operations.
+        instructions: Instructions in that order.
+        inputs: Known shapes of the inputs of forwards.
+        times: Times of the operations in a replay.
     """
 
     def __init__(self, clocks: AgentClocks, times: GraphTimes) -> None:
@@ -31,7 +31,7 @@ class CapturedIteration:
 
     @contextmanager
     def operation(self, operation: Operation, inputs: Hashable = None) -> Iterator[None]:
-        """Surround an operation while it is captured; see ``PerseusRuntime.operation``."""
+        """Context manager for capturing one operation. See ``PerseusRuntime.operation``."""
         if not isinstance(operation, Compute):
             with self.times.around(operation):
                 yield
@@ -48,6 +48,6 @@ class CapturedIteration:
 
     @property
     def tail_stage(self) -> int | None:
-        """The stage of the tail, which was begun once all passes were captured; None if some were not."""
+        """Stage of the tail, which begins after all passes were captured. None if some were not."""
         last = self.instructions[-1] if self.instructions else None
         return last.stage if last is not None and last.kind is Kind.TAIL else None

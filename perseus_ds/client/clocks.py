@@ -1,7 +1,7 @@
-"""The training process's side of its GPU's clocks, which the agent of the node sets and reads.
+"""Interface of the training process to its GPU's clocks, which the agent of the node sets and reads.
 
-Training writes the number of an iteration's order and its marks into shared memory. Everything else is a message that
-nobody waits for; only before training are questions asked.
+The training process writes the number of an iteration's order and its marks into shared memory. Everything else is sent
+as messages, without waiting for answers. Only before training does it wait for answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANSWERS_WITHIN_S, _SERVER_STARTS_WITHIN_S, _LOOK_S = 10.0, 120.0, 0.05
 
 
 class Link(Protocol):
-    """The connection to the agent, which may be lost and made again.
+    """The connection to the agent, which may be lost and restored.
 
     Attributes:
         grants: Number of agents that have granted the lease.
@@ -31,42 +31,42 @@ class Link(Protocol):
     grants: int
 
     def send(self, message: ToClocks | Connect | StartServer, file: int | None = None) -> None:
-        """Send a message without waiting, with a file if there is one; it is lost if there is no agent."""
+        """Send a message and an optional file without waiting. It is lost if there is no agent."""
 
     def received(self) -> list[ToClient]:
-        """Return the messages that have come."""
+        """Return the messages received since the last call."""
 
     def wake(self) -> None:
-        """Have the agent look at the memory."""
+        """Have the agent read the shared memory."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the agent may have told something, at most for some time [s]."""
+        """Wait until there may be a message from the agent, or until the timeout."""
 
     def problem(self) -> GpuError | None:
-        """Return why there is no agent, if it is gone for long; start another one if it is gone."""
+        """Start another agent if it is lost, and return an error if it has been lost for long."""
 
     def close(self, timeout_s: float = 3.0) -> bool:
-        """End the lease; return whether the agent has restored the default clock."""
+        """End the lease. Returns True if the agent has restored the default clock."""
 
 
 class AgentClocks:
-    """See the module.
+    """Interface to the clocks of a rank's GPU, through its agent.
 
     Attributes:
-        memory: What the rank shares with its agent.
-        is_closed: Whether the default clock is restored for good.
-        mark_error: Why there are no marks any more; None if there are.
+        memory: Memory shared with the agent.
+        is_closed: Whether the default clock is restored permanently.
+        mark_error: Error after which no more marks are written. None if marks are written.
     """
 
     def __init__(self, link: Link, memory: RankMemory, marks: Marks, gpu: str, timebase: Timebase = REAL_TIME) -> None:
         """Begin at default clocks.
 
         Args:
-            link: To the agent.
-            memory: What the rank shares with it.
+            link: Connection to the agent.
+            memory: Memory shared with the agent.
             marks: Writes the marks.
             gpu: Product name of the GPU.
-            timebase: The time of marks.
+            timebase: Timebase of the marks.
         """
         self.memory = memory
         self.is_closed = False
@@ -82,7 +82,7 @@ class AgentClocks:
         self._inbox: list[ToClient] = []
 
     def follow(self, server: Connect) -> None:
-        """Have the agent, and each one that takes its place, connect this rank with the job's server."""
+        """Have the agent, and each later one, connect this rank to the job's server."""
         self._connect = server
         self._link.send(server)
 
@@ -90,11 +90,11 @@ class AgentClocks:
         """Have the agent start the job's server, and wait until it listens or has failed.
 
         Args:
-            request: Where it is to listen.
-            description: A file that has the job's description.
+            request: Address at which the server is to listen.
+            description: File descriptor of the job's description.
 
         Raises:
-            GpuError: The agent is gone.
+            GpuError: The agent is lost.
         """
         self._link.send(request, description)
         started: ServerStarted = self._awaited(ServerStarted, timeout_s=_SERVER_STARTS_WITHIN_S)
@@ -105,7 +105,7 @@ class AgentClocks:
         self._link.send(message)
 
     def received(self) -> list[ToClient]:
-        """Return the messages that have come; between iterations."""
+        """Return the messages received since the last call. Called between iterations."""
         self._inbox += self._link.received()
         if self._link.problem() is None and self._grants != self._link.grants:
             self._grants = self._link.grants
@@ -116,25 +116,25 @@ class AgentClocks:
         return received
 
     def begin_iteration(self, order: int, positions: int) -> int:
-        """Begin an iteration of an order, which may have marks at so many positions; return its number."""
+        """Begin an iteration of an order, with marks at up to this number of positions, and return its number."""
         self._positions = max(self._positions, min(positions, POSITIONS))
         iteration = self.memory.begin_iteration(order)
         try:
             if self.mark_error is None:
                 self._marks.begin(iteration, self._positions)
-        except GpuError as error:  # such as after an error of CUDA, which ends training anyhow
+        except GpuError as error:  # for example after a CUDA error, which ends training anyway
             self.mark_error = error
         self._link.wake()
         return iteration
 
     def change_order(self, order: int) -> None:
-        """Run the rest of the iteration as one of another order."""
+        """Change the order of the current iteration."""
         if self.memory.program(self.memory.iteration) != order:
             self.memory.change_program(order)
             self._link.wake()
 
     def mark(self, slot: int) -> None:
-        """Mark that the device has reached a slot; see :class:`~perseus_ds.client.marks.Marks`."""
+        """Mark that the device has reached a slot. See :class:`~perseus_ds.client.marks.Marks`."""
         try:
             if slot < 2 * POSITIONS and self.mark_error is None:
                 self._marks.mark(slot)
@@ -142,7 +142,7 @@ class AgentClocks:
             self.mark_error = error
 
     def end_iteration(self, iteration: int) -> None:
-        """End an iteration, all of which was issued."""
+        """End an iteration after all of it was issued."""
         self.memory.end_iteration()
         self.memory.idle_since_s = self._time.now_s()
         try:
@@ -166,16 +166,16 @@ class AgentClocks:
         self._link.problem()  # starts another agent if there is none: the clock may be locked
 
     def ask(self, question: Question, value: float = 0.0) -> Answer | messages.Refreshes:
-        """Ask the agent, and wait for its answer; before training.
+        """Send a question to the agent, and wait for its answer. Called before training.
 
         Raises:
             GpuBusyError: The driver does not answer.
-            GpuError: The agent's, or there is no agent.
+            GpuError: The agent has answered with an error, or there is no agent.
         """
         self._questions += 1
         self._link.send(Ask(self._questions, question, value))
         answer: Answer | messages.Refreshes = self._awaited(Answer, messages.Refreshes)
-        while answer.number != self._questions:  # to a question before, too late
+        while answer.number != self._questions:  # a late answer to an earlier question
             answer = self._awaited(Answer, messages.Refreshes)
         if answer.error:
             is_busy = isinstance(answer, Answer) and answer.is_busy
@@ -183,7 +183,7 @@ class AgentClocks:
         return answer
 
     def values(self, question: Question, value: float = 0.0) -> tuple[float, ...]:
-        """Ask the agent, and return the values of its answer; errors are those of :meth:`ask`."""
+        """Send a question to the agent, and return the values of its answer. Raises the errors of :meth:`ask`."""
         answer = self.ask(question, value)
         assert isinstance(answer, Answer)
         return answer.values
@@ -204,21 +204,21 @@ class AgentClocks:
             self._link.wait(_LOOK_S)
 
     def counter_log(self) -> CounterRecord:
-        """Return a record of the energy counter's refreshes, made while it is entered; before training."""
+        """Return a context manager that records refreshes of the energy counter. Used before training."""
         return CounterRecord(self, self._gpu)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the agent may have told something, at most for some time [s]."""
+        """Wait until there may be a message from the agent, or until the timeout."""
         self._link.wait(timeout_s)
 
     def close(self) -> None:
-        """Restore the default clock for good; harmless when called again."""
+        """Restore the default clock permanently. Has no effect when called again."""
         self.is_closed = True
         self._link.close()
 
 
 class CounterRecord(Refreshes):
-    """Refreshes of the energy counter as the agent records them."""
+    """Refreshes of the energy counter, recorded by the agent."""
 
     def __init__(self, clocks: AgentClocks, gpu: str) -> None:
         super().__init__(gpu)
@@ -237,7 +237,7 @@ class CounterRecord(Refreshes):
         self._clocks.ask("stop", self._number)
 
     def update(self) -> None:
-        """Take in the refreshes up to now."""
+        """Fetch the refreshes up to now."""
         while self._is_open:
             try:
                 seen = self._clocks.ask("refreshes", self._number)

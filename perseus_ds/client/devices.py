@@ -1,4 +1,4 @@
-"""Finds the GPU that a rank computes on, which its agent opens, and what times operations on it."""
+"""Finds and leases the GPU that a rank computes on, and selects the timers of its operations."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _RENUMBERING = (
 
 
 class LeasedGpu:
-    """A GPU whose driver the agent alone calls, as the agent described it when it granted the lease.
+    """A GPU as the agent described it when it granted the lease. Only the agent calls its driver.
 
     Attributes:
         lease: The lease.
-        notices: What an administrator has set that affects plans, one sentence each.
+        notices: Settings by an administrator that affect plans, one sentence each.
     """
 
     simulated = False
 
     def __init__(self, place: FindGpu, *, checks_permission: bool) -> None:
-        """Request a lease of the GPU; the node's agent is started if there is none.
+        """Request a lease of the GPU. The node's agent is started if there is none.
 
         Args:
-            place: By what the agent finds the GPU.
+            place: Identifies the GPU for the agent.
             checks_permission: Whether the agent is to check that clocks may be set, which resets the clock.
 
         Raises:
@@ -61,7 +61,7 @@ class LeasedGpu:
 
     @property
     def settings(self) -> GpuSettings | None:
-        """What was set of it when the agent opened it."""
+        """Settings of the GPU when the agent opened it."""
         return None if self._known.settings is None else GpuSettings(**self._known.settings)
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
@@ -70,12 +70,12 @@ class LeasedGpu:
         return self._known.clocks_mhz
 
     def check_lock_permission(self) -> None:
-        """Raise the error that the agent met when it checked the permission."""
+        """Raise the error that occurred when the agent checked the permission, if any."""
         if self._known.permission_fault is not None:
             raise self._known.permission_fault.error()
 
     def close(self) -> None:
-        """End the lease; harmless when called again."""
+        """End the lease. Has no effect when called again."""
         self.lease.close()
 
 
@@ -84,12 +84,12 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
 
     Args:
         config: The ``perseus`` block.
-        device: Where the rank's tensors live.
+        device: Device of the rank's tensors.
         rank: Global rank.
-        local_rank: Rank on this node; names the GPU where the device does not.
+        local_rank: Rank on this node. Selects the GPU if the device does not.
 
     Raises:
-        ConfigError: There is nothing to open for tensors on this device.
+        ConfigError: Tensors on this device need a GPU that Perseus does not support.
         GpuError: There is no such GPU, its driver is missing, or another job uses it.
     """
     gpu = gpu_of(config, device, rank=rank, local_rank=local_rank)
@@ -109,7 +109,7 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
 
 
 def clocks_of(gpu: KnownGpu, device: torch.device) -> AgentClocks:
-    """Return the clocks of this rank's GPU, which is leased if it is not yet.
+    """Return the clocks of this rank's GPU. Requests a lease if there is none yet.
 
     Raises:
         GpuError: No agent can use the GPU, or the GPU cannot write marks.
@@ -128,14 +128,14 @@ def clocks_of(gpu: KnownGpu, device: torch.device) -> AgentClocks:
 
 
 def execution_on(gpu: KnownGpu, device: torch.device, config: PerseusConfig) -> Execution:
-    """Return what times operations on a GPU."""
+    """Return the timers of operations on a GPU."""
     if isinstance(gpu, SimulatedGpu):
         return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
     return CudaExecution(device) if device.type == "cuda" else HostExecution()
 
 
 def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
-    """Return the same as :func:`open_gpu`, without notices of what it is."""
+    """Return the same GPU as :func:`open_gpu`, without warnings about it."""
     kind = _kind_of(device) if config.device == "auto" else config.device
     if kind != "simulated":
         return LeasedGpu(place_of(kind, device, local_rank), checks_permission=config.mode != "observe")
@@ -148,10 +148,12 @@ def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank
 
 
 def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
-    """Return what to open for tensors on a device: AMD's GPUs, which torch calls ``cuda`` too, through Zeus.
+    """Return the kind of GPU to open for tensors on a device.
+
+    AMD's GPUs, which torch also calls ``cuda``, are opened through Zeus.
 
     Raises:
-        ConfigError: Clocks of such a device cannot be set, and simulating others would slow training down.
+        ConfigError: Clocks of such a device cannot be set, and simulated GPUs would slow training down.
     """
     if device.type == "cuda":
         return "nvml" if torch.version.hip is None else "zeus"
@@ -165,19 +167,19 @@ def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
 
 
 def place_of(kind: Literal["nvml", "zeus"], device: torch.device, local_rank: int) -> FindGpu:
-    """Return by what another process finds the GPU of a rank."""
+    """Return the identifiers by which another process finds the GPU of a rank."""
     variables = {name: os.environ[name] for name in _RENUMBERING if name in os.environ}
     ordinal, uuid, pci_address = _device_of(device, local_rank)
     return FindGpu(kind, ordinal, uuid, pci_address, variables, places.cgroups())
 
 
 def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, str | None]:
-    """Return CUDA's or HIP's number of this rank's GPU, and its UUID (CUDA) and PCI address if they are known."""
+    """Return the number of this rank's GPU in CUDA or HIP, and its UUID (CUDA) and PCI address if known."""
     if device.type != "cuda":
         return max(0, local_rank), None, None
     index = device.index if device.index is not None else torch.cuda.current_device()
     known = torch.cuda.get_device_properties(index)
-    # What HIP reports as a UUID is not written as amdsmi writes it.
+    # HIP and amdsmi write UUIDs differently.
     uuid = None if torch.version.hip else str(getattr(known, "uuid", "")) or None
     domain, bus, slot = (getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     if domain is None or bus is None or slot is None:
@@ -186,5 +188,5 @@ def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, 
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the most memory that tensors of this process have taken on its GPU; None if they are on none."""
+    """Return the peak memory of this process's tensors on its GPU. None if they are not on a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

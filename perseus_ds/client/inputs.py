@@ -12,15 +12,15 @@ _MOST_LENGTHS, _LONGEST = 4096, 1e15
 
 @functools.lru_cache(maxsize=4096)
 def number_of_inputs(inputs: Hashable) -> float:
-    """Return a number for the shapes of a forward's inputs, which is the same in every process and never 0."""
+    """Return a number for the shapes of a forward's inputs. It is the same in every process and never 0."""
     return float(int.from_bytes(hashlib.blake2b(repr(inputs).encode(), digest_size=4).digest(), "little") + 1)
 
 
 @functools.lru_cache(maxsize=4096)
 def length_of_inputs(inputs: Hashable) -> float:
-    """Return a number in proportion to the tokens of a forward's inputs: the elements of the first one; NaN if unknown.
+    """Return the number of elements of a forward's first input, as a measure of its tokens.
 
-    Given are the shapes of all inputs, or of one of them.
+    ``inputs`` holds the shapes of all inputs, or of one of them. The length is NaN if unknown.
     """
     if isinstance(inputs, int | float):
         return float(inputs)
@@ -35,7 +35,7 @@ def check_lengths(lengths: Sequence[float]) -> None:
     """Check the lengths of the micro-batches of an iteration.
 
     Raises:
-        ValueError: They are no lengths.
+        ValueError: A length or their number is invalid.
     """
     wrong = [number for number, length in enumerate(lengths) if not 0 < length < _LONGEST]
     if wrong or not 1 <= len(lengths) <= _MOST_LENGTHS:
@@ -50,9 +50,9 @@ class InputShapes:
     """The shapes of the inputs of one iteration, as numbers.
 
     Attributes:
-        first: Of the first forward; 0 before it.
-        total: Of all forwards so far, whatever their order.
-        length: The mean length of the inputs of a forward so far.
+        first: Number of the first forward. 0 before it.
+        total: Sum of the numbers of all forwards so far, which does not depend on their order.
+        length: Mean length of the inputs of all forwards so far.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class InputShapes:
         self._forwards = 0
 
     def add(self, shape: float, length: float = math.nan) -> bool:
-        """Take in the inputs of a forward; return whether it is the first one."""
+        """Add the inputs of a forward. Returns True if it is the first one."""
         is_first = self.total == 0.0
         if is_first:
             self.first, self.length = shape, length

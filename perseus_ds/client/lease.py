@@ -1,8 +1,8 @@
 """A rank's lease of its GPU: the right to change its clock while an agent watches the rank's process.
 
-The agent (:mod:`perseus_ds.agent.process`) is started by the first rank of a job on a node. If it dies, the rank
-notices an old heartbeat at the end of an iteration and starts another one. Nothing here waits while training runs, and
-there is no thread.
+The first rank of a job on a node starts the agent (:mod:`perseus_ds.agent.process`). If the agent dies, the rank
+notices an old heartbeat at the end of an iteration and starts another one. This module never waits during training and
+starts no thread.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ _AGAIN_S = 0.02
 _POLL_S = 0.0005
 _STARTED_AGAIN_S = 0.5
 _HELD_S = 5.0
-"""How long to wait for a GPU that another job's agent may be about to reset and let go."""
+"""Time to wait for a GPU that another job's agent may be about to reset and release."""
 _OLD_S = 5.0
-"""A heartbeat of this age is that of an agent that is stopped. One that is gone has closed its socket."""
+"""Age of a heartbeat from which its agent counts as stopped. An agent that has ended has closed its socket."""
 _COUNTED_S = 1.0
-"""Of the time between two looks at the heartbeat at most so much counts."""
+"""Maximum time between two checks of the heartbeat that counts as silence."""
 _SLOW_S = 3.0
-"""An agent that has not looked at a rank for so long is not waited for."""
+"""Time since the last heartbeat from which an agent is not waited for."""
 _REPLACED_WITHIN_S = 10.0
 _STATUS_TIMEOUT_S = 10.0
-# Variables that make every process of a job profile, preload or count threads, or that hide GPUs of the node from it.
+# Variables that set profilers, preloaded libraries or numbers of threads for all processes of a job, or hide GPUs.
 _NOT_INHERITED = (
     "LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "COVERAGE_PROCESS_START",
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
 )  # fmt: skip
 _NOT_INHERITED_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "NSYS_", "VTUNE_")
-# This package, whichever others there are. Other packages are looked for elsewhere first: next to this one there may be
-# an old copy of a part of the standard library.
+# Import this installation of the package. Other packages are searched elsewhere first, because there may be an old copy
+# of a standard library module next to this package.
 _CODE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
     "sys.path.append(sys.path.pop(0)); from perseus_ds.agent.process import main; main()"
@@ -76,11 +76,11 @@ class Lease:
 
     Attributes:
         shared: The memory that the rank shares with the agent.
-        memory: What is in it.
-        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`; empty until an agent has found it.
-        description: The GPU as the agent found it; None unless it was to find it.
-        grants: Number of times that an agent has granted it.
-        is_granted: Whether an agent has granted it and is connected.
+        memory: Contents of the shared memory.
+        gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`. Empty until an agent has found the GPU.
+        description: Description of the GPU by the agent. None if the agent did not have to find the GPU.
+        grants: Number of times that an agent has granted the lease.
+        is_granted: Whether an agent has granted the lease and is connected.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Lease:
         An agent is started if there is none.
 
         Args:
-            gpu: The GPU's ``address``, or by what the agent finds it.
+            gpu: The GPU's ``address``, or identifiers by which the agent finds it.
             job: Ranks with the same text share an agent. By default the job's ``MASTER_ADDR`` and ``MASTER_PORT``, or
                 this process alone.
-            timebase: The time in which to wait.
-            files: The files of a simulated GPU's logs.
-            checks_permission: Whether the description is to say if clocks may be set, which resets the clock.
+            timebase: Timebase for waiting.
+            files: File descriptors of a simulated GPU's logs.
+            checks_permission: Whether the agent is to check that clocks may be set, which resets the clock.
 
         Raises:
             GpuBusyError: Another job uses the GPU.
@@ -143,20 +143,20 @@ class Lease:
 
     @property
     def agent_pid(self) -> int | None:
-        """The agent's process id, or None while there is none."""
+        """Process id of the agent. None if there is no agent."""
         with contextlib.suppress(OSError):
             return places.holder_of(places.agent_lock_path(self._name))
         return None
 
     def is_watched(self) -> bool:
-        """Return whether an agent watches, or was lost within the last seconds; if it was, start another one.
+        """Return True if an agent watches this process, or was lost less than 10 s ago.
 
-        It returns immediately, and is to be called between iterations.
+        If it was lost, another one is started, without waiting. Called between iterations.
         """
         now_s = self._time.now_s()
         if self.memory.heartbeat_s != self._heartbeat_s:
             self._heartbeat_s, self._silent_s = self.memory.heartbeat_s, 0.0
-        else:  # a machine that was paused for long has paused the agent as well
+        else:  # a pause of the machine pauses the agent as well
             self._silent_s += min(now_s - self._looked_at_s, _COUNTED_S)
         self._looked_at_s = now_s
         if self._silent_s < _OLD_S:
@@ -168,21 +168,21 @@ class Lease:
             self._disconnect()
         if self._lost_s is None:
             self._lost_s = now_s
-        with contextlib.suppress(OSError, GpuError):  # such as no memory for another process: tried again
+        with contextlib.suppress(OSError, GpuError):  # for example no memory for another process: try again later
             self._progress()
         return self.is_granted or now_s - self._lost_s < _REPLACED_WITHIN_S
 
     def send(
         self, message: messages.ToClocks | messages.Connect | messages.StartServer, file: int | None = None
     ) -> None:
-        """Send a message without waiting, with a file if there is one; it is lost if there is no agent."""
+        """Send a message and an optional file without waiting. It is lost if there is no agent."""
         if self.is_granted:
             self._outbox.append((messages.encode(message), () if file is None else (file,)))
             self._flush()
 
     def received(self) -> list[messages.ToClient]:
-        """Return the messages that have come, without waiting."""
-        with contextlib.suppress(GpuError):  # of another version: another agent is started
+        """Return the messages received since the last call, without waiting."""
+        with contextlib.suppress(GpuError):  # a message of another version: another agent is started
             while self.is_granted and (message := self._receive()) is not None:
                 self._inbox.append(message)
         self._flush()
@@ -190,36 +190,36 @@ class Lease:
         return received
 
     def wake(self) -> None:
-        """Have the agent look at the memory now."""
+        """Have the agent read the shared memory immediately."""
         if self._connection is not None and self.is_granted:
             with contextlib.suppress(OSError):
                 self._connection.send(messages.WAKE)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the agent may have told something, at most for some time [s]."""
+        """Wait until there may be a message from the agent, or until the timeout."""
         self._time.sleep(min(timeout_s, _POLL_S))
 
     @property
     def answers(self) -> bool:
-        """Whether there is an agent, which has looked at this rank within three seconds."""
+        """True if there is an agent with a heartbeat within the last three seconds."""
         return self.is_granted and self._silent_s < _SLOW_S
 
     @property
     def looked_s(self) -> float:
-        """When the agent last looked at this rank [s]."""
+        """Time of the agent's last heartbeat for this rank [s]."""
         return self.memory.heartbeat_s
 
     def problem(self) -> GpuError | None:
-        """Return why no agent watches, if it was lost for long; start another one if it was lost."""
+        """Start another agent if it was lost, and return an error if it has been lost for long."""
         if self.is_watched():
             return None
         return GpuError("the agent, which resets the clocks if the job is killed, is gone")
 
     def close(self, timeout_s: float = 3.0) -> bool:
-        """End the lease, and wait until the agent has reset the clock; harmless when called again.
+        """End the lease, and wait until the agent has reset the clock. Has no effect when called again.
 
         Returns:
-            Whether it did. If not, the agent is gone, or the driver refuses or hangs.
+            True if the clock was reset. If not, the agent is lost, or the driver refuses or hangs.
         """
         if os.getpid() != self._process:
             return False
@@ -249,7 +249,7 @@ class Lease:
         while not self.is_granted:
             refused = self._progress()
             if refused is not None:
-                # An agent that another rank started may not see this rank's GPU, as with a control group for each.
+                # An agent that another rank started may not see this rank's GPU, if each has its own control group.
                 if refused.reason == "held" and self._time.now_s() < end_s - _ANSWER_TIMEOUT_S + _HELD_S:
                     self._time.sleep(_AGAIN_S)
                     continue
@@ -268,7 +268,7 @@ class Lease:
             self._reap()
 
     def _progress(self) -> Refused | None:
-        """Take the next step towards a lease, without waiting; return a refusal."""
+        """Take the next step towards a lease, without waiting. Returns a refusal, if any."""
         if self._connection is None:
             try:
                 self._connection = places.connect(self._name)
@@ -309,17 +309,17 @@ class Lease:
         """Start an agent, unless one is starting or was started just now.
 
         Raises:
-            GpuError: The one before failed to start.
+            GpuError: The previous one failed to start.
         """
         if (complaint := self._reap()) is not None:
             raise GpuError(f"The agent of this node failed to start: {complaint}")
-        # On a busy node a process starts slowly, and more of them start more slowly.
+        # On a busy node, a process starts slowly, and additional processes make it slower.
         if self._starting is None and self._time.now_s() >= self._next_start_s:
             self._next_start_s = self._time.now_s() + _STARTED_AGAIN_S
             self._starting = _start(self._name)
 
     def _reap(self) -> str | None:
-        """Remove the process that has started an agent, if it has ended, and return why it failed, if it did."""
+        """Remove the process that starts an agent if it has ended, and return the error if it failed."""
         if self._starting is None or self._starting.poll() is None:
             return None
         ended, self._starting = self._starting, None
@@ -328,7 +328,7 @@ class Lease:
         return lines[-1] if ended.returncode else None
 
     def _receive(self) -> messages.ToClient | None:
-        """Return the next message, if there is one; forget a connection that the agent has closed."""
+        """Return the next message, if any. Disconnects if the agent has closed the connection."""
         if self._connection is None:
             return None
         try:
@@ -347,14 +347,14 @@ class Lease:
             raise GpuError(f"The agent sent what this version of perseus-ds does not understand: {error}.") from error
 
     def _flush(self) -> None:
-        """Send what an agent that is busy had no room for."""
+        """Send queued messages, for which a busy agent had no room before."""
         while self._outbox and self._connection is not None:
             try:
                 packet, files = self._outbox[0]
                 socket.send_fds(self._connection, [packet], files)
             except BlockingIOError:
                 return
-            except OSError:  # it will be seen when the agent's answer is received
+            except OSError:  # the next _receive() handles it
                 pass
             del self._outbox[0]
 
@@ -364,7 +364,7 @@ class Lease:
         if self._connection is not None:
             if self._signals.stop():
                 self._connection.close()
-            else:  # its number must not become that of another file while the interpreter writes signals to it
+            else:  # the interpreter still writes signals to this file descriptor, so it must not be reused
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
                 self._kept.append(self._connection)
@@ -372,9 +372,9 @@ class Lease:
 
 
 def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return the agent of each GPU that processes of this user lease on this node, and these processes.
+    """Return the agent and the processes of each GPU that this user's processes lease on this node.
 
-    Agents that do not answer within 10 s, such as those that are stopped, are left out.
+    Agents that do not answer within 10 s, for example stopped ones, are omitted.
     """
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     with contextlib.suppress(OSError):
@@ -391,18 +391,18 @@ def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
 
 
 class SignalForwarder:
-    """Has the interpreter write the number of each signal it handles to a socket, while any code runs.
+    """Forwards the numbers of handled signals to a socket, even while native code runs.
 
-    Python runs the handlers of signals on the main thread, between two of its instructions: a rank that waits for the
-    GPU or for another rank runs them only when that is over, often after the scheduler's SIGKILL. The interpreter's own
-    part of a handler runs immediately (``signal.set_wakeup_fd``). A signal without handler ends the process, and with
-    it the lease.
+    Python runs signal handlers on the main thread, between two of its instructions. A rank that waits for the GPU or
+    for another rank runs them only after the wait, often after the scheduler's SIGKILL. The interpreter's own part of a
+    handler runs immediately (``signal.set_wakeup_fd``). A signal without a handler ends the process, and with it the
+    lease.
     """
 
     def __init__(self) -> None:
         self._file = -1
-        # A signal to a forked process, such as a Pool's worker, is none to this process. What is registered stays
-        # registered; this object must not stay for that.
+        # A signal to a forked process, such as a Pool's worker, is not one to this process. The registration is
+        # permanent, and must not keep this object alive.
         stop = weakref.WeakMethod(self.stop)
         os.register_at_fork(after_in_child=lambda: (function := stop()) and function())
 
@@ -420,7 +420,11 @@ class SignalForwarder:
             signal.set_wakeup_fd(previous)
 
     def stop(self) -> bool:
-        """Forward no more signals; return whether the interpreter knows, which only the main thread can tell it."""
+        """Stop forwarding signals.
+
+        Returns:
+            False if signals are still forwarded, because only the main thread can stop it.
+        """
         if self._file != -1:
             try:
                 current = signal.set_wakeup_fd(-1)
@@ -433,9 +437,9 @@ class SignalForwarder:
 
 
 def _start(name: str) -> subprocess.Popen[bytes]:
-    """Start an agent, which ends again if another one serves.
+    """Start an agent, which ends immediately if another one serves.
 
-    The process returned ends when the agent is about to serve.
+    The returned process ends when the agent is about to serve.
 
     Raises:
         OSError: No process can be started.
@@ -447,7 +451,7 @@ def _start(name: str) -> subprocess.Popen[bytes]:
     }
     return subprocess.Popen(
         [sys.executable, "-c", _CODE, name],
-        cwd="/",  # Not among the user's modules, and in no file system that somebody may want to unmount.
+        cwd="/",  # Not a folder with the user's modules, and not in a file system that may be unmounted.
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What a rank measures of its GPU before training: its energy counter, and the power while it waits."""
+"""Measures the energy counter and the blocking power of a rank's GPU before training."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Measured
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-# The GPU computes for some refreshes before the step of power to which its counter answers, in parts of some length.
+# Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
 _LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 5, 0.2, 3.0
 _SHORT_WINDOW_S, _WINDOW_S = 0.35, 1.0
-# Blocking power is measured over so many refreshes of the counter, at most for so long [s], but over the fewest.
+# Measurement of blocking power: number of refreshes of the counter, longest time [s], and least number of refreshes.
 _WAITED_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
 
 
 def measure_counter(clocks: AgentClocks) -> Measured:
-    """Return how often the energy counter is refreshed.
+    """Return the refresh period of the energy counter.
 
     Raises:
-        GpuError: It cannot be read.
+        GpuError: The counter cannot be read.
     """
     for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
         (period_s,) = clocks.values("period", window_s)
@@ -42,19 +42,19 @@ def measure_gpu(
     pipeline_ranks: int,
     timebase: Timebase = REAL_TIME,
 ) -> Measured:
-    """Return how this rank's energy counter behaves, and what its GPU draws while it waits; all ranks must call it.
+    """Measure the energy counter and the blocking power of this rank's GPU. All ranks must call it.
 
-    The ranks wait in a collective, first for the first ranks of their pipelines, which come late, and then for all
-    others. Each is measured for some refreshes of the energy counter, after a time in which the counter still tells
-    what was drawn before.
+    The ranks wait in a collective, first for the first ranks of their pipelines, which enter it late, and then for all
+    others. Each wait is measured for some refreshes of the energy counter, after a time in which the counter still
+    includes earlier power.
 
     Args:
-        clocks: Of the rank.
-        load: Has the GPU compute for some time [s].
-        device: Where the tensors of the collective live.
+        clocks: Clocks of the rank.
+        load: Keeps the GPU busy for some time [s].
+        device: Device of the collective's tensors.
         pipeline_rank: Position of the rank in its pipeline.
         pipeline_ranks: Number of ranks of a pipeline.
-        timebase: The time in which to wait.
+        timebase: Timebase for waiting.
     """
     period_s, settle_s, problem = _WINDOW_S, 0.0, ""
     try:
@@ -75,7 +75,7 @@ def measure_gpu(
     settles_s = settle_s + period_s
     late_s = settles_s + window_s
     power_w = math.nan
-    if pipeline_ranks == 1:  # it never waits; idling comes closest
+    if pipeline_ranks == 1:  # it never waits, and an idle GPU is closest to that
         power_w = _power_w(clocks, lambda: timebase.sleep(late_s), settles_s, timebase, problem)
     else:
         for is_first_late in (True, False):
@@ -88,7 +88,7 @@ def measure_gpu(
 
 
 def _power_w(clocks: AgentClocks, wait: Callable[[], None], settle_s: float, timebase: Timebase, problem: str) -> float:
-    """Return the average power while this rank waits, but for the first seconds of it [W]; NaN if it is not known."""
+    """Return the average power while this rank waits, without the first seconds [W]. NaN if unknown."""
     has_waited = False
     try:
         if problem:
@@ -111,7 +111,7 @@ def _largest_of_all(values: list[float], device: torch.device) -> tuple[float, .
 
 
 def _wait_for_all(device: torch.device) -> None:
-    """Wait for all ranks in a collective of the job's own communicator; sending to one rank would make another."""
+    """Wait for all ranks in a collective, because sending to one rank would create another communicator."""
     dist.all_reduce(torch.zeros(1, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""The meeting of all ranks before training, by the job's own store.
+"""The meeting of all ranks before training, through the job's own store.
 
-Each rank writes what it knows of itself, or what is wrong with it, into the store. Rank 0 reads that of all, has its
-agent start the job's server with it, and writes the answer: where the server is, or the error that all ranks raise.
-There is no other meeting.
+Each rank writes a description of itself, or its error, into the store. Rank 0 reads all of them, has its agent start
+the job's server with them, and writes the answer: the address of the server, or the error that all ranks raise. There
+is no other meeting.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Monitor(Protocol):
-    """DeepSpeed's monitor, or anything like it."""
+    """DeepSpeed's monitor, or an object with the same method."""
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What Perseus needs to know of the code that trains on this rank.
+    """Facts about the code that trains on this rank.
 
     Attributes:
         pipeline: Global ranks of its pipeline, first stage first.
         copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has data
             of its own.
-        device: Where the rank's tensors live.
+        device: Device of the rank's tensors.
         fingerprint: Changes with any property that affects the times of this rank's instructions.
-        models: Classes of the models in this process, first the one that trains. Empty for a user's own loop.
+        models: Classes of the models in this process, the one that trains first. Empty for a user's own loop.
         versions: Versions of the packages that train, besides torch and Perseus.
         micro_batch_size: Number of samples of a micro-batch, if it is known.
         monitor: Receives time and energy, as DeepSpeed's monitor does.
-        steps_per_print: How often to print an iteration. None for never.
+        steps_per_print: Interval of printed iterations. None for never.
         steps: Number of finished training steps. None if the engine does not count them.
-        engine: Whose spelling of layouts is used. None if layers cannot be moved between stages.
+        engine: Engine that defines the notation of layouts. None if layers cannot be moved between stages.
         parts: Parts of the model, by stage of this rank. Empty if unknown.
         tied: Whether the embedding and the head share a weight.
     """
@@ -89,7 +89,7 @@ class EngineFacts:
 
 
 class Opened:
-    """What a rank has opened, which is closed again if the job does not start."""
+    """Resources that a rank has opened. They are closed if the job does not start."""
 
     gpu: KnownGpu | None = None
     clocks: AgentClocks | None = None
@@ -97,7 +97,7 @@ class Opened:
     schedule: Schedule
 
     def close(self) -> None:
-        """Close it."""
+        """Close them."""
         if self.clocks is not None:
             self.clocks.close()
         elif self.gpu is not None:
@@ -111,14 +111,14 @@ def meet(
     check: Callable[[Schedule], object],
     opened: Opened,
 ) -> ServerStarted:
-    """Open the GPU of this rank, tell rank 0 what this rank knows of itself, and return its answer.
+    """Open the GPU of this rank, send the facts of this rank to rank 0, and return its answer.
 
     Args:
         config: The ``perseus`` block.
-        facts: What trains on this rank.
-        read: Returns what this rank executes in an iteration, as a schedule of one rank.
+        facts: Facts about the code that trains on this rank.
+        read: Returns the operations of this rank in an iteration, as a schedule of one rank.
         check: Called on rank 0 with the schedule of all ranks of its pipeline. Raises if it cannot be planned.
-        opened: Receives what is opened.
+        opened: Receives the opened resources.
 
     Raises:
         PerseusError: On all ranks, the error of the first rank that has one.
@@ -131,7 +131,7 @@ def meet(
         content = b"+" + described.encode(_open(config, facts, read, opened))
     except PerseusError as error:
         content = f"-{type(error).__name__}:{error}".encode()
-    except Exception as error:  # of any kind: the other ranks wait
+    except Exception as error:  # the other ranks wait
         content = f"-PerseusError:rank {rank}: {error!r}".encode()
     store.set(f"{key}/{rank}", content)
     if rank == 0:
@@ -150,7 +150,7 @@ def meet(
 
 
 def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule], opened: Opened) -> RankFacts:
-    """Open the GPU of this rank, and return what it is to tell of itself."""
+    """Open the GPU of this rank, and return the rank's facts."""
     rank = dist.get_rank()
     opened.schedule = read()
     gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
@@ -162,10 +162,10 @@ def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule
 def rank_facts(
     config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, timers: Execution
 ) -> RankFacts:
-    """Return what a rank tells of itself.
+    """Return the facts that a rank sends to rank 0.
 
     Raises:
-        GpuError: Clocks may not be set, and the job does not train without.
+        GpuError: Clocks cannot be set, and the job requires them.
     """
     problem, clocks_mhz = "", tuple[int, ...]()
     if config.mode != "observe":
@@ -203,7 +203,7 @@ def rank_facts(
 
 
 def _awaited(store: Any, key: str) -> bytes:
-    """Return a value of the store once it is there, without blocking other users of the store."""
+    """Wait for a value of the store without blocking other users of the store."""
     look_s, end_s = _FIRST_LOOK_S, time.monotonic() + _timeout_s(store)
     while not store.check([key]):
         if time.monotonic() > end_s:
@@ -226,7 +226,7 @@ def _timeout_s(store: Any) -> float:
 def _start_server(
     config: PerseusConfig, contents: list[bytes], check: Callable[[Schedule], object], opened: Opened
 ) -> ServerStarted:
-    """Have rank 0's agent start the server, if no rank has a problem; return what all ranks are to know."""
+    """Have rank 0's agent start the server if no rank has an error, and return the answer for all ranks."""
     for content in contents:
         if content.startswith(b"-"):
             kind, _, text = content[1:].decode().partition(":")
@@ -246,12 +246,12 @@ def _start_server(
 
 
 def _host() -> str:
-    """Return the name by which other ranks reach this node."""
+    """Return the host name at which other ranks reach this node."""
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
 def load_of(gpu: KnownGpu | None, device: torch.device) -> Callable[[float], None]:
-    """Return what has a GPU compute for some time [s]."""
+    """Return a function that keeps a GPU busy for some time [s]."""
 
     def compute(seconds: float) -> None:
         if isinstance(gpu, SimulatedGpu):
@@ -275,7 +275,7 @@ def _json(parts: Sequence[Part]) -> bytes:
 
 
 def local_rank() -> int:
-    """Return the rank on this node, as launchers tell it."""
+    """Return the rank on this node, from the launcher's environment variables."""
     return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
 
 

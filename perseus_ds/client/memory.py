@@ -15,11 +15,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class SharedMemory:
     """Anonymous memory of a fixed size that another process can map by its file descriptor.
 
-    It stays mapped as long as the process lives: GPUs write into it, and captured graphs hold its address.
+    It stays mapped until the process ends, because GPUs write into it and captured graphs hold its address.
 
     Attributes:
-        file: The descriptor to pass on.
-        address: Where it is mapped in this process.
+        file: File descriptor for other processes.
+        address: Its address in this process.
         length: Its size [bytes].
         view: Its contents.
     """
@@ -33,9 +33,9 @@ class SharedMemory:
         self.length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # Without it, a full tmpfs would end the process with SIGBUS at a later write.
+            # Otherwise, a later write to a full tmpfs would end the process with SIGBUS.
             os.posix_fallocate(self.file, 0, self.length)
-            # The agent must not be able to truncate it, and neither must we.
+            # Neither the agent nor this process may truncate it.
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self.file, self.length)
         except OSError as error:

@@ -1,7 +1,8 @@
-"""Perseus on one rank while it trains: marks, measurements, and what the job's server has this rank run.
+"""Perseus on one rank during training: marks, measurements, and messages of the job's server.
 
-Nothing here waits while training runs, and nothing decides: the server sends what the iterations of an order run
-(:class:`~perseus_ds.protocol.job_messages.Follow`), and receives a report of every iteration.
+Except for the calibration of a simulated GPU, this module does not wait during training, and it makes no decisions. The
+server sends programs for the iterations of an order (:class:`~perseus_ds.protocol.job_messages.Follow`), and receives a
+report of every iteration.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
 logger.addFilter(log_printable)
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""Surrounds what nobody measures and where no clock changes."""
+"""No-op context for operations that are not measured and change no clock."""
 UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe")
-"""What an iteration runs for which the server has sent nothing."""
+"""Message that applies to iterations for which the server has sent none."""
 _FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_UNSENT = 64
 _MOST_GIVEN = 64
-"""The lengths of so many iterations to come are kept, and plans for so many."""
+"""Maximum number of future iterations with stored lengths."""
 _PROFILED = ("observe", "run", "pause")
 
 
 class _Ran(NamedTuple):
-    """An iteration whose report is still to be sent, once the device has done it."""
+    """An iteration with a pending report, which is sent after the device has finished it."""
 
     finished: FinishedIteration
     follow: Follow
@@ -68,7 +69,7 @@ class _Ran(NamedTuple):
 
 
 def key_of(order: Hashable) -> int:
-    """Return a number that tells an order from others, the same in every process."""
+    """Return a number that identifies an order, the same in every process."""
     digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -76,14 +77,15 @@ def key_of(order: Hashable) -> int:
 class PerseusRuntime:
     """Perseus on one rank, called by the code that executes the schedule.
 
-    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
-    of a plan the clock is its first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
+    Use ``iteration()`` as the context of a training iteration, and ``operation()`` as that of each operation. Between
+    two iterations of a plan, the GPU keeps the plan's first clock. It runs at the default clock after 2 s, within
+    ``paused()``, and after ``close()``.
 
     Attributes:
-        follow: What the iteration runs that has begun last; before the first one, what it will run.
-        clocks: Of the rank's GPU.
-        timers: Time operations on the device.
-        schedule: What this rank executes in its first iteration, as a schedule of one rank.
+        follow: Message that applies to the last iteration that has begun, or to the first one before it begins.
+        clocks: Clocks of the rank's GPU.
+        timers: Timers of operations on the device.
+        schedule: Operations of this rank in its first iteration, as a schedule of one rank.
     """
 
     def __init__(
@@ -100,13 +102,13 @@ class PerseusRuntime:
         """Begin at default clocks.
 
         Args:
-            clocks: Of the rank's GPU, connected with the job's server.
-            timers: Time operations on the device.
-            schedule: What this rank executes in its first iteration, as a schedule of one rank.
-            is_rank_0: Whether it prints what the server says, and waits for the summary at the end.
+            clocks: Clocks of the rank's GPU, connected to the job's server.
+            timers: Timers of operations on the device.
+            schedule: Operations of this rank in its first iteration, as a schedule of one rank.
+            is_rank_0: Whether this rank waits for the summary at the end, and sends commands and steps.
             monitor: Receives time and energy, as DeepSpeed's monitor does.
-            memory_bytes: Returns the most memory that tensors have taken on the GPU.
-            timebase: The time of marks.
+            memory_bytes: Returns the peak memory of tensors on the GPU.
+            timebase: Timebase of the marks.
         """
         self.follow = UNPLANNED
         self.clocks = clocks
@@ -119,16 +121,16 @@ class PerseusRuntime:
         self._simulated = timers if isinstance(timers, SimulatedExecution) else None
         self._process = os.getpid()
         self._closed = self._in_iteration = self._has_summary = False
-        # What to run, by the number of an order; the last entry is for the iterations to come.
+        # Messages by the number of an order. The last one applies to future iterations.
         self._follows: dict[int, list[Follow]] = {}
-        # What single iterations run, by the number of their order and their own.
+        # Messages for single iterations, by the numbers of order and iteration.
         self._planned: dict[tuple[int, int], Follow] = {}
-        # Lengths of iterations to come, and the number of the next one for which there are none.
+        # Lengths of future iterations, and the number of the first one without lengths.
         self._given: deque[tuple[float, ...]] = deque(maxlen=_MOST_GIVEN)
         self._next_given = 1
         self.schedule = schedule
         self._streams: dict[int, tuple[Operation, ...]] = {}
-        # Numbers by order and shape of the first inputs; of the first order without the server's help.
+        # Numbers by order and shape of the first inputs. The number of the first order is known without the server.
         self._numbers: dict[tuple[int, float], int] = {}
         self._others = DEFAULT_CLOCKS
         self._by_shape: set[int] = set()
@@ -196,18 +198,18 @@ class PerseusRuntime:
     ) -> PerseusRuntime:
         """Start Perseus on a rank for a user's own training loop on ``torch.distributed``.
 
-        Surround each iteration with :meth:`iteration` and each forward and backward in it with :meth:`instruction`.
-        Call :meth:`close` at the end.
+        Execute each iteration within the context :meth:`iteration`, and each forward and backward in it within
+        :meth:`instruction`. Call :meth:`close` at the end.
 
         Args:
             block: A ``perseus`` block.
             schedule: The operations of every rank of a pipeline in one iteration, such as
                 ``read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=8)``.
             pipeline: Global ranks of this rank's pipeline, first stage first.
-            device: Where the rank's tensors live.
+            device: Device of the rank's tensors.
 
         Raises:
-            ConfigError: The block is wrong.
+            ConfigError: The block is invalid.
             PerseusError: On all ranks, the error of the first rank that has one.
         """
         facts = EngineFacts(pipeline=tuple(pipeline), copies=None, device=torch.device(device))
@@ -216,25 +218,25 @@ class PerseusRuntime:
 
     @property
     def profiled(self) -> bool:
-        """True if there is nothing left to measure, from the same iteration on on all ranks."""
+        """True if no measurements are left. It becomes true at the same iteration on all ranks."""
         return self._profiled_from is not None and self.clocks.memory.iteration >= self._profiled_from
 
     @property
     def phase(self) -> str:
-        """The phase of the iteration that has begun last, or of the first one."""
+        """Phase of the last iteration that has begun, or of the first one before it begins."""
         return self.follow.phase
 
     @contextmanager
     def iteration(
         self, samples: int = 0, order: Hashable = None, read: Callable[[], Schedule] | None = None
     ) -> Iterator[None]:
-        """Surround one training iteration.
+        """Context manager for one training iteration.
 
         Args:
-            samples: Samples that the job has seen after it.
-            order: Equal for equal schedules, on all ranks.
-            read: Returns what this rank executes in it, as a schedule of one rank; called if the order is another one
-                than the first, and the server plans it.
+            samples: Number of samples that the job has processed after it.
+            order: Value that is equal for equal schedules, on all ranks.
+            read: Returns the operations of this rank in it, as a schedule of one rank. Called if the order is not the
+                first one, and the server plans it.
         """
         if self._closed:
             yield
@@ -265,7 +267,7 @@ class PerseusRuntime:
             raise
         finally:
             self._in_iteration = False
-        # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
+        # The host has launched everything. The device may not have finished, and is not waited for.
         finished = self.timers.finish_iteration()
         self.clocks.end_iteration(iteration)
         fields = {
@@ -293,21 +295,21 @@ class PerseusRuntime:
 
     @property
     def follows_operations(self) -> bool:
-        """Whether :meth:`operation` has to surround the operations of the iteration that has begun."""
+        """True if :meth:`operation` has to be called for the operations of the current iteration."""
         return self._hooks.is_needed or self._key in self._by_shape or bool(self._unsent)
 
     @property
     def follows_transfers(self) -> bool:
-        """Whether these include what is no instruction."""
+        """True if :meth:`operation` also has to be called for operations that are not instructions."""
         return self._hooks.times_all
 
     def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration.
+        """Return the context manager for one operation of an iteration.
 
         Args:
             operation: The operation.
-            inputs: The shapes of a forward's inputs, or whatever tells them from others; nothing where they are not
-                known, and of other operations.
+            inputs: Shapes of a forward's inputs, or another value that identifies them. None if they are unknown, and
+                for other operations.
         """
         if not self._in_iteration:
             return NOTHING
@@ -320,38 +322,38 @@ class PerseusRuntime:
         return self._hooks.around(operation)
 
     def _add_inputs(self, inputs: Hashable) -> None:
-        """Take in the shapes of a forward's inputs: the first ones select what the iteration runs."""
+        """Add the shapes of a forward's inputs. The shapes of the first forward may select the plan."""
         shape = number_of_inputs(inputs)
         if self._shapes.add(shape, length_of_inputs(inputs)) and self._key in self._by_shape:
             self._choose_by_shape(shape)
 
     def capture(self) -> CapturedIteration | None:
-        """Return what surrounds the operations of an iteration of which a CUDA graph is being captured.
+        """Return the recorder for an iteration that is being captured into a CUDA graph.
 
         Returns:
-            None if graphs cannot be followed: this is no GPU of NVIDIA, or torch has no external events.
+            None if graphs are not supported, because the GPU is not NVIDIA's or torch has no external events.
         """
         times = self.timers.graph_times()
         return None if times is None else CapturedIteration(self.clocks, times)
 
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
-        """Execute the passes of the iteration that has begun by replaying the graph of one that was captured."""
+        """Execute the passes of the current iteration by replaying the graph of a captured one."""
         self._send_reports()
         for inputs in captured.inputs:
             self._add_inputs(inputs)
         return self._hooks.replay(captured, replay)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
-        """Surround one instruction of an iteration, as :meth:`operation` does."""
+        """Return the context manager for one instruction of an iteration. See :meth:`operation`."""
         return self.operation(Compute(instruction), inputs)
 
     def tail_begins(self) -> None:
-        """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
+        """Keep the clock of the tail for 2 s, because the user's code continues the tail and may take longer."""
         self.clocks.may_idle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Surround work outside of training iterations: it runs at default clocks."""
+        """Context manager for work outside of training iterations. It runs at default clocks."""
         self.clocks.pause()
         yield
 
@@ -361,33 +363,34 @@ class PerseusRuntime:
             self.clocks.send(msg.Command(json.dumps(order, default=str).encode()))
 
     def next_lengths(self, lengths: Sequence[float]) -> None:
-        """Pass on the lengths of the micro-batches of the next iteration for which there was no call.
+        """Announce the micro-batch lengths of the next iteration for which none were announced.
 
-        Call it once for each iteration, in the order in which they train, at least one iteration before, for example
-        when a data loader reads a batch ahead. At least one rank of each pipeline must call it. If several do, they
-        must pass the same lengths. Any thread may call it, and it returns at once.
+        Call it once for each iteration, in the order of training, at least one iteration ahead, for example when a
+        data loader prefetches a batch. At least one rank of each pipeline must call it. If several ranks do, they must
+        pass the same lengths. It is thread-safe and does not wait.
 
         Args:
             lengths: Length of the input of each micro-batch, in their order, such as its number of tokens.
 
         Raises:
-            ValueError: They are no lengths.
+            ValueError: A length or their number is invalid.
         """
         check_lengths(lengths)
         self._given.append(tuple(map(float, lengths)))
 
     def set_steps(self, steps: int) -> None:
-        """Report how many training steps the engine has done, such as after a checkpoint was loaded."""
+        """Report the number of training steps of the engine, for example after loading a checkpoint."""
         if self._is_rank_0 and not self._closed:
             self.clocks.send(msg.Steps(self.clocks.memory.iteration, steps))
 
     def close(self) -> None:
-        """Restore the default clock and stop; harmless when called again, or in a forked process.
+        """Restore the default clock and stop Perseus.
 
-        Iterations may follow: at default clocks, without Perseus. Rank 0 waits for the summary for at most 2 s.
+        Has no effect when called again, or in a forked process. Later iterations run at default clocks without
+        Perseus. Rank 0 waits for the summary for at most 2 s.
         """
         if self._closed or os.getpid() != self._process:
-            return  # in a forked process, the clock is its parent's
+            return  # in a forked process, the clock belongs to the parent
         self._closed = True
         atexit.unregister(self.close)
         end_s = self._time.now_s() + _LAST_REPORTS_S
@@ -400,10 +403,10 @@ class PerseusRuntime:
             self._take_in()
         self.clocks.close()
 
-    # What the server sends.
+    # Messages from the server.
 
     def _await_first(self) -> None:
-        """Wait until it is known what the first iteration runs, before training."""
+        """Wait for the message about the first iteration, before training."""
         end_s = self._time.now_s() + _FIRST_S
         while 0 not in self._follows and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
@@ -434,7 +437,7 @@ class PerseusRuntime:
             self.follow = self._follows[0][-1]
 
     def _await_calibration(self) -> None:
-        """Wait until passes take as long as on the simulated GPU, and it is known what iterations run from then on."""
+        """Wait for the calibration of the simulated GPU, and for messages about the iterations after it."""
         end_s = self._time.now_s() + _FIRST_S
         while self._simulated is not None and self._simulated.seconds_per_flop is None and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
@@ -443,7 +446,7 @@ class PerseusRuntime:
         self._take_in()
 
     def _following(self, iteration: int) -> Follow:
-        """Return what an iteration of the present order runs, and forget what was before that."""
+        """Return the message that applies to an iteration of the current order, and forget earlier ones."""
         follows = self._follows.get(self._number, [])
         while len(follows) > 1 and follows[1].from_iteration <= iteration:
             del follows[0]
@@ -454,7 +457,7 @@ class PerseusRuntime:
             follow = self._planned.get((self._number, iteration), UNPLANNED)
             self._planned = {key: each for key, each in self._planned.items() if key[1] >= iteration}
         if follow.program.clocks_mhz and not self._stream:
-            return UNPLANNED  # whose positions are not known
+            return UNPLANNED  # the positions are not known
         return follow
 
     def _number_orders(self, orders: msg.Orders) -> None:
@@ -463,7 +466,7 @@ class PerseusRuntime:
         self._others = orders.others
 
     def _choose_by_shape(self, shape: float) -> None:
-        """Have the iteration run as its first inputs ask for."""
+        """Select the order of the iteration by the shape of its first inputs."""
         number = self._numbers.get((self._key, shape), DEFAULT_CLOCKS)
         if number != self._number:
             self._number = number
@@ -472,7 +475,7 @@ class PerseusRuntime:
             self._hooks.follow(self.follow, self.clocks.memory.iteration, self._stream)
 
     def _read(self, read: Callable[[], Schedule]) -> None:
-        """Send the schedule of the order of the iteration that begins."""
+        """Send the schedule of the current order."""
         self._unread.discard(self._key)
         try:
             schedule = read()
@@ -494,29 +497,29 @@ class PerseusRuntime:
             return
         try:
             print(printable(message.text), flush=True)
-        except Exception:  # a terminal that is gone or knows no such character, a full disk
+        except Exception:  # for example a closed terminal, an unsupported character, or a full disk
             return
 
     def _tell_monitor(self, observed: msg.Observed) -> None:
-        if self._monitor is None or not dist.is_initialized():  # DeepSpeed's asks for its rank
+        if self._monitor is None or not dist.is_initialized():  # DeepSpeed's monitor reads its rank
             return
         try:
             self._monitor.write_events([(tag, value, observed.samples) for tag, value in observed.figures])
-        except Exception as error:  # files, networks, services: whatever the user has chosen to write to
+        except Exception as error:  # the monitor may write to files, networks or services
             self._monitor = None
             logger.warning("perseus: DeepSpeed's monitor failed (%s); Perseus no longer writes to it.", error)
 
-    # What is sent to the server.
+    # Messages to the server.
 
     def _send_lengths(self, first: int, *, begun: int) -> None:
-        """Send the lengths that were given, for the iterations from one on, and none for one that has begun."""
+        """Send announced lengths for iterations from ``first`` on. Those of begun iterations are empty."""
         while self._given:
             lengths, number = self._given.popleft(), max(self._next_given, first)
             self._next_given = number + 1
             self.clocks.send(msg.Lengths(number, lengths if number > begun else ()))
 
     def _send_reports(self) -> bool:
-        """Send the reports of iterations that the device has done; return whether there is none left."""
+        """Send the reports of iterations that the device has finished. Returns True if none is pending."""
         while self._unsent and self._unsent[0].finished.is_over():
             self._send(self._unsent.popleft())
         return not self._unsent
@@ -546,12 +549,12 @@ class PerseusRuntime:
 
 
 def times_of(follow: Follow, iteration: int) -> Times:
-    """Return what is measured of an iteration."""
+    """Return the times that are measured in an iteration."""
     return follow.otherwise if iteration % follow.every else follow.times
 
 
 def computed_and_tail_s(spans: Sequence[Span]) -> dict[str, float]:
-    """Return when the last pass of an iteration ended, and how long the tail took from then on [s]."""
+    """Return the end of the last pass of an iteration, and the time from then to the tail's end [s]."""
     computed_s = ended_s = 0.0
     for span in spans:
         if isinstance(span.operation, Compute):
@@ -563,7 +566,7 @@ def computed_and_tail_s(spans: Sequence[Span]) -> dict[str, float]:
 
 
 class OperationHooks:
-    """One context manager for all operations, which do not overlap: making one for each would take time.
+    """One context manager for all operations, which do not overlap. Creating one for each is slower.
 
     Attributes:
         times_all: Whether all operations of this iteration are timed, transfers included.
@@ -573,8 +576,8 @@ class OperationHooks:
     def __init__(self, timers: Execution, clocks: AgentClocks) -> None:
         self._timers = timers
         self._clocks = clocks
-        # Positions of instructions in the program, and those of the last iteration in the order in which they ran: most
-        # iterations are alike, and to compare objects costs less than to look them up.
+        # Positions of instructions in the program, and those of the last iteration in the order of execution. Most
+        # iterations are alike, and comparing objects is faster than looking them up.
         self._positions: dict[Instruction, int] = {}
         self._ran: list[tuple[Instruction, int | None]] = []
         self._next = 0
@@ -586,14 +589,14 @@ class OperationHooks:
         self._times_passes = self.times_all = self.is_needed = True
 
     def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
-        """Begin an iteration of which no operation was issued yet."""
+        """Begin an iteration, before any of its operations is issued."""
         self._next = 0
         self.follow(follow, iteration, stream)
         self._timers.start_iteration()
         self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
 
     def follow(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
-        """Mark and time what remains of an iteration as it is to be from now on."""
+        """Mark and time the rest of an iteration according to a message."""
         times = times_of(follow, iteration)
         self._times_passes = times != "none" or self._timers.needs_all
         self.times_all = times == "all" or self._timers.needs_all
@@ -611,7 +614,7 @@ class OperationHooks:
         return self._places[id(stream)]
 
     def around(self, operation: Operation) -> AbstractContextManager[None]:
-        """Return what surrounds an operation: this, or nothing where it is neither timed nor marked."""
+        """Return the context manager for an operation. It is a no-op if the operation is not timed or marked."""
         if type(operation) is not Compute:
             if not self.times_all:
                 return NOTHING
@@ -632,9 +635,9 @@ class OperationHooks:
         return self
 
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
-        """Have a graph execute the passes of this iteration."""
+        """Execute the passes of this iteration by replaying a graph."""
         if list(self._positions) != captured.instructions[: len(self._positions)]:
-            self._clocks.change_order(DEFAULT_CLOCKS)  # its marks are those of another order
+            self._clocks.change_order(DEFAULT_CLOCKS)  # the graph's marks are those of another order
         if captured.times.last is not None:
             captured.times.last.spans()  # this replay overwrites them
         replayed = replay()
@@ -643,7 +646,7 @@ class OperationHooks:
         return replayed
 
     def __enter__(self) -> None:
-        """An operation is about to be issued."""
+        """Begin to mark and time an operation."""
         if self._position is not None:
             self._clocks.mark(2 * self._position)
         operation = self._operation
@@ -654,7 +657,7 @@ class OperationHooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """An operation was issued."""
+        """Finish marking and timing an operation."""
         operation = self._operation
         assert operation is not None, "it is known around what"
         if self._times_passes if type(operation) is Compute else self.times_all:

@@ -1,8 +1,8 @@
-"""Lets a GPU write words into host memory in the order of a stream, as marks of its progress.
+"""Writes of a GPU into host memory in the order of a stream, as marks of its progress.
 
 A write follows all work that was issued to its stream before, after a system-wide memory fence. It may be captured into
-a graph, and then happens at each replay. Sources: ``cuStreamWriteValue32_v2`` and ``cuMemHostRegister`` in the CUDA
-driver API; ``hipStreamWriteValue32`` in HIP, which is marked as beta there.
+a graph, and is then executed at each replay. Sources: ``cuStreamWriteValue32_v2`` and ``cuMemHostRegister`` in the CUDA
+driver API, and ``hipStreamWriteValue32`` in HIP, which is marked as beta there.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class StreamWrites:
     """Writes into shared memory by the GPUs of this process.
 
     Args:
-        memory: Made visible to all GPUs of the process, and never hidden from them again.
-        names: Of the driver's functions.
+        memory: Memory to map for all GPUs of the process. It is never unmapped.
+        names: Names of the driver's functions.
 
     Raises:
         GpuError: The driver is missing, too old (CUDA before 11.7), or refuses to map the memory.
@@ -81,9 +81,9 @@ class StreamWrites:
         """Write a word when the stream has executed all work that was issued before, and return immediately.
 
         Args:
-            stream: Handle of the stream; of the current context's device.
-            offset: Where in the memory, a multiple of 4 [bytes].
-            value: Below 2**32.
+            stream: Handle of a stream of the current context's device.
+            offset: Offset in the memory, a multiple of 4 [bytes].
+            value: Value of the word, below 2**32.
 
         Raises:
             GpuError: The driver refuses.
