@@ -1,4 +1,4 @@
-"""Fixtures for every test. In CI an unexpected skip fails the run."""
+"""Fixtures for every test. In CI, an unexpected skip fails the run."""
 
 import contextlib
 import os
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def pytest_configure(config):
-    hypothesis.settings.load_profile("ci")  # always the same examples, and no deadline on the wall clock
-    # The ninja that jobs find: of two ninjas in turn each compiles DeepSpeed's extension again.
+    hypothesis.settings.load_profile("ci")  # always the same examples, without deadlines
+    # Use the ninja that jobs find: if two of them alternate, each recompiles DeepSpeed's extensions.
     os.environ["PATH"] = ENVIRONMENT["PATH"]
-    # Each process that is started would compile this package again, and each session all tests.
+    # Otherwise each process would compile this package again, and each session all tests.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.environ.get("CI"):

@@ -1,4 +1,4 @@
-"""The documentation is correct: links lead somewhere, messages exist, generated pages agree with the code."""
+"""The documentation is correct: links and messages exist, and generated pages agree with the code."""
 
 import ast
 import functools
@@ -33,7 +33,7 @@ PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for 
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub and the site make them."""
+    """Return the anchors of a page, as made by GitHub and the documentation site."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
@@ -47,7 +47,7 @@ def test_links_lead_somewhere(page):
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.exists(), f"{target} is not there"
+        assert file.exists(), f"{target} does not exist"
         assert not anchor or anchor in headings(file), f"{target} has no such heading"
 
 
@@ -76,7 +76,7 @@ def test_classes_named_in_the_glossary_exist():
 
 @functools.cache
 def literals() -> list[str]:
-    """All string literals of the package, with … for values that are filled in."""
+    """Return all string literals of the package, with … for inserted values."""
     found = []
     for path in sorted((ROOT / "perseus_ds").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -96,7 +96,7 @@ MESSAGES = re.findall(r"^### `(.*)`$|^- `(.*?)`:", TROUBLESHOOTING, re.MULTILINE
 
 @pytest.mark.parametrize("message", [heading or reason for heading, reason in MESSAGES])
 def test_messages_quoted_in_troubleshooting_are_in_the_code(message):
-    # A leading or final … may stand for several values that are filled in.
+    # A leading or final … may stand for several inserted values.
     quoted = message.removeprefix("…").removesuffix("…").strip(": ")
     assert any(quoted in text for text in literals())
 

@@ -1,4 +1,4 @@
-"""The names that ``perseus_ds`` promises to users: these and no others, without the price of torch."""
+"""``perseus_ds`` exports exactly the public names, without importing torch."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ NAMES = OF_TRAINING | {
 
 
 def modules_after(statement):
-    """The modules that a new Python has loaded after a statement."""
+    """Return the modules loaded by a new Python process after a statement."""
     script = f"{statement}\nimport sys\nprint(*sorted(sys.modules))"
     finished = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     return set(finished.stdout.split())

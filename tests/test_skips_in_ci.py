@@ -1,4 +1,4 @@
-"""A run of CI fails if it skips a test that is not listed."""
+"""A CI run fails if it skips a test that is not listed."""
 
 import os
 import subprocess

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "perseus_ds"
-# From top to bottom; a folder imports only from those below it.
+# From top to bottom; a folder may import only from those below it.
 FOLDERS = [
     "__main__",
     "cli",
@@ -39,7 +39,7 @@ MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix(): path for
 def folder_of(module):
     parts = module.removesuffix("/__init__").split("/")[1:]
     folder = parts[0] if parts else "__init__"
-    assert folder in FOLDERS, f"{module} is in no folder of the list"
+    assert folder in FOLDERS, f"{module} is in a folder that is not listed"
     return folder
 
 
@@ -108,6 +108,6 @@ def test_tests_mirror_the_package():
     tests = Path(__file__).parent
     works = {"clients", "examples", "fuzz", "gpu_checks", "integration", "nodes", "trials"}
     others = {*works, "data", "stub_cuda", "stub_nvml", "support", "__pycache__"}
-    # A folder that a move has left without tests may still hold bytecode.
+    # A folder whose tests were moved may still contain bytecode.
     folders = {path.name for path in tests.iterdir() if any(path.rglob("*.py"))} - others
     assert folders <= set(FOLDERS)

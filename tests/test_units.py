@@ -1,4 +1,4 @@
-"""Figures for people."""
+"""Formatting of figures for people."""
 
 import pytest
 

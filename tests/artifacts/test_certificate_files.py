@@ -21,7 +21,7 @@ def right():
 
 @pytest.fixture
 def load(right, tmp_path):
-    """Reads an archive with the right arrays, but for those that are given as bytes."""
+    """Reads an archive with the right arrays, except for those given as bytes."""
 
     def of(compression=zipfile.ZIP_DEFLATED, **members):
         with (

@@ -1,4 +1,4 @@
-"""Frontiers and plans as files: what is read back, what does not fit, and what is refused."""
+"""Files of frontiers and plans: reading them back, and rejecting those that do not fit or are invalid."""
 
 import csv
 import dataclasses

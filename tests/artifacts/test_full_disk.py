@@ -1,4 +1,4 @@
-"""A disk that becomes full: what was there before stays, all of it."""
+"""When a disk becomes full, existing files stay complete."""
 
 import os
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_replaced_leaves_all_and_no_temporary_one(tmp_path
 
 
 def test_new_and_old_files_are_never_read_together(tmp_path, frontier, monkeypatch):
-    """A set of files is consistent after a process was killed while replacing them."""
+    """A set of files is consistent even if a process was killed while replacing them."""
     for save in SAVERS.values():
         save(tmp_path, frontier)
     move, seen = os.replace, []

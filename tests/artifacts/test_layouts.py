@@ -34,7 +34,7 @@ def layout(*stages, engine="megatron"):
 
 
 def of_megatron(text):
-    """Read a layout by Megatron-Core's own code."""
+    """Read a layout with Megatron-Core's own code."""
     return [
         "".join(LETTERS[kind.name] for kind in stage) for stage in PipelineParallelLayerLayout.parse_str_to_list(text)
     ]

@@ -1,4 +1,4 @@
-"""Readers are bounded, writers leave alone what they do not own, and texts hold no control characters."""
+"""Readers are bounded, writers keep files they do not own, and texts contain no control characters."""
 
 import json
 import logging
@@ -233,7 +233,7 @@ def test_a_frontier_that_could_not_be_read_again_is_not_written(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "deepspeed_dualpipev"])
 def test_the_longest_schedule_that_is_planned_for_can_be_read_again(name):
-    """Its parts grow with stages times micro-batches."""
+    """The number of its JSON parts grows with stages times micro-batches."""
     ((_, schedule),) = choose_schedules([name], micro_batches=[64], ranks=8, chunks=2)
     text = ScheduleStreams.of(schedule).model_dump_json()
     assert text.count("[") * MOST_INSTRUCTIONS / (schedule.num_stages * 64) <= MOST_JSON_PARTS

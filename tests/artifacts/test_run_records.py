@@ -1,4 +1,4 @@
-"""Writing run.jsonl, and reading it, also while it grows or is damaged."""
+"""Writing run.jsonl, and reading it, even while it grows or if it is damaged."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def append(folder, text):
 
 
 def read(follower):
-    """Return whether it is another file, and all new records."""
+    """Return whether the file was replaced, and all new records."""
     batches = [*follower.read()]
     return any(is_another for is_another, _ in batches), [record for _, records in batches for record in records]
 

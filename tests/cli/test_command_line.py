@@ -49,7 +49,7 @@ def test_help_of_a_command_describes_its_arguments_and_examples(run, command):
     assert in_words(description_of(command)) in in_words(out)
     for name in command_of(command).__dataclass_fields__:
         assert f" --{name.replace('_', '-')}" in out or name.upper().replace("_", "-") in out
-    # Each argument says what it is, and what it is if it is left out.
+    # Each argument is described, with its default.
     described = in_words(out.partition("show this help message and exit")[2])
     assert not any(f"{kind} (" in described for kind in ("PATH", "INT", "FLOAT", "STR", "TIME"))
     assert all(f"\n  {example}" in out for example in command_of(command).examples)
@@ -182,7 +182,7 @@ def test_a_run_a_profile_and_a_frontier_can_be_given_together():
 
 @pytest.fixture
 def complete(run, tmp_path):
-    """Return what bash completes a line to."""
+    """Return bash's completions of a line."""
     assert run("--tyro-write-completion", "bash", "completion.sh")[0] == 0
 
     def complete(line):

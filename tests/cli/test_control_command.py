@@ -1,4 +1,4 @@
-"""``perseus-ds control``: the order that it sends, and the answer that it prints."""
+"""``perseus-ds control``: the command that it sends, and the answer that it prints."""
 
 import json
 
@@ -10,7 +10,7 @@ from perseus_ds.server.progress import JobProgress
 
 @pytest.fixture
 def orders(run, tmp_path):
-    """Orders received by a job with the current folder as output folder."""
+    """Commands received by a job with the current folder as output folder."""
     orders = []
 
     def handle(order):

@@ -1,4 +1,4 @@
-"""Outputs that cannot be written are errors in words, and are found before anything is computed."""
+"""Outputs that cannot be written are reported before anything is computed."""
 
 import pytest
 from pipelines import synthetic_profile

@@ -54,7 +54,7 @@ def test_a_model_that_does_not_fit_says_what_to_do(run):
 
 
 def write_job(folder, *stages, **changes):
-    """Write the profile of a job of Megatron-Core, as in profile mode."""
+    """Write the profile of a Megatron-Core job, as in profile mode."""
     job = job_of(*stages, simulated=True, micro_batches=8)
     info = {"layout": job.layout, "streams": ScheduleStreams.of(job.schedule), "micro_batches": 8, "model": "GPTModel"}
     info |= {"pipeline_ranks": len(stages), "stages": len(stages)} | changes

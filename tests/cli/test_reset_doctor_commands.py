@@ -19,7 +19,7 @@ from perseus_ds.gpu.nvml import NvmlGpu
 
 @pytest.fixture(autouse=True)
 def environment(stub_nvml_here, monkeypatch):
-    """Have agents see the same GPUs as this process."""
+    """Let agents see the same GPUs as this process."""
     for name, value in stub_nvml_here.environment.items():
         monkeypatch.setenv(name, value)
 
@@ -71,7 +71,7 @@ def test_reset_says_which_gpu_it_cannot_find(run, gpus, words, message):
 
 
 def lines_of(page):
-    """Return level and text of each line of the page, by what it is about."""
+    """Return level and text of each line of the page, by subject."""
     found = re.findall(r"^(ok|info|warn|fail)\s+(.{13}) (.*)", page, re.MULTILINE)
     return {what.strip(): (level, text) for level, what, text in found}
 
@@ -107,11 +107,11 @@ def test_doctor_asks_whether_the_counter_covers_the_module_or_the_gpu_in_it(stub
     assert [gpu["energy"].level for gpu in found] == ["ok", "ok", "warn", "ok"]
     assert "covers the whole module" in found[2]["energy"].text
     assert ["energy of the whole module" in gpu["settings"].text for gpu in found] == [False, False, True, False]
-    assert found[2]["power"].text.startswith("250 W now"), "that of the GPU alone"
+    assert found[2]["power"].text.startswith("250 W now"), "the power of the GPU only"
 
 
 def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here, stub_time):
-    for gpu in stub_nvml_here.gpus[:3]:  # of which the calls would move the one time that all of them live in
+    for gpu in stub_nvml_here.gpus[:3]:  # their calls would advance the time shared by all GPUs
         gpu.fail("name", "gpu_is_lost")
     gpu = stub_nvml_here.gpus[3]
     gpu.lock_latency_s = 0.015
@@ -130,7 +130,7 @@ def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here, stub_tim
 def test_doctor_that_is_interrupted_while_it_locks_clocks_leaves_none_locked(stub_nvml_here):
     for gpu in stub_nvml_here.gpus:
         gpu.settle_s = 1e6
-    waits = (  # for the clocks, until it is interrupted
+    waits = (  # waits for clocks until it is interrupted
         "import signal, sys; from perseus_ds.cli import machine, main; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a test run in the background ignores it
         "machine._SETTLE_TIMEOUT_S = 1e6; sys.exit(main.main(['doctor', '--lock']))"
@@ -155,7 +155,7 @@ def test_doctor_locks_no_clock_of_a_gpu_that_a_job_uses(stub_nvml_here, stub_tim
 
 def test_doctor_finds_a_user_namespace_in_which_root_cannot_set_clocks(stub_nvml_here, stub_time, monkeypatch):
     assert findings_of(stub_time)["lock"][0] == "ok"
-    monkeypatch.setattr(machine, "_ALL_UIDS", ["1000", "0", "1"])  # so that this process is in another one
+    monkeypatch.setattr(machine, "_ALL_UIDS", ["1000", "0", "1"])  # this process then is in another namespace
     level, text = findings_of(stub_time)["lock"]
     assert level == "fail"
     assert "in a user namespace only" in text

@@ -1,4 +1,4 @@
-"""`perseus-ds watch` on small screens, in pipes, for programs, and its keys."""
+"""`perseus-ds watch` on small screens, in pipes, and for programs, and its keys."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
 
 
 def many_ranks(ranks):
-    """A job with all kinds of records, on many ranks and pipelines."""
+    """Return the records of a job of all kinds, on many ranks and pipelines."""
     asked = tuple(1410 - 15 * (rank % 20) for rank in range(ranks))
     reached = tuple(clock - 300 * (rank == 5) for rank, clock in enumerate(asked))
     fields = {"clocks_asked_mhz": asked, "clocks_reached_mhz": reached, "failed_ranks": (3,), "next_phase": "verdict"}
@@ -182,7 +182,7 @@ def test_a_folder_without_records_is_an_error(run, folder, message):
 
 @pytest.fixture
 def steered(tmp_path):
-    """Keys of a job that takes orders, and what is typed when they ask for an order."""
+    """Keys of a job that accepts commands, and the text typed at their prompt."""
     control, typed = JobControl(SlowdownPolicy(), 1), []
     server = ControlServer(tmp_path, control.carry_out)
     keys = Keys(lambda: typed.pop(0), answer_to)

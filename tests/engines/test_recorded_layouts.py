@@ -1,4 +1,4 @@
-"""The parts of each stage, as engines find them in their models."""
+"""The parts of each stage that engines find in models."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ class MoE(nn.Linear):
 
 
 class Titan(nn.Module):
-    """A part of a model as torchtitan leaves it on a rank."""
+    """The part of a torchtitan model that is left on a rank."""
 
     def __init__(self, layers, *, first=False, last=False):
         super().__init__()

@@ -66,7 +66,7 @@ def test_the_epilog_resets_the_gpus_of_the_job_and_never_drains_the_node(tmp_pat
     stub.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/called\nexit 7\n')
     stub.chmod(0o755)
     minors = {"0000:17:00.0": 1, "0000:3d:00.0": 0, "0000:9b:00.0": 12, "0000:bd:00.0": 2}
-    for address, minor in minors.items():  # in the order of PCI addresses, minor numbers may have another
+    for address, minor in minors.items():  # in the order of PCI addresses, which minor numbers need not follow
         (tmp_path / "gpus" / address).mkdir(parents=True)
         text = f"Model: \t\t NVIDIA A100\nBus Location: \t {address}\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n"
         (tmp_path / "gpus" / address / "information").write_text(text)
@@ -82,7 +82,7 @@ def test_the_epilog_resets_the_gpus_of_the_job_and_never_drains_the_node(tmp_pat
 
 
 def test_unused_gpus_are_reset_and_no_others(tmp_path):
-    """One has a process, one has memory in use by a process that is not listed, and one does not report its memory."""
+    """One has a process, one has memory in use by an unlisted process, and one does not report its memory."""
     stub = tmp_path / "nvidia-smi"
     stub.write_text(
         "#!/bin/bash\n"

@@ -1,4 +1,4 @@
-"""Sources of text of the language-model examples, which are the same for both."""
+"""Text sources of the language-model examples, which are the same for both."""
 
 import sys
 
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory):
 
 
 def tokens(train, path=None, tokenizer=None, max_tokens=100_000, vocabulary=512):
-    """Return what an example makes of a source, as one row of tokens."""
+    """Return an example's tokens of a source, as one row."""
     data = OmegaConf.create(
         {"path": path and str(path), "tokenizer": tokenizer and str(tokenizer), "max_tokens": max_tokens}
     )

@@ -1,4 +1,4 @@
-"""The examples say which packages are missing, and show what Perseus warns of."""
+"""The examples report missing packages and show warnings of Perseus."""
 
 import subprocess
 import sys

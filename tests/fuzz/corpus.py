@@ -23,7 +23,7 @@ FILES = (
     *(PLAN, CONTROL, SIGNAL, EVIDENCE),
 )
 
-# What has ended in a traceback, or did not end, in some program that reads files.
+# Values that caused a traceback or a hang in some program that reads files.
 HOSTILE = [
     *(None, True, "", -1, 0, 1, 2**31, 2**63, 10**9, 10**400, -(10**400), 0.5, -0.0, 5e-324, 1e-9, 1e15, 1e18, 1e300),
     *(float("inf"), float("nan"), [], {}, [[]], [{}], [None], {"": None}, "x" * 70_000, "\x00", "\x1b]0;title\x07"),
@@ -49,7 +49,7 @@ BYTES = [b"", b"\x00", b"\xff\xfe", b"\x80", *(text.encode("utf-8", "surrogatepa
 
 
 def write_corpus(folder: Path) -> None:
-    """Write the files, all of which are right."""
+    """Write the valid files."""
     job = make_job()
     write_auto_run(folder / FOLDER, job)
     assert job.frontier.certificates is not None
@@ -64,7 +64,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def damaged(name: str, content: bytes) -> st.SearchStrategy[bytes]:
-    """Return copies of a file that differ from it at a few places."""
+    """Return copies of a file with a few changes."""
     ways = [_bytes_changed(content)]
     if name.endswith(".json"):
         ways.append(_json_changed(content))
@@ -98,7 +98,7 @@ def _json_changed(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def _change(draw: st.DrawFn, holder: list | dict) -> None:
-    """Change one place below a list or an object."""
+    """Change one value inside a list or an object."""
     while True:
         places = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
         if not places:
@@ -166,7 +166,7 @@ def _arrays_changed(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def _members_changed(draw: st.DrawFn, content: bytes) -> bytes:
-    """Change the bytes of an array, its header included, which the archive's own checksums hide from other ways."""
+    """Change the bytes of an array, including its header, with valid checksums of the archive."""
     data, chosen = io.BytesIO(), draw(st.sampled_from(sorted(zipfile.ZipFile(io.BytesIO(content)).namelist())))
     compression = draw(st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(data, "w", compression) as new:

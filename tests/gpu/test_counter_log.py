@@ -75,7 +75,7 @@ def test_the_counter_is_read_seldom_but_when_a_refresh_is_due(now, period_s):
     moments = [moment for moment, _ in log.readings(begin_s, now.now_s())]
     assert len(moments) == pytest.approx(10.0 / period_s, abs=1)
     off_s = [abs(moment - round(moment / period_s) * period_s) for moment in moments]
-    assert max(off_s) <= 0.00101, "each refresh is seen within 2 ms, in the middle of which it is taken to have been"
+    assert max(off_s) <= 0.00101, "a refresh is dated to the middle of the 2 ms in which it is seen"
     assert gpu.readings <= 10.0 / 0.010 + 4 * len(moments)
 
 

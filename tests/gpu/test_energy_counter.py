@@ -1,4 +1,4 @@
-"""Energy of a GPU without an energy counter, on the real binding and the stub driver, in virtual time."""
+"""Energy of a GPU without an energy counter, with the real binding and the stub driver, in virtual time."""
 
 import pytest
 from virtual.gpu import AveragingGpu
@@ -39,7 +39,7 @@ def test_power_of_the_moment_is_integrated_where_the_driver_tells_it_rather_than
     gpu.close()
     stub_nvml_here.gpus[0].fail("fields", "function_not_found")
     gpu = NvmlGpu(0)
-    assert gpu.power_w() == 100.0, "an older driver tells the average alone"
+    assert gpu.power_w() == 100.0, "an older driver reports only the average"
     gpu.close()
 
 

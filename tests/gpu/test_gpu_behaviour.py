@@ -1,4 +1,4 @@
-"""The same tests for NVML's GPUs (on the stub library) and simulated ones, in virtual time."""
+"""The same tests for NVML GPUs (on the stub library) and simulated ones, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU of another vendor needs only the interface of GPUs. See docs/add-a-gpu-vendor.md."""
+"""A GPU of another vendor needs only the GPU interface. See docs/add-a-gpu-vendor.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AcmeDriver:
 
 
 class AcmeGpu:
-    """A GPU of Acme."""
+    """An Acme GPU."""
 
     simulated = False
     settings = None

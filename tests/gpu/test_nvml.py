@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs on the stub library: which one is chosen, and every error a user can meet."""
+"""NVIDIA GPUs on the stub library: GPU selection, and every error that a user can encounter."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ except GpuError as error:
 
 
 def test_gpus_are_opened_by_many_threads_at_once(stub_nvml: StubNvml) -> None:
-    """As the agent does for ranks that start together; NVML is thread-safe, and so must the stub be."""
+    """As the agent does for ranks that start together; NVML is thread-safe, so the stub must be, too."""
     program = (
         "import sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -206,7 +206,7 @@ def test_a_missing_library_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> N
 
 
 def test_a_foreign_pynvml_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
-    """It stands on the path before NVIDIA's."""
+    """It precedes NVIDIA's on the path."""
     codes = [f"{name} = {value}" for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")]
     text = "\n".join(["class NVMLError(Exception): pass", "def nvmlInit(): pass", *codes])
     (tmp_path / "pynvml.py").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The GPU of a rank, by reports of CUDA or HIP and by variables that hide and renumber GPUs: a table of cases."""
+"""GPU selection of a rank, from CUDA's or HIP's reports and the variables that hide and renumber GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated GPU in a time of the test's own: clocks, power limit, energy, latency and unpleasant conditions."""
+"""The simulated GPU in virtual time: clocks, power limit, energy, latency and adverse conditions."""
 
 import csv
 import os
@@ -153,7 +153,7 @@ def compute(gpu, passes, work_s=0.1, pause_s=0.0):
 def test_a_sampled_counter_sees_the_last_quarter_of_each_period_only():
     now, gpu = simulated("sampled-counter")
     begin_j, begin_true_j = gpu.energy_j(), gpu.true_energy_j
-    for _ in range(10):  # computing for half of each period, of which the samples see nothing
+    for _ in range(10):  # computes in the half of each period that is not sampled
         gpu.begin_work()
         now.sleep(0.05)
         gpu.finish_work(0.0)
@@ -189,7 +189,7 @@ def test_the_file_by_which_processes_take_turns_is_no_link_and_of_this_user(tmp_
     path.unlink()
     precious.rename(path)
     with turn_on_node():
-        assert path.read_text() == "precious", "nothing is written"
+        assert path.read_text() == "precious", "the file is not overwritten"
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(GpuError, match="belongs to another user"), turn_on_node():
         pass

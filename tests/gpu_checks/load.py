@@ -1,4 +1,4 @@
-"""Keeps a GPU busy for as long as something is measured."""
+"""Keeps a GPU busy during a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AHEAD = 2
 
 @contextmanager
 def full_load(machine: Any, launch: Callable[[float], None] | None = None) -> Iterator[None]:
-    """Compute on another thread, without a pause on the GPU."""
+    """Compute on another thread, without pauses on the GPU."""
     stop = Flag(machine.timebase)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""The agent of these checks: the one of a job, but for GPUs that it reads and never changes."""
+"""The agent of the GPU checks: like that of a job, but it never changes GPUs."""
 
 import os
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ def find_to_read(place: FindGpu) -> Gpu:
 
 
 def main() -> None:
-    """Become the agent."""
+    """Run the agent."""
     guard_nvml()
     process.Agent = partial(process.Agent, open_gpu=open_to_read, find_gpu=find_to_read)  # type: ignore[misc, assignment]
-    # No clock is locked, and what other jobs have left locked is not for this agent to reset.
+    # No clock is locked, and this agent must not reset clocks left locked by other jobs.
     process.GpuRecord = lambda gpu, agent: UnrecordedGpu(gpu)  # type: ignore[misc, assignment]
     process.left_locked = lambda agent: iter(())  # type: ignore[assignment]
     latency_s = os.environ.get(LATENCY_S)

@@ -26,7 +26,7 @@ from perseus_ds.huggingface.stages import (
 )
 from perseus_ds.optimizer.partition import uniform_cut
 
-# Their layers need more from each other than the hidden states that their plans name.
+# Their layers need more from each other than the hidden states named by their plans.
 CANNOT_BE_CUT = {
     "deepseek_v4": "shape",
     "gemma3n_text": "shape",
@@ -51,7 +51,7 @@ def through(stages, ids, *others):
 
 
 def assert_same_numbers(config, cut, folder, *others):
-    """Loss, logits and gradients of the stages are those of the whole model to a relative 1e-5."""
+    """Assert that loss, logits and gradients of the stages are those of the whole model, to a relative 1e-5."""
     model = whole_model(config)
     model.save_pretrained(folder)
     ids = token_ids()
@@ -210,7 +210,7 @@ def test_a_tied_embedding_is_an_error_where_stages_share_no_weight():
 def test_saved_stages_load_as_the_whole_model(family, tmp_path):
     config = tiny(family)
     stages = [build_stage(config, (1, 2, 1), index) for index in range(3)]
-    # Of another model, and of another cut: neither is read afterwards.
+    # Of another model, and of another cut; neither is read afterwards.
     whole_model(config).save_pretrained(tmp_path)
     save_pretrained([build_stage(config, (2, 2), index, seed=1) for index in range(2)], tmp_path)
     save_pretrained(stages, tmp_path)
@@ -220,7 +220,7 @@ def test_saved_stages_load_as_the_whole_model(family, tmp_path):
 
 
 class Killed(BaseException):
-    """The job ends here."""
+    """The job is killed here."""
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["in one file", "in stages"])

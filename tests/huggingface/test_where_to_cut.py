@@ -80,7 +80,7 @@ def test_passes_on_a_gpu_are_measured_at_each_clock():
 
 
 class Ticking(VirtualTime):
-    """A time that passes whenever somebody looks at it."""
+    """A time that advances whenever it is read."""
 
     def now_s(self):
         self.seconds += 0.5
@@ -95,7 +95,7 @@ def measured(**settings):
 
 def test_layers_are_measured_at_some_clocks_and_estimated_between():
     gpu, found = measured()
-    assert found.clocks_mhz[-1] == gpu.locked_clock_mhz == A100.top_clock_mhz  # the default again
+    assert found.clocks_mhz[-1] == gpu.locked_clock_mhz == A100.top_clock_mhz  # back at the default clock
     assert found.clocks_mhz[0] == 705
     assert len(found.clocks_mhz) > 8
     assert all((found.time_s[kind] > 0).all() and found.time_s[kind].shape[0] == 4 for kind in found.time_s)
@@ -114,7 +114,7 @@ def test_a_partition_is_a_cut_for_stages():
     config = tiny("llama", num_hidden_layers=6, vocab_size=2048, tie_word_embeddings=False)
     found = perseus_ds.partition(config, stages=3, micro_batches=4, sequence_length=16)
     assert found.known["uniform"].cut == (2, 2, 2)
-    assert found.cut[-1] == 1  # the head is worth many layers
+    assert found.cut[-1] == 1  # the head costs as much as many layers
     assert found.fastest.time_s < found.known["uniform"].time_s
     assert found.time_gap == 0
     ids = token_ids()

@@ -1,6 +1,6 @@
-"""A 1F1B training loop on plain torch.distributed, two stages, that Perseus joins in a few lines.
+"""A 1F1B training loop of two stages on plain torch.distributed, to which a few lines add Perseus.
 
-Started by torchrun with the folder of job.json. Nothing of DeepSpeed's engine is used, only its schedule.
+Started by torchrun with the folder of job.json. Only DeepSpeed's schedule is used, not its engine.
 """
 
 import json
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def iteration(model, perseus, stage, last, data) -> float:
-    """Forwards as far ahead as the stage is from the last one, then one backward for one forward."""
+    """Run one forward ahead per later stage, and then alternate forwards and backwards; return the loss."""
     pending, sent, total = [], [], 0.0
     ahead = min(last - stage, MICRO_BATCHES)
     order = ["forward"] * ahead + ["forward", "backward"] * (MICRO_BATCHES - ahead) + ["backward"] * ahead

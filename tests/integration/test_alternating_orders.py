@@ -1,4 +1,4 @@
-"""Numbers of micro-batches that alternate each run under a plan, and training is, bit for bit, that without Perseus."""
+"""Plans for alternating numbers of micro-batches; training is bitwise identical to that without Perseus."""
 
 import pytest
 from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs
@@ -12,7 +12,7 @@ POLICY = {"name": "energy_optimal"}
 
 
 def assert_each_has_a_plan(folder):
-    """Both numbers ran under plans at the end, by the one profile that was measured."""
+    """Assert that both numbers ran under plans at the end, based on the only measured profile."""
     of_job = records(folder)
     assert {record["order"] for record in iterations(of_job, "run")[-10:]} == {None, 1}
     assert len(events(of_job, "profile")) == 1

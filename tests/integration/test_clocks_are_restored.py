@@ -1,4 +1,4 @@
-"""Real ranks on the real pynvml and a stub driver: clocks follow the plan, and none stays locked when a job ends."""
+"""With the real pynvml on a stub driver, clocks follow the plan, and none stays locked when a job ends."""
 
 import itertools
 import os
@@ -35,14 +35,14 @@ def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(t
     assert_was_locked_and_is_restored(stub)
     for gpu, clocks_mhz in zip(stub.gpus, plan.clocks_mhz, strict=True):
         asked = [clock for clock in gpu.changes_mhz() if clock]  # 0 is the default clock
-        # A request that a later one has overtaken is left out. The last instruction asks for the first one's clock.
+        # A request overtaken by a later one is skipped. The last instruction requests the first one's clock.
         planned = itertools.chain.from_iterable([clocks_mhz] * 7)
-        assert all(clock in planned for clock in asked), "each is found after the one before it"
+        assert all(clock in planned for clock in asked), "clocks are requested in the planned order"
 
 
 @pytest.mark.parametrize("block", [{"mode": "observe"}, {"mode": "auto", "required": True}])
 def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, block):
-    """The agent alone calls it, also at the start, when the GPU's name, clocks and permissions are read."""
+    """Only the agent calls it, even at the start when the GPU's name, clocks and permissions are read."""
     stub = make_stub_nvml(2)
     seen = {}
 

@@ -1,4 +1,4 @@
-"""The files of examples/cluster start real ranks as they say: two "nodes" of one rank each, both this machine."""
+"""The files of examples/cluster start real ranks, on two "nodes" of one rank each, both of which are this machine."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def commands(tmp_path):
 
 
 def iterations(folder):
-    """Return how many iterations were recorded."""
+    """Return the number of recorded iterations."""
     return len(run_log.iterations(run_log.records(folder)))
 
 
@@ -78,7 +78,7 @@ def test_deepspeeds_launcher_with_the_hostfile(commands, tmp_path):
 
 
 def with_a_port_of_its_own(text):
-    """Return a file's text with another port than everybody's on this machine."""
+    """Return a file's text with a port that no other test on this machine uses."""
     assert PORT in text
     return text.replace(PORT, str(free_port()))
 

@@ -1,4 +1,4 @@
-"""Perseus is not tied to DeepSpeed's engine."""
+"""Perseus works without DeepSpeed's engine."""
 
 import json
 from pathlib import Path
@@ -27,5 +27,5 @@ def test_a_loop_on_plain_torch_distributed_runs_under_a_plan(tmp_path):
     assert [rank["plan"] for rank in planned] == [True, True]
     iterations = run_log.iterations(run_log.records(tmp_path / "run"), "run")
     assert len(iterations) == 7
-    # The agent may follow the first one only from its end on.
+    # The agent may not follow the first iteration before its end.
     assert all(r["clock_changes"] + r["clock_skips"] > 0 for r in iterations[1:])

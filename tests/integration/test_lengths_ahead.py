@@ -1,4 +1,4 @@
-"""Lengths given an iteration ahead: plans for them run, and training is, bit for bit, that without Perseus."""
+"""Plans for lengths given an iteration ahead; training is bitwise identical to that without Perseus."""
 
 import random
 
@@ -14,7 +14,7 @@ SIMULATED = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_lat
 
 
 def mixed(sizes, steps, micro_batches=2):
-    """Sizes of the micro-batches of each step."""
+    """Return the sizes of the micro-batches of each step."""
     draw = random.Random(3)
     return [[draw.choice(sizes) for _ in range(micro_batches)] for _ in range(steps)]
 
@@ -27,7 +27,7 @@ def test_deepspeed(tmp_path):
     assert not events(of_job, "failure")
     ran = iterations(of_job, "run")[-20:]
     times_s = [record["predicted_time_s"] for record in ran]
-    assert max(times_s) > 1.2 * min(times_s), "each was planned for its own lengths"
+    assert max(times_s) > 1.2 * min(times_s), "each iteration is planned for its own lengths"
     steps = len(planned.ranks[0]["losses"])
     assert_same_training(planned, run(tmp_path / "without", 2, steps=steps, **job))
 

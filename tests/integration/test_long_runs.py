@@ -1,4 +1,4 @@
-"""Jobs that run for long: nothing accumulates, and they are interrupted and resumed."""
+"""Long jobs: nothing accumulates, and they can be interrupted and resumed."""
 
 import pytest
 from frontiers import save_true_frontier
@@ -6,7 +6,7 @@ from job import QUICK_PROFILE, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 AUTO = {"profile": QUICK_PROFILE, "simulated": {"longest_instruction_s": 0.02}}
-# Memory grows by some megabytes until a plan was compared and confirmed, and then by up to 3 MB, without objects.
+# Memory grows by some megabytes until a plan is compared and confirmed, and then by up to 3 MB, without objects.
 LOOKS = (2000, 3999)
 
 
@@ -21,9 +21,9 @@ def test_thousands_of_iterations_use_no_more_of_anything_than_hundreds(tmp_path)
         print(f"rank {rank}: after {LOOKS[0]} iterations {early}, after {LOOKS[-1]} {late}")
         assert late["threads"] == early["threads"]
         assert late["handles"] == early["handles"]
-        # What is under way at a look, such as a comparison's blocks and a timeline, is up to some 600 objects.
-        assert late["objects"] - early["objects"] < 1000, "less than one object in two iterations"
-        assert late["memory_bytes"] - early["memory_bytes"] < 6e6, "less than 3 kB an iteration"
+        # Unfinished work, such as a comparison's blocks and a timeline, has up to about 600 objects.
+        assert late["objects"] - early["objects"] < 1000, "fewer than one object per two iterations"
+        assert late["memory_bytes"] - early["memory_bytes"] < 6e6, "less than 3 kB per iteration"
     assert len(finished.iterations()) == LOOKS[-1] + 1
 
 
@@ -40,7 +40,7 @@ def test_a_checkpoint_in_the_middle_of_profiling_is_resumed_with_the_same_losses
     for ours, begun, theirs in zip(second.ranks, first.ranks, without.ranks, strict=True):
         assert begun["losses"] + ours["losses"] == theirs["losses"]
         assert ours["weights"] == theirs["weights"]
-    records = first.iterations()  # both runs write there
+    records = first.iterations()  # both runs write to the same file
     assert [r["iteration"] for r in records] == list(range(1, steps + 1))
     plans = (output / "frontier.csv").read_text().splitlines()[1:]
     assert records[-1]["phase"] == "run"

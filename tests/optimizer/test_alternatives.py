@@ -57,7 +57,7 @@ def test_one_clock_is_one_that_all_stages_have():
     clocks = profile.options(0, Kind.FORWARD).clock_mhz.tolist()
 
     def found(*left_out):
-        """The alternatives without some rows (stage, kind, clock), by name."""
+        """Return the alternatives by name, without some rows (stage, kind, clock)."""
         part = profile.where(lambda *row: row not in left_out)
         return {
             one.name: one.points for one in alternatives(problem_for(one_f_one_b(2, 4), part, blocking_power_w=40.0))

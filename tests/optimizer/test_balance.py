@@ -28,7 +28,7 @@ def test_stages_of_different_mixtures_give_each_kind():
 def test_errors_are_those_of_repeated_measurements():
     layout = layout_of("Edd", "ddd", "dddd", "dd", "dh")
     estimates = [kind_costs([(layout, profile_of(layout, noise=0.01, seed=seed))]) for seed in range(200)]
-    for n in (1, 2):  # an embedding may not be below zero
+    for n in (1, 2):  # the cost of an embedding is bounded by zero
         values = np.array([found.time_s[Kind.BACKWARD][n, -1] for found in estimates])
         claimed = np.mean([found.time_covariance[Kind.BACKWARD][n, n] ** 0.5 for found in estimates])
         assert values.mean() == pytest.approx(COSTS_S[layout.parts[-1].kind if n == 2 else "dense"][1], rel=0.01)
@@ -128,7 +128,7 @@ def test_memory_of_ranks_follows_from_parameters_and_layers_held():
     sizes = {"embedding": 100, "dense": 10, "head": 100}
     layout = layout_of("Eddd", "dddd", "ddddd", "ddddh", parameters=sizes)
     schedule = one_f_one_b(4, 8)
-    held = [4, 3, 2, 1]  # micro-batches of each stage
+    held = [4, 3, 2, 1]  # micro-batches held by each stage
     known = [
         1000 + 16 * sum(part.parameters for part in parts) + 50 * held[s] * sum(p.kind == "dense" for p in parts)
         for s, parts in enumerate(layout.stages)

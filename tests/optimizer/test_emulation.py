@@ -46,7 +46,7 @@ def test_the_published_savings_with_a_straggler_come_out(gpu, percent):
     assert result.with_straggler[1.2] * 100 == pytest.approx(percent, abs=0.1)
 
 
-# One rank, to compute by hand: two plans, 10 s at 1000 J and 12 s at 900 J; at the highest clock 8 s busy, 1100 J.
+# One rank, for manual calculation: plans with 10 s, 1000 J and 12 s, 900 J; at the highest clock 8 s busy, 1100 J.
 HAND = (
     np.array([(12.0, 900.0), (10.0, 1000.0)]),
     StageProfile([Measurement(0, Kind.FORWARD, 1410, 8.0, 1100.0)]),
@@ -68,7 +68,7 @@ def test_the_accounting_by_hand():
 
 def test_a_plan_that_ends_exactly_with_the_straggler_is_in_time():
     result = emulate(*HAND, blocking_power_w=50.0, pipelines=2, slowdowns=[1.2])
-    # The straggler ends after 12 s, which is when the plan of 900 J ends: no pipeline waits.
+    # The straggler ends after 12 s, exactly when the plan of 900 J ends, so no pipeline waits.
     ours, without = 1.2 * 1000 + 900, 1.2 * 1200 + 1200 + 50 * (12 - 10)
     assert result.with_straggler[1.2] == pytest.approx(1 - ours / without)
 

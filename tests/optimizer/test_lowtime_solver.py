@@ -18,7 +18,7 @@ def solve(schedule, profile, progress=lambda what, done: None):
 def test_it_goes_from_the_slowest_to_almost_the_fastest_iteration():
     problem, plans = solve(one_f_one_b(2, 4), synthetic_profile(2))
     assert plans[0].time_s > plans[-1].time_s
-    # Times are rounded down to units, at most one for each instruction on the critical path.
+    # Times are rounded down to units, by at most one for each instruction on the critical path.
     assert problem.t_min_s <= plans[-1].time_s <= problem.t_min_s * 1.03
 
 
@@ -82,7 +82,7 @@ def test_operations_without_a_clock_take_their_time_too():
     without, plans_without = solve(one_f_one_b(2, 3), synthetic_profile(2))
     assert problem.t_min_s > without.t_min_s + 0.2
     assert plans[-1].time_s == pytest.approx(problem.t_min_s, rel=0.03)
-    # Rank 1 waits while rank 0's longer tail runs: nothing of that is for lowtime to shorten.
+    # Rank 1 waits during rank 0's longer tail, which lowtime cannot shorten.
     assert plans[-1].time_s - plans_without[-1].time_s == pytest.approx(problem.t_min_s - without.t_min_s, abs=0.02)
 
 

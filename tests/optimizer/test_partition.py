@@ -53,7 +53,7 @@ seconds = st.floats(0.01, 0.1)
 models = st.integers(4, 7).flatmap(
     lambda layers: st.builds(costs, *(st.lists(seconds, min_size=layers, max_size=layers) for _ in range(2)))
 )
-# Of these, cuts are as fast as each other.
+# In these, several cuts are equally fast.
 alike = st.builds(
     lambda layers, head: costs([0.01] * (layers - 1) + [head], [0.02] * (layers - 1) + [2 * head]),
     st.integers(5, 9),
@@ -65,7 +65,7 @@ alike = st.builds(
 @given(models | alike, st.integers(1, 4), st.integers(1, 6))
 def test_no_cut_is_faster_than_the_one_that_is_proven(model, stages, micro_batches):
     schedule = one_f_one_b(stages, micro_batches)
-    # With one clock nothing is planned.
+    # With one clock, there is nothing to plan.
     found = best_partition(one_clock(model), schedule)
     best_s = min(time_s(model, schedule, cut) for cut in all_cuts(model.layers, stages))
     assert found.fastest.time_s == pytest.approx(best_s, rel=1e-9)

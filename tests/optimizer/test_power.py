@@ -14,7 +14,7 @@ from perseus_ds.pipeline.instruction import Kind
 
 
 def one_rank(forward_s, backward_s):
-    """A forward at 300 W and a backward at 500 W, the same at both clocks."""
+    """Return a forward at 300 W and a backward at 500 W, the same at both clocks."""
     times_s = {Kind.FORWARD: (forward_s, 300.0), Kind.BACKWARD: (backward_s, 500.0)}
     rows = [Measurement(0, k, mhz, t, w * t) for k, (t, w) in times_s.items() for mhz in (1200, 1410)]
     return problem_for(one_f_one_b(1, 1), StageProfile(rows), blocking_power_w=100.0)
@@ -23,11 +23,11 @@ def one_rank(forward_s, backward_s):
 @pytest.mark.parametrize(
     ("forward_s", "backward_s", "expected"),
     [
-        # A second fits into each, and follows right upon one of the other.
+        # A second fits into each pass, and can directly follow one of the other pass.
         (2.0, 2.0, (500.0, 300.0, 200.0)),
-        # At most half a second of 500 W is within a second; two such seconds overlap by nothing of it.
+        # A second contains at most half a second of 500 W, and two such seconds do not overlap.
         (3.5, 0.5, (400.0, 300.0, 100.0)),
-        # Every second is two whole iterations.
+        # Every second consists of two whole iterations.
         (0.25, 0.25, (400.0, 400.0, 0.0)),
     ],
 )

@@ -1,4 +1,4 @@
-"""The interior-point method's optimum is that of HiGHS, on pipelines and on DAGs of any form."""
+"""The interior-point method finds HiGHS's optimum, on pipelines and on arbitrary DAGs."""
 
 import pytest
 from highs import highs_saving_j, our_saving_j
@@ -20,7 +20,7 @@ POWER_W = 80.0
 
 @st.composite
 def random_dags(draw):
-    """A random DAG of up to 14 instructions and loads of fixed duration."""
+    """Draw a random DAG of up to 14 instructions and loads of fixed duration."""
     nodes, predecessors, instructions = [], [], []
     for number in range(draw(st.integers(1, 14))):
         stage = draw(st.integers(0, 2))

@@ -40,7 +40,7 @@ def test_no_choice_of_options_that_is_as_fast_needs_less(seed, count):
 
 
 def rounded(problem, deadline_s):
-    """The network, and plans for these deadlines."""
+    """Return the network, and plans for these deadlines."""
     network = Network(problem)
     target_s = np.stack([Relaxation(network).solve(time_s).event_s for time_s in deadline_s], axis=1)
     return network, round_late(network, problem.table, target_s, deadline_s)
@@ -58,7 +58,7 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
 
 
 def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock_fits():
-    """The published A40: at 1 % above T_min, half of the backwards at the clock at which energy drops."""
+    """The published A40, at 1 % above T_min, with half of the backwards at the clock at which energy drops."""
     problem = problem_for(one_f_one_b(8, 24), StageProfile.load(stage_profile("a40")), blocking_power_w=70.38)
     deadline_s = np.array([1.01 * problem.t_min_s])
     network = Network(problem)

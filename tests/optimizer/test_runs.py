@@ -1,4 +1,4 @@
-"""Plans with a dwell time, which each run lasts, compared with simple shapes."""
+"""Plans whose runs each last at least a dwell time, compared with simple shapes."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +27,7 @@ SCHEDULES = {
     "gpipe": read_schedule(GPipe, ranks=3, micro_batches=4),
 }
 PAIR_S = 0.15
-"""Forward and backward of the synthetic profile at the highest clock, about [s]."""
+"""Approximate time of a forward and a backward of the synthetic profile at the highest clock [s]."""
 
 
 def noisy_profile(stages, clocks, seed):
@@ -39,7 +39,7 @@ def noisy_profile(stages, clocks, seed):
 
 
 def runs_s(problem, plan):
-    """By rank: clock and length of each run, waiting and the end of the iteration included [s]."""
+    """Return clock and length of each run by rank, including waits and the end of the iteration [s]."""
     dag = problem.dag
     node_of = {node.work: number for number, node in enumerate(dag.nodes)}
     times_s = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements}
@@ -54,7 +54,7 @@ def runs_s(problem, plan):
     result = []
     for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
         changes = [number for number, clock in enumerate(clocks) if clock != clocks[number - 1]]
-        # A change happens when the instruction before it ends; before the first one, in the iteration before.
+        # A change happens at the end of the previous instruction; for the first one, in the previous iteration.
         begins_s = [finish_s[node_of[stream[n - 1]]] - (0.0 if n else plan.time_s) for n in changes]
         ends_s = [*begins_s[1:], begins_s[0] + plan.time_s] if begins_s else []
         runs = zip(changes, begins_s, ends_s, strict=True)
@@ -90,17 +90,17 @@ def test_a_clock_that_comes_late_is_held_for_longer_than_others():
 
 
 DEADLINES = np.linspace(1.0, 1.25, 4)
-"""In the shortest iteration times."""
+"""In units of the shortest iteration time."""
 
 
 def small_case(seed, dwell_s):
-    """A search among plans of a small pipeline, and its deadlines."""
+    """Return a search among plans of a small pipeline, and its deadlines."""
     problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W, least_dwell_s=dwell_s)
     return RunSearch(Network(problem), dwell_s), problem.t_min_s * DEADLINES
 
 
 def free_plans(search, seed, deadline_s):
-    """For each deadline, the plan of free clocks, and what a second of each instruction is worth."""
+    """Return for each deadline the plan without a dwell time, and the price of a second of each instruction."""
     problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W)
     frontier = optimize(problem.dag.schedule, problem.profile, blocking_power_w=POWER_W, plans=12)
     relaxation = Relaxation(Network(problem))
@@ -203,7 +203,7 @@ def test_runs_of_a_rank_are_the_best_at_given_prices(seed, count, dwell):
 
 
 def test_on_the_published_profile_plans_under_a_long_dwell_time_save_what_was_aimed_at():
-    """GPT-3 175B on A100, four pairs: at 0, 1 and 5 % slowdown a plain search saves 6.0, 11.1 and 15.8 %."""
+    """GPT-3 175B on A100, four pairs; at 0, 1 and 5 % slowdown a plain search saves 6.0, 11.1 and 15.8 %."""
     profile = StageProfile.load(stage_profile("a100-sxm"))
     pair_s = sum(profile.at_highest_clock(0, kind).time_s for kind in (Kind.FORWARD, Kind.BACKWARD))
     frontier = optimize(one_f_one_b(8, 24), profile, blocking_power_w=83.64, plans=30, least_dwell_s=4 * pair_s)

@@ -30,7 +30,7 @@ FIXED = {
 
 
 def noisy_profile(stages, clocks, seed, **info):
-    """Unequal stages, times not falling and energies not convex in the clock, as measured ones are."""
+    """Return unequal stages, with non-decreasing times and non-convex energies by clock, like measured ones."""
     rng = np.random.default_rng(seed)
     return StageProfile(
         [
@@ -70,12 +70,12 @@ def test_plans_run_from_t_min_to_t_star_and_never_beat_their_bound(name, info, s
         assert plan.lower_bound_j <= plan.energy_j
         again = problem.evaluate(plan.clocks_mhz)
         assert (again.time_s, again.energy_j) == pytest.approx((plan.time_s, plan.energy_j), rel=1e-12)
-    # These are far from smooth; the bound must still mean something.
+    # These profiles are far from smooth; the bound must still be useful.
     assert np.mean([plan.gap for plan in proven.plans]) < 0.03
 
 
 def every_plan(problem):
-    """Time and energy at its own end of every possible plan."""
+    """Return the time and the energy, until its own end, of every possible plan."""
     sizes = [len(problem.groups[g].cost_j) for g in problem.group]
     plans = [problem.plan(problem.fastest + choice) for choice in itertools.product(*map(range, sizes))]
     return np.array([(plan.time_s, plan.energy_j) for plan in plans]).T
@@ -94,7 +94,7 @@ def test_on_tiny_pipelines_the_optimum_lies_between_bound_and_plan(seed, shape):
         optimum_j = energy_j[time_s <= plan.time_s * (1 + 1e-12)].min()
         assert plan.lower_bound_j <= optimum_j <= plan.energy_j * (1 + 1e-12)
         excess.append(plan.energy_j / optimum_j - 1)
-    # Not always the optimum itself, but near it.
+    # Not always the optimum, but close to it.
     assert np.mean(excess) < 0.01
 
 
@@ -144,7 +144,7 @@ def test_expensive_clock_changes_make_plans_change_less():
 
 
 def slowed_by_changes(plan, problem, change_s):
-    """The time of a plan if each change of clock delays the next instruction, by the rows of the profile."""
+    """Return the time of a plan, by the profile, if each clock change delays the next instruction."""
     delayed = problem_for(
         problem.dag.schedule, problem.profile, blocking_power_w=problem.blocking_power_w, switch_cost_s=change_s
     )
@@ -271,7 +271,7 @@ def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(seed):
         optimum_j = energy_j[time_s <= at_s].min()
         flow_w, source_w = solved.certificates.flow_w(int(rng.integers(len(solved.plans))))
         assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
-        # Not conserved: edges that paths share have too little flow for them all.
+        # The flow is not conserved: edges shared by paths have too little for all of them.
         flow_w = flow_w * rng.uniform(0.5, 1.5, edges)
         assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
 

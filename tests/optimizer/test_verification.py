@@ -1,4 +1,4 @@
-"""A frontier's claims hold as they were written, and every change to them is found."""
+"""A frontier's claims hold when it is read again, and every change to them is detected."""
 
 import json
 import shutil
@@ -207,7 +207,7 @@ def test_foreign_arrays_are_refused(written, tmp_path, changes, message):
 
 
 class Touches:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

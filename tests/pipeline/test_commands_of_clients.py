@@ -32,7 +32,7 @@ class OwnForward(ds.ForwardPass): ...
 
 
 class SplitBackward(ds.TrainSchedule):
-    """As zero-bubble schedules: the last backward of each rank is whole, the others are split."""
+    """Like zero-bubble schedules: the last backward of each rank is whole, the others are split."""
 
     def steps(self):
         left = self.micro_batches

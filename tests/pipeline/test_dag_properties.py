@@ -43,7 +43,7 @@ def random_durations(dag, seed):
 
 
 def lowtime_makespan(stages, micro_batches, times):
-    """The longest path of the graph that lowtime's examples build."""
+    """Return the longest path of the graph built by lowtime's examples."""
     spec = OperationSpec(
         options=CandidateExecutionOptions(options=[ExecutionOption(real_time=1.0, unit_time=1.0, cost=1.0, knob=0)]),
         cost_model=None,
@@ -90,7 +90,7 @@ def test_an_iteration_takes_at_least_as_long_as_its_busiest_rank(schedule, seed)
 
 
 def test_a_sender_waits_until_its_receiver_is_there():
-    # Rank 1's first forward takes 10: rank 0 cannot hand over its second micro-batch before, nor begin its third.
+    # Rank 1's first forward takes 10, until rank 0 can neither send its second micro-batch nor start its third.
     schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
 
     def time_of(i):

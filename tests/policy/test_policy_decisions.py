@@ -1,4 +1,4 @@
-"""Which plan each policy asks for, hour by hour."""
+"""Plans selected by each policy over time."""
 
 import random
 from datetime import datetime, timedelta, timezone
@@ -106,7 +106,7 @@ def test_a_deadline_is_met_by_a_run_that_stops_slows_down_and_is_resumed_later()
         now = done + timedelta(seconds=stop_s)
         energy_j += PLANS[plan].energy_j
     early_s = (policy.finish_by - done).total_seconds()
-    assert 0 <= early_s < 5, "on time, and no earlier than is of use"
+    assert 0 <= early_s < 5, "on time, and not unnecessarily early"
     assert energy_j < 500 * PLANS[8].energy_j
 
 
@@ -136,7 +136,7 @@ def test_a_deadline_slows_down_orders_of_different_lengths_by_the_same_factor(se
         name="deadline", finish_by=NOW + timedelta(seconds=1001 * seconds_per_step), total_steps=1000
     )
     alone = decide(policy, FRONTIER, Situation(0, NOW))
-    # The plans of this order take ``relative_time`` times as long as those of the mean iteration.
+    # A plan of this order takes ``relative_time`` times as long as the same plan of the mean iteration.
     mixed = decide(policy, FRONTIER, Situation(0, NOW, time_ratio=relative_time, relative_time=relative_time))
     assert mixed == alone
 
@@ -154,4 +154,4 @@ def test_the_time_of_a_kind_is_relative_to_all_kinds_by_how_often_they_come():
     assert times.relative("b") == pytest.approx(0.75, rel=0.02)
     for _ in range(100):
         times.add("c", 5.0)
-    assert (times.relative("a"), times.relative("c")) == (1, 1), "only the last ones count"
+    assert (times.relative("a"), times.relative("c")) == (1, 1), "only recent iterations count"

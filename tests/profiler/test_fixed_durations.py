@@ -1,4 +1,4 @@
-"""Durations of loads, transfers and the tail, without waiting, and of launched transfers, by the passes around."""
+"""Durations of loads, transfers and the tail without waiting, and of launched transfers, from adjacent passes."""
 
 import pytest
 
@@ -61,7 +61,7 @@ SCHEDULE = Schedule(
 
 
 def seconds_of(schedule, receiver):
-    """The duration found, where rank 0 computes from 0 to 1 and from 1 to 2."""
+    """Return the transfer duration if rank 0 computes from 0 to 1 and from 1 to 2."""
     sender = [Span(forward(0, 0), 0.0, 1.0), Span(forward(0, 1), 1.0, 2.0)]
     passes = passes_of([(sender, 100.0), ([Span(forward(1, m), *times) for m, times in enumerate(receiver)], 99.5)])
     found = launched_transfer_durations_s(schedule, [passes])

@@ -1,4 +1,4 @@
-"""A job with an output folder, for the pages and pictures of these tests."""
+"""A job with an output folder, for tests of pages and pictures."""
 
 import pytest
 from run_folders import make_job

@@ -1,4 +1,4 @@
-"""Which iterations count as measured, and runs side by side, with a baseline that is chosen and named."""
+"""Iterations that count as measured, and comparisons of runs with a chosen and named baseline."""
 
 import pytest
 from run_folders import record, write_log

@@ -1,4 +1,4 @@
-"""Results of checks on a GPU, as a page and in a terminal."""
+"""Results of GPU checks, as a page and in a terminal."""
 
 import json
 
@@ -18,12 +18,12 @@ def folder(tmp_path):
 def test_a_page_shows_every_check_with_its_figures_and_limits(folder, capsys):
     assert main(["report", str(folder)]) == 0
     page = (folder / "evidence.html").read_text()
-    assert "Simulated GPUs" in page, "evidence of a stand-in says so"
+    assert "Simulated GPUs" in page, "evidence of a stand-in is labelled"
     for shown in ("1 of 2 checks passed", "lateness: 3.5 ms (at most 2 ms)", "at most 2 ms", "torch 2.13.0"):
         assert shown in page
     assert "not made: Graphs" in page
     assert "&lt;b&gt;as measured" in page
-    assert "how fast a GPU follows a lock" in page, "what it cannot show"
+    assert "how fast a GPU follows a lock" in page, "the page states what it cannot show"
     printed = capsys.readouterr().out
     assert "1 of 2 checks passed on simulated A100." in printed
     assert "FAILED: Requests: lateness: 3.5 ms (at most 2 ms)" in printed

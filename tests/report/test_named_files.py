@@ -1,4 +1,4 @@
-"""Unusual names of files and folders lead to errors or notes in words."""
+"""Unusual names of files and folders cause readable errors or notes."""
 
 import dataclasses
 import json

@@ -19,7 +19,7 @@ STALLED = planned_iteration(40, time_s=60.0, energy_j=80.0 * 60 / 1.02)
 
 
 def judged():
-    """A job that compared its plan with default clocks, on a host that stalled later."""
+    """Return a job that compared its plan with default clocks, on a host that stalled later."""
     blocks = [default_iteration(n, time_s=1.01 if n % 2 else 0.99) for n in range(30, 39)]
     verdict = PlanJudged(plan=3, kept=True, slowdown=0.021, saved=0.199, time=BEGIN)
     return [
@@ -33,13 +33,13 @@ def judged():
 
 
 def not_judged():
-    """A job that measured default clocks in observe mode, and ran its plan without a comparison."""
+    """Return a job that measured default clocks in observe mode, and ran its plan without a comparison."""
     observed = [default_iteration(n, "observe", time_s=1.03, energy_j=101.0) for n in range(1, 9)]
     return [*auto_job()[:1], *observed, *auto_job()[1:], STALLED]
 
 
 def by_the_profile():
-    """A job that measured next to nothing at default clocks."""
+    """Return a job that measured almost nothing at default clocks."""
     return [record for record in auto_job() if getattr(record, "phase", "") not in ("warm-up", "default")]
 
 

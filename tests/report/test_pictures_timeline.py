@@ -1,4 +1,4 @@
-"""Pictures of frontiers, timelines and profiles, and the timelines that they draw."""
+"""Pictures of frontiers, timelines and profiles."""
 
 import pytest
 from matplotlib.image import imread

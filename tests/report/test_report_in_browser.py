@@ -1,4 +1,4 @@
-"""The report in a real browser: it draws itself, at any width, in light and dark and on paper."""
+"""The report in a real browser: it is drawn at any width, in light and dark and on paper."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def titles(browser):
 
 
 def bars(browser, panel):
-    """Start, length and clock of the passes of a timeline."""
+    """Return start, length and clock of the passes of a timeline."""
     found = browser.js(
         """return document.getElementById("timeline").panels[arguments[0]].bars
              .filter(b => b.clock !== null).map(b => [b.start, b.end - b.start, b.clock])""",
@@ -177,7 +177,7 @@ HEIGHTS = """
     const drawn = plot => plot.querySelector(".main-svg").getBoundingClientRect().height;
     return Object.fromEntries([...document.querySelectorAll(".plot")].map(p => [p.id, [p.clientHeight, drawn(p)]]));
 """
-# What a reader would have to scroll sideways for, or could not see at all.
+# Elements that require horizontal scrolling or are not visible.
 CUT_OFF = """
     const scrolled = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth);
     const wide = [...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1);

@@ -28,7 +28,7 @@ def folder(tmp_path, job):
 
 
 class Fetches(HTMLParser):
-    """Collects the addresses that a browser would fetch."""
+    """Collects the addresses fetched by a browser."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def embedded(page):
 
 
 def text_of(page):
-    """The page's words, without scripts."""
+    """Return the text of the page, without scripts."""
     return re.sub(r"\s+", " ", re.sub(r"<script.*?</script>", "", page, flags=re.S))
 
 
@@ -106,7 +106,7 @@ def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
 
 
 def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, job):
-    """The folder's default: `output_dir` is named once, and jobs come and go."""
+    """As with the default folder: `output_dir` stays the same for successive jobs."""
     slow = [start("slow", "observe"), *(record(n, "observe", 2.0, 900.0) for n in (1, 2, 3))]
     slow += [start("slow", "run"), record(4, "run", 2.0, 700.0, plan=0, saved=0.1)]
     ours = [start("ours", "run"), *(record(n, "run", 1.0, 360.0, plan=0, saved=0.1) for n in (1, 2))]
@@ -119,7 +119,7 @@ def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, 
     (ran,) = (one for one in jobs_of(found) if one.history is history)
     assert not ran.baseline.is_measured
     assert [saving.saved for _, saving in ran.rows] == pytest.approx([0.1, 0.1])
-    # Its own, started at default clocks at some time, are what it is measured against.
+    # Its baseline is its own iterations at default clocks, even from an earlier start.
     default = [start("ours", "observe"), *(record(n, "observe", 1.0, 450.0) for n in range(1, 7))]
     write_log(tmp_path, [*default, *slow, *ours])
     (ran,) = (one for one in jobs_of(find_sources(tmp_path)) if one.history.folder == tmp_path)

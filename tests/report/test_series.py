@@ -31,7 +31,7 @@ def test_picture_and_page_show_the_same_points_under_the_same_names_in_the_same_
         assert list(line.get_ydata()) == pytest.approx(trace["y"])
         name = (trace.get("line") or trace["marker"])["color"].removeprefix("var(--").removesuffix(")")
         assert line.get_color() == PALETTE[name][0]
-        if trace["name"] != "plan 2, in use":  # the picture says what that plan is for, the page its number
+        if trace["name"] != "plan 2, in use":  # the picture names the plan by its purpose, the page by its number
             assert line.get_label() == trace["name"]
 
 

@@ -47,7 +47,7 @@ def test_a_measured_iteration_is_divided_into_transfers_and_waiting(job):
     assert [(b.rank, b.work, b.clock_mhz) for b in shown.bars] == theirs
     for ours, expected in zip(shown.bars, predicted.bars, strict=True):
         assert (ours.start_s, ours.end_s) == pytest.approx((expected.start_s, expected.end_s))
-    # Waiting for a transfer that takes no time does not show in what is measured here.
+    # Waits for transfers that take no time are not visible in these measurements.
     slow = {wait for wait in predicted.waits if isinstance(wait.awaited, Transfer) and {0, 1} == ends(wait.awaited)}
     found = {(wait.rank, wait.awaited): wait.end_s - wait.start_s for wait in shown.waits}
     assert found == pytest.approx({(wait.rank, wait.awaited): wait.end_s - wait.start_s for wait in slow})
@@ -63,7 +63,7 @@ def test_slices_of_a_thread_do_not_overlap(trace):
         if event["ph"] == "X":
             threads[event["pid"], event["tid"]].append(event)
     assert len(threads) >= 4 * RANKS
-    # Perfetto puts threads of the same number together, and takes a process's own number for its main thread.
+    # Perfetto merges threads with equal numbers, and regards a process's own number as its main thread.
     assert len({thread for _, thread in threads}) == len(threads)
     assert not {thread for _, thread in threads} & {process for process, _ in threads}
     for events in threads.values():

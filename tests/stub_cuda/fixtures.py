@@ -1,4 +1,4 @@
-"""Pytest fixtures around the stub of CUDA's driver; tests/conftest.py makes them known to every test."""
+"""Pytest fixtures of the stub CUDA driver, which tests/conftest.py makes available to all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Chromium for tests of pages, with the screen, colour scheme and paper they ask for."""
+"""A real Chromium for tests of pages, with a given screen, colour scheme and paper."""
 
 import base64
 import shutil
@@ -12,7 +12,7 @@ DRIVER = shutil.which("chromedriver")
 
 
 class Browser:
-    """One window of Chromium."""
+    """A Chromium window."""
 
     def __init__(self):
         from selenium import webdriver
@@ -38,7 +38,7 @@ class Browser:
         return self.driver.execute_cdp_cmd(command, arguments)
 
     def wait_for(self, condition):
-        """Wait until a condition is true; how long that may take is no part of a test."""
+        """Wait until a condition is true; its time is not part of a test."""
         wait_until(lambda: self.js(condition), condition)
 
     def resize(self, width, height=900):
@@ -54,7 +54,7 @@ class Browser:
         self.settle()
 
     def settle(self):
-        """Wait for two frames, in which observers of sizes run."""
+        """Wait for two frames, in which resize observers run."""
         self.driver.execute_async_script(
             "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0)))"
         )
@@ -67,7 +67,7 @@ class Browser:
 
     @contextmanager
     def default_screen(self):
-        """Put screen and colour scheme back at the end."""
+        """Restore screen and colour scheme at the end."""
         try:
             yield self
         finally:

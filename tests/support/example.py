@@ -21,13 +21,13 @@ def load(name):
 
 
 def config(name, *overrides):
-    """Return the example's configuration as its script gets it."""
+    """Return the example's configuration as passed to its script."""
     with initialize_config_dir(str(ROOT / "configs" / name), version_base="1.3"):
         return compose("config", overrides=list(overrides))
 
 
 def build(layers):
-    """Build the layers as one stage does, tied ones once; return what to call in turn, and the modules."""
+    """Build the layers like one stage does, tied ones once; return the functions to call in turn, and the modules."""
     tied, functions = {}, []
     for layer in layers:
         if isinstance(layer, TiedLayerSpec):
@@ -41,7 +41,7 @@ def build(layers):
 
 
 def count_parameters(layers):
-    """Count a model's parameters, tied ones once, without making them."""
+    """Count a model's parameters, tied ones once, without allocating them."""
     with torch.device("meta"):
         _, modules = build(layers)
     return sum(p.numel() for m in modules for p in m.parameters())

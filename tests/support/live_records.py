@@ -1,4 +1,4 @@
-"""Records of a job as it would write them, for tests of what is shown while it runs."""
+"""Records of a job in the form that it writes, for tests of the output during a run."""
 
 from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started, to_line
 
@@ -6,13 +6,13 @@ BEGIN = 1_000_000.0
 
 
 def default_iteration(number, phase="default", **fields):
-    """An iteration at default clocks, of two pipelines: 1 s, 100 J."""
+    """Return an iteration of two pipelines at default clocks, with 1 s and 100 J."""
     values = {"time_s": 1.0, "energy_j": 100.0, "energy_by_pipeline_j": (60.0, 40.0), **fields}
     return IterationRecord(iteration=number, phase=phase, ended=BEGIN + number, simulated=True, **values)
 
 
 def planned_iteration(number, plan=3, **fields):
-    """An iteration under a plan: 2 % slower and 20 J less, of which 10 % and 25 J were promised."""
+    """Return an iteration under a plan: 2 % slower with 20 J less, where 10 % and 25 J were promised."""
     values = {
         "time_s": 1.02,
         "energy_j": 80.0,
@@ -28,13 +28,13 @@ def planned_iteration(number, plan=3, **fields):
 
 
 def started(job="a", **fields):
-    """The start of a job in auto mode."""
+    """Return the start of a job in auto mode."""
     values = {"mode": "auto", "gpu": "simulated A100-SXM", "simulated": True, "time": BEGIN, **fields}
     return Started(job=job, **values)
 
 
 def auto_job(planned=20, **fields):
-    """A job that has profiled and runs under plan 3."""
+    """Return the records of a job that was profiled and runs under plan 3."""
     records = [started(**fields)]
     records += [default_iteration(number, "warm-up") for number in (1, 2, 3)]
     records += [default_iteration(number, "profile", energy_j=110.0, time_s=1.1) for number in (4, 5)]
@@ -46,6 +46,6 @@ def auto_job(planned=20, **fields):
 
 
 def write(folder, records):
-    """Write them to the folder's run.jsonl, whatever was in it."""
+    """Write records to the folder's run.jsonl, replacing its contents."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.jsonl").write_text("".join(map(to_line, records)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A frontier of thirty plans, and a selector of plans of a job of one rank."""
+"""A frontier of thirty plans, and the plan selector of a job of one rank."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ DAG = Dag.build(one_f_one_b(ranks=1, micro_batches=1))
 
 
 class Job:
-    """A selector of a job of one rank."""
+    """Plan selector of a job of one rank."""
 
     def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), progress=None):  # noqa: B008 - it is frozen
         self.time = VirtualTime()
@@ -41,7 +41,7 @@ class Job:
         )
 
     def iterate(self, time_ratio=1.0, power_ratio=1.0):
-        """Run an iteration; return the plan that it ran, None for default clocks."""
+        """Run an iteration; return its plan, or None for default clocks."""
         ran = self.selector.in_force
         plan = FRONTIER.plans[ran.plan]
         time_s = plan.time_s * time_ratio

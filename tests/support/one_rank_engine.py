@@ -1,4 +1,4 @@
-"""A real pipeline engine of DeepSpeed in this very process: one rank, on gloo."""
+"""A real DeepSpeed pipeline engine in this process: one rank, on gloo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ batches = partial(job_parts.batches, rows=4)
 
 @contextmanager
 def one_rank(folder: Any, backend: str = "gloo") -> Iterator[None]:
-    """Be the only rank of a job."""
+    """Run as the only rank of a job."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ.update(place)
     torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -38,7 +38,7 @@ def one_rank(folder: Any, backend: str = "gloo") -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """Has a buffer, dropout and a counter, all of which a forward changes."""
+    """Has a buffer, dropout and a counter, all of which change in a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,16 +52,16 @@ class Layer(nn.Module):
 
 
 def module(layers: int = 2, layer: type[nn.Module] = Layer, **arguments: Any) -> PipelineModule:
-    """A pipeline of one stage."""
+    """Return a pipeline of one stage."""
     arguments = {"loss_fn": nn.MSELoss(), "partition_method": "uniform", "num_stages": 1, **arguments}
     return PipelineModule(layers=[LayerSpec(layer) for _ in range(layers)], **arguments)
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
-    """A copy of all parameters and buffers."""
+    """Return a copy of all parameters and buffers."""
     return [value.detach().clone() for _, value in sorted(engine.module.state_dict().items())]
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Whether all bits are equal."""
+    """Return whether all bits are equal."""
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""A stand-in for the server of a job, which has the agent of one rank follow programs."""
+"""A stand-in for the server of a job, which makes the agent of one rank follow programs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LOOK_S, _GIVE_UP_LOOKS = 0.01, 1000
 
 
 def follow_of(program: Program, serial: int) -> Follow:
-    """Return what makes an agent follow a program from the next iteration on."""
+    """Return a message that makes an agent follow a program from the next iteration on."""
     return Follow(program, serial, from_iteration=0, shown_from=0, phase="run")
 
 
 class OneRankServer:
-    """Listens on this machine, and beats, until it is left.
+    """Listens on this machine and sends heartbeats until its context ends.
 
     Attributes:
-        failures: What the agent has reported.
+        failures: Failures reported by the agent.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class OneRankServer:
         self._socket.close(0)
 
     def send(self, program: Program) -> None:
-        """Send a program, without waiting."""
+        """Send a program without waiting."""
         self._serial += 1
         self._outbox.append(follow_of(program, self._serial))
 
     def follow(self, clocks: AgentClocks, program: Program) -> Program:
-        """Have the agent of a rank that has connected follow a program, and wait until it does; return it."""
+        """Make the agent of a connected rank follow a program, and wait until it does; return the program."""
         self.send(program)
         for _ in range(_GIVE_UP_LOOKS):
             clocks.wait(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Iterations of a job as its server has them, made of the figures of its ranks."""
+"""Iterations of a job as seen by its server, made of the ranks' figures."""
 
 import numpy as np
 
@@ -9,26 +9,26 @@ from perseus_ds.server.iterations import Run, Seen
 
 
 def reports_of(*fields, pipelines=None):
-    """The reports of as many ranks as there are fields."""
+    """Return the reports of ranks, one for each dict of fields."""
     numbers = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}).as_numbers() for field in fields]
     return RankReports(np.array(numbers), None if pipelines is None else np.array(pipelines))
 
 
 def job_report(*fields):
-    """What such reports say of the whole job."""
+    """Return the job's report computed from such reports."""
     return JobReport.of(reports_of(*fields))
 
 
 def seen(*fields, number=1, run=Run("observe"), pipelines=None, spans=None, begun_s=0.0, memory_bytes=0):  # noqa: B008
-    """An iteration that ranks have reported.
+    """Return an iteration that ranks have reported.
 
     Args:
-        fields: Of the report of each rank.
-        number: Of the iteration; it has seen 8 samples for each one so far.
-        run: What it ran; it is frozen.
-        pipelines: The pipeline of each rank.
-        spans: Operations by rank, which are their whole order.
-        begun_s: When it began on the first rank [s]; on each other one 10 ms later than on the one before.
+        fields: Fields of the report of each rank.
+        number: Number of the iteration; the job has processed 8 samples per iteration so far.
+        run: Phase and plan of the iteration; it is frozen.
+        pipelines: Pipeline of each rank.
+        spans: Operations by rank, in the order of execution.
+        begun_s: Start on the first rank [s]; each further rank starts 10 ms after the previous one.
     """
     ranks = range(len(fields))
     streams = [tuple(span.operation for span in own) for own in spans or ()]

@@ -1,4 +1,4 @@
-"""What the process of a job's server is started with."""
+"""Requests to start the process of a job's server."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SCHEDULE = one_f_one_b(ranks=2, micro_batches=2)
 
 
 def description(folder, **block):
-    """The description of a job of two ranks, as rank 0 encodes it."""
+    """Return the description of a job of two ranks, as encoded by rank 0."""
     config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
     facts = tuple(
         RankFacts(
@@ -32,7 +32,7 @@ def description(folder, **block):
 
 
 def request(folder, *, epoch=0, output_dir="", public_key=b"", **block):
-    """A request for a server on this machine."""
+    """Return a request for a server on this machine."""
     server_key, server_secret = zmq.curve_keypair()
     public_key = public_key or zmq.curve_keypair()[0]
     return ServerRequest(

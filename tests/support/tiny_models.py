@@ -1,9 +1,9 @@
-"""Tiny Hugging Face models of every family that declares a pipeline plan."""
+"""Tiny Hugging Face models of every family with a pipeline plan."""
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-# Those of these names that a family's configuration has.
+# A configuration gets those that its family has.
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -35,7 +35,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
-# Without them, the default configuration or a small part of it makes no model.
+# Without them, neither the default configuration nor a small part of it makes a model.
 OF_FAMILY: dict[str, dict[str, object]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
     "dots1": {"n_shared_experts": 1},
@@ -46,13 +46,13 @@ LATENT_ATTENTION = {"num_key_value_heads": 4, "head_dim": 4}
 
 
 def families() -> dict[str, type[PretrainedConfig]]:
-    """Configurations of causal models with a pipeline plan, by the name of the family."""
+    """Return the configurations of causal models with a pipeline plan, by family."""
     found = {c.model_type: c for c in MODEL_FOR_CAUSAL_LM_MAPPING if getattr(c, "base_model_pp_plan", None)}
     return dict(sorted(found.items()))
 
 
 def tiny(family: str, **settings: object) -> PretrainedConfig:
-    """A configuration with four layers of width 32 and 96 tokens."""
+    """Return a configuration with four layers of width 32 and 96 tokens."""
     config = families()[family]
     whole = config()
     sizes = {name: size for name, size in SIZES.items() if name in dir(whole)}
@@ -62,5 +62,5 @@ def tiny(family: str, **settings: object) -> PretrainedConfig:
 
 
 def token_ids(count: int = 1, seed: int = 0) -> torch.Tensor:
-    """Sequences of 16 tokens, two for each of so many micro-batches."""
+    """Return sequences of 16 tokens, two for each of ``count`` micro-batches."""
     return torch.randint(3, 96, (2 * count, 16), generator=torch.Generator().manual_seed(seed))

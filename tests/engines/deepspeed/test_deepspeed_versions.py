@@ -1,4 +1,4 @@
-"""Unsupported versions of DeepSpeed are reported clearly, and all files state the same supported ones."""
+"""Unsupported versions of DeepSpeed are reported, and all files state the same supported ones."""
 
 import importlib.metadata
 import re
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def make_deepspeed(folder, version):
-    """Install a DeepSpeed that cannot be imported, as the old ones cannot be with the torch of today."""
+    """Install a DeepSpeed that cannot be imported, like old versions with a current torch."""
     metadata = folder / f"deepspeed-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def process_group(tmp_path_factory):
-    """A process group of this process alone."""
+    """A process group of this process only."""
     store = tmp_path_factory.mktemp("rank") / "store"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield

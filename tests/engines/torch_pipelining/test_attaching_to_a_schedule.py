@@ -1,4 +1,4 @@
-"""Perseus attaches to a schedule of torch and restores it. What cannot be planned is an error or trains on."""
+"""Perseus attaches to a torch schedule and restores it. One that cannot be planned is an error or is not planned."""
 
 import copy
 from collections import Counter
@@ -38,7 +38,7 @@ def block(tmp_path):
 
 @pytest.fixture
 def make():
-    """A function that makes a schedule on one rank. Perseus is closed when the test ends."""
+    """A function that makes a schedule on one rank. Perseus is closed at the end of the test."""
     for left in sessions():
         left.close()
     schedules = []
@@ -119,7 +119,7 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
     ended.clear()
     train(schedule)
     timers = schedule.perseus.runtime.timers
-    assert ended == [0, 1]  # passes, when the loss of either micro-batch was computed
+    assert ended == [0, 1]  # passes that have ended when the loss of each micro-batch is computed
     assert [str(span.operation) for span in timers.finish_iteration().spans()] == [
         "forward of micro-batch 0 on stage 0",
         "forward of micro-batch 1 on stage 0",
@@ -195,7 +195,12 @@ def test_a_step_that_raises_raises_the_same_error_and_training_goes_on(make, blo
     broken[0] = False
     train(schedule, steps=2)
     perseus_ds.detach(schedule)
-    assert [r["iteration"] for r in iterations(block)] == [1, 2, 4, 5]  # the one that raised has no record
+    assert [r["iteration"] for r in iterations(block)] == [
+        1,
+        2,
+        4,
+        5,
+    ]  # the iteration that raised an error has no record
 
 
 def test_other_micro_batches_are_read_again_or_leave_the_plan(make, block):
@@ -267,7 +272,7 @@ def test_an_older_torch_is_an_error_that_says_what_to_install(make, block, monke
 
 
 class OwnOrder(ScheduleGPipe):
-    """A schedule that calls an unknown method of stages, so that its order cannot be read."""
+    """A schedule that calls an unknown method of stages, so its order cannot be read."""
 
     def _step_microbatches(self, *args, **kwargs):
         self._stage.prepare()
@@ -301,7 +306,7 @@ def test_an_order_that_cannot_be_read_is_an_error_if_the_job_asks_for_more(of_un
 
 
 def run_pass(action, context):
-    """A user's function that does the work of an action."""
+    """Does the work of an action, as a user's function."""
     schedule, number = context.schedule_ref, action.microbatch_index
     stages = {stage.stage_index: stage for stage in schedule._stages}
     stage = stages[action.stage_index]

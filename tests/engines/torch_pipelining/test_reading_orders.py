@@ -1,4 +1,4 @@
-"""The order that a schedule of torch executes, read for every rank without processes."""
+"""The order executed by a torch schedule, read for every rank without processes."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -43,16 +43,16 @@ def test_each_stage_computes_each_micro_batch_once_on_one_rank_and_nothing_deadl
     for stage in rank_of:
         kinds = Counter(i.kind for i in counts if i.stage == stage)
         assert kinds[Kind.FORWARD] == micro_batches
-        # The first stage's input needs no gradient: there, torch computes everything in the second part.
+        # The first stage's input needs no gradient, so torch computes everything in the second part.
         assert kinds[Kind.BACKWARD_INPUT] == (kinds[Kind.BACKWARD_WEIGHT] if stage > 0 else 0)
         assert kinds[Kind.BACKWARD] + kinds[Kind.BACKWARD_WEIGHT] == micro_batches
     assert sum(len(nodes) for nodes in Dag.build(schedule).compute_nodes) == sum(counts.values())
 
 
 WAITS_ARE_ACTIONS = hasattr(schedules, "WAIT_SEND_F")
-"""Whether a schedule says when it waits for a send, as since torch 2.15."""
+"""Whether a schedule contains waits for sends, as since torch 2.15."""
 LIMITS = (None, 1, 3) if WAITS_ARE_ACTIONS else (None,)
-"""How many sends of a rank may be outstanding; None: no limit."""
+"""Maximum number of outstanding sends of a rank; None for no limit."""
 SEVERAL = [name for name, stages in STAGES_PER_RANK.items() if stages == 2]
 
 
@@ -77,7 +77,7 @@ def multi_stage(name, rank, ranks, micro_batches, limit=None):
 
 
 def most_outstanding(stream):
-    """The largest number of sends that a rank has launched and not waited for."""
+    """Return the largest number of sends that a rank has launched and not waited for."""
     sends, most = set(), 0
     for operation in stream:
         if isinstance(operation, Launch | Exchange):
@@ -93,7 +93,7 @@ LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind
 
 
 def written(stream):
-    """Operations that a rank launches and computes, and the sends it awaits, in torch's notation."""
+    """Return the operations that a rank launches and computes, and the sends it awaits, in torch's notation."""
     launched = set()
     for operation in stream:
         if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
@@ -158,7 +158,7 @@ def test_streams_survive_being_written(name):
 
 
 def sharded(make):
-    """Return a schedule of stages that FSDP shards, as their own rank knows them."""
+    """Return a schedule of stages sharded by FSDP, as on their own rank."""
 
     class Sharded(schedules.FSDPModule, torch.nn.Module):
         def __new__(cls):
