@@ -1,4 +1,4 @@
-"""A profile, measured while training goes on: ordinary iterations until times are steady, then some at each clock."""
+"""Measures a profile during training: a warm-up at default clocks, then iterations at each clock."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Baseline:
     """Iterations before any clock was changed.
 
     Attributes:
-        spans: By rank of the pipeline that is shown and by iteration, the operations.
-        time_s: Of a typical iteration of the job [s].
-        energy_j: Of all GPUs in it [J].
-        counter_period_s: How often the slowest energy counter is refreshed [s].
-        counter_settle_s: How long the counter still tells what was drawn before a step of power [s].
-        info: The job, and the durations of what has no clock to choose.
-        tails_of: The profile whose tails are used, since these were not measured; None where they were.
+        spans: Operations of the shown pipeline, by rank and iteration.
+        time_s: Time of a typical iteration of the job [s].
+        energy_j: Energy of all GPUs in it [J].
+        counter_period_s: Refresh period of the slowest energy counter [s].
+        counter_settle_s: Longest time for which a counter still reports the power before a step [s].
+        info: The job, and the durations of operations without a choice of clock.
+        tails_of: Profile whose tails are used if they were not measured; None if they were.
     """
 
     spans: list[list[list[Span]]]
@@ -80,16 +80,16 @@ class Baseline:
 
 
 async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Baseline:
-    """Run ordinary iterations until times are steady on all ranks.
+    """Run iterations at default clocks until times are stable on all ranks.
 
-    Their tails are those of a profile, if there is one: they are the same for inputs of other shapes.
+    If ``tails_of`` is given, its tails are used. They are the same for inputs of other shapes.
 
     Raises:
-        GpuError: What GPUs draw while they wait is not known.
+        GpuError: The blocking power is not known.
     """
     job = context.job
     context.send_all(WatchDefaultClocks())
-    context.send_all(SetProfiledLimit(None))  # those of now are the profile's
+    context.send_all(SetProfiledLimit(None))  # the current limits are those of the profile
     taken: list[Seen] = []
     least = job.config.profile.warm_up
     while len(taken) < _MOST_TIMES_AS_LONG * least:
@@ -128,7 +128,7 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
 
 
 def _by_length(context: ModeContext, iterations: Sequence[Seen]) -> ByLength | None:
-    """Return how passes depend on the lengths that were given; None if these are unknown or hardly vary."""
+    """Return how passes depend on lengths. None if lengths are unknown or hardly vary."""
     times: dict[tuple[int, Kind], list[tuple[float, float]]] = defaultdict(list)
     known: list[float] = []
     for seen in iterations:
@@ -147,7 +147,7 @@ def _by_length(context: ModeContext, iterations: Sequence[Seen]) -> ByLength | N
 
 
 def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) -> ProfileInfo:
-    """Return the job and what was measured of it, with the durations of what has no clock to choose."""
+    """Return the description of the job with its measured properties and fixed durations."""
     default_mhz = [int(state.default_mhz) for state in job.states if state.default_mhz]
     if launches_transfers(job.schedule):
         begins_s = [common_begins_s(job, seen) for seen in measured]
@@ -173,20 +173,20 @@ def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) 
     return job.info.model_copy(update={**rest, "rows": []}).with_fixed_durations(fixed)
 
 
-# The clock follows a little after an iteration has begun, at the earliest [s]. A GPU that is slower is read back; one
-# that a limit keeps below the clock is taken to have settled after this time.
+# Minimum time from the begin of an iteration until its clock is reached [s]. Slower changes are detected by reading the
+# clock back. A GPU that a limit keeps below the clock is assumed to have settled after this time.
 _SETTLE_S = 0.05
-# A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
-# clocks are visited more than once for that.
+# Power at a clock is known after this number of counter refreshes, with at most this relative error. Some clocks are
+# visited more than once for that.
 _REFRESHES = 10
 _KNOWN = 0.05
 _MOST_VISITS = 8
-# So many more have begun at a clock before enough is known of it.
+# Number of iterations at a clock that have already begun when the last necessary one is reported.
 _UNDER_WAY = 2
-# A tail that takes less of an iteration than this needs no clock of its own.
+# A tail shorter than this fraction of an iteration needs no clock of its own.
 _TAIL_MATTERS = 0.02
-# Predicted rows may have such errors, or those of the measured ones: plans from rows that are wrong by 2 % take 0.6 to
-# 2.5 % longer (benchmarks/varying.py).
+# Maximum error of predicted rows, unless errors of measured rows are larger. Plans from rows with errors of 2 % take
+# 0.6 to 2.5 % longer (benchmarks/varying.py).
 _MOST_PREDICTED_ERROR = 0.02
 
 
@@ -194,8 +194,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     """Measure a profile and write it.
 
     Raises:
-        PerseusError: It could not be measured.
-        OSError: It could not be written.
+        PerseusError: The profile could not be measured.
+        OSError: The profile could not be written.
     """
     job, recorder = context.job, context.recorder
     settings = job.config.profile
@@ -206,7 +206,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     window_s = _SETTLE_S + baseline.counter_settle_s + (_REFRESHES + 1) * baseline.counter_period_s
 
     def iterations(clock_mhz: int) -> int:
-        """In how many iterations at a clock the energy counter is refreshed often enough."""
+        """Return the number of iterations at a clock in which the energy counter is refreshed often enough."""
         return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
 
     expected = most * (iterations(clocks[len(clocks) // 2]) + _UNDER_WAY)
@@ -238,7 +238,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     found = replace(baseline, info=baseline.info.model_copy(update={"blocking_power_w": power_w}))
     raw = search.finished(found.info)
     save_profile(job, found, raw, denoise(raw, clocks))
-    # Against default clocks: the time of the job, and the energy of all GPUs.
+    # Losses are relative to default clocks: time of the job and energy of all GPUs.
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
@@ -264,12 +264,12 @@ def _sampler(settings: ProfileConfig, clocks_mhz: list[int], info: ProfileInfo) 
 
 
 class _Measurement:
-    """Iterations at one clock each, of the ranks that are profiled.
+    """Iterations at one clock each, on the ranks that are profiled.
 
     Attributes:
-        iterations: How many were measured.
-        lost_s: How much longer they took than at default clocks [s].
-        lost_j: How much more energy all GPUs used [J].
+        iterations: Number of measured iterations.
+        lost_s: Additional time relative to default clocks [s].
+        lost_j: Additional energy of all GPUs relative to default clocks [J].
     """
 
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:
@@ -281,11 +281,12 @@ class _Measurement:
         self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
         self._counters = {rank: Refreshes(job.facts[rank].gpu) for rank in self._ranks}
         self._refreshes: Counter[tuple[int, int]] = Counter()
-        # Iterations at the clock that came last; how many were asked for and came at each clock since it was judged.
+        # Consecutive iterations at the latest clock. By clock, the number of iterations requested and received since
+        # its last evaluation.
         self._visit: list[Seen] = []
         self._visited_mhz: int | None = None
         self._asked: Counter[int] = Counter()
-        self._measured: set[int] = set()  # others were asked for early, and are not needed
+        self._measured: set[int] = set()  # others were requested early, and are not needed
         self._came: Counter[int] = Counter()
         self.iterations = 0
         self.lost_s = 0.0
@@ -294,13 +295,13 @@ class _Measurement:
     async def measure(
         self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase], then_mhz: int | None
     ) -> None:
-        """Run so many iterations at a clock, and as many again until each rank knows what its GPU draws.
+        """Run iterations at a clock, and repeat them until the power of each GPU is known.
 
-        What is asked for takes effect an iteration or two later, so the clock to measure then, if it is known, is asked
-        for before the last iteration at this one has come.
+        A request takes effect one or two iterations later. Therefore the next clock, if it is known, is requested
+        before the last iteration at this clock is reported.
 
         Raises:
-            GpuError: One could not measure.
+            GpuError: The clock could not be set.
         """
         for _ in range(_MOST_VISITS):
             early = 0
@@ -346,11 +347,11 @@ class _Measurement:
             counter.state = GpuState(message.temperature_c, message.power_state)
 
     def _add(self, clock_mhz: int, visit: Sequence[Seen]) -> None:
-        """Take in iterations at a clock."""
+        """Add iterations at a clock."""
         if visit[-1].reports.failed:
             raise GpuError("the clock could not be set")
         tails_s = {seen.number: shortest_tail_s(seen.spans(rank) for rank in self._ranks) for seen in visit}
-        # In runs without a gap: iterations of other shapes may lie between.
+        # Split at gaps, because iterations of other shapes may have run there.
         for _, placed in groupby(enumerate(visit), lambda placed: placed[1].number - placed[0]):
             run = [seen for _, seen in placed]
             for rank in self._ranks:
@@ -386,7 +387,7 @@ class _Measurement:
         self._refreshes[rank, clock_mhz] += len(readings)
 
     def _factors(self, rank: int, seen: Seen) -> Mapping[Instruction, float]:
-        """Return how many times as long passes take as with inputs of the profile's length."""
+        """Return the times of passes relative to inputs of the profile's length."""
         by_length = self._baseline.info.by_length
         lengths = self._look_ahead.lengths_of(seen.iteration, self._places[rank].pipeline)
         if by_length is None or lengths is None:
@@ -398,10 +399,10 @@ class _Measurement:
         }
 
     def rows(self, clocks: Sequence[int]) -> dict[str, list[MeasuredRow]]:
-        """Return all rows measured so far by rank, by what is known now.
+        """Return all rows measured so far, by rank.
 
         Raises:
-            GpuError: A rank has none at one of some clocks.
+            GpuError: A rank has no rows at one of ``clocks``.
         """
         found = {}
         for rank in self._ranks:
@@ -416,17 +417,17 @@ class _Measurement:
         return found
 
     def blocking_power_w(self) -> tuple[float, str | None]:
-        """Return the blocking power of all ranks [W], and why if measurements of it differ."""
+        """Return the blocking power of all ranks [W], and an explanation if measurements of it differ."""
         bubbles = pooled(profiler.waiting_power_w() for profiler in self._profilers.values())
         return chosen_power_w(self._baseline.info.blocking_power_w or 0.0, bubbles)
 
     def use_blocking_power_w(self, power_w: float) -> None:
-        """Have rows computed from another blocking power [W]."""
+        """Compute rows from another blocking power [W]."""
         for profiler in self._profilers.values():
             profiler.blocking_power_w = power_w
 
     def remaining_s(self, iterations: int) -> float:
-        """Return about how long it takes until so many iterations are measured, one more at least [s]."""
+        """Estimate the time until a number of iterations are measured, at least one more [s]."""
         lost_s = self.lost_s / self.iterations if self.iterations else 0.0
         return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
 
@@ -437,14 +438,14 @@ def _passes(ranks: Iterable[Sequence[Span]]) -> int:
 
 
 def pairs(content: bytes) -> list[tuple[float, float]]:
-    """Return pairs of numbers that were sent as doubles."""
+    """Decode pairs of numbers that were sent as doubles."""
     numbers = np.frombuffer(content[: len(content) // 16 * 16])
     found: list[tuple[float, float]] = [(at_s, value) for at_s, value in numbers.reshape(-1, 2).tolist()]
     return found
 
 
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
-    """Write the estimates to plan with, and the rows as they were measured beside them.
+    """Write the estimated profile, and the measured rows to ``measured.csv`` in the same folder.
 
     Raises:
         ProfileError: No forward or backward was measured.
@@ -452,7 +453,7 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
     """
     waiting_w = baseline.info.blocking_power_w or 0.0
     if baseline.tails_of is None:
-        # Where a tail is short, or its GPU draws no more than waiting, any clock will do.
+        # If a tail is short or draws no more power than waiting, its clock does not matter.
         idle = {
             (stage, kind)
             for stage, kind in estimated.keys
@@ -479,8 +480,8 @@ def share_profile(job: Job, path: Path) -> bool:
         Whether the job has a profile now.
 
     Raises:
-        PerseusError: It cannot be read.
-        OSError: It cannot be written.
+        PerseusError: The profile cannot be read.
+        OSError: The profile cannot be written.
     """
     of_order = {
         "job": job.profile_key(),
@@ -498,18 +499,18 @@ def share_profile(job: Job, path: Path) -> bool:
 
 
 def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> float | None:
-    """Write the profile for a length of inputs if it follows from measured ones.
+    """Predict the profile for a length of inputs from measured ones, and write it.
 
     Args:
-        job: The iterations with such inputs.
-        length: Of their inputs.
-        measured: Profiles by length, of which some may not be complete, or predicted themselves.
+        job: Job of the iterations with such inputs.
+        length: Length of their inputs.
+        measured: Paths of profiles by length. Incomplete and predicted profiles are ignored.
 
     Returns:
         The typical relative error of its rows; None if no profile was written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The profile cannot be written.
     """
     profiles = {}
     for other, path in measured.items():
@@ -538,7 +539,7 @@ def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
 
 
 def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfile:
-    """Leave out rows that noise has put below what waiting takes, which no plan can be made from; two clocks stay."""
+    """Remove rows with less power than waiting due to noise, if at least two clocks remain."""
     below: set[tuple[int, Kind, int]] = set()
     for stage, kind in profile.keys:
         options = profile.options(stage, kind)

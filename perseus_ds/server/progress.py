@@ -61,7 +61,7 @@ _STEPS_TO_A_PLAN = ("warm-up", "profile", "optimizing", "default")
 _LONG_S = 60.0
 _LONG_ITERATIONS = 10
 _RECENT = 60
-"""Iterations, and seconds of power."""
+"""Number of recent iterations, and of seconds of power."""
 _EVENTS = 8
 
 

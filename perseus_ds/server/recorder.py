@@ -1,4 +1,4 @@
-"""What is written of a job: a record of each iteration and of events, to ``run.jsonl``, and timelines."""
+"""Writes records of iterations and events to ``run.jsonl``, and timelines."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ _MONITOR_TAGS = {
     "clock_skips": "clock_skips",
 }
 _UNDER_PLANS = ("run", "pause")
-# Jobs with at most this number of ranks have all in every record. Larger ones have them less often, for short records.
+# Jobs with at most this number of ranks record all ranks with every iteration. Larger ones record them less often, to
+# keep records short.
 _RANKS = 64
 
 
 class Recorder:
-    """Records iterations and events, and says what happens in the log of rank 0."""
+    """Records iterations and events, and prints messages to the log of rank 0."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Recorder:
             simulated: Whether GPUs are simulated.
             send: Sends a message to rank 0.
             steps_per_print: How often to print an iteration; None for never.
-            has_monitor: Whether rank 0 wants the figures of every iteration.
+            has_monitor: Whether rank 0 needs the figures of every iteration.
         """
         self._directory = directory
         self._simulated = simulated
@@ -97,12 +98,12 @@ class Recorder:
         self._limited: set[int] = set()
 
     def start(self, event: Started) -> None:
-        """Record that the job starts, all its checks being passed."""
+        """Record the start of the job, after all checks."""
         self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does")
         self.event(event)
 
     def event(self, event: Event) -> None:
-        """Record an event of the job; from any thread."""
+        """Record an event of the job. Thread-safe."""
         self._writer.write(event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated}))
 
     def announce(self, event: Event) -> None:
@@ -115,9 +116,9 @@ class Recorder:
 
         Args:
             seen: The iteration.
-            run: What it ran, or what most of it did.
-            order: Number of its order, where orders have plans of their own.
-            shape: Number of the shape of its inputs, where shapes have plans of their own.
+            run: What it ran, or what rank 0 ran if ranks differ.
+            order: Number of its order, if orders have separate plans.
+            shape: Number of the shape of its inputs, if shapes have separate plans.
         """
         self._compare_limits(seen.reports.limits)
         record = self.last = self._of_job(seen, run, order, shape)
@@ -131,24 +132,24 @@ class Recorder:
             self._print(record)
 
     def _compare_limits(self, limits: tuple[GpuLimit, ...]) -> None:
-        """Record GPUs that may do less than profiled where others do than before; say so of those not named yet."""
+        """Record a change of limited GPUs, and print it unless all of them were already printed."""
         before, self._limits = self._limits, limits
         if limits == before:
             return
         found = tuple((rank, _finite(power_w), _finite(clock_mhz)) for rank, power_w, clock_mhz in limits)
         event = LimitsChanged(limits=found[:MOST_FAILED_RANKS], more=max(0, len(found) - MOST_FAILED_RANKS))
-        # Heat comes and goes: each GPU is named once until none is limited any more.
+        # Thermal limits come and go. Each GPU is printed once until no GPU is limited.
         ranks = {limit.rank for limit in limits}
         is_said = bool(ranks) and ranks <= self._limited
         self._limited = self._limited | ranks if ranks else set()
         (self.event if is_said else self.announce)(event)
 
     def flush(self) -> None:
-        """Wait until all records are written, or writing takes long."""
+        """Wait until all records are written, or until a timeout."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Say time, energy and saving of the training in one line, record them, and wait until all is written."""
+        """Print and record a summary of the training, and wait until all records are written."""
         self._writer.flush()
         ended = self._log.at_end()
         if ended.iterations > self._summarised:
@@ -165,7 +166,7 @@ class Recorder:
         return f"`perseus-ds {name} {shlex.quote(str(self._directory.resolve()))}`"
 
     def facts(self) -> JobFacts:
-        """Return the facts of the job, over all its starts; from any thread."""
+        """Return the facts of the job over all its starts. Thread-safe."""
         return self._log.facts(time.time())
 
     def say(self, text: str) -> None:
@@ -256,22 +257,22 @@ def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | Non
     return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz.tolist())
 
 
-# Records of iterations are written together: one by one they would take more time.
+# Records of iterations within this time are written together, which is faster than one by one.
 _TOGETHER_S = 0.5
 # During hours with a full disk, only the last records are kept (some megabytes).
 _MOST_UNWRITTEN = 10_000
 
 _Waiting: TypeAlias = tuple[Record, float] | threading.Event | None
-"""A record, and how long it may wait [s]; what is set once all before it is written; or None at the end."""
+"""A record and how long it may wait [s], an event to set when all previous records are written, or None to end."""
 
 
 class RecordWriter:
-    """One thread appends records to the file in order.
+    """Appends records to the file in order, on a separate thread.
 
     Args:
         directory: The job's output folder.
-        log: Gets all records, those of earlier starts first.
-        warn: Logs a warning, from any thread.
+        log: Receives all records, those of earlier starts first.
+        warn: Logs a warning. Thread-safe.
     """
 
     def __init__(self, directory: Path, log: JobLog, warn: Callable[[str], None]) -> None:
@@ -286,15 +287,15 @@ class RecordWriter:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Have a record written; returns at once, from any thread."""
+        """Enqueue a record to be written immediately. Thread-safe."""
         self._waiting.put((record, 0.0))
 
     def write_soon(self, record: Record) -> None:
-        """Have a record written within half a second; returns at once, from any thread."""
+        """Enqueue a record to be written within half a second. Thread-safe."""
         self._waiting.put((record, _TOGETHER_S))
 
     def end(self) -> None:
-        """End the thread once all is written."""
+        """End the thread after all records are written."""
         self._has_ended = True
         self._waiting.put(None)
 
@@ -313,7 +314,7 @@ class RecordWriter:
                 self._log.add(records)
         except FileNotFoundError:
             pass  # there is no earlier start
-        except Exception as error:  # those of this start are of use all the same
+        except Exception as error:  # records of this start are still useful
             self._warn(f"the records of earlier starts cannot be read ({error!r})")
         is_over = False
         while not is_over:
@@ -336,7 +337,7 @@ class RecordWriter:
         return found
 
     def _made(self, together: list[_Waiting]) -> tuple[list[bytes], list[threading.Event], bool]:
-        """Return the lines of records, what is to be set once they are written, and whether nothing follows."""
+        """Return the lines of records, the events to set once they are written, and whether to end."""
         lines, written = [], []
         for waiting in together:
             if isinstance(waiting, threading.Event):
@@ -345,7 +346,7 @@ class RecordWriter:
                 try:
                     lines.append(to_line(waiting[0]).encode())
                     self._log.add([waiting[0]])
-                except Exception as error:  # the records after it are of use all the same
+                except Exception as error:  # the following records are still useful
                     self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
         return lines, written, None in together
 
@@ -400,7 +401,7 @@ class TimelineLog:
         self._works = True
 
     def wants(self, run: Run) -> bool:
-        """Return whether an iteration that runs something is still to be kept."""
+        """Return whether an iteration with this run is still to be kept."""
         key = run.phase, run.plan
         is_full = len(self._file.iterations) == _MOST_SHOWN
         return run.phase in _SHOWN_PHASES and self._seen.get(key, 0) < _SETTLED and not is_full
@@ -427,7 +428,7 @@ class TimelineLog:
         if self._file.job is not None:
             needed_bytes = known_of_all([job.states[rank].memory_bytes or None for rank in job.shown])
             self._file.job = self._file.job.model_copy(update={"memory_bytes": needed_bytes})
-        # What could not be read again is not written: iterations of large jobs are fewer.
+        # Readers accept a limited number of operations, so files of large jobs have fewer iterations.
         if self._works and self._file.operations + iteration.operations <= MOST_OPERATIONS:
             self._file.iterations.append(iteration)
             try:
@@ -439,10 +440,10 @@ class TimelineLog:
 
 
 def common_begins_s(job: Job, seen: Seen) -> list[float]:
-    """Return when the ranks of the pipeline that is shown began an iteration, in one time [s].
+    """Return when the ranks of the shown pipeline began an iteration, in a common time [s].
 
-    Clocks of different nodes are never compared: the ranks of another node are aligned by the transfers that both
-    sides wait for, which end at the same moment, or by those in both directions, which take equally long.
+    Clocks of different nodes are never compared. Ranks of another node are aligned by transfers for which both sides
+    wait, which end at the same time, or by transfers in both directions, which are assumed to take equally long.
     """
     spans = [seen.spans(rank) for rank in job.shown]
     begins_s = [seen.begun_s(rank) for rank in job.shown]
@@ -455,7 +456,7 @@ def common_begins_s(job: Job, seen: Seen) -> list[float]:
 
 
 def begin_after_s(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """Return how much later a rank began an iteration than its neighbour, by the transfers between them [s]."""
+    """Return how much later ``second`` began than ``first``, estimated from their transfers [s]."""
     sent, received, both = [], [], []
     ends_s: dict[Transfer, tuple[float, bool]] = {}
     for span in first:

@@ -1,4 +1,4 @@
-"""Which plan every pipeline runs: from the policy, the reports and the user's orders to an assignment."""
+"""Selects the plan of every pipeline from the policy, the reports and the user's orders."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
 
 
 class _Progress(FileModel):
-    """What is kept for a later start of the job; the plan is None where it is not one of these plans."""
+    """Progress kept for a later start of the job. The plan is None if it is for another profile."""
 
     plan: Annotated[int, Field(ge=0)] | None
     stretch_factors: tuple[Annotated[float, Field(ge=1)], ...]
@@ -114,12 +114,12 @@ class _Progress(FileModel):
 
 
 class PlanSelector:
-    """Decides after every iteration.
+    """Decides after every iteration which plans the following ones run.
 
     Attributes:
-        in_force: What the iterations to come run by.
-        statistics: Measured over predicted time and power of the last iterations.
-        default_power_w: Of all GPUs at default clocks, as measured in this job; None where it is not known [W].
+        in_force: Assignment of the following iterations.
+        statistics: Ratios of measured to predicted time and power of the last iterations.
+        default_power_w: Power of all GPUs at default clocks, as measured in this job [W]; None if unknown.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class PlanSelector:
         Args:
             job: The job.
             frontier: The plans.
-            control: What the user asks for; the progress that an earlier start of the job kept is taken from it.
-            timebase: Tells the date.
+            control: The user's control of the job. The progress kept by an earlier start is taken from it.
+            timebase: Provides the date.
             record: Records an event of the job.
             say: Prints a line for the whole job.
             kind: Order and shape of the iterations that are planned.
@@ -173,14 +173,14 @@ class PlanSelector:
         self._record(PlanChosen.model_validate(self.status()))
 
     def learn(self, seen: Seen) -> None:
-        """Take in an iteration under plans."""
+        """Update the statistics with an iteration under plans."""
         plans = seen.run.plans if seen.run is not None else None
         if plans is not None and plans.frontier is self._frontier:
             self.statistics.add_stop(seen.stopped_s)
             self._learn(seen.reports, seen.ranks, plans.assignment)
 
     def decide(self) -> bool:
-        """Decide on the iterations to come; return whether they run by another assignment."""
+        """Decide on the following iterations, and return whether the assignment has changed."""
         chosen = self._choose()
         if chosen == self.in_force:
             return False
@@ -211,7 +211,7 @@ class PlanSelector:
         return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
     def _choose(self) -> Assignment:
-        """Return what the iterations to come run by, without a number."""
+        """Return the assignment of the following iterations, without a number."""
         control = self._control
         policy = control.policy_now()
         if policy != self._ordered:
@@ -256,7 +256,7 @@ class PlanSelector:
         return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
 
     def would_be_capped(self) -> bool:
-        """Whether default clocks would draw more than the cap of the policy that is asked for now."""
+        """Return whether default clocks would exceed the power cap of the current policy."""
         policy = self._control.policy_now()
         return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
 
@@ -287,7 +287,7 @@ class PlanSelector:
         return self._assigned
 
     def hurry(self, late: float) -> bool:
-        """Run plans that are faster by the fraction by which the present ones are late, if there are any."""
+        """Request plans that are faster by a fraction, and return whether there are any."""
         now = self.in_force
         hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
         if hurried.plans == now.plans:
@@ -335,7 +335,7 @@ class PlanSelector:
         return {} if watch is None else watch.signals
 
     def state(self) -> dict[str, Any]:
-        """Return what is kept for a later start of the job, as plain values."""
+        """Return the progress to keep for a later start of the job, as plain values."""
         return _Progress(
             plan=self.in_force.plan, stretch_factors=self._stragglers.stretch_factors, statistics=self.statistics
         ).model_dump(mode="json")

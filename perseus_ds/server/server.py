@@ -1,7 +1,7 @@
-"""Decides for one job: takes in what ranks report, and has them run what the modes want.
+"""Decides for one job: receives the reports of ranks, and sends them the runs that modes request.
 
-Everything here happens when a message comes or in :meth:`JobServer.tick`; nothing waits. How messages come and go is
-the business of :mod:`perseus_ds.server.process`.
+All work is done when a message arrives or in :meth:`JobServer.tick`, and nothing blocks. Messages are transferred by
+:mod:`perseus_ds.server.process`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ logger = logging.getLogger("perseus_ds")
 _FIRST_BACK_OFF = 10
 _MOST_RUNS = 512
 _MOST_OPEN = 64
-"""So many iterations wait for reports of ranks; what is lost is no evidence."""
+"""Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
 _KNOWN_AFTER_S = 5.0
-"""Within this time a message is known to all ranks, on however busy a machine."""
+"""Time in which a message reaches all ranks, even on a busy machine."""
 _LAST_REPORTS_S = 1.5
-"""How long a job that ends waits for reports after the first rank has left."""
+"""Time for which a job that ends waits for reports after the first rank has left."""
 
 
 @dataclass
 class _Sent:
-    """What the iterations of a kind were last told to run, from one on; and before that, where a plan may follow."""
+    """The run last sent for a kind, and the one before it, whose iterations may still get plans."""
 
     serial: int
     key: tuple[Any, ...]
@@ -66,14 +66,14 @@ class _Sent:
 
 
 class JobServer:
-    """See the module.
+    """Decides for all ranks of a job.
 
     Attributes:
         job: The job.
-        control: What the user asks for.
-        recorder: Records what happens.
-        has_ended: Whether all is written.
-        is_over: Whether nothing more is to come of any rank, either.
+        control: The user's control of the job.
+        recorder: Records iterations and events.
+        has_ended: Whether the job has ended and all records are written.
+        is_over: Whether all ranks have left in addition.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class JobServer:
         """Check what can be checked before training.
 
         Args:
-            description: Of the job.
+            description: Description of the job.
             send: Sends a message to a rank.
-            state: What an earlier start of the job has left, as :meth:`state` returned it.
-            epoch: How many servers of the running job have died before.
-            timebase: The time in which to wait.
+            state: State of an earlier start of the job, as returned by :meth:`state`.
+            epoch: Number of earlier servers of the running job.
+            timebase: Timebase of the server.
             worker: Computes plans in another process.
             lengths_worker: Plans iterations of given lengths in another process.
 
         Raises:
-            PerseusError: The job cannot be trained like this.
+            PerseusError: The job cannot be trained as configured.
         """
         self.job, self._warning = _with_permission(Job.of(description))
         self._notes: list[str] = []
@@ -125,7 +125,7 @@ class JobServer:
         self._context = ModeContext(
             self.job, self.recorder, self.control, self._look_ahead, send, timebase, worker, self._beside
         )
-        self._serial = epoch << 32  # agents still know the serials of earlier ones
+        self._serial = epoch << 32  # agents still know the serials of earlier servers
         self._runs: dict[int, Run] = {0: UNPLANNED}
         self._sent: dict[int, _Sent] = {}
         self._open: dict[int, dict[int, RankReport]] = {}
@@ -143,7 +143,7 @@ class JobServer:
         self._check(state)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Take up what an earlier start of the job has left, as :meth:`state` returned it; before :meth:`start`."""
+        """Restore a :meth:`state` of an earlier start of the job. Must be called before :meth:`start`."""
         kept, issued = state.get("control"), state.get("iteration")
         if state.get("job") != self.job.started().job or not isinstance(kept, Mapping):
             return
@@ -154,7 +154,7 @@ class JobServer:
             if measured is not None and rank < self.job.world_size and self.job.states[rank].measured is None:
                 self.job.states[rank].measured = Measured(*measured)
         self._steps_before = self.control.steps
-        if self._is_renewed and isinstance(issued, int):  # ranks count on
+        if self._is_renewed and isinstance(issued, int):  # ranks continue to count
             self._steps_before -= issued
             self._kinds.first_key = state.get("first_order")
         elif (steps := self.job.facts[0].steps) is not None:
@@ -183,7 +183,7 @@ class JobServer:
         self.recorder.event(Failed(event="signal", error=problem))
 
     def welcome(self) -> Welcome:
-        """Return what all ranks are to know and to do before training."""
+        """Return what all ranks have to measure before training."""
         mode = self.job.config.mode
         known = has_frontier_of_an_earlier_run(self.job) or all(
             state.measured is not None and math.isfinite(state.measured.blocking_power_w) for state in self.job.states
@@ -195,7 +195,7 @@ class JobServer:
         )
 
     def start(self) -> None:
-        """Begin the job's mode."""
+        """Record the start of the job, and start its mode."""
         self.recorder.start(self.job.started())
         if self._warning:
             self.recorder.warn(self._warning)
@@ -206,16 +206,16 @@ class JobServer:
 
     @property
     def phase(self) -> str:
-        """The phase of the iterations to come."""
+        """Phase of the following iterations."""
         return self.next.phase
 
     @property
     def next(self) -> Run:
-        """What the iterations to come run, if they are of the kind that came last."""
+        """Run of the following iterations, if they are of the latest kind."""
         return self._kinds.latest.wanted
 
     def state(self) -> dict[str, Any]:
-        """Return what is kept for a later start of the job, as plain values."""
+        """Return the state to keep for a later start of the job, as plain values."""
         progress = self._kinds.progress()
         return {
             "job": self.job.started().job,
@@ -229,7 +229,7 @@ class JobServer:
         }
 
     def receive(self, rank: int, message: ToServer) -> None:  # noqa: PLR0912  # one case for each message
-        """Take in a message of a rank or its agent."""
+        """Process a message from a rank or its agent."""
         if not 0 <= rank < self.job.world_size or self.is_over:
             return
         state = self.job.states[rank]
@@ -274,7 +274,7 @@ class JobServer:
                 self.tick()
 
     def tick(self) -> None:
-        """Do what is due without a message."""
+        """Do everything that is due without a message."""
         self._plan_ahead()
         if self._left_s is None or self.is_over:
             return
@@ -291,7 +291,7 @@ class JobServer:
         self.is_over = all_left
 
     def lose(self, rank: int) -> None:
-        """A rank's agent is gone."""
+        """Stop sending to a rank whose agent is gone."""
         self.job.states[rank].is_here = False
 
     # Iterations.
@@ -302,7 +302,7 @@ class JobServer:
         state.late_s, state.default_mhz = message.late_s, message.default_mhz
         state.memory_bytes = message.report.memory_bytes
         if number <= self._completed:
-            return  # it came twice, or after one that was complete
+            return  # a duplicate, or later than a complete one
         reports = self._open.setdefault(number, {})
         reports.setdefault(rank, message)
         if len(reports) == self.job.world_size:
@@ -311,20 +311,20 @@ class JobServer:
             self._forget(number)
             try:
                 self._complete(number, [reports[of] for of in range(len(reports))], contents)
-            except Exception as error:  # of any kind: a mistake in a decision is none of training
+            except Exception as error:  # errors of decisions must not stop training
                 self._has_failed(error)
         elif len(self._open) > _MOST_OPEN:
             self._forget(min(self._open))
 
     def _forget(self, number: int) -> None:
-        """Forget reports of iterations up to one: those of earlier ones that lack some do not come any more."""
+        """Discard reports of iterations up to ``number``. No more reports of earlier ones are expected."""
         self._open = {each: reports for each, reports in self._open.items() if each > number}
         self._contents = {key: content for key, content in self._contents.items() if key[0] > number}
 
     def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
         first = messages[0].report
         key = first.key
-        # A rank whose client and agent have followed different things has run neither.
+        # A rank whose client and agent followed different serials ran neither.
         run = self._run_of({m.serial if m.serial == m.report.serial else -1 for m in messages})
         ranks = self._ranks_of(messages)
         seen = Seen(
@@ -375,7 +375,7 @@ class JobServer:
         return RankReports(numbers, np.array([place.pipeline for place in self.job.places], np.int64))
 
     def _run_of(self, serials: set[int]) -> Run | None:
-        """Return what all ranks ran, given the serials that clients and agents followed; None if they differ."""
+        """Return the run for the serials that clients and agents followed. None if they differ."""
         runs = [self._runs.get(serial) for serial in sorted(serials)]
         known = [run for run in runs if run is not None]
         if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
@@ -383,7 +383,7 @@ class JobServer:
         return known[0]
 
     def _run(self, kind: Kind) -> None:
-        """Have the ranks run what a kind wants, from the next iteration on that none of them has begun."""
+        """Send the run that a kind requests to the ranks, for the next iterations that none can have begun."""
         wanted = kind.wanted
         self._tell(kind.number, wanted, kind.context.job, is_first=kind is self._kinds.first)
 
@@ -394,7 +394,7 @@ class JobServer:
         key = (*wanted.key, times, every)
         sent = self._sent.get(number)
         if sent is not None and sent.key == key:
-            self._runs[sent.serial] = sent.wanted = wanted  # which may say something else of what follows
+            self._runs[sent.serial] = sent.wanted = wanted  # its next phase or status may differ
             return
         serial, from_iteration = self._new_serial(wanted), self._from_iteration()
         follows = self._follows(number, wanted, job, serial, times=times, every=every)
@@ -411,7 +411,7 @@ class JobServer:
                             self._tell_planned(kind, iteration)
 
     def _new_serial(self, wanted: Run) -> int:
-        """Return the serial by which ranks report what they ran."""
+        """Return a new serial, by which ranks report what they ran."""
         self._serial += 1
         self._runs[self._serial] = wanted
         if len(self._runs) > _MOST_RUNS:
@@ -422,7 +422,7 @@ class JobServer:
     def _follows(
         self, number: int, wanted: Run, job: Job, serial: int, *, times: Times, every: int
     ) -> Callable[[int, int], Follow]:
-        """Return what each rank is sent, from an iteration on."""
+        """Return a function that creates the message for a rank, given its first iteration."""
         programs: dict[Any, msg.Program] = {}
         shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self._time_s)) if self._time_s else 2
         profiled = set(job.profiled)
@@ -452,14 +452,14 @@ class JobServer:
         return follow
 
     def _plan_ahead(self) -> None:
-        """Have iterations planned whose lengths are known, and send the plans that have come."""
+        """Request plans for iterations with known lengths, and send new plans to the ranks."""
         for order, iteration in self._look_ahead.new_plans(self._issued):
             for kind in self._kinds.kinds():
                 if kind.context.order == order:
                     self._tell_planned(kind, iteration)
 
     def _tell_planned(self, kind: Kind, iteration: int) -> None:
-        """Have the ranks run a plan in one iteration, if it is planned by length and none of them has begun it."""
+        """Send the plan for one iteration, if it is planned by length and no rank has begun it."""
         sent = self._sent.get(kind.number)
         if sent is not None and iteration < sent.from_iteration:
             sent = sent.before
@@ -476,7 +476,7 @@ class JobServer:
 
     @property
     def files(self) -> list[int]:
-        """Descriptors that are readable when :meth:`tick` has something to do."""
+        """File descriptors that are readable when :meth:`tick` has something to do."""
         return self._look_ahead.files
 
     @property
@@ -485,15 +485,15 @@ class JobServer:
         return max(state.issued for state in self.job.states)
 
     def _from_iteration(self) -> int:
-        """Return the first iteration that no rank begins before it has received what is sent now.
+        """Return the first iteration that no rank begins before it receives a message sent now.
 
-        A rank begins the next iteration without waiting for an answer to its report.
+        Ranks begin the next iteration without waiting for an answer to their report.
         """
         issued = self._issued
         return issued + 2 if issued else 1
 
     def _tell_all(self, rank: int) -> None:
-        """Send a rank all that it is to know."""
+        """Send all kinds and their runs to a rank."""
         self._send(rank, self._kinds.orders_for(rank))
         from_iteration = self._from_iteration()
         for sent in self._sent.values():
@@ -502,7 +502,7 @@ class JobServer:
     # Faults and orders.
 
     def _has_failed(self, error: Exception) -> None:
-        """The mode of the job has failed: it begins again later."""
+        """Record that the job's mode has failed, and restart it after a number of iterations."""
         logger.debug("perseus: the mode ended", exc_info=error)
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
@@ -511,10 +511,10 @@ class JobServer:
         self._kinds.begin_again(iterations)
 
     def carry_out(self, order: Any) -> dict[str, Any]:
-        """Carry out an order that was checked; return the answer.
+        """Carry out a validated order and return the answer.
 
         Raises:
-            ValueError: It cannot be done.
+            ValueError: The order cannot be carried out.
         """
         return self.control.carry_out(order)
 
@@ -525,7 +525,7 @@ class JobServer:
             self.recorder.warn(str(error))
 
     def _status(self) -> dict[str, Any]:
-        """Return the facts of the job, what it runs next, and what its last iteration took."""
+        """Return the facts of the job, its next run and the record of its last iteration."""
         self.recorder.flush()
         last, following = self.recorder.last, self.next
         facts = self.recorder.facts().model_dump(mode="json")
@@ -533,7 +533,7 @@ class JobServer:
         return facts | now
 
     def say_warning(self, text: str) -> None:
-        """Have rank 0 log a warning; from any thread."""
+        """Have rank 0 log a warning. Thread-safe."""
         self._send(0, Say(text, warns=True))
 
     def _say_to(self, rank: int, text: str) -> None:
@@ -541,7 +541,7 @@ class JobServer:
 
 
 def _with_what_is_kept(measured: Measured, kept: Measured | None) -> Measured:
-    """Return what a rank has measured, where it has only looked at its counter with what an earlier start had found."""
+    """Return a rank's measurements, completed by those of an earlier start if they lack the blocking power."""
     if kept is None or math.isfinite(measured.blocking_power_w):
         return measured
     return Measured(measured.period_s, kept.settle_s, kept.blocking_power_w)
@@ -552,7 +552,7 @@ def _without_plan(run: Run) -> Run:
 
 
 def _with_permission(job: Job) -> tuple[Job, str]:
-    """Return the job as it may run, and a warning: where auto mode cannot set the clocks of all ranks, it observes.
+    """Replace auto mode by observe mode if clocks of a rank cannot be set, and return a warning.
 
     A process may lack the permission, and a virtual GPU the clocks.
     """

@@ -50,7 +50,7 @@ class Outcome(Enum):
 
 
 def look_for_drift(job: Job, seen: Seen) -> None:
-    """Compare the instructions of an iteration under plans with the profile, and add that to its reports."""
+    """Compare the instructions of an iteration under plans with the profile, and add the drift to its reports."""
     plans = None if seen.run is None or seen.run.by_length else seen.run.plans
     if plans is None or not plans.frontier.instruction_times_s:
         return
@@ -90,7 +90,7 @@ class PlanRunner:
         Args:
             context: Context of the mode.
             frontier: The plans.
-            default: Iterations of this job at default clocks; None where savings are relative to the profile.
+            default: Iterations of this job at default clocks; None if savings are relative to the profile.
             by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
         """
         self._job = context.job
@@ -109,7 +109,7 @@ class PlanRunner:
         self._comparisons = context.comparisons
         self._look_ahead, self._order, self.by_length = context.look_ahead, context.order, by_length
         self._kind = {"order": context.order, "shape": context.shape}
-        # With which the comparison that goes on may err at each of its analyses.
+        # Error probability of each analysis of the current comparison.
         self._probability: float | None = None
         # Whether default clocks have just been measured.
         self._is_fresh = default is not None
@@ -117,7 +117,7 @@ class PlanRunner:
         self._turns = 0
         # Ratio of iteration times to the profile, because inputs have other shapes.
         self._scale = 1.0
-        # Blocks of which the first iteration was left out, which begins at the clocks before.
+        # The block whose first iteration was left out, because it begins at the previous clocks.
         self._begun: IterationSample | None = None
         self._compared_plan: int | None = None
         self._dag = Dag.build(context.job.schedule)
@@ -140,7 +140,7 @@ class PlanRunner:
 
     @property
     def plan(self) -> FrequencyPlan | None:
-        """The plan of the first pipeline; None while it is paused."""
+        """The plan of the first pipeline; None while the job is paused."""
         assignment = self.selector.in_force
         return None if assignment.paused else self.frontier.plans[assignment.plans[0]]
 
@@ -156,7 +156,7 @@ class PlanRunner:
         self._again_in = int(kept.get("again_in", _COMPARED_AGAIN_AFTER))
 
     def _progress(self) -> dict[str, Any]:
-        """Return what is kept for a later start of the job."""
+        """Return the progress to keep for a later start of the job."""
         progress = self.selector.state()
         if self._is_kept and self._default is not None and not self._default.varies_in_shape:
             sample = self._default
@@ -169,7 +169,7 @@ class PlanRunner:
         return progress
 
     def compare_with(self, default: DefaultIterations) -> None:
-        """Compare iterations from now on with others at default clocks, which have just been measured."""
+        """Use iterations at default clocks that were just measured for the next comparison."""
         self._is_fresh, self._incomparable = True, 0
         self._conditions = default.conditions
         self._set_default(default.sample)
@@ -191,11 +191,11 @@ class PlanRunner:
             iterations, time_s = iterations + 1, time_s + seen.time_s
 
     def would_be_capped(self) -> bool:
-        """Whether default clocks would draw more than the cap that is asked for now."""
+        """Return whether default clocks would exceed the power cap of the current policy."""
         return self.selector.would_be_capped()
 
     def becomes_capped(self) -> bool:
-        """Bring a cap that default clocks would exceed into force at once, if there is one; return whether it is."""
+        """Apply a cap that default clocks would exceed, if there is one. Return whether one is in force."""
         if self.would_be_capped():
             self.selector.decide()
         return self._is_capped
@@ -206,9 +206,10 @@ class PlanRunner:
         return self.selector.in_force.capped
 
     async def run_while_kept(self, when_kept: Callable[[], None] = lambda: None) -> Verdict | Outcome:
-        """Train under the policy's plan for as long as it keeps its promise; default clocks have just been measured.
+        """Train under the policy's plan as long as it keeps its promise.
 
-        If default clocks would exceed a power cap, nothing is compared until the cap has ended.
+        Default clocks must be measured before. If they would exceed a power cap, nothing is compared until the cap has
+        ended.
 
         Args:
             when_kept: Called each time a comparison keeps the plan.
@@ -239,7 +240,7 @@ class PlanRunner:
                 return result
 
     async def _compare(self) -> Verdict | Outcome | None:
-        """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
+        """Alternate between default clocks and the policy's plan until there is a verdict.
 
         There is no verdict if something has to be measured again, or if default clocks would exceed a cap.
         """
@@ -266,10 +267,10 @@ class PlanRunner:
         return None
 
     async def _add_block(self, following: int, block: IterationSample, *, is_planned: bool) -> Outcome | None:
-        """Run iterations of a block until they are enough, or another assignment is in force.
+        """Run iterations of a block until it is long enough, or until another assignment is in force.
 
-        The iterations are added to it, the last one while the next block begins; so many blocks follow it until the
-        next analysis.
+        The iterations are added to the block, the last one while the next block begins. ``following`` is the number of
+        blocks after this one until the next analysis.
         """
         begun = self.selector.in_force.number
         is_over, in_s = False, None
@@ -286,15 +287,15 @@ class PlanRunner:
                 return Outcome.DEFAULT_OUTDATED
             whole_s = IterationSample(block.counter_period_s).remaining_s(seen.time_s, more=2)
             in_s = block.remaining_s(seen.time_s, more=1) + following * whole_s
-            # The last iteration is under way when the next block begins, unless an analysis is due now.
+            # The last iteration is in progress when the next block begins, unless an analysis is due now.
             is_in_flight = following > 0 and self._begun is block
             is_over = block.is_as_long_as(1, in_flight_s=seen.time_s if is_in_flight else 0.0)
         return None
 
     async def _run(self, iterations: float, *, capped: bool = False) -> Outcome | None:
-        """Train under the plan that the policy asks for, for so many iterations or until it breaks its promise.
+        """Train under the policy's plan for a number of iterations, or until it breaks its promise.
 
-        With a power cap that default clocks would exceed, nothing is compared. It ends when such a cap begins or ends.
+        With a power cap that default clocks would exceed, nothing is compared. Returns when such a cap begins or ends.
         """
         watched, number = self._sample_of_plans(), self.selector.in_force.number
         while iterations > 0 and self._is_capped is capped:
@@ -331,7 +332,7 @@ class PlanRunner:
         self._turns = 0
 
     def say_compared(self, verdict: Verdict, then: str) -> None:
-        """Say and record how the plan compares with default clocks, and what follows."""
+        """Print and record how the plan compares with default clocks, and what follows."""
         figures = asdict(verdict.comparison)
         figures["slowdown_error"], figures["saved_error"] = verdict.comparison.stated_errors
         figures = {name: round(value, 5) for name, value in figures.items() if name != "freedom"}
@@ -340,7 +341,7 @@ class PlanRunner:
         self._recorder.announce(PlanJudged.model_validate({"plan": plan, **self._kind, **decided, **figures}))
 
     def _take_in(self, seen: Seen) -> Outcome | None:
-        """Take in an iteration, decide on those to come, and return why plans are of no more use, if they are not."""
+        """Process an iteration, decide on the following ones, and return why plans are outdated, if so."""
         run = seen.run
         self.selector.learn(seen)
         outcome = self._outdated(seen)
@@ -350,7 +351,7 @@ class PlanRunner:
             self._incomparable = self._incomparable + 1 if has_other_shapes else 0
             block = run.block if run is not None else None
             if block is not None and block is not self._begun:
-                self._begun = block  # the first iteration begins at the clocks before
+                self._begun = block  # the first iteration begins at the previous clocks
             elif block is not None and not has_other_shapes:
                 block.add_reports(seen.reports)
                 if run is not None and run.plan is not None:
@@ -358,11 +359,11 @@ class PlanRunner:
         return outcome
 
     def _outdated(self, seen: Seen) -> Outcome | None:
-        """Return why these plans are of no more use, if they are not; say once that instructions have drifted.
+        """Return why these plans are outdated, if they are. Print once that instructions have drifted.
 
         If iterations can be compared with default clocks, the comparison decides instead: a plan that still saves
-        energy in time is kept, whatever its instructions take. With inputs of other shapes or a power cap, a comparison
-        is not possible.
+        energy and is in time is kept, regardless of its instruction times. With inputs of other shapes or a power cap,
+        a comparison is not possible.
         """
         reports = seen.reports
         if reports.conditions != self._conditions and not self._is_capped:
@@ -404,7 +405,7 @@ class PlanRunner:
         )
 
     def _at_default(self, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
-        """Return an iteration at default clocks, to compare plans with."""
+        """Return a run at default clocks, to compare plans with."""
         return Run(
             "default",
             times=self._times,
@@ -415,7 +416,7 @@ class PlanRunner:
         )
 
     def _planned(self, next_phase: NextPhase | None = None, block: IterationSample | None = None) -> Run:
-        """Return an iteration by the assignment in force."""
+        """Return a run of the assignment in force."""
         assignment = self.selector.in_force
         if assignment.paused:
             return Run(
@@ -446,17 +447,17 @@ class PlanRunner:
 
     @property
     def _times(self) -> Times:
-        """What has to be measured to tell stragglers."""
+        """Times to measure in order to detect stragglers."""
         return "ends" if (self._job.info.data_parallel or 1) > 1 and not self.by_length else "none"
 
     def _status(self) -> dict[str, Any]:
         return {**self.selector.status(), "t_min_s": self.frontier.t_min_s, "t_star_s": self.frontier.t_star_s}
 
     def _forecast(self) -> Forecast:
-        """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
+        """Return time and energy at default clocks, and those that the plans promise.
 
-        Plans promise a slowdown and a power relative to default clocks, which do not depend on the source of the
-        latter.
+        Default clocks are measured in this job or predicted from the profile. The slowdown and power that plans promise
+        relative to them do not depend on this.
         """
         assignment = self.selector.in_force
         forecast = assignment.forecast(self.frontier, self._job.info.tensor_parallel or 1)
