@@ -24,7 +24,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 _MOST_AHEAD = 8
 _MOST_TRANSITIONS = 64
-# An iteration that begins within this time after the previous one shares that one's last reading of the energy counter.
+# An iteration that begins within this time [s] after the previous one shares its last reading of the energy counter.
 _TOGETHER_S = 0.001
 # Polling intervals of a mark around its expected time [s], and growth of the interval after that time.
 _SOON_S, _OFTEN_S, _SELDOM_S, _LESS_OFTEN = 0.001, 0.0005, 0.005, 0.1

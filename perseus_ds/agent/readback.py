@@ -70,7 +70,7 @@ class LimitWatch:
         """Update the clock limit from the clock that a busy GPU has reached.
 
         Args:
-            clock_mhz: Clock reached, the requested one or a lower one.
+            clock_mhz: Clock reached, the requested one or a lower one [MHz].
             reasons: Reasons for a lower clock.
         """
         if not SLOWED_DOWN.isdisjoint(reasons):
@@ -162,8 +162,8 @@ class ClockReadback:
         """Record that the driver has accepted a clock.
 
         Args:
-            clock_mhz: The clock. None for the default.
-            took_s: Duration of the call.
+            clock_mhz: The clock [MHz]. None for the default.
+            took_s: Duration of the call [s].
         """
         if self._is_settling and self._not_yet_s is not None:
             self._add_latency(self._not_yet_s)

@@ -32,7 +32,7 @@ class Uplink:
 
     Attributes:
         is_heard: Whether the server has sent messages recently.
-        heard_s: Time of the last message, or of the creation of the connection before the first one.
+        heard_s: Time of the last message, or of the creation of the connection before the first one [s].
     """
 
     def __init__(self, server: Connect, timebase: Timebase = REAL_TIME) -> None:

@@ -66,15 +66,15 @@ class FinishedIteration:
 
 
 class GraphTimes:
-    """Times operations in a CUDA graph by events that each replay records anew.
+    """Times operations in a CUDA graph with events that each replay records again.
 
     Attributes:
         marks: The operations, and the events at which they begin and end.
-        last: The last replay whose times are asked for; None if nobody has asked yet.
+        last: The last replay with requested times. None before the first one.
     """
 
     def __init__(self, event: Callable[[], Any]) -> None:
-        """Take what returns an event that is recorded at this place of the graph."""
+        """Store the function that returns an event recorded at the current position of the graph."""
         self._event = event
         self.marks: list[tuple[Operation, Any, Any]] = []
         self.last: Replay | None = None
@@ -88,12 +88,12 @@ class GraphTimes:
 
 
 class Replay:
-    """Times the operations in one replay of a graph: they have to be read before the next replay begins.
+    """Times the operations in one replay of a graph. They must be read before the next replay begins.
 
     Args:
         graph: The graph's times.
-        start: When the iteration began.
-        over: Passed when the graph has been replayed.
+        start: Event of the iteration's beginning.
+        over: Event after the replay of the graph.
     """
 
     def __init__(self, graph: GraphTimes, start: RecordedEvent, over: RecordedEvent) -> None:
@@ -103,7 +103,7 @@ class Replay:
         self._spans: list[Span] | None = None
 
     def spans(self) -> list[Span]:
-        """Return the operations in the graph; wait for the device the first time."""
+        """Return the operations in the graph. Waits for the device the first time."""
         if self._spans is None:
             self._over.synchronize()
             of_start = self._start.event
@@ -114,7 +114,7 @@ class Replay:
         return self._spans
 
     def followed_by(self, after: list[Span]) -> list[Span]:
-        """Return the operations in the graph and those that were issued after it; the tail is one of them."""
+        """Return the operations in the graph and those issued after it, with the two parts of a tail joined."""
         spans = self.spans()
         if not (spans and after and _is_tail(spans[-1].operation) and _is_tail(after[0].operation)):
             return spans + after
@@ -127,7 +127,7 @@ class Execution(ABC):
 
     Attributes:
         needs_all: Whether untimed operations must be reported as well.
-        replay: The times of the graph that is replayed in this iteration; None without one, or if they are not needed.
+        replay: Times of the graph that is replayed in this iteration. None without one, or if they are not needed.
     """
 
     needs_all = False
@@ -150,7 +150,7 @@ class Execution(ABC):
         return FinishedIteration(self._start, self.event(), self._marks, self.replay)
 
     def graph_times(self) -> GraphTimes | None:
-        """Return the timer of the operations in a CUDA graph that is being captured, None if they cannot be timed."""
+        """Return the timer of operations in a CUDA graph during capture. None if they cannot be timed."""
         return None
 
     def replayed(self, graph: GraphTimes) -> None:
@@ -323,7 +323,8 @@ class SimulatedExecution(HostExecution):
 
         Args:
             seconds_per_flop: Time of a floating-point operation at the top clock [s].
-            flops: Floating-point operations of passes of which another rank that runs in step with this one does more.
+            flops: Floating-point operations of passes for which another rank, which runs in step with this one, has
+                more.
         """
         self.seconds_per_flop = seconds_per_flop
         self.flops.update({key: count for key, count in flops.items() if key in self.flops})

@@ -1,4 +1,4 @@
-"""A job as its ranks describe it before training, and what its server answers."""
+"""The description of a job by its ranks before training, and the answer of its server."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pipeline: Global ranks of its pipeline, first stage first.
-        copies: Global ranks that train the same stages on other data, itself included; None if every pipeline has data
+        copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has data
             of its own.
-        schedule: What it executes in its first iteration, as a schedule of one rank in JSON.
-        fingerprint: Changes with whatever the times of its instructions depend on.
-        models: Classes of the models in its process, first the one that trains.
-        versions: Of packages.
-        micro_batch_size: Samples of a micro-batch, if it is known.
-        engine: Whose spelling of layouts is used; None if layers cannot be moved between stages.
-        parts: Of the model, by stage of this rank, in JSON; none if they are unknown.
+        schedule: Its operations in its first iteration, as a schedule of one rank in JSON.
+        fingerprint: Changes with any property that affects the times of its instructions.
+        models: Classes of the models in its process, the one that trains first.
+        versions: Versions of packages.
+        micro_batch_size: Number of samples of a micro-batch, if it is known.
+        engine: Engine that defines the notation of layouts. None if layers cannot be moved between stages.
+        parts: Parts of the model, by stage of this rank, in JSON. Empty if unknown.
         tied: Whether the embedding and the head share a weight.
-        node: Name of its node, and of the kernel's present run.
+        node: Host name of its node and id of the node's current boot.
         gpu: Product name of its GPU.
         driver: Version of the driver.
-        settings: What was set of the GPU, in JSON; empty if unknown.
-        clocks_mhz: That can be locked.
-        no_permission: Why clocks cannot be set; empty if they can.
+        settings: Settings of the GPU, in JSON. Empty if unknown.
+        clocks_mhz: Clocks that can be locked.
+        no_permission: Reason why clocks cannot be set. Empty if they can.
         simulated: Whether the GPU is simulated.
-        calibrates: Whether its passes take as long as on the GPU only once they are calibrated.
-        steps: Training steps that the engine has done; None if it does not count them.
-        has_monitor: Whether it wants the figures of every iteration.
-        steps_per_print: How often to print an iteration; None for never.
+        calibrates: Whether its passes must be calibrated to take as long as on the simulated GPU.
+        steps: Number of finished training steps. None if the engine does not count them.
+        has_monitor: Whether it receives the figures of every iteration.
+        steps_per_print: Interval of printed iterations. None for never.
     """
 
     pipeline: tuple[int, ...]
@@ -60,12 +60,12 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a job.
+    """Description of a job.
 
     Attributes:
         config: The ``perseus`` block of rank 0, as JSON.
         folder: The current folder of rank 0, to which paths are relative.
-        ranks: By global rank.
+        ranks: Facts of each rank, by global rank.
     """
 
     config: bytes
@@ -74,11 +74,11 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server answers all ranks before training.
+    """Answer of the server to all ranks before training.
 
     Attributes:
-        measures_power: Whether they are to measure their energy counters and what their GPUs draw while they wait.
-        measures_counter: Whether they are to measure how often their energy counters are refreshed.
+        measures_power: Whether the ranks are to measure their energy counters and blocking power.
+        measures_counter: Whether the ranks are to measure the refresh periods of their energy counters.
     """
 
     measures_power: bool = False
@@ -86,11 +86,11 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank is in the job.
+    """Position of a rank in the job.
 
     Attributes:
         pipeline: Number of its data-parallel pipeline.
-        pipeline_rank: Its position in that, 0 first.
+        pipeline_rank: Its position in the pipeline, from 0.
     """
 
     pipeline: int
@@ -98,7 +98,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:
-    """Return the place of each rank, and how many ranks of a pipeline share a stage, by tensor parallelism and such."""
+    """Return the place of each rank, and the largest number of ranks at one place.
+
+    Ranks share a place with tensor parallelism, for example.
+    """
     at = [facts.pipeline.index(rank) for rank, facts in enumerate(ranks)]
     if any(facts.copies is None for facts in ranks):
         pipelines = sorted({facts.pipeline[0] for facts in ranks})
@@ -116,18 +119,18 @@ _welcome = msgspec.msgpack.Decoder(Welcome)
 
 
 def decode_description(content: bytes) -> JobDescription:
-    """Return a description that :data:`encode` wrote; a ``msgspec.DecodeError`` if it is none."""
+    """Decode a description written by :data:`encode`. Raises ``msgspec.DecodeError`` if it is invalid."""
     found: JobDescription = _description.decode(content)
     return found
 
 
 def decode_facts(content: bytes) -> RankFacts:
-    """Return the facts of a rank that :data:`encode` wrote; a ``msgspec.DecodeError`` if they are none."""
+    """Decode facts written by :data:`encode`. Raises ``msgspec.DecodeError`` if they are invalid."""
     found: RankFacts = _facts.decode(content)
     return found
 
 
 def decode_welcome(content: bytes) -> Welcome:
-    """Return an answer that :data:`encode` wrote; a ``msgspec.DecodeError`` if it is none."""
+    """Decode an answer written by :data:`encode`. Raises ``msgspec.DecodeError`` if it is invalid."""
     found: Welcome = _welcome.decode(content)
     return found

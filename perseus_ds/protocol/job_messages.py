@@ -1,8 +1,8 @@
 """Messages between the ranks of a job and its server, which the agents of the nodes forward.
 
-The server tells each rank what the iterations of an order run (:class:`Follow`), and each rank reports every iteration
-(:class:`Report`, to which its agent adds what the GPU did: :class:`RankReport`). An order is a number from 0 to 254,
-which the server gives; 255 is the number of all others, which run at default clocks.
+The server sends each rank the programs for the iterations of an order (:class:`Follow`), and each rank reports every
+iteration (:class:`Report`, to which its agent adds measurements of the GPU: :class:`RankReport`). The server assigns
+each order a number from 0 to 254. All other orders have the number 255 and run at default clocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 Times: TypeAlias = Literal["none", "ends", "passes", "all"]
-"""What a rank measures of an iteration: nothing but its time; when its passes ended; its passes; all operations."""
+"""Measurements of a rank in an iteration: only its time, the end of its passes, all passes, or all operations."""
 
 # From the server to a rank.
 
@@ -22,10 +22,10 @@ class Program(msgspec.Struct, tag=True, frozen=True):
     """The clocks of a rank in the iterations of an order.
 
     Attributes:
-        number: The number of the order, from 0 to 254.
-        first_mhz: The clock of the whole iteration if there are no others [MHz]; None for the default.
-        clocks_mhz: The clock of each instruction, by its position in the rank's schedule [MHz].
-        spans_s: When each instruction begins and ends, in an iteration [s]; empty if unknown.
+        number: Number of the order, from 0 to 254.
+        first_mhz: Clock of the whole iteration if ``clocks_mhz`` is empty [MHz]. None for the default.
+        clocks_mhz: Clock of each instruction, by its position in the rank's schedule [MHz].
+        spans_s: Begin and end of each instruction in an iteration [s]. Empty if unknown.
         time_s: Time of the iteration [s].
     """
 
@@ -37,21 +37,22 @@ class Program(msgspec.Struct, tag=True, frozen=True):
 
 
 class Follow(msgspec.Struct, tag=True, frozen=True):
-    """What the iterations of an order run, from one iteration on.
+    """The program and the measurements of the iterations of an order, from one iteration on.
 
     Attributes:
-        program: The clocks; its number is that of the order. One without clocks means default clocks.
-        serial: Number of this message, in all of the job; reports name it.
-        from_iteration: The first iteration that runs so.
-        shown_from: The iteration from which the phase is shown to the user's code, which may end training by it: all
-            ranks know it by then.
-        phase: As in ``run.jsonl``.
-        plan: The plan, as a place on the frontier; None without one.
-        times: What is measured of iterations whose number is a multiple of ``every``.
-        otherwise: What is measured of the others.
-        logs_energy: Whether the refreshes of the energy counter are reported.
-        only_iteration: The only iteration that runs so, for which this replaces one with 0. With 0, iterations without
-            such a message of their own run at default clocks, as if they were of no order. None for all to come.
+        program: The clocks. Its number is that of the order. A program without clocks means default clocks.
+        serial: Number of this message in the job, which reports refer to.
+        from_iteration: First iteration to which the message applies.
+        shown_from: Iteration from which the phase is shown to the user's code. By then all ranks have received it, so
+            the code may end training because of it.
+        phase: Phase, as in ``run.jsonl``.
+        plan: Index of the plan on the frontier. None without a plan.
+        times: Measurements in iterations with a number that is a multiple of ``every``.
+        otherwise: Measurements in other iterations.
+        logs_energy: Whether refreshes of the energy counter are reported.
+        only_iteration: The only iteration to which the message applies, instead of a message with 0. With 0, iterations
+            without such a message of their own run at default clocks, as if they were of no order. None for all
+            future iterations.
     """
 
     program: Program
@@ -71,8 +72,8 @@ class Orders(msgspec.Struct, tag=True, frozen=True):
     """The numbers of orders.
 
     Attributes:
-        numbers: By what tells an order from others, and the shape of a rank's first inputs (0 for any), its number.
-        others: The number of all others.
+        numbers: Key of an order, shape of a rank's first inputs (0 for any), and the order's number.
+        others: Number of all other orders.
     """
 
     numbers: tuple[tuple[int, float, int], ...]
@@ -80,17 +81,17 @@ class Orders(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReadSchedule(msgspec.Struct, tag=True, frozen=True):
-    """A rank is to report the schedule of an order when an iteration of that order begins."""
+    """Request to report the schedule of an order when an iteration of that order begins."""
 
     key: int
 
 
 class Calibrate(msgspec.Struct, tag=True, frozen=True):
-    """How long passes take on a simulated GPU.
+    """Durations of passes on a simulated GPU.
 
     Attributes:
         seconds_per_flop: Time of a floating-point operation at the top clock [s].
-        flops: Floating-point operations of passes, by their place in the rank's own list.
+        flops: Floating-point operations of passes, in the order of the rank's own list.
     """
 
     seconds_per_flop: float
@@ -98,10 +99,10 @@ class Calibrate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Say(msgspec.Struct, tag=True, frozen=True):
-    """A rank is to print a line.
+    """Request to print a line.
 
     Attributes:
-        warns: Whether it is a warning.
+        warns: Whether to log it as a warning instead.
     """
 
     text: str
@@ -112,8 +113,8 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
     """Figures of an iteration for a monitor, such as DeepSpeed's.
 
     Attributes:
-        figures: By their tags.
-        samples: Samples that the job has seen after it.
+        figures: Tag and value of each figure.
+        samples: Number of samples that the job has processed after the iteration.
     """
 
     figures: tuple[tuple[str, float], ...]
@@ -121,18 +122,18 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Summarised(msgspec.Struct, tag=True, frozen=True):
-    """All lines of a job that has ended were sent."""
+    """All lines of a finished job were sent."""
 
 
 class WatchDefaultClocks(msgspec.Struct, tag=True, frozen=True):
-    """The agent is to report for a minute if something keeps the GPU below its highest clock at default clocks."""
+    """Request to check for a minute whether the GPU is kept below its highest clock at default clocks."""
 
 
 class SetProfiledLimit(msgspec.Struct, tag=True, frozen=True):
-    """The power limit with which the agent compares the present one.
+    """The power limit with which the agent compares the current one.
 
     Attributes:
-        power_w: As a profile records it [W]; None for the one that is read next.
+        power_w: Power limit recorded in the profile [W]. None for the one that is read next.
     """
 
     power_w: float | None
@@ -142,31 +143,31 @@ class SetProfiledLimit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Spans(msgspec.Struct, tag=True, frozen=True):
-    """Operations of an iteration, before its report; see :mod:`perseus_ds.pipeline.span`."""
+    """Operations of an iteration, sent before its report. See :mod:`perseus_ds.pipeline.span`."""
 
     iteration: int
     content: bytes
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
-    """An iteration as a rank's client measured it.
+    """An iteration as measured by a rank's client.
 
     Attributes:
-        iteration: Number of the iteration in this process, 1 first.
-        order: Number of the order by which it ran.
-        serial: Of what it followed, as the client saw it.
-        key: What tells its order from others.
-        time_s: How long it took [s].
-        stopped_s: How long before it began the one before had ended, for the host [s].
-        issued: Number of the iteration that the host has begun last.
-        ended: When it ended for the host [Unix seconds].
-        samples: Samples that the job has seen after it.
-        first_shape: Number of the shape of the first forward's inputs; 0 if unknown.
-        shapes: The same of all forwards together.
-        length: Mean length of the inputs of a forward; NaN if unknown.
-        computed_s: When the last pass ended, from the iteration's start [s]; 0 if it was not measured.
-        tail_s: How long the tail took, waiting included [s]; 0 if it was not measured.
-        memory_bytes: Most memory that tensors have taken on the GPU; 0 if unknown.
+        iteration: Number of the iteration in this process, from 1.
+        order: Number of its order.
+        serial: Serial of the :class:`Follow` that the client applied.
+        key: Key of its order.
+        time_s: Duration [s].
+        stopped_s: Time of the host between the end of the previous iteration and the start of this one [s].
+        issued: Number of the last iteration that the host has begun.
+        ended: End of the iteration for the host [Unix seconds].
+        samples: Number of samples that the job has processed after it.
+        first_shape: Number of the shape of the first forward's inputs. 0 if unknown.
+        shapes: Sum of these numbers over all forwards.
+        length: Mean length of the inputs of a forward. NaN if unknown.
+        computed_s: Time from the iteration's start to the end of the last pass [s]. 0 if not measured.
+        tail_s: Duration of the tail, waiting included [s]. 0 if not measured.
+        memory_bytes: Peak memory of tensors on the GPU. 0 if unknown.
         is_calibrated: Whether passes take as long as on the simulated GPU.
     """
 
@@ -189,26 +190,26 @@ class Report(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankReport(msgspec.Struct, tag=True, frozen=True):
-    """A rank's report with what its agent adds.
+    """A rank's report with measurements by its agent.
 
     Attributes:
-        report: The client's.
-        serial: Of what the GPU followed from the iteration's begin to its end; -1 if that changed meanwhile.
-        begun_s: When it began on the GPU, in the node's monotonic time [s]; NaN if unknown.
-        energy_j: Energy of the GPU [J]; NaN if it cannot be read.
+        report: The client's report.
+        serial: Serial of the :class:`Follow` that the agent applied to the iteration. -1 if unknown.
+        begun_s: Begin of the iteration on the GPU, in the node's monotonic time [s]. NaN if unknown.
+        energy_j: Energy of the GPU [J]. NaN if it cannot be read.
         changes: Number of clock changes.
-        skips: Number of clock changes that were left out, because a later one was due.
-        asked_mhz: The clock that was read back last, as requested [MHz]; NaN at default clocks.
-        reached_mhz: As read [MHz].
-        limit_w: The power limit, if it is lower than profiled [W]; infinite otherwise.
-        limit_mhz: The highest clock that is reached, if it is lower than profiled [MHz]; infinite otherwise.
-        late_s: How late the agent follows marks [s].
-        default_mhz: The clock of the busy GPU while nobody has locked it [MHz]; 0 if unknown.
+        skips: Number of clock changes that were skipped because a later one was due.
+        asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
+        reached_mhz: Clock at the last read-back [MHz].
+        limit_w: Power limit, if it is lower than profiled [W]. Infinite otherwise.
+        limit_mhz: Highest clock that is reached, if it is lower than profiled [MHz]. Infinite otherwise.
+        late_s: Delay with which the agent follows marks [s].
+        default_mhz: Clock of the busy GPU without a lock [MHz]. 0 if unknown.
         has_failed: Whether the rank has fallen back to default clocks.
-        refreshes: Moment [s] and value [J] of the energy counter at each refresh since the last report, as doubles.
-        clocks: Moment [s] of each reading of the clock, and the clock [MHz], as doubles.
-        temperature_c: Of the GPU; None if unknown.
-        power_state: Likewise.
+        refreshes: Time [s] and value [J] of the energy counter at each refresh since the last report, as doubles.
+        clocks: Time [s] and clock [MHz] of each reading of the clock, as doubles.
+        temperature_c: Temperature of the GPU. None if unknown.
+        power_state: Performance state of the GPU. None if unknown.
     """
 
     report: Report
@@ -234,8 +235,8 @@ class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
     """A rank's operations in an order.
 
     Attributes:
-        schedule: A schedule of one rank as JSON; empty if it cannot be read.
-        error: Why it cannot be read; empty if it can.
+        schedule: A schedule of one rank as JSON. Empty if it cannot be read.
+        error: Reason why it cannot be read. Empty if it can.
     """
 
     key: int
@@ -244,11 +245,11 @@ class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lengths(msgspec.Struct, tag=True, frozen=True):
-    """Lengths of the micro-batches of a rank's pipeline in an iteration to come.
+    """Lengths of the micro-batches of a rank's pipeline in a future iteration.
 
     Attributes:
         iteration: Number of that iteration in this process.
-        lengths: Of the input of each micro-batch, such as its number of tokens; empty if it has begun already.
+        lengths: Length of each micro-batch's input, such as its number of tokens. Empty if the iteration has begun.
     """
 
     iteration: int
@@ -256,18 +257,18 @@ class Lengths(msgspec.Struct, tag=True, frozen=True):
 
 
 class Worked(msgspec.Struct, tag=True, frozen=True):
-    """The floating-point operations of the passes of a rank, by what tells a pass from others."""
+    """The floating-point operations of the passes of a rank, each with the key of the pass."""
 
     passes: tuple[tuple[str, int], ...]
 
 
 class Measured(msgspec.Struct, tag=True, frozen=True):
-    """What a rank has measured of its GPU before training.
+    """Measurements of a rank's GPU before training.
 
     Attributes:
-        period_s: How often its energy counter is refreshed [s].
-        settle_s: How long the counter still tells what was drawn before a step of power [s].
-        blocking_power_w: What it draws while it waits for another rank [W]; NaN if that was not measured.
+        period_s: Refresh period of its energy counter [s].
+        settle_s: Time for which the counter still includes power from before a step of power [s].
+        blocking_power_w: Power while the rank waits for another one [W]. NaN if not measured.
     """
 
     period_s: float
@@ -276,10 +277,10 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
 
 
 class Steps(msgspec.Struct, tag=True, frozen=True):
-    """The training steps that the engine has done, such as after a checkpoint was loaded.
+    """Number of training steps of the engine, for example after loading a checkpoint.
 
     Attributes:
-        after: Number of the last iteration that counts among them.
+        after: Number of the last iteration that is included in the steps.
     """
 
     after: int
@@ -290,7 +291,7 @@ class Command(msgspec.Struct, tag=True, frozen=True):
     """An order of the user, as ``perseus-ds control`` sends it.
 
     Attributes:
-        content: JSON.
+        content: The order as JSON.
     """
 
     content: bytes
@@ -300,7 +301,7 @@ class RankFailed(msgspec.Struct, tag=True, frozen=True):
     """A rank has fallen back to default clocks.
 
     Attributes:
-        may_pass: Whether it may work again later.
+        may_pass: Whether the rank may recover later.
     """
 
     error: str
@@ -308,15 +309,15 @@ class RankFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankRecovered(msgspec.Struct, tag=True, frozen=True):
-    """A rank that had fallen back has run under plans again for long."""
+    """A rank has run plans again for some time after a fallback."""
 
 
 class ClockRefused(msgspec.Struct, tag=True, frozen=True):
-    """A clock that was requested and that the GPU does not reach.
+    """A requested clock that the GPU does not reach.
 
     Attributes:
-        clock_mhz: As requested; None for default clocks.
-        reasons: Why, if the driver reports it, such as ``sw_power_cap``.
+        clock_mhz: Requested clock. None for default clocks.
+        reasons: Reasons reported by the driver, such as ``sw_power_cap``.
     """
 
     clock_mhz: int | None
@@ -325,28 +326,28 @@ class ClockRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Latencies(msgspec.Struct, tag=True, frozen=True):
-    """Latencies of clocks; see :class:`~perseus_ds.protocol.latencies.LatencyTable`.
+    """Latencies of clocks. See :class:`~perseus_ds.protocol.latencies.LatencyTable`.
 
     Attributes:
-        samples_s: Clock [MHz], whether it was reached from below, and the latencies seen [s].
+        samples_s: Clock [MHz], whether it was reached from below, and its measured latencies [s].
     """
 
     samples_s: tuple[tuple[int, bool, tuple[float, ...]], ...]
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """A rank follows the server through this agent from now on, and knows of nothing that was sent before."""
+    """A rank follows the server through this agent from now on, without any earlier message."""
 
     issued: int = 0
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """A rank follows the server no more."""
+    """A rank no longer follows the server."""
 
 
 ToRank: TypeAlias = (
     Follow | Orders | ReadSchedule | Calibrate | Say | Observed | Summarised | WatchDefaultClocks | SetProfiledLimit
 )
 FromClient: TypeAlias = Spans | Report | ScheduleRead | Lengths | Worked | Measured | Steps | Command | Left
-"""What a client sends, which its agent forwards or completes."""
+"""Messages of a client, which its agent forwards or completes."""
 ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | Latencies | Joined

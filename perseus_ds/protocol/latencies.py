@@ -39,7 +39,7 @@ class LatencyTable:
         return seen_s[-1 - int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
 
     def lead_s(self, clock_mhz: int, *, rises: bool) -> float:
-        """Return how long before its time a clock is requested [s].
+        """Return the time by which a clock is requested in advance [s].
 
         A higher clock may take effect too early and a lower one too late. Both cost some energy but no time.
         """

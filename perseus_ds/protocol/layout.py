@@ -18,7 +18,7 @@ from typing import NamedTuple
 from perseus_ds.errors import GpuError
 
 VERSION = 4
-"""Of the layout and of the messages."""
+"""Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
 IDLE_S = 2.0
@@ -59,7 +59,7 @@ class ClockStatus(NamedTuple):
         asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
         reached_mhz: Clock at the last read-back [MHz].
         late_s: 90th percentile of the delay between a mark and its handling by the agent [s].
-        busy_since_s: Time since when the driver has not answered or has been busy [s]. 0 if it works.
+        busy_since_s: Time from which on the driver has not answered or has been busy [s]. 0 if it works.
         limit_w: Power limit, if it is lower than profiled [W]. Infinite otherwise.
         limit_mhz: Highest clock that is reached, if it is lower than profiled [MHz]. Infinite otherwise.
         default_mhz: Clock of the busy GPU without a lock [MHz]. 0 if it was not read.
@@ -100,8 +100,8 @@ class RankMemory:
         resets: Number of times that the agent has reset the clock during the lease.
         may_be_locked: Whether the clock may be locked. It is set before the clock is locked.
         progress: Number of begins and ends of iterations. It is odd within an iteration.
-        idle_since_s: Time since when the client expects no more work at the program's clocks [s]. 0 if it expects work,
-            and :data:`PAUSED` if it requests default clocks immediately.
+        idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
+            work, and :data:`PAUSED` if it requests default clocks immediately.
         status: Clock changes and readings of the GPU.
         on_mark: Called when the client writes a mark, if client and agent are in one process.
         on_record: Called when the agent has recorded an iteration, if client and agent are in one process.

@@ -180,11 +180,11 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     """A question to the driver of the GPU.
 
     Attributes:
-        number: Names the answer.
-        question: ``period`` measures how often the energy
-            counter is refreshed, for at most ``value`` seconds. ``step`` measures how it answers to a step of power,
-            from ``value`` watts. ``start`` begins a log of its refreshes; ``refreshes`` asks for those
-            that are new, and ``stop`` ends it, ``value`` being the number of the question that began it.
+        number: Number that identifies the answer.
+        question: ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``step``
+            measures its response to a step of power, from ``value`` watts. ``start`` begins a log of its refreshes,
+            ``refreshes`` requests new ones, and ``stop`` ends the log. For these two, ``value`` is the number of the
+            question that began the log.
     """
 
     number: int
@@ -235,10 +235,10 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         rank: Global rank.
-        address: Of the server, such as ``tcp://10.0.0.1:4711``.
+        address: Address of the server, such as ``tcp://10.0.0.1:4711``.
         server_key: Public key of the server.
         public_key: Public key of the job's agents.
-        secret_key: Their secret key.
+        secret_key: Secret key of the job's agents.
         issued: Number of the iteration that the host has begun last.
     """
 
@@ -251,14 +251,14 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartServer(msgspec.Struct, tag=True, frozen=True):
-    """The agent is to start the server of the job, and to start it again if it dies.
+    """A client requests the agent to start the server of the job, and to restart it if it dies.
 
-    The file of the job's description comes with the message.
+    The file descriptor of the job's description is passed with the message.
 
     Attributes:
-        host: Name or address by which agents reach this node.
-        port: To listen at. 0 for any.
-        length: Of the description [bytes].
+        host: Name or address at which agents reach this node.
+        port: Port to listen at. 0 for any.
+        length: Length of the description [bytes].
     """
 
     host: str
@@ -270,10 +270,10 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
     """The server listens, or cannot start.
 
     Attributes:
-        kind: Class of the error; empty if there is none.
-        error: Why it cannot start.
-        answer: What it tells all ranks, as JSON.
-        output_dir: The folder that it writes to.
+        kind: Class of the error. Empty if there is none.
+        error: Reason why it cannot start.
+        answer: Encoded :class:`~perseus_ds.protocol.description.Welcome` for all ranks.
+        output_dir: Folder that it writes to.
     """
 
     address: str = ""
@@ -287,7 +287,7 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
 
 
 ToClocks: TypeAlias = Ask | FromClient
-"""What the agent's part for one rank receives from its client."""
+"""Messages that :class:`~perseus_ds.agent.rank_clocks.RankClocks` receives from its client."""
 ToAgent: TypeAlias = FindGpu | RequestLease | Release | RequestStatus | Connect | StartServer | ToClocks
 ToClient: TypeAlias = Found | Granted | Refused | Released | Status | Answer | Refreshes | ServerStarted | ToRank
 

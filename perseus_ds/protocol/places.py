@@ -59,10 +59,10 @@ def agent_name(job: str | None = None, gpu: str = "") -> str:
 
 
 def cgroups() -> str:
-    """Return a text that is the same for processes of the same control groups, which can open the same GPUs."""
+    """Return a text that identifies the control groups of this process, which determine its GPUs."""
     try:
         return hashlib.sha256(Path("/proc/self/cgroup").read_bytes()).hexdigest()[:16]
-    except OSError:  # such as /proc of another PID namespace
+    except OSError:  # for example, /proc of another PID namespace
         return ""
 
 
@@ -99,7 +99,7 @@ def is_at(path: Path, file: int) -> bool:
 
 
 def holder(file: int) -> int | None:
-    """Return the process that has locked an open file. 0 if it is not visible here, None if there is none.
+    """Return the process that has locked an open file, 0 if it is not visible here, or None.
 
     The kernel releases the lock when the last thread of the process ends. A forked process does not inherit it.
     """
@@ -109,7 +109,7 @@ def holder(file: int) -> int | None:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the process that has locked the file at a path, as :func:`holder` does.
+    """Return the process that has locked the file at a path. See :func:`holder`.
 
     None if there is no file.
 
