@@ -37,12 +37,12 @@ _ARRAYS = {
 
 @dataclass(frozen=True)
 class Certificates:
-    """Flows through the DAG, of which a mixture of two proves each plan's bound.
+    """Flows through the DAG. A mixture of two of them proves each plan's bound.
 
     :mod:`perseus_ds.optimizer.bounds` explains how a flow proves a bound.
 
     Attributes:
-        schedule: The schedule with whose DAG the flows were computed.
+        schedule: Schedule of the DAG for which the flows were computed.
         edge_flow_w: Shape (flows, edges of the DAG), in the order of ``dag.predecessors`` [W].
         source_flow_w: Shape (flows, nodes of the DAG): flow into nodes without predecessors [W].
         mixed: Shape (plans, 2): indices of the two flows.

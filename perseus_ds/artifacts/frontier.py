@@ -56,7 +56,7 @@ from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
 
-# Deadlines are computed from measured times; a plan that is late only due to rounding meets its deadline.
+# Deadlines are computed from measured times. A plan that is late only due to rounding meets its deadline.
 _TOLERANCE = 1e-9
 _MOST_ALTERNATIVES = 20
 _POWERS = ("mean_power_w", "highest_power_w", "lowest_power_w", "power_change_w")
@@ -371,7 +371,7 @@ _COMMENT, _TRAILING_COMMA, _TO_JSON = re.compile(r"#[^\n]*"), re.compile(r",\s*\
 def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
     """Write every plan to a file for Zeus's server, numbered as in ``frontier.csv``.
 
-    All files are written, or none. The clocks of tails are left out, since Zeus has forward and backward passes only.
+    All files are written, or none. Clocks of tails are omitted, because Zeus has only forward and backward passes.
 
     Returns:
         The paths of the files, the fastest plan first.

@@ -129,7 +129,10 @@ Length = Annotated[float, Field(gt=0, le=1e18)]
 
 
 class PassByLength(FileModel):
-    """Time of a pass by the length of its input, relative to that at the profile's length; the three sum up to 1."""
+    """Time of a pass as a function of its input's length, relative to that at the profile's length.
+
+    The three coefficients add up to 1.
+    """
 
     stage: Stage
     kind: Kind
@@ -139,17 +142,17 @@ class PassByLength(FileModel):
 
 
 class ByLength(FileModel):
-    """How passes depend on the lengths of their inputs.
+    """Dependence of passes on the lengths of their inputs.
 
     Attributes:
-        length: The length for which the rows are, such as a number of tokens.
+        length: Length to which the rows apply, such as a number of tokens.
     """
 
     length: Length
     passes: Many[PassByLength]
 
     def factors(self, length: float) -> dict[tuple[int, Kind], float]:
-        """Return how many times the time and energy of its rows each pass takes with an input of some length."""
+        """Return time and energy of each pass relative to its rows, for an input of the given length."""
         n = length / self.length
         return {(one.stage, one.kind): one.constant + n * (one.linear + n * one.quadratic) for one in self.passes}
 
@@ -225,7 +228,7 @@ class Measurement:
 
 
 def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
-    """Combine ranks' rows of the same stage, kind and clock to the slowest time and the mean energy."""
+    """Combine ranks' rows of the same stage, kind and clock into one with the slowest time and the mean energy."""
     slowest_s, mean_j = max(row.time_s for row in rows), sum(row.energy_j for row in rows) / len(rows)
     return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 
@@ -311,7 +314,7 @@ class ClockOptions:
         return self.energy_j - blocking_power_w * self.time_s
 
     def times(self, factor: float) -> ClockOptions:
-        """Return the clocks with so many times the time and energy at each."""
+        """Return the clocks with the time and energy at each multiplied by a factor."""
         return ClockOptions(self.clock_mhz, factor * self.time_s, factor * self.energy_j)
 
     def pareto(self, blocking_power_w: float) -> ClockOptions:
@@ -369,8 +372,8 @@ class StageProfile:
     def load(cls, path: Path | str) -> StageProfile:
         """Read ``profile.csv`` and, if it exists in the same folder, ``profile.json``.
 
-        Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are combined to the slowest
-        rank's time and the mean energy.
+        Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are combined into one with
+        the slowest rank's time and the mean energy.
 
         Raises:
             ProfileError: If the profile is missing or invalid. The message names file and line, and a remedy.

@@ -1,7 +1,7 @@
 """``run.jsonl``: records of a job's iterations and events.
 
 The file is written line by line, and read while it grows. Every rank reports each iteration (see
-:mod:`perseus_ds.policy.reports`). Rank 0 combines the reports to an :class:`IterationRecord` and writes it to
+:mod:`perseus_ds.policy.reports`). Rank 0 combines the reports into an :class:`IterationRecord` and writes it to
 ``run.jsonl`` as one JSON object per line, together with the job's events. Values that can be computed from a record,
 such as a saving, are its properties and are not stored. The keys are described in ``docs/file-formats.md``. An event
 also has a description in words.
@@ -35,7 +35,7 @@ from perseus_ds.units import bounded, duration, joules, less_or_more, percent, p
 SCHEMA_VERSION = 1
 FILE_NAME = "run.jsonl"
 MOST_FAILED_RANKS = 16
-"""Maximum number of failed ranks that a record lists; the number of further ones is ``more_failed_ranks``."""
+"""Maximum number of failed ranks that a record lists. The number of further ones is ``more_failed_ranks``."""
 _MOST_IN_WORDS = 5
 NO_ORDER = 255
 """The number of all orders without plans, which run at default clocks."""
@@ -434,14 +434,14 @@ class KindSummary(BaseModel):
 
 
 class WholeSummary(BaseModel):
-    """What a job saved in all its steps, profiling and comparisons included, compared with default clocks.
+    """Saving of a job in all its steps, including profiling and comparisons, relative to default clocks.
 
     Attributes:
         steps: Number of iterations.
         saved_j: Energy saved [J].
-        saved: Energy saved, as a fraction of what default clocks would have used.
+        saved: Energy saved, as a fraction of the energy that default clocks would have used.
         gained_s: Time saved [s], negative if the job took longer.
-        gained: Time saved, as a fraction of what default clocks would have taken.
+        gained: Time saved, as a fraction of the time that default clocks would have taken.
         stalls: Number of iterations that were not compared because they contain a stall.
     """
 
@@ -549,7 +549,7 @@ def _settings_in_words(value: Any) -> str:
 
 
 def changes(slowdown: float | None, saved: float | None) -> str:
-    """Return a description of changes compared with default clocks, of which None are unknown."""
+    """Return a description of changes compared with default clocks. Changes that are None are unknown."""
     time = "time unknown" if slowdown is None else f"{percent(slowdown)} time"
     energy = "energy unknown" if saved is None else f"{percent(-saved)} energy"
     return f"{time}, {energy}"

@@ -26,7 +26,7 @@ class KnownGpu(Protocol):
     """Description of a GPU in a training process, which does not call its driver.
 
     Attributes:
-        name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU says that it is simulated.
+        name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU contains "simulated".
         driver: Driver version, or None.
         address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu.opening`). None if
             no lock of its clock outlives this process.

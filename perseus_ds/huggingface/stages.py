@@ -56,7 +56,7 @@ Source: TypeAlias = str | Path | PretrainedConfig
 
 
 class _Absent(nn.Module):
-    """Replaces a layer of another stage, with its plain attributes, which loops over layers read."""
+    """Replaces a layer of another stage and has its plain attributes, which loops over layers read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -411,9 +411,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def new_stage(config: PretrainedConfig, layers: range, *, device: torch.device | None, dtype: torch.dtype) -> Stage:
-    """Build a stage of new weights, without layers only of the embedding or the head.
+    """Build a stage with new weights. Without layers, it has only the embedding or the head.
 
-    Without a device, a stage has only shapes, for torch's ``FakeTensorMode``.
+    Without a device, it has only shapes, for torch's ``FakeTensorMode``.
     """
     with nullcontext() if device is None else torch.device("meta"):
         model = model_class(config)._from_config(config, dtype=dtype)
@@ -616,7 +616,7 @@ def _finish(written: Sequence[tuple[int, list[tuple[str, str]]]], unfinished: Pa
     """
     where: dict[str, str] = {}
     for name, file_name in chain.from_iterable(tensors for _, tensors in written):
-        # The head of a tied model is also on the last stage; the first stage's copy is equivalent.
+        # The head of a tied model is also on the last stage. The first stage's copy is equivalent.
         where.setdefault(name, file_name)
     new = set(where.values())
     size = sum((unfinished / name).stat().st_size for name in new)
