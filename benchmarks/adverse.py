@@ -2,18 +2,18 @@
 
     python benchmarks/adverse.py
     python benchmarks/adverse.py --condition slow-transfers sampled-counter
-    python benchmarks/adverse.py --latencies         # savings against how late clocks follow
+    python benchmarks/adverse.py --latencies         # savings by the latency of clock changes
 
-A job like the demo's, four unequal stages and eight micro-batches, in virtual time: every rank is a thread, passes only
-take time, and the real runtime profiles, plans, proves its plan and runs under it. Iterations under the plan at the end
-of the job are compared with iterations at default clocks of the same job; energies are the true ones of the simulated
-GPUs, not those of their counters.
+A job like the demo's, with four unequal stages and eight micro-batches, in virtual time: every rank is a thread, passes
+only take time, and the real runtime measures a profile, computes plans, compares its plan with default clocks and runs
+under it. Iterations under the plan at the end of the job are compared with iterations at default clocks of the same
+job. Energies are the true ones of the simulated GPUs, not those of their counters.
 
-Without countermeasures: clocks are requested without regard to how late they follow, the counter's noise is not
-estimated, and late plans do not teach the price of a clock change. Whether a plan is kept is decided in both cases.
+Without countermeasures, clocks are requested without regard to their latency, the counter's noise is not estimated, and
+the cost of a clock change is not learnt from late plans. The decision whether a plan is kept is made in both cases.
 
-``--latencies`` runs the job with clocks that follow 5, 15, 50 or 200 ms late, and with 15 ms for the upper clocks and
-200 ms for the others, beside the same job with one clock a rank; plans may take 0 and 5 % longer than the fastest one.
+``--latencies`` runs the job with latencies of 5, 15, 50 and 200 ms, and with 15 ms for the upper clocks and 200 ms for
+the others, and for comparison with one clock per rank. Plans may take 0 or 5 % longer than the fastest one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from virtual.job import VirtualJob, WorkerAtOnce  # type: ignore[import-not-foun
 
 LATENCIES_S = {"5 ms": (0.005, 0.005), "15 ms": (0.015, 0.015), "50 ms": (0.05, 0.05), "200 ms": (0.2, 0.2)}
 MIXED = {"15 and 200 ms": (0.2, 0.015)}
-"""Of the lower and the upper clocks [s]."""
+"""Latencies of the lower and the upper clocks [s]."""
 SLOWDOWNS = (0.0, 0.05)
 UPPER = 0.75
-"""Where the upper clocks begin, from 0 for the lowest clock to 1 for the highest."""
+"""Begin of the upper clocks, on a scale from 0 for the lowest clock to 1 for the highest."""
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
 COMPARED = 20
 
@@ -61,10 +61,10 @@ class Result:
     """End of a job, relative to its iterations at default clocks.
 
     Attributes:
-        phase: Of its last iterations: "run" under a plan, "observe" where it has gone back to default clocks.
-        late: How much longer an iteration takes, as a fraction.
-        saved: How much less energy it uses, as a fraction.
-        changes: Clock changes in an iteration, of all GPUs.
+        phase: Phase of its last iterations: "run" under a plan, "observe" if it has returned to default clocks.
+        late: Increase of the iteration time, as a fraction.
+        saved: Decrease of the energy, as a fraction.
+        changes: Clock changes of all GPUs per iteration.
     """
 
     phase: str
@@ -96,7 +96,7 @@ class TwoLatencies:
 
 
 class OneClock(WorkerAtOnce):  # type: ignore[misc]
-    """Makes plans of one clock a rank."""
+    """Computes plans with one clock per rank."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
         settings = replace(request.settings, least_dwell_s=1e4)
@@ -136,7 +136,7 @@ def train(condition: str, iterations: int, worker: type[Any] = WorkerAtOnce, max
 
 @contextlib.contextmanager
 def without_countermeasures() -> Any:
-    """Turn off what is done about late clocks, noisy counters and delays by clock changes."""
+    """Disable the countermeasures against late clocks, noisy counters and delays by clock changes."""
 
     def plan_without_latencies(
         clocks_mhz: Sequence[int], spans_s: Spans, length_s: float, latencies: LatencyTable

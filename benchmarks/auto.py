@@ -32,7 +32,7 @@ def train(folder: Path, overrides: list[str]) -> tuple[float, float, Counter[str
             print(f"  {line}")
     iterations = finished.iterations()
     time_s = iterations[-1]["ended"] - iterations[0]["ended"] + iterations[0]["time_s"]
-    # Between iterations GPUs wait: no more than blocking power.
+    # Between iterations GPUs wait, and draw at most blocking power.
     waiting_s = time_s - sum(record["time_s"] for record in iterations)
     energy_j = sum(record["energy_j"] for record in iterations) + 4 * BLOCKING_POWER_W * waiting_s
     return time_s, energy_j, Counter(record["phase"] for record in iterations)

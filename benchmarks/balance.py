@@ -1,12 +1,12 @@
-"""A layout predicted from an observed job, and trained with Megatron-Core: time and energy.
+"""Compares predicted and measured time and energy of a proposed layout, with Megatron-Core.
 
     python benchmarks/balance.py                      # four ranks, about 6 minutes on two cores
-    python benchmarks/balance.py --ranks 2            # two ranks, which two layouts tell apart, about 5 minutes
+    python benchmarks/balance.py --ranks 2            # two ranks, which require two layouts, about 5 minutes
 
-`examples/megatron/train.py` trains a GPT whose head costs as much as several layers, on gloo ranks and *simulated*
-A100s of a fixed number of operations per second. It trains with equally many layers on each stage in profile mode;
-`perseus-ds partition` proposes a layout; and it trains with that layout in the same way. Times and energies are those
-of a typical iteration in observe mode.
+`examples/megatron/train.py` trains a GPT with a head that costs as much as several layers, on gloo ranks with
+*simulated* A100s of a fixed number of operations per second. It trains with equally many layers on each stage in
+profile mode, `perseus-ds partition` proposes a layout, and it trains with that layout in the same way. Times and
+energies are those of a typical iteration in observe mode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from perseus_ds.optimizer.balance import Balance, MeasuredJob
 from perseus_ds.report.sources import read_history
 
 _FLOPS_PER_S = 2.5e9
-"""Slow enough that two cores compute less than half of the time."""
+"""So slow that two cores compute for less than half of the time."""
 _ROOT = Path(__file__).parents[1]
 
 

@@ -1,11 +1,11 @@
-"""Counts the functions that Perseus adds to the training thread, for each pass and for each iteration.
+"""Counts the function calls that Perseus adds to the training thread, per pass and per iteration.
 
     python benchmarks/call_path.py
 
 One rank of DeepSpeed trains on the tests' stub driver, in observe mode and under a plan that changes the clock at every
-pass. Counted with ``sys.setprofile`` are all functions that the training thread calls, written in Python or in C, less
-those that it calls for the same engine without Perseus. Iterations with two numbers of micro-batches tell what is for
-each pass, loads of micro-batches included, from what is for each iteration.
+pass. ``sys.setprofile`` counts all functions, in Python or C, that the training thread calls. Those that it calls for
+the same engine without Perseus are subtracted. Two numbers of micro-batches distinguish the calls per pass, which
+include loads of micro-batches, from the calls per iteration.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def count(mode: str, micro_batches: int) -> None:
-    """Print how many functions, written in Python and in C, Perseus adds to an iteration."""
+    """Print the numbers of function calls in Python and in C that Perseus adds to an iteration."""
     import overhead  # type: ignore[import-not-found]
     import torch
 

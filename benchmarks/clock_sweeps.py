@@ -1,13 +1,13 @@
 """Compares the clock model and simulated GPUs with published measurements at locked clocks.
 
-    python benchmarks/clock_sweeps.py                                # where ../shared/data/clock_sweeps is
+    python benchmarks/clock_sweeps.py                                # reads ../shared/data/clock_sweeps
     python benchmarks/clock_sweeps.py --sweeps FOLDER
 
 Reads ``firestarter.csv`` (matrix multiplication on A100, A40, H100, H200) and ``amber.csv`` (molecular dynamics on A100
-and H100). These measurements have no licence that would allow to copy them; the folder's own README names their source.
+and H100). These measurements have no licence that allows copying them. The README of the folder names their source.
 
-The clock model of the profiler is given a third of the clocks of each sweep, 4 at least: the lowest, the highest and
-one of each of as many groups of neighbours between them, in every possible way. It predicts time and power at the rest.
+The clock model of the profiler receives a third of the clocks of each sweep, at least 4: the lowest, the highest, and
+one of each group of neighbouring clocks between them, in all combinations. It predicts time and power at the others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Sweep:
     """One GPU under one load, at one locked clock after the other.
 
     Attributes:
-        gpu: As the file names it.
-        load: The program.
-        clock_mhz: Ascending, shape (n,).
-        time_s: Of a unit of work, shape (n,).
-        power_w: Shape (n,).
+        gpu: Name of the GPU in the file.
+        load: Description of the program.
+        clock_mhz: Clocks, ascending, shape (n,) [MHz].
+        time_s: Time of a unit of work, shape (n,) [s].
+        power_w: Power, shape (n,) [W].
         is_limited: Whether the power limit kept the clock lower, shape (n,).
     """
 
@@ -80,7 +80,7 @@ def prediction_errors(sweep: Sweep, *, below_limit: bool) -> tuple[list[float], 
 
     Args:
         sweep: The measurements.
-        below_limit: Whether to use only the clocks that the power limit permits, and the lowest that it does not.
+        below_limit: Whether to use only the clocks that the power limit permits, and the lowest one above them.
     """
     limited = np.flatnonzero(sweep.is_limited)
     count = limited[0] + 1 if below_limit and len(limited) else len(sweep.clock_mhz)
@@ -104,8 +104,8 @@ def prediction_errors(sweep: Sweep, *, below_limit: bool) -> tuple[list[float], 
 def device_errors(sweep: Sweep) -> tuple[float, list[float], list[float]]:
     """Return the fitted dynamic power of the load, and the errors of time and power of a simulated GPU.
 
-    The dynamic power of the load, relative to that of the passes that the device model is made for, is fitted; as is
-    the share of time that scales with the clock. Clocks at the power limit are left out: it differs between boards.
+    Fitted are the dynamic power of the load, relative to the passes for which the device model was made, and the share
+    of time that scales with the clock. Clocks at the power limit are omitted, because the limit differs between boards.
     """
     model = DEVICES[MODELS[sweep.gpu]]
     free = ~sweep.is_limited
@@ -126,7 +126,7 @@ def device_errors(sweep: Sweep) -> tuple[float, list[float], list[float]]:
 
 
 def describe(errors: list[float]) -> str:
-    """Return the mean and the worst of some errors."""
+    """Return the mean and the maximum of errors as text."""
     return f"{statistics.mean(errors):6.2%} {max(errors):6.1%}"
 
 

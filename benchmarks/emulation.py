@@ -1,10 +1,10 @@
-"""Savings of frontiers in an emulated job of many pipelines, one of them a straggler.
+"""Savings of frontiers in an emulated job of many pipelines, one of which is a straggler.
 
     python benchmarks/emulation.py
 
 GPT-3 175B in eight stages of eight GPUs, 1F1B, as in the paper's strong scaling: for each number of micro-batches, the
-savings of the frontier published with the paper and of ours, from the same published profile. The accounting is that of
-the paper's large-scale emulation, so its published figures come out of its published frontiers. All data-parallel
+savings of the frontier published with the paper and of ours, both from the same published profile. The accounting is
+that of the paper's large-scale emulation, so its published frontiers reproduce its published figures. All data-parallel
 pipelines synchronise at the end of an iteration, so all wait for the slowest.
 """
 
@@ -38,15 +38,15 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Emulation:
-    """The saving of a frontier against everything at the highest clock.
+    """The saving of a frontier relative to the highest clock throughout.
 
     Attributes:
         shortest_s: Iteration time of the fastest plan, scaled [s].
         t_star_s: Iteration time of the plan of least energy, scaled [s].
         baseline_j: Energy of one pipeline's iteration at the highest clock, scaled [J].
         intrinsic: Saving without a straggler, at the shortest time, as a fraction.
-        with_straggler: By how many times slower the straggler is: intrinsic and extrinsic saving, as a fraction of the
-            job's energy at the highest clock.
+        with_straggler: Intrinsic and extrinsic saving by the straggler's slowdown, as a fraction of the job's energy at
+            the highest clock.
     """
 
     shortest_s: float
@@ -70,26 +70,26 @@ def emulate(
 ) -> Emulation:
     """Return the saving of a frontier in a job.
 
-    Everything at the highest clock is taken to finish in the frontier's shortest time, and waits at
-    blocking power whenever it does not compute. A straggler ``s`` times slower is charged ``s``
-    times the energy of its plan (the baseline, or the fastest plan); the other pipelines run the
-    plan of least energy that finishes before it, and wait for it at blocking power.
+    At the highest clock, iterations are assumed to take the frontier's shortest time, and GPUs to draw blocking power
+    whenever they do not compute. A straggler that takes ``s`` times as long uses ``s`` times the energy of its plan
+    (the baseline or the fastest plan). The other pipelines run the plan of least energy that finishes before it, and
+    wait for it at blocking power.
 
     Args:
         plans: Time [s] and energy [J] of one pipeline's plans, one GPU per rank, in any order, shape (n, 2).
         profile: Time and energy of the instructions at the highest clock.
         streams: The instructions of every rank.
-        blocking_power_w: What a waiting GPU draws [W].
-        pipelines: Data-parallel pipelines, the straggler included.
-        gpus_per_stage: GPUs that share a stage (tensor parallelism).
-        slowdowns: How many times slower the straggler is, each >= 1.
+        blocking_power_w: Power of a waiting GPU [W].
+        pipelines: Number of data-parallel pipelines, including the straggler.
+        gpus_per_stage: Number of GPUs that share a stage (tensor parallelism).
+        slowdowns: Iteration times of the straggler relative to the shortest time, each >= 1.
         time_scale: Factor on all times, for a profile of a part of each stage.
-        energy_scale: Factor on all energies per GPU, blocking energy of the pipelines' own waiting included.
+        energy_scale: Factor on all energies per GPU, including blocking energy of waiting within a pipeline.
     """
 
     def cheapest(deadline_s: float) -> tuple[float, float]:
         """Return time and energy of the plan of least energy that meets a deadline."""
-        # A straggler of 1.1 ends after 1.1 * T; a plan that ends later only by rounding is in time.
+        # A plan that is late only due to rounding is in time.
         in_time = plans[plans[:, 0] <= deadline_s * (1 + 1e-9)]
         time_s, energy_j = in_time[in_time[:, 1].argmin()].tolist()
         return time_s, energy_j

@@ -140,7 +140,7 @@ def lowtime_within(
     process.start()
     theirs.close()
     try:
-        # Imports are not counted: the time starts at its message.
+        # Imports are not counted: the time starts with its first message.
         ours.recv()
         return ours.recv() if ours.poll(limit_s) else None
     finally:
@@ -170,7 +170,7 @@ def last_stages(profile: StageProfile, count: int) -> StageProfile:
 
 
 def synthetic_profile(stages: int, seed: int) -> StageProfile:
-    """A synthetic profile similar to measured ones: stages unequal by a few percent, measurements noisy."""
+    """Return a synthetic profile similar to measured ones: noisy, with stages that differ by a few percent."""
     rng = np.random.default_rng(seed)
     rows = []
     for stage in range(stages):

@@ -25,10 +25,10 @@ def highs_saving_j(
 
     Args:
         relaxation: The network, and the hull pieces of its decisions.
-        deadline_s: Iteration time [s]; ignored where ``waiting_w`` is given.
-        waiting_w: What a second of iteration time costs [W], where the iteration time is to be chosen too.
+        deadline_s: Iteration time [s]. Ignored if ``waiting_w`` is given.
+        waiting_w: Energy cost of a second of iteration time [W]. If given, the iteration time is chosen, too.
         method: HiGHS's interior-point method or its dual simplex.
-        time_limit_s: When to give up [s].
+        time_limit_s: Time limit of HiGHS [s].
     """
     network = relaxation.network
     pieces = relaxation.pieces(deadline_s if waiting_w is None else np.inf)
@@ -58,7 +58,7 @@ def highs_saving_j(
 
 
 def our_saving_j(relaxation: Relaxation, relaxed: Relaxed, waiting_w: float | None = None) -> float:
-    """Return what our optimum saves against everything at its fastest clock, by its event times alone [J]."""
+    """Return the saving of our optimum relative to the fastest clocks, computed only from its event times [J]."""
     network = relaxation.network
     pieces = relaxation.pieces(relaxed.deadline_s if waiting_w is None else np.inf)
     window_s = (relaxed.event_s[network.head] - relaxed.event_s[network.tail] - network.least_s)[pieces.owner]

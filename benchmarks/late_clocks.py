@@ -2,13 +2,14 @@
 
     python benchmarks/late_clocks.py                             # the published A100 and A40 profiles, about 2 minutes
     python benchmarks/late_clocks.py --picture docs/images/late_clocks.svg
-    python benchmarks/late_clocks.py --milp 60                   # small cases beside a MILP, 60 s each: 24 minutes
+    python benchmarks/late_clocks.py --milp 60                   # small cases and a MILP, 60 s each: 24 minutes
 
-GPT-3 175B, 8 stages, 24 micro-batches, 1F1B. Dwell times are in pairs: the first stage's forward and backward at the
-highest clock. Savings are of an iteration's energy against the highest clock throughout, at an iteration time 0, 1 and
-5 % above the fastest one. The plain search begins with one clock for each rank's warm-up, steady state and cool-down,
-all the highest. It lowers one of them, or all three of a rank to the same one, to the next clock of less energy, that
-which saves most for the time that it takes, until nothing fits.
+GPT-3 175B, 8 stages, 24 micro-batches, 1F1B. The unit of dwell times is a pair: the first stage's forward and backward
+at the highest clock. Savings are relative to the energy of an iteration at the highest clock throughout, with an
+iteration time 0, 1 and 5 % above the fastest one. The plain search has one clock for each rank's warm-up, steady state
+and cool-down, and begins with the highest clocks. In each step it lowers one of them, or all three of a rank to the
+same clock, to the next clock of less energy. It chooses the change that saves the most energy per additional time,
+until no change fits.
 
 The small cases have 3 stages, 6 micro-batches and six clocks of the same profiles.
 """
@@ -82,7 +83,7 @@ def _saving(frontier: Frontier, slowdown: float) -> float:
 
 
 def plain_savings(schedule: Schedule, profile: StageProfile, power_w: float, dwell_s: float) -> list[float]:
-    """Return what the plain search saves at each slowdown."""
+    """Return the saving of the plain search at each slowdown."""
     problem = problem_for(schedule, profile, blocking_power_w=power_w, least_dwell_s=dwell_s)
     search = RunSearch(Network(problem), dwell_s)
     phases = [_phase(problem, rank.decisions) for rank in search.ranks]

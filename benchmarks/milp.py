@@ -18,8 +18,8 @@ class MilpResult:
     """Bound and plan of the mixed-integer solver at its end.
 
     Attributes:
-        bound_j: No plan that meets the deadline uses less [J].
-        plan_j: What its best plan uses [J], or None where it found none in time.
+        bound_j: Lower bound on the energy of all plans that meet the deadline [J].
+        plan_j: Energy of its best plan [J]. None if it found no plan within the time limit.
     """
 
     bound_j: float
@@ -64,15 +64,15 @@ def solve_milp(problem: Problem, deadline_s: float, time_limit_s: float) -> Milp
 def solve_held_milp(network: Network, search: RunSearch, deadline_s: float, time_limit_s: float) -> MilpResult:
     """Solve the problem at one deadline with a dwell time, over the clocks of ``search``.
 
-    A rank's instruction may begin later than it could, so that waiting lengthens the run before a change of clock
-    instead of the run after it. Plans of ``search`` begin as an engine does, as early as they can: this programme has
-    plans that ``search`` may not make, and its bound holds for both.
+    Here, an instruction may begin later than necessary, so that waiting lengthens the run before a clock change instead
+    of the run after it. In plans of ``search``, instructions begin as early as possible, as in an engine. So this
+    programme allows plans that ``search`` does not, and its bound holds for both.
 
     Args:
         network: The events.
-        search: Its ranks have the clocks, their times and energies, and the dwell times, one for all clocks.
+        search: Contains the clocks of each rank, their times and energies, and one dwell time for all clocks.
         deadline_s: Iteration time, after which the plan repeats [s].
-        time_limit_s: How long to solve [s].
+        time_limit_s: Time limit of the solver [s].
     """
     events, n = network.events, network.decisions
     rows: list[tuple[dict[int, float], float, float]] = []
@@ -100,7 +100,7 @@ def solve_held_milp(network: Network, search: RunSearch, deadline_s: float, time
                 ({changes[number]: 1.0, first + clock: -1.0, before + clock: 1.0}, 0.0, np.inf)
                 for clock in range(len(times_s))
             ]
-        # The clock may change before an instruction when the one before ends; before the first one, an iteration ago.
+        # The clock changes before an instruction when the previous one ends, for the first one in the last iteration.
         ends = []
         for number in range(len(chain)):
             first, times_s = choices[chain[number - 1]]

@@ -1,18 +1,20 @@
-"""What Perseus adds to training: per instruction on the training thread, and per iteration of DeepSpeed.
+"""Overhead of Perseus: per instruction on the training thread, and per iteration of DeepSpeed.
 
-    python benchmarks/overhead.py                  # beside Zeus's client where `zeus` is importable; some eight minutes
+    python benchmarks/overhead.py                  # with Zeus's client if `zeus` is importable; about eight minutes
 
-Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms as real ones do. Zeus's
-client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController`` process and queue,
-without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. For the same
-reason ours writes its marks by the CPU, where a GPU's would take 3 µs (docs/evidence.md).
+Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms like those of a real
+driver. Zeus's client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController``
+process and queue, but without the ``torch.cuda.synchronize()`` at every instruction, because there is no GPU. For the
+same reason, our marks are written by the CPU. Marks written by a GPU would take 3 µs (docs/evidence.md).
 
-Per instruction, the clock changes every time, early requests among them. What counts is the processor time of the
-training thread: iterations of instructions without passes are too short for the agent to follow. In iterations
-of DeepSpeed it changes as often as plans change it, which hold a clock for at least twice the driver's latency. A pass
-takes its time whatever the host does, as with an accelerator: the host computes in Python for half of it, as one that
-launches kernels, and waits for the rest. Each process measures both modes, in turns with iterations of the same engine
-without Perseus; figures are means over processes with their standard errors, printed as soon as a process has them.
+Per instruction: the clock changes at every instruction, including early requests. The result is the processor time of
+the training thread, because iterations of instructions without passes are too short for the agent to follow.
+
+Iterations of DeepSpeed: the clock changes as often as in plans, which hold each clock for at least twice the driver's
+latency. A pass takes a fixed time, as on an accelerator. For half of it the host computes in Python, like a host that
+launches kernels, and then it waits for the rest. Each process measures both modes, alternating with iterations of the
+same engine without Perseus. The results of each process are printed when it ends, then the means over processes with
+their standard errors.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ ENGINE_MICRO_BATCHES = 10
 ENGINES = {"0.2 s": (0.01, 5, 12), "2 s": (0.1, 2, 3)}
 PARTS = ("instruction", "agent", *ENGINES)
 _ITERATIONS_OF_TURN = 3
-# Until then a job has measured, once, how often its energy counter is refreshed, which holds training for some 0.4 s.
+# Before, a job measures the refresh period of its energy counter once, which delays training by about 0.4 s.
 _WARM_UP = 15
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
@@ -48,12 +50,12 @@ AGENT_SKIPPED_S, AGENT_MEASURED_S = 5.0, 20.0
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
 LAYERS = 4
-# time.sleep returns so much late at most, nearly always [s].
+# Delay with which time.sleep returns, which is almost never exceeded [s].
 _SLEEPS_LATE_S = 0.0004
 
 
 def main() -> None:
-    """Measure each in processes of its own and print what they find."""
+    """Measure each part in separate processes, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument(
@@ -87,12 +89,12 @@ def main() -> None:
 
 
 def say(text: str) -> None:
-    """Print something at once."""
+    """Print a text without buffering."""
     print(text, flush=True)
 
 
 def report_instruction(child: Callable[[str], Any]) -> None:
-    """Measure and print seconds per instruction."""
+    """Measure and print the processor time per instruction."""
     say("Processor time of the training thread per instruction (begin and end, the clock changes every time):")
     (ours_s, fastest_s), zeus = child("perseus"), child("zeus")
     figures = f"{ours_s * 1e6:6.1f} µs, {fastest_s * 1e6:.1f} in the fastest iteration"
@@ -104,7 +106,7 @@ def report_instruction(child: Callable[[str], Any]) -> None:
 
 
 def report_agent(library: Path, folder: Path) -> None:
-    """Measure and print the processor time of an agent, and how late it requests clocks."""
+    """Measure and print the processor time of an agent, and the lateness of its clock requests."""
     from stub_nvml.controller import StubNvml
 
     say(
@@ -145,13 +147,13 @@ def report_agent(library: Path, folder: Path) -> None:
 
 
 def _late_s(changes_s: list[float], ends_s: list[float]) -> list[float]:
-    """Return how long after the end of a pass each clock was requested [s]."""
+    """Return the time from the end of a pass to each clock request [s]."""
     after = [bisect.bisect_right(ends_s, change_s) - 1 for change_s in changes_s]
     return [change_s - ends_s[n] for change_s, n in zip(changes_s, after, strict=True) if 0 <= n < len(ends_s) - 1]
 
 
 def rank(number: int) -> list[float]:
-    """Return when the passes ended after which another clock is due, in a rank that marks its passes [s]."""
+    """Run a rank that marks its passes, and return the ends of the passes after which the clock changes [s]."""
     held = AGENT_PASSES // AGENT_CHANGES
     runtime, passes = _runtime(number, AGENT_RANKS, micro_batches=AGENT_PASSES // 2, held=held)
     print("ready", flush=True)
@@ -169,7 +171,7 @@ def rank(number: int) -> list[float]:
 
 
 def report_engines(name: str, child: Callable[[str], Any], processes: int) -> None:
-    """Measure and print what is added to iterations of DeepSpeed: by each process, then over all of them."""
+    """Measure and print the overhead per iteration of DeepSpeed, for each process and then over all of them."""
     say("  process  mode     plain       added             plain again  processor time of the training thread")
     added: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(processes):
@@ -185,7 +187,7 @@ def report_engines(name: str, child: Callable[[str], Any], processes: int) -> No
 
 
 def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
-    """Run one of them in a process of its own; None where it cannot run."""
+    """Run one part in a separate process, and return its figures. None if it cannot run."""
     command = [sys.executable, __file__, "--child", name]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -204,7 +206,7 @@ def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | N
 
 
 def perseus() -> list[float]:
-    """Return processor time per instruction of the training thread, typical and least [s]."""
+    """Return the median and least processor time of the training thread per instruction [s]."""
     runtime, instructions = _runtime(instruction_s=INSTRUCTION_S)
 
     def iteration() -> None:
@@ -222,7 +224,7 @@ def perseus() -> list[float]:
 
 
 def _runtime(number: int = 0, ranks: int = 1, **plan: Any) -> tuple[Any, Any]:
-    """Return Perseus on a rank of a job whose ranks are a pipeline each, under a plan, and the passes of the rank."""
+    """Return Perseus under a plan on a rank of a job with one pipeline per rank, and the passes of the rank."""
     import torch.distributed as dist
 
     from perseus_ds.client.runtime import PerseusRuntime
@@ -240,9 +242,9 @@ def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES
     """Return a schedule and a plan for it.
 
     Args:
-        instruction_s: Time of an instruction [s]; without, every change is made however short the instructions.
-        micro_batches: Of an iteration.
-        held: For how many instructions a clock is held.
+        instruction_s: Time of an instruction [s]. Without it, every change is made, regardless of how short it is.
+        micro_batches: Number of micro-batches per iteration.
+        held: Number of consecutive instructions at one clock.
     """
     from perseus_ds.artifacts.frontier import Frontier, Provenance
     from perseus_ds.artifacts.plan import FrequencyPlan
@@ -259,7 +261,7 @@ def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES
 
 
 def zeus() -> list[float]:
-    """Return the same of Zeus's client path, without its synchronisation [s]."""
+    """Return the same as :func:`perseus` for Zeus's client path, without its synchronisation [s]."""
     from zeus.optimizer.pipeline_frequency import optimizer as module
     from zeus.optimizer.pipeline_frequency.frequency_controller import FrequencyController
 
@@ -294,13 +296,14 @@ def _repeat(iteration: Callable[[], None]) -> None:
 
 
 def engines(pass_s: float, turns: int) -> list[float]:
-    """Return five figures for each mode.
+    """Return five figures for each mode [s].
 
-    They are seconds per iteration of DeepSpeed alone, what Perseus adds to it, its standard error, what a second turn
-    without Perseus adds, and the processor time that Perseus adds on the training thread.
+    They are the time per iteration of DeepSpeed alone, the time that Perseus adds, its standard error, the time that a
+    second turn without Perseus adds, and the processor time that Perseus adds on the training thread.
 
-    One engine is of DeepSpeed's own class and of that with Perseus in turns; a turn with Perseus is compared with the
-    two around it. The first iteration of each turn does not count, and neither does a tenth of the turns at each end.
+    The class of one engine alternates between DeepSpeed's own and that with Perseus. A turn with Perseus is compared
+    with the turns before and after it. The first iteration of each turn is omitted, and so are the extreme turns, a
+    tenth at each end.
     """
     import torch
 
@@ -345,14 +348,14 @@ def _mean(values: list[float]) -> tuple[float, float]:
 
 
 def _turn(engine: Any, engine_class: type, data: Any) -> tuple[float, float]:
-    """Return the mean time and processor time of this thread of some iterations as an engine of a class [s]."""
+    """Return mean time and processor time of this thread per iteration, with the given class of the engine [s]."""
     engine.__class__ = engine_class
     times = [_timed(engine, data) for _ in range(_ITERATIONS_OF_TURN)][1:]
     return statistics.mean(time for time, _ in times), statistics.mean(cpu for _, cpu in times)
 
 
 def _timed(engine: Any, data: Any) -> tuple[float, float]:
-    """Return time and processor time of this thread of one iteration [s]."""
+    """Return time and processor time of this thread for one iteration [s]."""
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     engine.train_batch(data)
     return time.perf_counter() - began_s, time.thread_time() - began_cpu_s
@@ -383,7 +386,7 @@ def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> 
 
 
 def _waiting(duration_s: float) -> Callable[[], object]:
-    """Return a function that computes in Python for half of some time [s], waits, and returns when the time is over."""
+    """Return a function that takes a given time [s]: it computes in Python for half of it and waits for the rest."""
 
     def work() -> None:
         began_s = time.perf_counter()
@@ -397,7 +400,7 @@ def _waiting(duration_s: float) -> Callable[[], object]:
 
 
 def _working_layer() -> type:
-    """Return a class of layers that do some work in each pass and multiply by a weight."""
+    """Return a class of layers that call a function in each pass and multiply by a weight."""
     import torch
 
     class Multiplied(torch.autograd.Function):

@@ -3,15 +3,18 @@
     python benchmarks/partition.py                    # five models on two GPUs, about 5 minutes
     python benchmarks/partition.py --models llama-3.1-8b --gpus h100-sxm
 
-GPUs are *simulated*: the time of a layer follows from its floating-point operations and the device model, and what only
-moves memory takes no time. Models are shapes without weights. GPT-3 and BERT-huge are given as GPT-NeoX of their sizes,
-whose layers have the same matrix products. 1F1B, 32 micro-batches of one sequence.
+GPUs are *simulated*: the time of a layer follows from its floating-point operations and the device model, and
+operations that only move memory take no time. Models are shapes without weights. GPT-3 and BERT-huge are represented by
+GPT-NeoX models of their sizes, which have the same matrix products. The schedule is 1F1B with 32 micro-batches of one
+sequence.
 
 Figures are relative to *uniform* (equally many layers on each stage) at default clocks. Under Perseus, each cut runs
-the plan of least energy that is as fast as that cut at default clocks; in the last column, the plan of least energy
-that is as fast as *uniform*. Below the table: what a better cut saves at default clocks of what Perseus saves with
-*uniform*, what Perseus saves with either cut, relative to the same cut at default clocks, and how well the cuts are
-proven.
+the plan of least energy that is as fast as that cut at default clocks. In the last column, it runs the plan of least
+energy that is as fast as *uniform*. Below the table are:
+
+- the saving of a better cut at default clocks, as a share of the saving of Perseus with *uniform*,
+- the saving of Perseus with either cut, relative to the same cut at default clocks,
+- the distances of the cuts from their bounds.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def change(value: float | None, base: float) -> str:
 
 
 def share(found: Partition) -> str:
-    """Return what of Perseus's saving a better cut has too, and how well the cuts are proven."""
+    """Return the share of Perseus's saving that a better cut has, and the distances of the cuts from their bounds."""
     base, best = found.known["uniform"], found.fastest
     of_saving = (base.energy_j - best.energy_j) / (base.energy_j - base.planned_j)
     return (

@@ -1,19 +1,19 @@
-"""How often comparisons with default clocks decide rightly whether a plan keeps its promise, and what they cost.
+"""Error rates and durations of the comparisons that decide whether a plan keeps its promise.
 
     python benchmarks/plan_proof.py                # about 5 minutes
     python benchmarks/plan_proof.py --jobs 100 --noise 0.01
 
-SIMULATED jobs, of which only the times and energies of iterations are drawn; blocks, estimates, interim analyses and
-verdicts are those of ``perseus_ds.policy.plan_proof``. Each iteration takes 1 s; its time varies normally by the noise
-stated, its power by 1 %, and 3 % of iterations are held up by 10 to 300 %. Waiting draws a quarter of the power. The
-energy counter is refreshed every 100 ms. In each fifth of the jobs the host drifts in another way: not at all, steadily
-by up to 3 % in 100 iterations, in waves of 2 %, as a random walk of 0.05 % an iteration, or by a step of 2 % while the
-comparison goes on.
+Jobs are SIMULATED: times and energies of iterations are drawn at random, but blocks, estimates, interim analyses and
+verdicts are those of ``perseus_ds.policy.plan_proof``. Each iteration takes 1 s. Its time varies normally by the stated
+noise, its power by 1 %, and 3 % of iterations are delayed by 10 to 300 %. Waiting draws a quarter of the power. The
+energy counter is refreshed every 100 ms. The host drifts differently in each fifth of the jobs: not at all, steadily by
+up to 3 % in 100 iterations, in waves of 2 %, as a random walk of 0.05 % per iteration, or by a step of 2 % during the
+comparison.
 
-What else happens: nothing; a stall of 30 s in one of the first 41 iterations, which is how long a comparison took at
-least when this was asked first; such a stall in the third block, the one that most differences share; or a checkpoint
-of 60 s within every 50th iteration. The plan takes as long as default clocks and saves 10 %, 3 % or no energy; or it
-takes 2 % longer and saves 10 %; it promises the time of default clocks.
+The disturbance is one of these: nothing; a stall of 30 s in one of the first 41 iterations, the least duration of a
+comparison in an earlier version; such a stall in the third block, which is part of the most differences; or a
+checkpoint of 60 s in every 50th iteration. The plan promises the time of default clocks. It takes as long as default
+clocks and saves 10 %, 3 % or no energy, or it takes 2 % longer and saves 10 %.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_ITERATIONS = 2000
 
 
 class Plan(NamedTuple):
-    """What a plan truly does: how much longer iterations take, and how much less energy they use, as fractions."""
+    """True effect of a plan: the increase of the iteration time and the decrease of energy, as fractions."""
 
     late: float
     saves: float
@@ -71,7 +71,7 @@ class SimulatedJob:
         elif disturbance == "checkpoints":
             waits_s[draw.integers(CHECKPOINT_EVERY) :: CHECKPOINT_EVERY] += CHECKPOINT_S
         powers_w = POWER_W * np.exp(POWER_NOISE * draw.standard_normal(MOST_ITERATIONS))
-        # A refresh of the counter is this old when an iteration ends.
+        # Time from the last refresh of the counter to the end of the iteration.
         ages_s = draw.uniform(0, PERIOD_S, MOST_ITERATIONS)
         self._drawn = iter(np.column_stack([np.exp(logarithms), waits_s, powers_w, ages_s]).tolist())
         self._plan = plan
@@ -90,11 +90,11 @@ class SimulatedJob:
         return computing_s + waiting_s, energy_j + before_j - self._uncounted_j
 
     def verdict(self, comparisons: int) -> Verdict:
-        """Compare the plan until there is a verdict, as jobs do; ``comparisons`` were made before."""
+        """Compare the plan until there is a verdict, as in a job with the given number of earlier comparisons."""
         proof = PlanProof(error_probability(comparisons))
         block, uncounted = IterationSample(PERIOD_S), SETTLED
         while proof.verdict is None:
-            for _ in range(uncounted):  # clocks change, or the report is on its way
+            for _ in range(uncounted):  # clocks change, or the report has not arrived
                 self.train(is_planned=proof.next_is_planned)
             while not (block.is_as_long_as(1) if proof.blocks else block.is_enough):
                 block.add(*self.train(is_planned=proof.next_is_planned))
@@ -105,13 +105,13 @@ class SimulatedJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the comparisons of many jobs have decided.
+    """Results of the comparisons of many jobs.
 
     Attributes:
-        kept: The share of jobs whose plan was kept.
-        within: The share whose reported saving is off by less than its stated error.
-        error: The median of these errors.
-        iterations: Of a comparison, mean and 95th percentile.
+        kept: Share of jobs that keep the plan.
+        within: Share of jobs in which the error of the reported saving is within the stated error.
+        error: Median of the stated errors.
+        iterations: Mean and 95th percentile of the iterations per comparison.
     """
 
     kept: float
@@ -121,7 +121,7 @@ class Outcome:
 
 
 def simulate(plan: Plan, noise: float, disturbance: str, *, jobs: int, before: int = 0) -> Outcome:
-    """Compare a plan with default clocks in many jobs, each of which has made so many comparisons before."""
+    """Compare a plan with default clocks in many jobs, each with the given number of earlier comparisons."""
     kept, off, errors, iterations = np.zeros((4, jobs))
     for number in range(jobs):
         job = SimulatedJob(number, plan, noise, disturbance)

@@ -1,17 +1,18 @@
-"""Time from an order for less power to that power, in a real job on SIMULATED GPUs.
+"""Time from an order to reduce power until the power is reduced, in a real job on SIMULATED GPUs.
 
     python benchmarks/power_order.py                      # about 3 minutes
     python benchmarks/power_order.py --micro-batches 32   # iterations four times as long
 
-Two pipelines of two stages: four DeepSpeed ranks on this machine, with simulated A100s whose energy counters are
-refreshed every 20 ms, so that a second is known to 0.4 %. Each order is given by the command, and by a file that the
-policy follows. Printed are the seconds from the start of the command, or from the file's being in place, until
+Two pipelines of two stages: four DeepSpeed ranks on this machine, with simulated A100s. Their energy counters are
+refreshed every 20 ms, so that the power over a second is known to 0.4 %. Each order is given by the command, and by a
+file that the policy follows. The table shows the seconds from the start of the command, or from the replacement of the
+file, until
 
-- *noticed*: the job has the order (of a file, that is known together with the decision);
-- *decided*: rank 0 has chosen the plan;
-- *in force*: the next iteration of all ranks runs under it;
-- *power*: a second has begun whose mean power is at most 2 % above the order, as the records say: whole iterations
-  that take a second at least.
+- *noticed*: the job has received the order (for a file, this is only known together with the decision),
+- *decided*: rank 0 has chosen the plan,
+- *in force*: the next iteration of all ranks runs under it,
+- *power*: a second begins in which the mean power is at most 2 % above the order. According to the records, these are
+  whole iterations that take at least a second.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def first_second_below(found: list[Record], watts: float, after: float) -> float
 
 
 def watch(job: Running, ordered: float, title: str) -> None:
-    """Wait until the power is as ordered, and print the steps."""
+    """Wait until the ordered power is reached, and print the time of each step."""
 
     def reached(found: list[Record]) -> tuple[list[Record], float, float] | None:
         caps = [event for event in events(found, "cap") if event["time"] >= ordered and event["watts"]]
@@ -76,7 +77,7 @@ def by_command(job: Running, fraction: float) -> str:
 
 
 def returned(job: Running, after: float) -> None:
-    """Wait until the job runs as before again, for some iterations."""
+    """Wait until the job has run as before for several iterations."""
 
     def has(found: list[Record]) -> bool:
         ends = [event for event in events(found, "cap") if event["time"] > after]
@@ -101,7 +102,7 @@ def main() -> None:
         )
 
         def during(job: Running) -> None:
-            # Default clocks have been measured in the job then.
+            # By then, default clocks have been measured in the job.
             ran = job.wait_for(lambda found: [r for r in iterations(found, "run") if r["default_measured"]][5:])
             print(f"iterations of {ran[-1]['time_s']:.2f} s; seconds from the order until it is")
             print(f"{'':24}" + "".join(f"{step:>10}" for step in ("noticed", "decided", "in force", "power")))

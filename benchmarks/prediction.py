@@ -3,8 +3,8 @@
     python benchmarks/prediction.py                    # all cases, 3 runs each: about 15 minutes
     python benchmarks/prediction.py --case rows tail --repeat 5
 
-DeepSpeed's engine or Megatron-Core runs on real ranks with SIMULATED GPUs whose truth is known. These GPUs live in real
-time, so another job on the machine shows in the figures: run it on an idle machine with two cores or more.
+DeepSpeed's engine or Megatron-Core runs on real ranks with SIMULATED GPUs, whose true times and powers are known. They
+are simulated in real time, so other jobs on the machine affect the results. Use an idle machine with two cores or more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.units import percent, plain  # noqa: E402
 
 Figures = dict[str, float]
-"""Deviations as fractions, by their name."""
+"""Deviations as fractions, by name."""
 
 MEGATRON_JOB = Path(__file__).resolve().parents[1] / "tests" / "support" / "megatron_job.py"
 STRAGGLER = 1.2
@@ -51,18 +51,18 @@ def trained(folder: Path, steps: int, block: dict[str, Any], job: dict[str, Any]
 
 
 def predicted_over_measured(ran: list[dict[str, Any]]) -> Figures:
-    """Return the promised time, and energy of all GPUs, over the median, less one."""
+    """Return the relative deviations of the promised time and energy of all GPUs from the medians."""
     keys = {"time": "time_s", "energy": "energy_j"}
     return {what: ran[0][f"predicted_{key}"] / statistics.median(r[key] for r in ran) - 1 for what, key in keys.items()}
 
 
 def rows(folder: Path) -> Figures:
-    """Rows of a profile against the device model: how time and power change with the clock."""
+    """Compare the rows of a profile with the device model: times and powers as functions of the clock."""
     job = {"ranks": 4, "stages": 2, "work": [4, 2, 2, 1]}
     profile = profiled(folder, {"profile": QUICK_PROFILE}, job)
     times, powers = [], []
     for stage, kind in profile.keys:
-        if kind is Kind.TAIL:  # takes what it takes on this machine, on no simulated GPU
+        if kind is Kind.TAIL:  # runs on this machine and not on a simulated GPU
             continue
         options = profile.options(stage, kind)
         top_s = options.time_s[-1] / MODEL.slowdown(int(options.clock_mhz[-1]))
@@ -74,7 +74,7 @@ def rows(folder: Path) -> Figures:
 
 
 def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> Figures:
-    """A plan with a random clock for every instruction, on unequal stages: predicted against measured."""
+    """Compare predicted and measured figures of a plan with a random clock for every instruction, on unequal stages."""
     job = {"ranks": ranks, "work": [4, 2, 1, 3], "micro_batches": micro_batches, "dualpipev": schedule == "dualpipev"}
     simulated = {"simulated": {"longest_instruction_s": 0.06}}
     measured = {"min_clock_mhz": 900, "warm_up": 5}
@@ -85,7 +85,7 @@ def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> F
 
 
 def megatron(folder: Path, ranks: int, **job: Any) -> Figures:
-    """The same for a GPT by Megatron-Core."""
+    """Compare the same for a GPT trained with Megatron-Core."""
 
     def train(mode: str, perseus: dict[str, Any], **more: Any) -> Path:
         # Longer than the real computation of four ranks.
@@ -103,7 +103,7 @@ def megatron(folder: Path, ranks: int, **job: Any) -> Figures:
 
 
 def tail(folder: Path) -> Figures:
-    """Slow links and a heavy tail: the whole DAG, and forwards and backwards alone, against measured."""
+    """Compare predictions with and without transfers and tails to measured times, with slow links and a long tail."""
     block = {"simulated": {"longest_instruction_s": 0.06, "transfer_s": 0.012, "tail_s": 0.12}}
     job = {"ranks": 2, "work": [4, 2, 3, 3], "micro_batches": 6}
     measured = {"min_clock_mhz": 1050, "sampling": "stride", "clock_stride": 6, "warm_up": 5}
@@ -127,7 +127,7 @@ def tail(folder: Path) -> Figures:
 
 
 def straggler(folder: Path) -> Figures:
-    """One of two pipelines takes 1.2 times as long for a while, and the other one follows it."""
+    """Slow one of two pipelines down by a factor of 1.2 for a time. The plans of the other one follow it."""
     save_true_frontier(folder / "frontier", forward_s=0.03)
     numbers: dict[str, int] = {}
 

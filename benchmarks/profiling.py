@@ -3,8 +3,8 @@
     python benchmarks/profiling.py                                   # four GPUs, two jobs, 3 seeds: about 10 minutes
     python benchmarks/profiling.py --gpu a100-sxm --seeds 1 --condition sampled-counter
 
-The real runtime of four ranks on SIMULATED GPUs in virtual time, in profile mode, with 1 % noise on the time of every
-instruction and 2 % on its power. Rows and plans are compared with what the device model truly takes and uses.
+The real runtime of four ranks runs on SIMULATED GPUs in virtual time, in profile mode, with 1 % noise on the time of
+every instruction and 2 % on its power. Rows and plans are compared with times and energies of the device model.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Figures:
     """Figures of a profile.
 
     Attributes:
-        clocks: How many clocks were measured.
-        iterations: How many were trained until it was written.
-        time_error: Relative error of the times of its rows: the mean, and the worst.
-        energy_error: The same of energies.
-        plan_time_error: Relative error of the predicted time, worst of five plans.
-        plan_energy_error: The same of the predicted energy.
-        excess: Energy of these plans above that of plans from true rows, mean.
+        clocks: Number of measured clocks.
+        iterations: Number of iterations until it was written.
+        time_error: Mean and maximum relative error of the times of its rows.
+        energy_error: The same for energies.
+        plan_time_error: Largest relative error of the predicted time over five plans.
+        plan_energy_error: The same for the predicted energy.
+        excess: Mean relative excess of the energy of these plans over plans from true rows.
     """
 
     clocks: int
@@ -74,7 +74,7 @@ class NoisyGpu(SimulatedGpu):
 
 
 def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str], judge: Judge) -> Figures:
-    """Train a job until its profile is written, and judge that."""
+    """Train a job until its profile is written, and evaluate the profile."""
     noise = {"time_noise": 0.01, "power_noise": 0.02, "conditions": conditions}
     NoisyGpu.draw = seed
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -102,19 +102,19 @@ def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str]
 
 
 def mean_and_worst(errors: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the largest size of errors."""
+    """Return the mean and the maximum of the absolute values of errors."""
     return statistics.fmean(map(abs, errors)), max(map(abs, errors))
 
 
 def judge_of(name: str, job: dict[str, Any]) -> Judge:
-    """Return what judges profiles of a job, by the order of its instructions and true rows."""
+    """Return the evaluator of profiles of a job, with its schedule and true rows."""
     model = DEVICES[name]
     schedule = one_f_one_b(len(job["stages_s"]), job["micro_batches"])
     return Judge(truth(name, model.clocks_mhz, work_of(job["stages_s"])), schedule, model.blocking_power_w)
 
 
 def main() -> None:
-    """Print a line for each GPU and job: the mean over seeds, and the worst of all."""
+    """Print a line for each GPU and job, with means and maxima over seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", nargs="+", choices=sorted(DEVICES), default=sorted(DEVICES))
     parser.add_argument("--job", nargs="+", choices=JOBS, default=list(JOBS))

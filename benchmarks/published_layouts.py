@@ -1,15 +1,16 @@
-"""Compares layouts that NVIDIA publishes for large models with ours, by floating-point operations.
+"""Compares layouts published by NVIDIA for large models with ours, by floating-point operations.
 
     python benchmarks/published_layouts.py            # a minute
     python benchmarks/published_layouts.py --only deepseek-v3
 
-Costs are *computed, not measured*: the matrix products of attention (causal masking not exploited), of dense layers,
-of the experts that a token takes, and of the head; a backward takes twice as long as a forward, and what only moves
-memory no time. Layouts are those of Megatron-Bridge's recipes and of the documentation of Megatron-Core, and Megatron's
-own split where a recipe has none. Each is executed by 1F1B or interleaved 1F1B, micro-batches as given.
+Costs are *computed, not measured*: they are the matrix products of attention (without use of causal masking), of dense
+layers, of the experts for each token, and of the head. A backward takes twice as long as a forward, and operations that
+only move memory take no time. Layouts are those of Megatron-Bridge's recipes and of the documentation of Megatron-Core,
+or Megatron's own split if a recipe has none. Each is executed by 1F1B or interleaved 1F1B with the given micro-batches.
 
-*slowest rank* is the work of the rank that has most of it, relative to the mean; *iteration* that of the whole schedule
-relative to no bubble at all. Ours is the best of the search; the last column is by how much a better one may be faster.
+*slowest rank* is the work of the rank with the most work, relative to the mean. *iteration* is the time of the whole
+schedule relative to a schedule without bubbles. Ours is the best layout found, and the last column is the amount by
+which a better one may be faster.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _FLOPS_PER_S = 1e15
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder, as its configuration on the hub has them."""
+    """Sizes of a decoder, from its configuration on the hub."""
 
     layers: int
     width: int
@@ -52,12 +53,12 @@ class Model:
     # Widths of queries, of keys and values, and of the attention's outputs, all heads together.
     queries: int
     keys: int
-    # Of layers with experts: how many a token takes, shared ones too, and their inner width.
+    # For layers with experts: number of experts per token, including shared ones, and their inner width.
     dense_layers: int | None = None
     experts: int = 0
     expert_inner: int = 0
     mtp: int = 0
-    # Of multi-head latent attention: ranks of the compressed queries, and of keys and values.
+    # For multi-head latent attention: ranks of the compressed queries, and of keys and values.
     latent: tuple[int, int] | None = None
 
     def forward_flops(self, kind: str) -> float:
@@ -110,7 +111,7 @@ GLM_45V = Model(
 )
 LARGE = replace(DEEPSEEK_V3, layers=126)
 
-# Name -> model, pipeline ranks, micro-batches, layout; without one, Megatron's own split counts embedding and loss.
+# Name -> model, pipeline ranks, micro-batches, layout. None means Megatron's own split, counting embedding and loss.
 LAYOUTS: dict[str, tuple[Model, int, int, str | None]] = {
     "deepseek-v3, Megatron-Core's documentation": (DEEPSEEK_V3, 16, 64, "Et*3|(tt|)*29,m|L"),
     "deepseek-v3, 16 ranks": (DEEPSEEK_V3, 16, 64, "Et*4|(t*4|)*14tmL"),
@@ -167,7 +168,7 @@ def row(name: str, model: Model, ranks: int, micro_batches: int, text: str | Non
 
 
 def costs_of(model: Model, layout: Layout) -> LayerCosts:
-    """Return what each part costs at one clock."""
+    """Return the costs of the parts at one clock."""
     forward_s = np.array([[model.forward_flops(part.kind) / _FLOPS_PER_S] for part in layout.parts])
     time_s = {Kind.FORWARD: forward_s, Kind.BACKWARD: 2 * forward_s}
     zeros = np.zeros(len(layout.parts))
@@ -178,7 +179,7 @@ def costs_of(model: Model, layout: Layout) -> LayerCosts:
 
 
 def slowest(found: EvaluatedCut, costs: LayerCosts, ranks: int) -> float:
-    """Return the work of the rank that has most of it, relative to the mean."""
+    """Return the work of the rank with the most work, relative to the mean."""
     work_s = sum(t[:, 0] for t in costs.time_s.values())
     of_stages = np.add.reduceat(work_s, np.cumsum([0, *found.cut[:-1]]))
     of_ranks = np.array([of_stages[rank::ranks].sum() for rank in range(ranks)])

@@ -1,11 +1,11 @@
-"""Plans from a few well-chosen clocks, and from noisy rows, against plans from all rows without noise.
+"""Compares plans from a few selected clocks, and from noisy rows, with plans from all rows without noise.
 
     python benchmarks/sampling.py
     python benchmarks/sampling.py --seeds 8
 
-Measured profiles (published with the Perseus paper): the sampler sees only rows it asks for, and what
-comes of it is judged on the full table. The alternative is the same number of evenly spaced clocks
-with monotone interpolation in between. Simulated truth: rows with 1 % noise on time and 2 % on energy.
+Measured profiles (published with the Perseus paper): the sampler receives only the rows that it requests, and the
+resulting plans are evaluated with the full table. The alternative is the same number of evenly spaced clocks with
+monotone interpolation. Simulated truth: rows with 1 % noise on time and 2 % on energy.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Judgement:
     """Plans of one profile, evaluated with another one.
 
     Attributes:
-        excess: Energy above that of plans made with the truth, mean over deadlines, with as much time.
-        late: By how much the deadline is missed, worst of all.
-        time_error: Relative error of the predicted time, the largest of all plans.
-        energy_error: The same of the predicted energy.
+        excess: Relative excess of energy over plans from the true rows with the same time, mean over deadlines.
+        late: Relative lateness of the latest plan.
+        time_error: Largest relative error of the predicted time over all plans.
+        energy_error: The same for the predicted energy.
     """
 
     excess: float
@@ -69,14 +69,14 @@ class Judge:
         self._best = optimize(schedule, true, blocking_power_w=blocking_power_w, plans=PLANS)
 
     def of(self, profile: StageProfile) -> Judgement:
-        """Optimise a profile and look at its plans."""
+        """Compute the plans of a profile and evaluate them."""
         frontier = optimize(self._schedule, profile, blocking_power_w=self._power_w, plans=PLANS)
         excess, late, time_errors, energy_errors = [], [], [], []
         for slowdown in SLOWDOWNS:
             deadline_s = self._best.t_min_s * (1 + slowdown)
             plan = frontier.lookup(max(deadline_s, frontier.plans[0].time_s))
             real = self._problem.evaluate(plan.clocks_mhz)
-            # Energy that a plan saves by being late does not count.
+            # Energy that a plan saves because it is late does not count.
             best = self._best.lookup(max(deadline_s, real.time_s, self._best.plans[0].time_s))
             excess.append(real.energy_j / best.energy_j - 1)
             late.append(real.time_s / deadline_s - 1)
@@ -96,7 +96,7 @@ def clocks_of(profile: StageProfile) -> list[int]:
 
 
 def interpolated(profile: StageProfile, clocks_mhz: Sequence[int]) -> StageProfile:
-    """Fill in clocks by monotone interpolation of time and energy."""
+    """Return a profile for the given clocks, by monotone interpolation of time and energy."""
     rows = []
     for stage, kind in profile.keys:
         options = profile.options(stage, kind)
@@ -111,7 +111,7 @@ def interpolated(profile: StageProfile, clocks_mhz: Sequence[int]) -> StageProfi
 
 
 def sample(profile: StageProfile, blocking_power_w: float, budget: int) -> list[int]:
-    """Measure the clocks that the sampler chooses until it is finished."""
+    """Return the clocks that the sampler requests until it is finished."""
     sampler = AdaptiveSampler(clocks_of(profile), blocking_power_w=blocking_power_w, budget=budget)
     asked: list[int] = []
     rows: list[Measurement] = []

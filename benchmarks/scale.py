@@ -1,12 +1,13 @@
-"""One server for many ranks: its processor time, memory, and how soon a decision reaches the last agent.
+"""One server for many ranks: its processor time, memory, and delay until a decision reaches the last agent.
 
     python benchmarks/scale.py                   # 64, 1 024 and 10 240 ranks, eight on a node
     python benchmarks/scale.py --ranks 10240
 
-The server is the real process, over real encrypted sockets. The agents are emulated: each has the connection of a real
-one, and sends for each of its ranks what a client and an agent report of an iteration, with noise. After a while one
-pipeline becomes slower, and the time is taken until other pipelines have slower plans. Iterations are sent as soon as
-the server has taken in the last one, so processor time per iteration is what counts. All processes run on this machine.
+The server is the real process, with real encrypted sockets. The agents are emulated: each has the connection of a real
+one, and sends the report of a client and an agent about each iteration for each of its ranks, with noise. After some
+iterations one pipeline becomes slower, and the time until other pipelines receive slower plans is measured. Iterations
+are sent as soon as the server has recorded the previous one, so the relevant figure is processor time per iteration.
+All processes run on this machine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CLOCKS_MHZ = tuple(range(705, 1411, 15))
 
 
 def save_frontier(folder: Path, schedule: Schedule) -> Path:
-    """Save plans that take longer and use less, one after the other; return the path."""
+    """Save plans of increasing time and decreasing energy, and return the path."""
     streams = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
     draw = random.Random(1)
     clocks = tuple(tuple(draw.choice(CLOCKS_MHZ) for _ in stream) for stream in streams)
@@ -90,7 +91,7 @@ class Agents:
     """The agents of all nodes.
 
     Attributes:
-        plans: The last plan that each rank was sent.
+        plans: The last plan that each rank has received.
         received: Number of messages received.
     """
 
@@ -111,7 +112,7 @@ class Agents:
             self._uplinks.append(uplink)
 
     def look(self) -> None:
-        """Take in what has come, and send what waits."""
+        """Receive available messages, and send pending ones."""
         for uplink in self._uplinks:
             for rank, message in uplink.look():
                 self.received += 1
@@ -119,7 +120,7 @@ class Agents:
                     self.plans[rank], self._follows[rank] = message.plan, message
 
     def report(self, iteration: int, slowdown: float = 1.0) -> None:
-        """Send the reports of an iteration; one pipeline may take longer."""
+        """Send the reports of an iteration. One pipeline may take longer."""
         for rank in range(self._ranks):
             follow = self._follows.get(rank)
             serial = 0 if follow is None else follow.serial
@@ -140,7 +141,7 @@ class Agents:
 
 
 def measure(ranks: int) -> None:
-    """Print what one server needs for so many ranks."""
+    """Print the figures of one server for the given number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         begin_s = time.monotonic()
         description = describe(Path(folder), ranks)
@@ -209,7 +210,7 @@ def tail(path: Path) -> str:
 
 
 def wait_until(agents: Agents, condition: object) -> None:
-    """Look at the agents until something is so, at most for two minutes."""
+    """Process the agents' messages until a condition is true, for at most two minutes."""
     assert callable(condition)
     end_s = time.monotonic() + 120
     while not condition():

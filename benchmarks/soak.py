@@ -4,16 +4,21 @@
     python benchmarks/soak.py --part virtual --minutes 600 --seed 3
     python benchmarks/soak.py --part real --minutes 10
 
-`virtual`: four ranks in virtual time, so that hours of the job take minutes; passes only take time. Drivers refuse,
-hang and come back, the counter fails or stands still, ranks are slow, times drift, shapes change, orders come, and the
-job is restarted. `--minutes` are the job's.
+`virtual`: four ranks in virtual time, so that hours of the job take minutes. Passes only take time and compute nothing.
+Drivers refuse, hang and recover, the energy counter fails or stalls, ranks are slow, times drift, shapes change, orders
+arrive, and the job is restarted. `--minutes` is the duration of the job.
 
-`real`: four DeepSpeed ranks on this machine, the real pynvml on a stub driver. Drivers refuse and hang, the disk is
-full, orders come, and ranks are killed and restarted from a checkpoint. `--minutes` are real.
+`real`: four DeepSpeed ranks on this machine, with the real pynvml on a stub driver. Drivers refuse and hang, the disk
+is full, orders arrive, and ranks are killed and restarted from a checkpoint. `--minutes` is real time.
 
-All faults come from the seed. The promises: losses are those of the job without Perseus and without faults, at every
-step; each rank warns at most once for a fault; the job is back under a plan after each fault that passes; clocks are
-the default ones after one that does not, and after a kill. The exit code is 1 where one does not hold.
+All faults are determined by the seed. The following promises are checked:
+
+- Losses at every step equal those of the job without Perseus and without faults.
+- Each rank warns at most once for a fault.
+- The job runs under a plan again after each temporary fault.
+- GPUs run at default clocks after a permanent fault and after a kill.
+
+The exit code is 1 if one of them is broken.
 """
 
 from __future__ import annotations

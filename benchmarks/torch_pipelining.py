@@ -4,12 +4,12 @@
     python benchmarks/torch_pipelining.py --case gap                      # without processes: about 2 minutes
     python benchmarks/torch_pipelining.py --case prediction --schedule ZBVZeroBubble --repeat 5
 
-``prediction``: stages of torch on 2 real gloo ranks with SIMULATED GPUs; a plan with a random clock for every
-instruction, on unequal stages. These GPUs live in real time: run it on an idle machine with two cores or more.
+``prediction``: unequal stages of torch on 2 real gloo ranks with SIMULATED GPUs, under a plan with a random clock for
+every instruction. GPUs are simulated in real time. Use an idle machine with two cores or more.
 
-``gap``: plans against their lower bounds, for 4 ranks and the published A100 profile of GPT-3 175B on 4 stages. Where a
-schedule has two stages on a rank, each stage is cut into two of half its time and energy; where it splits backwards,
-either part is half of the whole one.
+``gap``: gaps of plans to their lower bounds, for 4 ranks and the published A100 profile of GPT-3 175B on 4 stages. For
+schedules with two stages per rank, each stage is divided into two with half of its time and energy. For schedules with
+split backwards, each part has half of the time and energy of a whole backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LATER = 100_000
 
 
 def order_of(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """Return what a schedule executes."""
+    """Return the operations of a schedule."""
     return read_class(
         get_schedule_class(name), ranks=ranks, stages_per_rank=STAGES_PER_RANK[name], micro_batches=micro_batches
     )
@@ -74,7 +74,7 @@ def prediction(name: str, folder: Path) -> dict[str, float]:
 
 
 def gap(name: str, micro_batches: int) -> dict[str, float]:
-    """Return how much more energy plans need than their lower bounds, as fractions."""
+    """Return the mean and the largest gap of plans to their lower bounds, as fractions."""
     order = order_of(name, 4, micro_batches)
     profile = cut(StageProfile.load(stage_profile("a100-sxm")), STAGES_PER_RANK[name])
     frontier = optimize(order, profile, blocking_power_w=A100_BLOCKING_POWER_W)
@@ -83,7 +83,7 @@ def gap(name: str, micro_batches: int) -> dict[str, float]:
 
 
 def cut(profile: StageProfile, parts: int) -> StageProfile:
-    """Cut each stage into equal ones, and add the parts of a split backward."""
+    """Divide each stage into equal ones, and add the parts of a split backward."""
     rows = []
     for row in profile.measurements:
         for part in range(parts):

@@ -1,31 +1,32 @@
 """Compares plans for micro-batches of different lengths, as with packed or mixed sequences.
 
     python benchmarks/varying.py                # the published A100 and A40 profiles, 10 minutes
-    python benchmarks/varying.py --jobs         # what auto mode does on SIMULATED GPUs, 5 minutes
-    python benchmarks/varying.py --counts       # the same for numbers of micro-batches that vary, 1 minute
+    python benchmarks/varying.py --jobs         # auto mode on SIMULATED GPUs, 5 minutes
+    python benchmarks/varying.py --counts       # the same for varying numbers of micro-batches, 1 minute
 
-GPT-3 175B, 8 stages, 24 micro-batches, 1F1B; the micro-batches of each iteration have random lengths, uniformly
-distributed within so many percent of the mean. A pass takes a time and an energy in proportion to its tokens, but for
+GPT-3 175B, 8 stages, 24 micro-batches, 1F1B. The micro-batches of each iteration have random lengths, uniformly
+distributed within a given percentage of the mean. Time and energy of a pass are proportional to its tokens, except for
 the part of attention, 3 % at the mean length (sequence length / 6 / hidden size), which grows with their square. Time
-and energy of every iteration are computed from the published rows at the clocks assigned, through the DAG, and compared
-with the highest clock throughout *for the same lengths*. Clocks follow at once, as in all figures from profiles.
+and energy of every iteration are computed from the published rows at the planned clocks, through the DAG, and compared
+with the highest clock throughout *for the same lengths*. Clock changes are immediate, as in all figures from profiles.
 
-- *Plan for the mean*: one plan for iterations whose micro-batches all have the mean length, run at whatever comes.
-- *One clock a rank* and *one clock for all GPUs*: what of these saves most in no more time than the plan for the mean
-  takes, over all iterations. Nobody needs to know a length for them.
-- *Own plan*: planned for the lengths of each iteration, which the data loader would have to give one iteration ahead;
-  in the time of the highest clock, and in the time that the plan for the mean took. Also planned from rows whose time
-  and energy are wrong by 2 % (standard deviation, another error for each length), as those of a fit over lengths are.
+- *Plan for the mean*: one plan for iterations in which all micro-batches have the mean length, used for all lengths.
+- *One clock a rank* and *one clock for all GPUs*: the setting that saves most, over all iterations, and takes no longer
+  than the plan for the mean. It requires no knowledge of lengths.
+- *Own plan*: a plan for the lengths of each iteration, which the data loader would have to provide one iteration in
+  advance, within the time of the highest clock, and within the time of the plan for the mean. Another plan is computed
+  from rows with errors of 2 % in time and energy (standard deviation, a different error for each length), as after a
+  fit over lengths.
 - *As a job computes it*: the same by the quick method of ``engine.perseus.next_lengths``, with its processor time on
-  one thread, from the lengths to clocks. Rows that are wrong are planned by it, too.
+  one thread from lengths to clocks. Plans from rows with errors also use this method.
 
-``--jobs`` trains a job with such lengths in auto mode, which is told them an iteration ahead, or never: four unequal
-stages on SIMULATED A100s in virtual time, eight micro-batches, the real runtime. The last 100 of 500 iterations are
-compared with those of the same job in observe mode, which have the same lengths; energies are the true ones of the
-simulated GPUs.
+``--jobs`` trains a job with such lengths in auto mode. The lengths are given one iteration in advance, or not at all.
+The job has four unequal stages on SIMULATED A100s in virtual time, eight micro-batches, and the real runtime. The last
+100 of 500 iterations are compared with those of the same job in observe mode, which have the same lengths. Energies are
+the true ones of the simulated GPUs.
 
-``--counts`` trains the same four stages with 8 and 4 micro-batches in turns, and with 2, 4, 6 and 8, each for a quarter
-of the job, as in a warm-up of the batch size. Of these, all iterations of the job are compared.
+``--counts`` trains the same four stages with 8 and 4 micro-batches alternately, and with 2, 4, 6 and 8, each for a
+quarter of the job, as in a warm-up of the batch size. For the latter, all iterations of the job are compared.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from itertools import chain, product
 from operator import add
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as auto mode plans
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in auto mode
 
 import numpy as np
 
@@ -105,18 +106,18 @@ class Model:
         return optimize(self.schedule, self.profile, least_dwell_s=least_dwell_s, plans=60)
 
     def problem(self, factors: Sequence[float], plans: int = 2) -> Problem:
-        """Return the choice of clocks, given each micro-batch's time relative to one of the mean length."""
+        """Return the optimisation problem, given each micro-batch's time relative to one of the mean length."""
         of_pass = {i: factors[i.micro_batch] for i in chain(*self.schedule.instructions) if i.kind is not Kind.TAIL}
         return Problem(self.dag, self.profile, PlanningSettings(plans=plans), of_pass)
 
 
 def time_factor(length: float) -> float:
-    """Return how many times as long as at the mean length a pass takes."""
+    """Return the time of a pass relative to that at the mean length, given its relative length."""
     return (1 - ATTENTION) * length + ATTENTION * length**2
 
 
 class Iteration:
-    """One iteration of random lengths, its time and energy at any clocks, and plans for it."""
+    """An iteration with random lengths, its time and energy at given clocks, and plans for it."""
 
     def __init__(self, model: Model, lengths: Sequence[float]) -> None:
         self._model = model
@@ -125,11 +126,11 @@ class Iteration:
         self.default = self.problem.baseline()
 
     def at(self, clocks: Clocks) -> Saving:
-        """Return what it takes at some clocks, against the highest clock."""
+        """Return time and energy at given clocks, compared with the highest clock."""
         return self.saving(self.problem.evaluate(clocks))
 
     def saving(self, plan: FrequencyPlan) -> Saving:
-        """Return what a plan takes, against the highest clock."""
+        """Return time and energy of a plan, compared with the highest clock."""
         return Saving(1, plan.time_s, plan.energy_j, self.default.time_s, self.default.energy_j)
 
     def own_plans(self, plans: int) -> Frontier:
@@ -139,11 +140,11 @@ class Iteration:
         return frontier_of(problem, found, "exact")
 
     def quick_plan(self) -> Saving:
-        """Return what the plan takes that a job computes for these lengths."""
+        """Return time and energy of the plan that a job computes for these lengths."""
         return self.saving(plan_within(Network(self.problem), self.problem.t_min_s))
 
     def from_wrong_rows(self, errors: Sequence[float]) -> Saving:
-        """Return what the fastest plan takes whose rows are wrong by some factors, one for each micro-batch."""
+        """Return time and energy of the fastest plan from rows with a relative error for each micro-batch."""
         wrong = self._model.problem([f * (1 + error) for f, error in zip(self._factors, errors, strict=True)])
         return self.at(plan_within(Network(wrong), wrong.t_min_s).clocks_mhz)
 
@@ -156,18 +157,18 @@ class Iteration:
 
 
 def total(savings: Iterable[Saving]) -> Saving:
-    """Return that of all iterations."""
+    """Return the sum over all iterations."""
     return reduce(add, savings)
 
 
 def best_within(time_s: float, settings: Iterable[Saving]) -> Saving | None:
-    """Return the setting of least energy that takes no longer over all iterations, if there is one."""
+    """Return the setting of least energy within a total time [s]. None if there is none."""
     in_time = [saving for saving in settings if saving.time_s <= time_s * _SAME]
     return min(in_time, key=lambda saving: saving.energy_j, default=None)
 
 
 def compare(model: Model, iterations: Sequence[Iteration]) -> None:
-    """Print what plans and settings save over some iterations."""
+    """Print the savings of plans and settings over several iterations."""
     mean, held = model.at_mean_length(), model.at_mean_length(_NEVER_S)
     clocks_mhz = sorted({m.clock_mhz for m in model.profile.measurements})
     own = [iteration.own_plans(60) for iteration in iterations]
@@ -202,7 +203,7 @@ def _default_s(iteration: Iteration) -> float:
 
 
 def _own(iterations: Sequence[Iteration], own: Sequence[Frontier], time_s: Callable[[Iteration], float]) -> Saving:
-    """Return the time and energy of own plans that end within a time of each iteration."""
+    """Return time and energy of own plans within the given time of each iteration."""
     pairs = zip(iterations, own, strict=True)
     return total(
         iteration.saving(frontier.lookup(max(time_s(iteration), frontier.t_min_s) * _SAME))
@@ -215,7 +216,7 @@ def _figures(saving: Saving | None) -> str:
 
 
 class MixedJob(VirtualJob):  # type: ignore[misc]
-    """A job whose micro-batches have random lengths, of which Perseus is told an iteration ahead, or never."""
+    """A job with micro-batches of random lengths, which are given to Perseus one iteration in advance or not at all."""
 
     def __init__(self, folder: Path, variation: float, *, ahead: bool, **block: object) -> None:
         drawn = 1 + variation * np.random.default_rng(3).uniform(-1, 1, (ITERATIONS + 2, 8))
@@ -234,7 +235,7 @@ class MixedJob(VirtualJob):  # type: ignore[misc]
         super()._iterate(rank)
 
     def work(self, rank: int, instruction: Instruction) -> None:
-        """Compute an instruction, for as long as its micro-batch takes."""
+        """Run an instruction for the time that its micro-batch takes."""
         factor = 1.0
         if instruction.kind is not Kind.TAIL:
             factor = time_factor(float(self._lengths[self._iterations[rank] - 1, instruction.micro_batch]))
@@ -243,7 +244,7 @@ class MixedJob(VirtualJob):  # type: ignore[misc]
 
 
 def train(variation: float, *, ahead: bool = False, **block: object) -> tuple[MixedJob, list[str]]:
-    """Return a job that has trained, and what it said of plans."""
+    """Train a job, and return it with its messages about plans."""
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
         job = MixedJob(Path(folder), variation, ahead=ahead, **block)
@@ -253,7 +254,7 @@ def train(variation: float, *, ahead: bool = False, **block: object) -> tuple[Mi
 
 
 def compare_jobs(variations: Sequence[float]) -> None:
-    """Print what auto mode does with lengths of which it is told an iteration ahead, or never."""
+    """Print the savings of auto mode if lengths are given one iteration in advance, and if they are not given."""
     for variation in variations:
         default, _ = train(variation, mode="observe")
         for slowdown, ahead in product(SLOWDOWNS, (False, True)):
@@ -272,7 +273,7 @@ def compare_jobs(variations: Sequence[float]) -> None:
 
 
 def compare_counts() -> None:
-    """Print what auto mode saves with numbers of micro-batches that vary."""
+    """Print the savings of auto mode with varying numbers of micro-batches."""
     for name, counts, compared in (
         ("8 and 4 in turns, the last 100", [8, 4] * (ITERATIONS // 2), COMPARED),
         ("2, 4, 6 and 8, all 500", np.repeat([2, 4, 6, 8], ITERATIONS // 4).tolist(), ITERATIONS),

@@ -1,7 +1,7 @@
 """Hooks of MkDocs.
 
-Formulas between dollar signs become MathML, which browsers draw without a script. Links to files of the repository,
-which the site does not have, become their paths.
+Formulas between dollar signs are converted to MathML, which browsers draw without a script. Links to files of the
+repository, which are not part of the site, are replaced by their paths.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-# Code is matched too, so that dollar signs in it are left alone.
+# Code is matched too, so that dollar signs in it are not changed.
 _CODE_OR_FORMULA = re.compile(r"^```.*?^```|`[^`\n]*`|^\$\$\n(.*?)\n\$\$$|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)
 _REPOSITORY_LINK = re.compile(r"\[`?([^\]`]+)`?\]\(\.\./([^)]+)\)")
 _PLACEHOLDER = re.compile(r"FORMULA([BI])([0-9a-f]+)END")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Hide the formulas of a page from Markdown, for which an underscore has a meaning of its own; replace links."""
+    """Replace links to the repository, and hide formulas from Markdown, in which underscores have a meaning."""
     return _REPOSITORY_LINK.sub(_path, _CODE_OR_FORMULA.sub(_hidden, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put the formulas into the page."""
+    """Insert the formulas into the page."""
     return _PLACEHOLDER.sub(_drawn, html)
 
 

@@ -1,4 +1,4 @@
-"""Writes the reference pages, configuration.md and commands.md, from the code itself: python docs/reference.py."""
+"""Generates the reference pages configuration.md and commands.md from the code: python docs/reference.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADVANCED = ("device", "cache", "max_drift", "server", "profile", "simulated")
 
 
 def configuration() -> str:
-    """Return the page on the ``perseus`` block: what most jobs need first, then everything else."""
+    """Return the page on the ``perseus`` block: the keys that most jobs need, then the advanced ones."""
     fields = PerseusConfig.model_fields
     policies = _models(fields["policy"])
     lines = [
@@ -58,7 +58,7 @@ def configuration() -> str:
 
 
 def commands() -> str:
-    """Return the page on the commands, with what ``--help`` prints."""
+    """Return the page on the commands, with the output of ``--help``."""
     lines = [
         NOTE,
         "# Commands\n",

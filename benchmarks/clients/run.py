@@ -2,10 +2,10 @@
 
     python benchmarks/clients/run.py megatron-lm-1f1b ~/Megatron-LM
 
-Nothing in the folder of the client's code is changed. ``sitecustomize.py`` beside this file has the stand-ins for CUDA;
-GPUs are simulated. After each iteration, every rank records losses and whatever else the client's function for a
-training step returns, hashes of all parameters and optimizer states, and a hash of the states of random generators. Per
-mode, it is said whether they are equal, bit for bit, to those without Perseus, or where they first differ.
+The client's code is not changed. ``sitecustomize.py`` in this folder replaces CUDA, and GPUs are simulated. After each
+iteration, every rank records losses and all other results of the client's function for a training step, hashes of all
+parameters and optimizer states, and a hash of the states of random generators. For each mode, the output states whether
+they are bitwise equal to those without Perseus, or the first difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = {
     "policy": {"name": "energy_optimal"},
     "cache": False,
 }
-# Code that is compiled for GPUs is interpreted, and what compiles for CPUs is left out.
+# Code is interpreted instead of compiled.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTORCH_JIT": "0",
@@ -47,19 +47,20 @@ class Client:
     """Command that starts a client.
 
     Attributes:
-        script: What is started, as ``python`` would.
-        arguments: Its arguments; ``{steps}``, ``{out}`` (a folder), ``{data}`` and ``{model}`` (of ``prepare``) and
-            ``{config}`` (a file with the configuration) are filled in.
-        record: A function that is called once a training step, as ``sitecustomize.py`` describes; what it is given or
-            returns has the losses, and in most clients the norm of the gradients.
-        ranks: Processes to start.
-        prepare: Scripts and their arguments that make ``{data}`` of ``{text}``, a JSON object a line, and ``{model}``.
-        config: Its configuration, for a file of JSON; the same files and ``"{steps}"`` are filled in.
-        folder: Where to start it, below the folder of its code.
-        replaced: Functions that need a GPU, and what they are replaced by.
-        empty: Modules that it imports and does not need.
-        launcher: What starts the ranks.
-        with_perseus: What is started in place of the script, for Perseus to attach.
+        script: Script or module, as arguments of ``python``.
+        arguments: Its arguments, in which ``{steps}``, ``{out}`` (a folder), ``{data}`` and ``{model}`` (created by
+            ``prepare``) and ``{config}`` (a file with the configuration) are replaced.
+        record: A function that is called once per training step, see ``sitecustomize.py``. Its arguments or results
+            contain the losses, and in most clients the norm of the gradients.
+        ranks: Number of processes.
+        prepare: Scripts with arguments that create ``{model}``, and ``{data}`` from ``{text}``, a file with one JSON
+            object per line.
+        config: Its configuration, written to a JSON file. The same files and ``"{steps}"`` are replaced in it.
+        folder: Working folder, relative to the folder of its code.
+        replaced: Functions that need a GPU, and their replacements.
+        empty: Modules that it imports but does not need.
+        launcher: Arguments of ``python`` that start the ranks.
+        with_perseus: Script that is started instead, so that Perseus is attached.
     """
 
     script: str
@@ -270,7 +271,7 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(client: Client, arguments: argparse.Namespace) -> None:
-    """Make the data and the configuration that the client reads."""
+    """Create the data and the configuration that the client reads."""
     config = json.dumps(client.config).replace('"{steps}"', str(arguments.steps))
     for name, file in FILES.items():
         config = config.replace(f"{{{name}}}", str(arguments.out / file))
@@ -324,7 +325,7 @@ def start(client: Client, arguments: argparse.Namespace, name: str, command: str
 
 
 def difference(without: list[list[str]], found: list[list[str]]) -> str:
-    """Return whether two jobs computed the same, or the first difference."""
+    """Return a statement that two jobs have the same results, or their first difference."""
     assert without[0], "nothing was recorded"
     for step, (ours, theirs) in enumerate(zip(zip(*without, strict=True), zip(*found, strict=True), strict=False)):
         for rank, (one, other) in enumerate(zip(map(json.loads, ours), map(json.loads, theirs), strict=True)):

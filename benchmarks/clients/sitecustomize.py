@@ -1,14 +1,14 @@
-"""Stand-ins for CUDA, so that code written for GPUs trains on CPUs, and a record of what it computes.
+"""Replacements of CUDA, so that code written for GPUs trains on CPUs, and a recorder of its results.
 
-Python imports this module at its start where this folder is on ``PYTHONPATH``, and nothing happens unless the variable
-``CLIENT`` says what is needed, as JSON:
+Python imports this module when it starts if this folder is on ``PYTHONPATH``. It has no effect unless the variable
+``CLIENT`` is set to JSON with these keys:
 
-- ``code``: the folder of the client's code. Only calls from files in it are told that there are GPUs.
+- ``code``: the folder of the client's code. Only callers in this folder see GPUs.
 - ``record``: a function, as ``package.module:Class.method``. After each of its calls, every rank adds a line to
-  ``rank<N>.jsonl`` in the folder ``out``: numbers that it was given and returned, a hash of parameters and states of
+  ``rank<N>.jsonl`` in the folder ``out``: its numeric arguments and results, a hash of the parameters and states of
   the optimizers that have stepped, and a hash of the states of random generators.
-- ``empty``: modules that are imported and not needed; they become empty ones.
-- ``replaced``: functions by a name as in ``record``, and by what each of them is replaced, such as ``math:sqrt``.
+- ``empty``: modules that are imported but not needed. They are replaced by empty ones.
+- ``replaced``: functions, by names as in ``record``, and their replacements, such as ``math:sqrt``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOB: dict[str, Any] = json.loads(os.environ.get("CLIENT", "{}"))
 
 
 def called_by_client() -> bool:
-    """Return whether the function that asks was called from the client's code."""
+    """Return whether the calling function was called from the client's code."""
     return sys._getframe(2).f_code.co_filename.startswith(JOB["code"])
 
 
@@ -65,7 +65,7 @@ class Nothing:
 
 
 def stand_in_for_cuda(torch: Any) -> None:
-    """Replace what code for GPUs asks of ``torch`` before anything of the client is imported."""
+    """Replace the functions of ``torch`` that code for GPUs uses, before the client is imported."""
     cuda = torch.cuda
     count = int(os.environ.get("LOCAL_SIZE", "1"))
     properties = SimpleNamespace(name="CPU", major=8, minor=0, total_memory=80 << 30, multi_processor_count=108)
@@ -88,7 +88,7 @@ def stand_in_for_cuda(torch: Any) -> None:
     cuda.device_memory_used = lambda *_: 0
     cuda.mem_get_info = lambda *_: (80 << 30, 80 << 30)
     cuda.memory_stats = lambda *_, **__: defaultdict(int)
-    # The generator of CPUs serves as that of GPUs as well.
+    # The generator of the CPU is also used as that of GPUs.
     cuda.default_generators = defaultdict(lambda: torch.default_generator)
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -164,7 +164,7 @@ def talk_by_gloo(distributed: Any) -> None:
 
 
 class Recorder:
-    """Writes down what a rank computed, after each call of a function."""
+    """Records the results of a rank after each call of a function."""
 
     def __init__(self) -> None:
         self._optimizers: list[weakref.ref[Any]] = []
@@ -226,7 +226,7 @@ def plain(value: Any, hashed: bool = False) -> Any:
 
 
 class Empty(ModuleType):
-    """A module of which any name is a class, and a decorator, that does nothing."""
+    """A module in which any name is a class, also usable as a decorator, that does nothing."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -239,7 +239,7 @@ class Empty(ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Makes empty modules, and changes other ones when they have been imported."""
+    """Creates empty modules, and changes other modules after their import."""
 
     def __init__(self) -> None:
         recorder = Recorder()
@@ -282,7 +282,7 @@ class Finder(MetaPathFinder, Loader):
 
 
 class CrossEntropy:
-    """The losses of words, by torch in place of a kernel for GPUs."""
+    """Cross entropy per token, computed by torch instead of a kernel for GPUs."""
 
     @staticmethod
     def apply(logits: Any, labels: Any) -> Any:
@@ -316,5 +316,5 @@ def replace(module: Any, path: str, change: Any) -> None:
 
 
 if JOB:
-    random.seed(1)  # code that does not seed a generator would draw other numbers in each job
+    random.seed(1)  # some code does not seed the generator, and jobs would draw different numbers
     sys.meta_path.insert(0, Finder())

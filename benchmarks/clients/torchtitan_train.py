@@ -1,4 +1,4 @@
-"""Trains torchtitan with Perseus, by a derived trainer. ``PERSEUS`` is the block."""
+"""Trains torchtitan with Perseus, by a derived trainer. The variable ``PERSEUS`` contains the perseus block."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import perseus_ds
 
 
 class PerseusTrainer(Trainer):  # type: ignore[misc]
-    """Attaches once schedule and model are made."""
+    """Attaches Perseus after the schedule and model are created."""
 
     def __init__(self, job_config: Any) -> None:
         super().__init__(job_config)

@@ -104,7 +104,7 @@ class OutputBias(nn.Module):
 
 
 def bert_layers(model: DictConfig) -> list[LayerSpec]:
-    """Return the layers of a BERT, of which a ``PipelineModule`` builds those of its stage."""
+    """Return the layers of a BERT. A ``PipelineModule`` builds only those of its stage."""
     config = BertConfig(
         hidden_size=model.width,
         num_attention_heads=model.heads,

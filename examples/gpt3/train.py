@@ -78,7 +78,7 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
-    """Return the layers of a GPT-3, of which a ``PipelineModule`` builds those of its stage."""
+    """Return the layers of a GPT-3. A ``PipelineModule`` builds only those of its stage."""
     config = GPT2Config(
         n_embd=model.width,
         n_layer=model.layers,

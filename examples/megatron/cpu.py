@@ -3,8 +3,7 @@
 Megatron-Core 0.14 to 0.19 requires CUDA in many places. These replacements remove the requirement:
 
 - the modules of ``megatron.core`` use a replacement of ``torch`` that allocates on the CPU instead of CUDA, with
-streams
-  and events that are always finished,
+  streams and events that are always finished,
 - tensors report a CUDA type, which optimizers and gradient clipping require, and ignore ``record_stream``,
 - the tracker of CUDA's random states does nothing on ``fork``.
 """

@@ -83,7 +83,7 @@ class Head(nn.Module):
 
 
 def wide_resnet_layers(model: DictConfig) -> list[LayerSpec]:
-    """Return the layers of a Wide-ResNet, of which a ``PipelineModule`` builds those of its stage."""
+    """Return the layers of a Wide-ResNet. A ``PipelineModule`` builds only those of its stage."""
     layers, inputs = [LayerSpec(Stem, model.channels)], model.channels
     for group, blocks in enumerate(model.blocks):
         channels = model.channels * 2**group
@@ -140,7 +140,7 @@ class SyntheticImages(Dataset):
 
 
 class StoredImages(Dataset):
-    """Arrays in a folder, not loaded into memory: ``images`` (count, 3, height, width) and ``labels`` (count,).
+    """Memory-mapped arrays in a folder: ``images`` (count, 3, height, width) and ``labels`` (count,).
 
     The files are .npy or .pt.
     """

@@ -19,7 +19,7 @@ from perseus_ds.units import printable
 
 
 class Command(Protocol):
-    """A command: a dataclass of its arguments, of which the docstring is the help."""
+    """A command: a dataclass of its arguments. Its docstring is the help text."""
 
     examples: ClassVar[tuple[str, ...]]
 

@@ -212,7 +212,7 @@ class Curve:
 
 
 def profile_curves(profile: StageProfile) -> list[Curve]:
-    """Return a curve for each kind and group of equal stages, of many groups for some."""
+    """Return a curve for each kind and group of equal stages. Of many groups, only some are included."""
     groups = stage_groups(profile)
     shown = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, min(len(groups), len(SERIES)))]
     return [

@@ -18,7 +18,7 @@ _MOST_PLANS = 5
 _MOST_PLANS_DRAWN = 3
 _LEAST_PARTS, _MOST_PARTS = 4, 40
 _LEAST_STEPS = 5
-"""Minimum number of iterations per part; fewer would show mostly noise."""
+"""Minimum number of iterations per part. Fewer would show mostly noise."""
 
 
 @dataclass(frozen=True)

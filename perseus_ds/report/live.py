@@ -53,7 +53,7 @@ class JobFollower:
         self.problem = ""
         self._name = printable(folder.resolve().name)
         self._log = JobLog(self._name)
-        # Of the last iteration in timeline.json, and the state of that file when it was read.
+        # Facts of the last iteration in timeline.json, and the state of that file when it was read.
         self._timed: dict[str, tuple[float, ...]] = {}
         self._timeline: tuple[int, int] | None = None
 
@@ -514,6 +514,6 @@ def _wait_for_keys(timeout_s: float) -> str:
         return ""
     if not select.select([sys.stdin], [], [], timeout_s)[0]:
         return ""
-    # Not with sys.stdin, which would buffer further keys where select cannot see them. Only one, as a prompt may
+    # sys.stdin would buffer further keys, which select does not notice. Only one key is read, because a prompt may
     # follow.
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"
