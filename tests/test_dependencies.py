@@ -1,4 +1,4 @@
-"""The packages that perseus-ds imports are those that pyproject.toml declares and requirements.lock pins."""
+"""The imports of perseus-ds are declared in pyproject.toml and pinned in requirements.lock."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The documentation is correct: links and messages exist, and generated pages agree with the code."""
+"""Links and messages in the documentation exist, and generated pages agree with the code."""
 
 import ast
 import functools

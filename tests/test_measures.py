@@ -40,7 +40,7 @@ def test_errors_follow_from_how_iterations_differ_and_are_not_below_the_counters
 
 
 def by_second(*iterations, most=None, pause_after=None):
-    """Return figures of consecutive iterations of given seconds and watts, with a pause of 10 s after one."""
+    """Return figures of consecutive iterations of given seconds and watts, with an optional pause."""
     seconds, ended = PowerBySecond(most), 1e9
     for number, (time_s, power_w) in enumerate(iterations):
         ended += time_s

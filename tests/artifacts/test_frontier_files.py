@@ -1,4 +1,4 @@
-"""Files of frontiers and plans: reading them back, and rejecting those that do not fit or are invalid."""
+"""Files of frontiers and plans: reading them back, and rejecting unsuitable or invalid ones."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""Readers are bounded, writers keep files they do not own, and texts contain no control characters."""
+"""Limits of readers, files that writers must keep, and texts without control characters."""
 
 import json
 import logging

@@ -38,7 +38,7 @@ def block(tmp_path):
 
 @pytest.fixture
 def make(request):
-    """A function that makes an engine; engines of other test modules and of the test are closed."""
+    """A function that makes an engine, which is closed at the end of the test."""
     for left in sessions():
         left.close()
     engines = []
@@ -352,7 +352,7 @@ def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, bl
 
 
 def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, monkeypatch):
-    """As with buckets and curricula; the order of micro-batches is irrelevant."""
+    """As with buckets and curricula. The order of micro-batches is irrelevant."""
     plain = make(deepspeed.initialize)
     engine = make(perseus=block)
     shapes, losses, inputs = [], [], []

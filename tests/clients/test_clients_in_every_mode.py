@@ -1,4 +1,4 @@
-"""Clients that patch DeepSpeed train bit for bit as without Perseus, on real ranks, in every mode."""
+"""Clients that patch DeepSpeed train bit for bit as without Perseus, in every mode."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A third engine, for a training loop of one stage, needs only the engine interface. See docs/add-an-engine.md."""
+"""A third engine needs only the engine interface. See docs/add-an-engine.md."""
 
 import importlib.metadata
 import inspect

@@ -82,7 +82,7 @@ def test_the_epilog_resets_the_gpus_of_the_job_and_never_drains_the_node(tmp_pat
 
 
 def test_unused_gpus_are_reset_and_no_others(tmp_path):
-    """One has a process, one has memory in use by an unlisted process, and one does not report its memory."""
+    """One has a process, one an unlisted process with memory, and one does not report its memory."""
     stub = tmp_path / "nvidia-smi"
     stub.write_text(
         "#!/bin/bash\n"

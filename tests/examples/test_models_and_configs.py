@@ -1,4 +1,4 @@
-"""Common properties of the examples that define models: sizes, data and configuration, without launching ranks."""
+"""Sizes, data and configuration of the examples that define models, without launching ranks."""
 
 import example
 import pytest

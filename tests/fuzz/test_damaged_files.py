@@ -1,4 +1,6 @@
-"""Damaged files, given to each command that reads them, cause an error message or a result, never a traceback or hang.
+"""Damaged files, given to each command that reads them.
+
+They must cause an error message or a result, but neither a traceback nor a hang.
 
 `make test` runs a few fixed examples per file; `make fuzz` runs new ones for hours.
 """
@@ -126,7 +128,7 @@ def bounded():
 
 
 def run(command, arguments):
-    """Run a command as the command line does after parsing its arguments; return its output or error."""
+    """Run a command as the command line does after parsing, and return its output or error."""
     printed = io.StringIO()
     try:
         with bounded(), contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""Energy of a GPU without an energy counter, with the real binding and the stub driver, in virtual time."""
+"""Energy of a GPU without an energy counter, on the stub driver in virtual time."""
 
 import pytest
 from virtual.gpu import AveragingGpu

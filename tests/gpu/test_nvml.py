@@ -184,7 +184,7 @@ except GpuError as error:
 
 
 def test_gpus_are_opened_by_many_threads_at_once(stub_nvml: StubNvml) -> None:
-    """As the agent does for ranks that start together; NVML is thread-safe, so the stub must be, too."""
+    """As the agent does for ranks that start together. NVML is thread-safe, so the stub must be."""
     program = (
         "import sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"

@@ -1,4 +1,4 @@
-"""GPU selection of a rank, from CUDA's or HIP's reports and the variables that hide and renumber GPUs."""
+"""GPU selection of a rank, from reports of CUDA or HIP and from environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated GPU in virtual time: clocks, power limit, energy, latency and adverse conditions."""
+"""The simulated GPU in virtual time: clocks, power limit, energy, latency, adverse conditions."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""The two logs of a simulated GPU and their results, compared with a numeric integration in small steps."""
+"""The two logs of a simulated GPU, compared with a numeric integration in small steps."""
 
 import math
 import subprocess

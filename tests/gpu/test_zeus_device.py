@@ -75,7 +75,10 @@ def test_a_zeusd_that_does_not_answer_is_reported(stub_nvml: StubNvml, tmp_path:
 
 @pytest.fixture
 def zeusd(tmp_path: Path) -> Iterator[Callable[[list[dict[str, Any]]], tuple[dict[str, str], list[str]]]]:
-    """A function that starts a replacement of zeusd; returns its environment and the GPU numbers it receives."""
+    """A function that starts a replacement of zeusd.
+
+    It returns the environment variables of the replacement and the GPU numbers that it receives.
+    """
     servers = []
 
     def start(gpus: list[dict[str, Any]]) -> tuple[dict[str, str], list[str]]:
@@ -156,7 +159,11 @@ def test_a_zeusd_is_only_asked_to_lock_a_gpu_whose_number_is_certain(
 
 @pytest.fixture
 def amd_node(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Four AMD GPUs with different numbers in HIP and amdsmi; returns the resets that Zeus performs."""
+    """Four AMD GPUs with different numbers in HIP and amdsmi.
+
+    Returns:
+        The resets that Zeus performs.
+    """
     device = pytest.importorskip("zeus.device.gpu.amd")
     reset: list[tuple[int, str]] = []
 

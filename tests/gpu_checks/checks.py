@@ -69,7 +69,10 @@ _CHILD = "import sys; from gpu_checks.checks import make; make(*sys.argv[1:])"
 
 
 def make(name: str, out: str, machine: str) -> None:
-    """Perform a check in this process; write its result, with its machine, after each of its parts."""
+    """Perform a check in this process.
+
+    Its result and its machine are written to a file after each of its parts.
+    """
     opened: list[Any] = []
 
     def open_machine() -> Any:
@@ -86,7 +89,7 @@ def make(name: str, out: str, machine: str) -> None:
 
 
 def made_in_a_process(name: str, folder: Path, machine: str = "gpu_checks.machine:OneGpu") -> CheckResult:
-    """Perform a check in its own process; write its result into a folder, for :func:`collected`, and return it.
+    """Perform a check in its own process, write its result for :func:`collected`, and return it.
 
     If the process dies or does not end, the check has failed.
     """
@@ -106,7 +109,7 @@ def made_in_a_process(name: str, folder: Path, machine: str = "gpu_checks.machin
 
 
 def _run(check: Check, command: list[str]) -> str:
-    """Run a process and return how it ended; kill it and its children after the check's time limit."""
+    """Run a process and return how it ended, after killing it at the check's time limit."""
     path = os.pathsep.join([*map(str, _PATH), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Spans of operations by CUDA events, and delays of clock requests after the GPU has reached a mark."""
+"""Spans of operations by CUDA events, and delays of clock requests after marks of the GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _other_stream(machine: Any, results: Results) -> None:
 
 
 def requests(machine: Any, results: Results) -> None:
-    """Delay from the end of a pass on the GPU to the agent's request of a clock; early raises."""
+    """Delay from the end of a pass on the GPU to the agent's request of a clock, and early raises."""
     for name, occupy, at_most_ms in (
         ("launching", machine.launch_for, 2),
         ("in pure Python", machine.count_for, 2),
@@ -123,7 +123,9 @@ def _early_raises(machine: Any, results: Results) -> None:
 def _followed(
     machine: Any, program: Program, occupy: Callable[[float], None], latency_s: float | None = None
 ) -> tuple[list[tuple[float, float]], list[Change]]:
-    """Have an agent follow iterations of a program; it learns from the first one when to expect marks.
+    """Have an agent follow iterations of a program, and return the passes and the changes.
+
+    The agent learns from the first iteration when to expect marks.
 
     The GPU is idle at the begin of each round of iterations, so that the first event passes when it is recorded.
 

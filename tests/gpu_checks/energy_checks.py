@@ -1,4 +1,4 @@
-"""Compares the energy counter with known loads, and times of passes at full and at partial duty."""
+"""The energy counter with known loads, and times of passes at full and at partial duty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PASS_S = 0.02
 
 
 def counter(machine: Any, results: Results) -> None:
-    """Compare the counter's energy of alternating load and rest with steady powers times durations."""
+    """Compare the counter's energy of alternating load and rest with that of steady powers."""
     with CounterLog(machine.gpu, machine.timebase) as log:
         busy_w, reasons = steady_load(machine, log)
         is_capped = "sw_power_cap" in reasons
@@ -62,7 +62,7 @@ def _mean_power_w(machine: Any, log: CounterLog, settle_s: float) -> float:
 
 
 def _energy_ratio(machine: Any, log: CounterLog, period_s: float, busy_w: float, rest_w: float) -> float:
-    """Return the ratio of the counter's energy between refreshes to the energy by powers and times."""
+    """Return the ratio of the counter's energy to the energy by powers and times."""
     execution, timebase = machine.execution(), machine.timebase
     busy: list[tuple[float, float]] = []
     begin_s = timebase.now_s()
@@ -82,7 +82,7 @@ def _energy_ratio(machine: Any, log: CounterLog, period_s: float, busy_w: float,
 
 
 def duty(machine: Any, results: Results) -> None:
-    """Times of the same passes with and without pauses; they differ on boards at their power limit."""
+    """Times of the same passes with and without pauses, which differ at the power limit."""
     times_s = {}
     with CounterLog(machine.gpu, machine.timebase) as log:
         for share in (1.0, _DUTY):

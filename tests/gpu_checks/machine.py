@@ -44,7 +44,7 @@ _kept: list[Any] = []
 
 
 def why_no_gpu() -> str | None:
-    """Return why there is no GPU for the checks; None if there is one."""
+    """Return the reason why there is no GPU for the checks, or None if there is one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -165,25 +165,25 @@ class OneGpu:
         return CudaExecution(self.device)
 
     def clocks(self, latency_s: float | None = None) -> AbstractContextManager[Recorded]:
-        """Return the GPU's clocks, followed by an agent; see :func:`clocks_by_an_agent`."""
+        """Return the GPU's clocks, followed by an agent, as in :func:`clocks_by_an_agent`."""
         return clocks_by_an_agent(
             self.gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), self.device.index), latency_s
         )
 
     def compute(self, seconds: float) -> None:
-        """Launch matrix products of about this duration, which may reach the power limit; does not wait."""
+        """Launch matrix products of about this duration, without waiting."""
         self._heavy.launch(seconds)
 
     def compute_lightly(self, seconds: float) -> None:
-        """Launch products of zeros of about this duration, which draw far less power; does not wait."""
+        """Launch products of zeros of about this duration, which draw less power, without waiting."""
         self._light.launch(seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Launch a kernel that does nothing for this duration, by the measured cycles per second; does not wait."""
+        """Launch a kernel that does nothing for this duration, without waiting."""
         torch.cuda._sleep(int(seconds * self.cycles_per_s()))
 
     def start_beside(self, seconds: float) -> torch.cuda.Event:
-        """Launch such a kernel on another stream; return an event at its end."""
+        """Launch such a kernel on another stream, and return an event at its end."""
         ended = torch.cuda.Event()
         with torch.cuda.stream(self._side):
             self.sleep(seconds)
@@ -191,7 +191,7 @@ class OneGpu:
         return ended
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Let the current stream wait for an event; does not wait itself."""
+        """Let the current stream wait for an event, without waiting on the host."""
         torch.cuda.current_stream().wait_event(event)
 
     def synchronize(self) -> None:
@@ -214,7 +214,7 @@ class OneGpu:
         self._fill_queue(seconds, lambda: small.add_(1))
 
     def fill_queue_with_triton_for(self, seconds: float) -> None:
-        """The same with a Triton kernel, whose launches may hold the interpreter's lock while they wait."""
+        """The same with a Triton kernel, which may hold the interpreter's lock while its launch waits."""
         small = torch.zeros(64, device=self.device)
         kernel = torch.compile(lambda values: values + 1)
         kernel(small)
@@ -260,7 +260,7 @@ class OneGpu:
         self._small.add_(1)
 
     def copy_to_host(self, value: int) -> Callable[[], int]:
-        """Launch a kernel and a copy of its result to the host; return a function that reads it without waiting."""
+        """Launch a kernel and a copy of its result to the host, and return a function that reads it."""
         self._pinned.copy_(self._small.fill_(value % 2**20), non_blocking=True)
         return lambda: int(self._pinned[0])
 
@@ -282,7 +282,7 @@ class OneGpu:
         return graph
 
     def captured_alone(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return a graph of a function's launches, captured while other streams of the GPU may be busy."""
+        """Return a graph of a function's launches, captured while other streams may be busy."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.new_stream()):
             graph.capture_begin(capture_error_mode="global")

@@ -46,7 +46,7 @@ sys.stdout.buffer.write(np.array(seen, np.int64).tobytes())
 
 
 class _Marks:
-    """Shared memory that begins with slots for marks; the word after them ends the poller."""
+    """Shared memory that begins with slots for marks, followed by a word that ends the poller."""
 
     def __init__(self, machine: Any) -> None:
         self.memory = SharedMemory(4096)
@@ -59,7 +59,10 @@ class _Marks:
 
     @contextmanager
     def polled(self, pause_s: float) -> Iterator[list[tuple[int, int, float]]]:
-        """Poll the slots in another process; afterwards the list has slot, value and time [s] of each change."""
+        """Poll the slots in another process.
+
+        Afterwards, the list has slot, value and time [s] of each change.
+        """
         self.words[: _SLOTS + 1] = 0
         command = [sys.executable, "-c", _POLLER, str(self.memory.file), str(_SLOTS), str(pause_s)]
         seen: list[tuple[int, int, float]] = []
@@ -76,7 +79,7 @@ class _Marks:
 
 
 def marks(machine: Any, results: Results) -> None:
-    """Latency and cost of marks, and whether they work with graphs, several streams and a full queue."""
+    """Latency and cost of marks, and their use with graphs, several streams and a full queue."""
     made = _Marks(machine)
     results.add_fact("anonymous shared memory can be mapped for the GPU", True)
     results.add_fact("its address is the same on the GPU", made.writes.base == made.memory.address)
@@ -126,7 +129,7 @@ def _busy_stream(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _gpu_time(machine: Any, made: _Marks, results: Results) -> None:
-    """GPU time of a mark between two kernels, and of clearing all slots, alternating with and without."""
+    """GPU time of a mark between two kernels, of clearing all slots, and of an event."""
     for after, launch, times in (("short", machine.launch_small, 400), ("long", lambda: machine.compute(0.001), 50)):
         for what, extra in (
             ("a mark", lambda: made.mark(3, 1)),
@@ -177,7 +180,7 @@ def _several_streams(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _graph(machine: Any, made: _Marks, results: Results) -> None:
-    """A graph of passes and marks, replayed ahead of the GPU between eager marks with the iteration's number."""
+    """A graph of passes and marks, replayed ahead of the GPU between eager marks."""
     positions, iterations = 20, machine.turns(100)
     begin, end = 40, 41
 
@@ -208,7 +211,7 @@ def _graph(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _complete(seen: list[tuple[int, int, float]], positions: int, begin: int) -> tuple[int, int]:
-    """Return the number of iterations with each position seen once in order, and with each except the last."""
+    """Return the number of iterations with all positions in order, and with all but the last."""
     complete, but_the_last, reached = 0, 0, []
     for slot, value, _ in [*seen, (begin, -1, 0.0)]:
         if slot == begin:
@@ -276,7 +279,7 @@ def _full_queue(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _ahead(machine: Any, made: _Marks, results: Results) -> None:
-    """Number of kernels that the driver accepts before a launch waits, depending on what follows each of them."""
+    """Number of kernels that the driver accepts before a launch waits, by what follows each."""
     recorded: list[Any] = []  # an event that has been freed might be recorded again
     for what, extra in (
         ("nothing", lambda: None),
@@ -295,7 +298,7 @@ def _ahead(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _busy_thread(machine: Any, made: _Marks, results: Results) -> None:
-    """Time of the call next to a thread of pure Python, with the interpreter's lock kept and released."""
+    """Time of the call next to a thread of pure Python, with and without the interpreter's lock."""
     libraries: dict[str, Callable[[str], Any]] = {"kept": ctypes.PyDLL, "released": ctypes.CDLL}
     stop = threading.Event()
 
@@ -324,7 +327,7 @@ def _busy_thread(machine: Any, made: _Marks, results: Results) -> None:
 
 
 def _hot_call(machine: Any, made: _Marks, results: Results) -> None:
-    """The client's call: stream lookup and write; back to back, and after 8 ms of sleep."""
+    """The client's call, with stream lookup, back to back and after 8 ms of sleep."""
     machine.synchronize()
     calls_s = []
     for number in range(1, machine.turns(500) + 1):

@@ -1,4 +1,4 @@
-"""Compares predicted with measured iterations at default clocks, and measures the overhead of Perseus."""
+"""Compares predicted with measured iterations, and measures the overhead of Perseus."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _kept_iterations(timers: Any) -> list[Any]:
 
 
 def overhead(machine: Any, results: Results) -> None:
-    """Alternate iterations of 0.2 s and of 1 s with and without Perseus, and with a second engine without it."""
+    """Alternate iterations of 0.2 s and of 1 s with Perseus, and in two engines without it."""
     with training_on(machine) as folder:
         for goal_s, turns, at_most in ((0.2, 40, 1.005), (1.0, 15, 1.002)):
             micro_batches = _micro_batches(machine, goal_s)

@@ -1,4 +1,4 @@
-"""Capture of a CUDA graph with marks, and SIGTERM while the main thread waits for a long kernel."""
+"""Capture of a CUDA graph with marks, and SIGTERM during a long kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GIVE_UP_S = 60.0
 
 
 def graph(machine: Any, results: Results) -> None:
-    """Capture marks in CUDA's global mode while the agent follows other marks; have it follow those of the replays."""
+    """Capture marks in CUDA's global mode while an agent follows others, and replay the graph."""
     threads = set(threading.enumerate())
     execution = machine.execution()
     with machine.clocks() as recorded:
@@ -93,7 +93,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def sigterm(machine: Any, results: Results) -> None:
-    """Send SIGTERM to a process in which the main thread waits for a kernel that takes half a minute."""
+    """Send SIGTERM to a process while its main thread waits for a kernel of half a minute."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", _VICTIM, place_of(type(machine)), str(theirs.fileno())]
     with ours, theirs, subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]) as process:

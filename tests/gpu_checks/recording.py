@@ -38,7 +38,7 @@ class GuardError(Exception):
 
 
 def guard_nvml() -> None:
-    """Make every function of pynvml that changes a GPU raise :class:`GuardError`, for the rest of this process.
+    """Make every function of pynvml that changes a GPU raise :class:`GuardError` in this process.
 
     All functions look up their counterpart in the driver's library by name, wherever they were imported.
     """
@@ -56,7 +56,7 @@ def guard_nvml() -> None:
 
 
 def guard_agents() -> None:
-    """Make agents started by this process read GPUs and record changes, for the rest of this process."""
+    """Make agents started by this process from now on read GPUs and record changes."""
     path = [str(folder) for folder in (_TESTS.parent, _TESTS, _TESTS / "support")]
     lease._CODE = f"import sys; sys.path[:0] = {path!r}; from gpu_checks.recording_agent import main; main()"
 
@@ -66,7 +66,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 
 @contextmanager
 def latency_of_all_clocks(latency_s: float | None) -> Iterator[None]:
-    """Request clocks early by one latency instead of the measured ones; None for the latter."""
+    """Request clocks early by this latency, or by the measured ones if it is None."""
     if latency_s is None:
         yield
         return

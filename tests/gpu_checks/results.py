@@ -45,7 +45,7 @@ class Results:
         self.notes.append(text)
 
     def attempt(self, what: str, part: Callable[[], None]) -> None:
-        """Perform a part of the check; if it raises an error, the check fails but continues with the other parts."""
+        """Perform a part of the check. If it raises an error, the check fails but continues."""
         try:
             part()
         except Exception as error:
@@ -61,7 +61,7 @@ def performed(
     machine: Callable[[], Any],
     after_part: Callable[[CheckResult], None] = lambda result: None,
 ) -> CheckResult:
-    """Perform a check on a machine and return its result; an error is the reason of the failure."""
+    """Perform a check on a machine and return its result, in which an error is the reason."""
     began_s, reason = time.perf_counter(), ""
 
     def result_of(results: Results, reason: str) -> CheckResult:

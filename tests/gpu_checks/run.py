@@ -1,4 +1,6 @@
-"""``make test-gpu``: the checks on a GPU; without one, a single line gives the reason why they are skipped.
+"""``make test-gpu``: runs the checks on a GPU.
+
+Without a GPU, a single line gives the reason why they are skipped.
 
 Arguments select checks by name, which run in the order of :data:`gpu_checks.checks.CHECKS`:
 ``python tests/gpu_checks/run.py spans requests``.
@@ -13,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 
 def main(chosen: list[str], folder: Path = FOLDER) -> int:
-    """Run the checks; after each of them, write all results so far, including those of earlier calls."""
+    """Run the checks, and write all results, including earlier ones, after each of them."""
     from gpu_checks.checks import CHECKS, made_in_a_process
     from gpu_checks.machine import why_no_gpu
 

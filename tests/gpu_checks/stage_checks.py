@@ -23,7 +23,7 @@ train_one_rank(*sys.argv[1:])
 
 
 def stages(machine: Any, results: Results) -> None:
-    """Train two stages on one GPU with and without Perseus; losses and weights must have the same bits."""
+    """Losses and weights of two stages on one GPU have the same bits with and without Perseus."""
     with tempfile.TemporaryDirectory() as folder:
         found = {"profile": _train(machine, Path(folder), "profile", _MOST_ITERATIONS)}
         iterations = found["profile"][0]["iterations"]

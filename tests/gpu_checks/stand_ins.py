@@ -93,7 +93,7 @@ class VirtualMachine:
         self.cuda.idle(seconds)
 
     def start_beside(self, seconds: float) -> float:
-        """Make another stream busy for this long; return the time when its work ends."""
+        """Make another stream busy for this long, and return the time when its work ends."""
         return self.timebase.now_s() + seconds
 
     def wait_for(self, ended_s: float) -> None:

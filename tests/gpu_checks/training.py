@@ -1,4 +1,4 @@
-"""DeepSpeed's real pipeline engine on one rank, trained with and without Perseus in the same process."""
+"""DeepSpeed's pipeline engine on one rank, with and without Perseus in the same process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SETUPS = {
 
 @contextmanager
 def training_on(machine: Any) -> Iterator[Path]:
-    """Run as the only rank of a job, with a GPU that is never changed; yields a folder for it."""
+    """Run as the only rank of a job with a GPU that is never changed, and yield a folder for it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder, one_rank(folder, machine.backend):
         yield Path(folder)
@@ -100,7 +100,7 @@ def training_on(machine: Any) -> Iterator[Path]:
 def engine_of(
     machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None = None, stages: int = 1
 ) -> Iterator[Any]:
-    """Create an engine, identical for the same arguments; it is destroyed at the end."""
+    """Create an engine, identical for the same arguments, and destroy it at the end."""
     width, rows, layers, micro_batches = size or machine.size
     checkpointing.configure(
         None,
@@ -164,7 +164,7 @@ class Trained:
 
 
 def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
-    """Train a new engine under Perseus until the mode has completed the iterations given in ``DONE``."""
+    """Train a new engine under Perseus until the mode has completed its iterations in ``DONE``."""
     losses: list[str] = []
     phases: list[str] = []
     wanted, count = DONE[block["mode"]]
@@ -186,7 +186,7 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
 
 
 def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[int, dict[str, object]]:
-    """Train a new engine without Perseus; return its state after each of the given numbers of iterations."""
+    """Train a new engine without Perseus, and return its state after some numbers of iterations."""
     losses: list[str] = []
     found = {}
     with engine_of(machine, setup, None) as engine:
@@ -230,7 +230,7 @@ def _hash(tensors: Any) -> str:
 
 
 def block_of(machine: Any, mode: str, folder: Path, micro_batches: int | None = None) -> dict[str, Any]:
-    """Return a ``perseus`` block for a mode, with three clocks in a profile and a random plan in a run."""
+    """Return a ``perseus`` block for a mode, with three clocks to profile or a random plan to run."""
     clocks = machine.gpu.supported_clocks_mhz()
     settings = {"sampling": "stride", "clock_stride": max(1, len(clocks) // 2), "warm_up": 2}
     block: dict[str, Any] = {

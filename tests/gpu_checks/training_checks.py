@@ -1,4 +1,4 @@
-"""Training on the GPU under Perseus: bitwise identical to training without it, and without additional kernels."""
+"""Training on the GPU under Perseus has the same bits and the same kernels as without it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODES = ("observe", "profile", "run")
 
 
 def untouched(machine: Any, results: Results) -> None:
-    """Losses, weights, optimizer state and random numbers have the same bits with and without Perseus."""
+    """Losses, weights, optimizer and random states have the same bits with and without Perseus."""
     with training_on(machine) as folder:
         for name, setup in SETUPS.items():
             if name in machine.setups:
@@ -78,7 +78,7 @@ def _count(machine: Any, function: Callable[[], object]) -> int:
 
 
 def alarms(machine: Any, results: Results) -> None:
-    """Train at full load for three minutes; the driver must not be reported as slow."""
+    """Train at full load for three minutes, in which the driver must not be reported as slow."""
     setup, now_s = SETUPS["bf16"], machine.timebase.now_s
     with training_on(machine) as folder:
         block = block_of(machine, "run", folder)

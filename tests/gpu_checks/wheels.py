@@ -1,4 +1,4 @@
-"""``make wheels``: imports of the GPU checks, for a machine with Python and torch with CUDA but without network."""
+"""``make wheels``: packages of the GPU checks, for a machine with torch but without network."""
 
 import subprocess
 import sys

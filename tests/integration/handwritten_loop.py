@@ -1,6 +1,6 @@
-"""A 1F1B training loop of two stages on plain torch.distributed, to which a few lines add Perseus.
+"""A 1F1B training loop on plain torch.distributed, to which a few lines add Perseus.
 
-Started by torchrun with the folder of job.json. Only DeepSpeed's schedule is used, not its engine.
+It has two stages. Started by torchrun with the folder of job.json. Of DeepSpeed, only the schedule is used.
 """
 
 import json
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def iteration(model, perseus, stage, last, data) -> float:
-    """Run one forward ahead per later stage, and then alternate forwards and backwards; return the loss."""
+    """Run forwards ahead, then alternate forwards and backwards, and return the loss."""
     pending, sent, total = [], [], 0.0
     ahead = min(last - stage, MICRO_BATCHES)
     order = ["forward"] * ahead + ["forward", "backward"] * (MICRO_BATCHES - ahead) + ["backward"] * ahead

@@ -1,4 +1,4 @@
-"""On two real ranks, stages of Hugging Face models train like the whole model, which each rank trains as well."""
+"""Trains stages of Hugging Face models on two real ranks, and the whole model on each rank."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def with_torch(config):
 
 
 def compare(config, train, folder):
-    """Return the deviations of losses, parameters and the saved model's logits from those of the whole model."""
+    """Return the deviations of losses, parameters and saved logits from those of the whole model."""
     expected, model = whole_model(config)
     losses, trained, stage, replicated = train(config)
     perseus_ds.save_pretrained(trained, folder)
@@ -87,7 +87,7 @@ def compare(config, train, folder):
 
 
 def save_copies(folder):
-    """Save a stage of two data-parallel ranks, which differs between them; then fail to write on the second rank."""
+    """Save a stage that differs between two data-parallel ranks, and then fail to write on rank 1."""
     rank = dist.get_rank()
     config = tiny("mixtral")
     copies = [build_stage(config, (2, 2), index, seed=rank) for index in range(2)]

@@ -1,4 +1,4 @@
-"""Plans for alternating numbers of micro-batches; training is bitwise identical to that without Perseus."""
+"""Alternating numbers of micro-batches run under plans, and training has the same bits."""
 
 import pytest
 from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs

@@ -1,4 +1,4 @@
-"""One job without a second command: profiled online, planned in the background, and run under the plan."""
+"""One job is profiled online, planned in the background, and run under the plan."""
 
 import pytest
 from job import run

@@ -1,4 +1,4 @@
-"""With the real pynvml on a stub driver, clocks follow the plan, and none stays locked when a job ends."""
+"""On a stub driver, clocks follow the plan, and none stays locked when a job ends."""
 
 import itertools
 import os
@@ -42,7 +42,7 @@ def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(t
 
 @pytest.mark.parametrize("block", [{"mode": "observe"}, {"mode": "auto", "required": True}])
 def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, block):
-    """Only the agent calls it, even at the start when the GPU's name, clocks and permissions are read."""
+    """Only the agent calls it, even for the GPU's name, clocks and permissions at the start."""
     stub = make_stub_nvml(2)
     seen = {}
 

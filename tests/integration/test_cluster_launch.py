@@ -1,4 +1,4 @@
-"""The files of examples/cluster start real ranks, on two "nodes" of one rank each, both of which are this machine."""
+"""The files of examples/cluster start real ranks, on two "nodes" that are this machine."""
 
 import os
 import subprocess

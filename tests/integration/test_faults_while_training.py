@@ -1,4 +1,4 @@
-"""Faults while training under a plan, with the real pynvml on a stub driver; training continues as without Perseus."""
+"""Faults under a plan, on a stub driver, do not change training."""
 
 import os
 import signal

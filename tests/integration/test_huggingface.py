@@ -1,4 +1,4 @@
-"""Hugging Face models in stages train on real ranks like the whole model, and the example trains them."""
+"""Stages of Hugging Face models train like the whole model, also in the example."""
 
 import asyncio.base_events
 import json
@@ -21,7 +21,7 @@ TIED = {"gemma2", "qwen3"}
 
 
 def differences(tmp_path, families):
-    """Return deviations of training in stages from training the whole model, by engine and family, on both ranks."""
+    """Return deviations of training in stages from training the whole model, on both ranks."""
     tied = [{"family": family, "settings": {"tie_word_embeddings": family in TIED}} for family in families]
     models = [{"engine": "deepspeed", **model} for model in tied]
     models += [{"engine": "torch", "family": f, "settings": {"tie_word_embeddings": False}} for f in families]

@@ -1,4 +1,4 @@
-"""Stages of a Hugging Face model on real ranks give every trained token of a batch the same weight."""
+"""Stages on real ranks give every trained token of a batch the same weight."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A length that was not profiled runs under a plan, and training is bitwise identical to that without Perseus."""
+"""A length that was not profiled runs under a plan, and training has the same bits."""
 
 import pytest
 from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs
@@ -12,7 +12,7 @@ SIMULATED = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_lat
 
 
 def lengths(known, new):
-    """Return lengths in turns, until all known ones have a profile, and then with a new one among them."""
+    """Return lengths in turns, first those to profile, and then with a new one among them."""
     return [*known * 95, *[*known, new] * 45]
 
 

@@ -1,4 +1,4 @@
-"""Plans for lengths given an iteration ahead; training is bitwise identical to that without Perseus."""
+"""Lengths given an iteration ahead run under plans, and training has the same bits."""
 
 import random
 

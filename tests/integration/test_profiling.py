@@ -1,4 +1,4 @@
-"""Profiles measured on real ranks; unusual jobs and failures must not change training."""
+"""Profiles measured on real ranks. Unusual jobs and failures must not change training."""
 
 import json
 import math
@@ -86,7 +86,7 @@ FROZEN = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_cli
 
 
 def both(folder, mode, simulated=None, after=None, **job):
-    """Run a job with Perseus until it is profiled, and compare it with one without; return the former."""
+    """Run a job until it is profiled, and compare it with one without Perseus."""
     block = {"mode": mode, "profile": QUICK_PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
     perseus = run(folder / mode, 2, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **job)
     assert_same_training(perseus, run(folder / "without", 2, steps=len(perseus.ranks[0]["losses"]), **job))

@@ -1,4 +1,4 @@
-"""The real Prometheus scrapes a running job, and has data for every expression of the Grafana dashboard."""
+"""Prometheus scrapes a running job, and has data for every expression of the dashboard."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def expressions():
 
 @contextlib.contextmanager
 def prometheus(folder, target):
-    """Run Prometheus with the job as its only target; yields a function that returns the results of an expression."""
+    """Run Prometheus with the job as its only target, and yield a function for queries."""
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [{"job_name": "perseus"}]}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Training with torch's schedules under Perseus is bitwise identical to training without it; plans are executed."""
+"""Training with torch's schedules under Perseus has the same bits, and executes plans."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def order_of(name):
 
 
 def train_in(folder, name, modes):
-    """Train in each mode and without Perseus; training must be identical, and run mode must execute the plan."""
+    """Assert that training has the same bits in each mode, and that run mode executes its plan."""
     job = {"schedule": name, "micro_batches": MICRO_BATCHES}
     if name not in WITHOUT_EVAL:
         job["evaluate_after"] = 2
@@ -71,7 +71,7 @@ def test_sharded_stages_and_newer_arguments_leave_training_as_it_is_and_reach_a_
 
 
 def assert_kept(folder, plan):
-    """Assert that timeline.json has one iteration under the plan, with every pass in order and at its clock."""
+    """Assert that timeline.json has one iteration under the plan, with all passes in order."""
     (iteration,) = [i for i in TimelineFile.load(folder / "timeline.json").iterations if i.phase == "run"]
     for rank, operations in enumerate(iteration.ranks):
         passes = [o for o in operations if o.kind not in ("tail", "other")]

@@ -1,4 +1,4 @@
-"""Training under Perseus is bitwise identical to training without it, and instructions have the clocks of the plan."""
+"""Training under Perseus has the same bits as without it, and the clocks of the plan."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_losses_and_weights_are_bit_identical_under_a_plan(tmp_path, plain_runs,
 
 
 def assert_kept(finished, plan):
-    """Assert that timeline.json has one iteration under the plan, with its clocks and both sides of transfers."""
+    """Assert that timeline.json has one iteration with the clocks of the plan and all transfers."""
     (iteration,) = TimelineFile.load(finished.folder / "perseus" / "timeline.json").iterations
     assert (iteration.phase, iteration.plan) == ("run", 0)
     assert [r["plan"] for r in finished.iterations() if r["iteration"] == iteration.iteration] == [0]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The ``bin`` folder of an environment with the wheel, and with the other packages of this one."""
+    """The ``bin`` folder of an environment with the wheel and the packages of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)

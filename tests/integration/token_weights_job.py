@@ -1,4 +1,4 @@
-"""On four real ranks, two pipelines of two stages train on one batch with different numbers of trained tokens."""
+"""Trains two pipelines of two stages on four real ranks, with unequal numbers of tokens."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def of_whole_model(seed):
 
 
 def with_deepspeed():
-    """Return losses of training and of an evaluation, and gradients, with Perseus and after it was detached."""
+    """Return losses of training and of an evaluation, and gradients after Perseus was detached."""
     topology = PipeDataParallelTopology(STAGES, PIPELINES)
     module = perseus_ds.pipeline_module(CONFIG, num_stages=STAGES, topology=topology)
     settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES}

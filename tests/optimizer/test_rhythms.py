@@ -58,7 +58,7 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
 
 
 def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock_fits():
-    """The published A40, at 1 % above T_min, with half of the backwards at the clock at which energy drops."""
+    """The published A40 at 1 % above T_min: half of the backwards run where the energy drops."""
     problem = problem_for(one_f_one_b(8, 24), StageProfile.load(stage_profile("a40")), blocking_power_w=70.38)
     deadline_s = np.array([1.01 * problem.t_min_s])
     network = Network(problem)

@@ -39,7 +39,7 @@ def noisy_profile(stages, clocks, seed):
 
 
 def runs_s(problem, plan):
-    """Return clock and length of each run by rank, including waits and the end of the iteration [s]."""
+    """Return clock and length [s] of each run by rank, including waits and the iteration's end."""
     dag = problem.dag
     node_of = {node.work: number for number, node in enumerate(dag.nodes)}
     times_s = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements}
@@ -100,7 +100,7 @@ def small_case(seed, dwell_s):
 
 
 def free_plans(search, seed, deadline_s):
-    """Return for each deadline the plan without a dwell time, and the price of a second of each instruction."""
+    """Return the plan of free clocks and the price of each instruction's time, by deadline."""
     problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W)
     frontier = optimize(problem.dag.schedule, problem.profile, blocking_power_w=POWER_W, plans=12)
     relaxation = Relaxation(Network(problem))
@@ -203,7 +203,7 @@ def test_runs_of_a_rank_are_the_best_at_given_prices(seed, count, dwell):
 
 
 def test_on_the_published_profile_plans_under_a_long_dwell_time_save_what_was_aimed_at():
-    """GPT-3 175B on A100, four pairs; at 0, 1 and 5 % slowdown a plain search saves 6.0, 11.1 and 15.8 %."""
+    """GPT-3 175B on A100, four pairs. A plain search saves 6.0, 11.1 and 15.8 % at 0, 1 and 5 %."""
     profile = StageProfile.load(stage_profile("a100-sxm"))
     pair_s = sum(profile.at_highest_clock(0, kind).time_s for kind in (Kind.FORWARD, Kind.BACKWARD))
     frontier = optimize(one_f_one_b(8, 24), profile, blocking_power_w=83.64, plans=30, least_dwell_s=4 * pair_s)

@@ -30,7 +30,7 @@ FIXED = {
 
 
 def noisy_profile(stages, clocks, seed, **info):
-    """Return unequal stages, with non-decreasing times and non-convex energies by clock, like measured ones."""
+    """Return a profile like a measured one, with unequal stages and irregular times and energies."""
     rng = np.random.default_rng(seed)
     return StageProfile(
         [
@@ -246,7 +246,7 @@ def test_gaps_of_long_iterations_are_nearly_those_of_a_full_search(monkeypatch):
 
 
 def two_clocks_profile(stages, seed):
-    """Two clocks far apart, so that hulls contain mixtures that neighbouring stages cannot run together."""
+    """Return a profile of two distant clocks, whose mixtures neighbouring stages cannot all run."""
     rng = np.random.default_rng(seed)
     rows = []
     for stage in range(stages):

@@ -162,7 +162,7 @@ def test_a_comparison_goes_on_until_it_is_certain_known_or_long_enough():
 
 
 class SimulatedJob:
-    """Iterations of about 1 s ± 1 %, with drift and stalls of the host, and a plan that saves 8 % of energy."""
+    """Iterations of 1 s ± 1 % on a host with drift and stalls, and a plan that saves 8 % energy."""
 
     def __init__(self, seed, slowdown):
         self._draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Temporary power reductions: a cap in addition to the policy, requested by a command or by a policy."""
+"""Temporary power caps in addition to the policy, requested by a command or by a policy."""
 
 from datetime import datetime, timedelta, timezone
 
@@ -111,7 +111,7 @@ def by_file(tmp_path):
 
 
 def run(job, seconds):
-    """Let time pass, with one iteration per second; return the plans."""
+    """Let time pass, with one iteration per second, and return the plans."""
     plans = []
     for _ in range(seconds):
         job.time.sleep(1.0)

@@ -29,7 +29,7 @@ def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
 
 @pytest.mark.parametrize(("spread", "tells"), [(0.0, True), (0.02, True), (0.3, False)])
 def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
-    """Forwards take 10 % longer than profiled; the backwards, half as many, take as long as profiled."""
+    """Forwards take 10 % longer than profiled, backwards (half as many) as long as profiled."""
     draw, kinds = random.Random(1), {Kind.FORWARD: (20, 1.1), Kind.BACKWARD: (10, 1.0)}
     drawn = [
         Span(Compute(Instruction(0, kind, i)), 0.0, 0.005 * pace * draw.gauss(1, spread))

@@ -1,4 +1,4 @@
-"""Durations of loads, transfers and the tail without waiting, and of launched transfers, from adjacent passes."""
+"""Durations of loads, transfers and the tail without waiting, from adjacent passes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Profiles from observation only: times of passes, and the power of waiting, from ranks that wait unequally."""
+"""Profiles from observation only: times of passes, and the power of waiting."""
 
 import pytest
 from pipelines import one_f_one_b
@@ -16,7 +16,7 @@ BUSY_W, WAITING_W = 400.0, 100.0
 
 
 def observed(plan=None):
-    """Return a timeline of 1F1B on three ranks, in which transfers include waiting for the other rank."""
+    """Return a timeline of 1F1B on three ranks, with transfers that include waiting."""
     dag = Dag.build(one_f_one_b(3, 4))
 
     def duration_s(work):

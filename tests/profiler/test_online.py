@@ -1,4 +1,4 @@
-"""Rows measured during training: energies divided among kinds, compared with the truth, and combined over ranks."""
+"""Rows measured during training: energies by kind, their errors, and ranks combined."""
 
 import re
 
@@ -21,7 +21,7 @@ WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL
 
 
 def run_iteration(gpu, now, rng, work_s, micro_batches):
-    """Run instructions with waits between them; return spans and refreshes of the counter, seen up to 2 ms late."""
+    """Run instructions with waits, and return spans and refreshes of the counter, up to 2 ms late."""
     spans, readings = [], []
 
     def pass_time(seconds):
@@ -147,7 +147,7 @@ def test_iterations_without_two_refreshes_yield_no_row():
 
 
 def passes_and_readings(draw):
-    """Draw passes with waits between them, and readings of the counter at any times and of any energies."""
+    """Draw passes with waits between them, and arbitrary readings of the counter."""
     seconds = st.floats(1e-5, 0.02)
     now_s, spans = 0.0, []
     for micro_batch in range(2):

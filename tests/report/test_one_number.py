@@ -33,7 +33,7 @@ def judged():
 
 
 def not_judged():
-    """Return a job that measured default clocks in observe mode, and ran its plan without a comparison."""
+    """Return a job that measured default clocks in observe mode, without a comparison."""
     observed = [default_iteration(n, "observe", time_s=1.03, energy_j=101.0) for n in range(1, 9)]
     return [*auto_job()[:1], *observed, *auto_job()[1:], STALLED]
 

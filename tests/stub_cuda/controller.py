@@ -81,11 +81,11 @@ class StubCuda:
         self.stream = self.new_stream(0)
 
     def set_device(self, device: int) -> None:
-        """Make a device current on this thread; -1 for no device."""
+        """Make a device current on this thread, or none if it is -1."""
         self.library.stub_set_device(device)
 
     def fail(self, *, register: int = 0, write: int = 0) -> None:
-        """Make the driver return these error codes; 0 for success."""
+        """Make the driver return these error codes, where 0 is success."""
         self.library.stub_fail(register, write)
 
     def new_stream(self, device: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Pytest fixtures of the stub CUDA driver, which tests/conftest.py makes available to all tests."""
+"""Pytest fixtures of the stub CUDA driver, available to all tests through tests/conftest.py."""
 
 from __future__ import annotations
 

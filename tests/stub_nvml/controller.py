@@ -43,7 +43,7 @@ class _Field(ctypes.Structure):
 
 
 class StubGpu(ctypes.Structure):
-    """One GPU in the shared file; attributes may be read and set while other processes use it."""
+    """One GPU in the shared file, with attributes that other processes see immediately."""
 
     _fields_ = (
         ("uuid", ctypes.c_char * 80), ("name", ctypes.c_char * 96), ("bus_id", ctypes.c_char * 32),
@@ -70,7 +70,7 @@ class StubGpu(ctypes.Structure):
         return int(self._calls[FUNCTIONS.index(function)])
 
     def fail(self, function: str, error: str) -> None:
-        """Make a function return an error from now on; ``none`` makes it work again."""
+        """Make a function return an error from now on, or work again if it is ``none``."""
         self._errors[FUNCTIONS.index(function)] = ERRORS[error]
 
     def hang(self, function: str, hangs: bool = True) -> None:
@@ -83,7 +83,7 @@ class StubGpu(ctypes.Structure):
         self.field_count += 1
 
     def changes_mhz(self) -> list[int]:
-        """Return the clocks set so far, in order, at most the last 4096; 0 is a reset."""
+        """Return the clocks set so far in order, at most the last 4096, where 0 is a reset."""
         first = max(0, self.change_count - HISTORY)
         return [int(self._changes[n % HISTORY].clock_mhz) for n in range(first, self.change_count)]
 
@@ -143,9 +143,9 @@ class StubNvml:
 
     @property
     def virtual_s(self) -> float:
-        """Current time of the GPUs [s]; if it is 0, they use ``time.monotonic``.
+        """Current time of the GPUs [s], which calls that take time advance.
 
-        Otherwise calls that take time advance it.
+        If it is 0, the GPUs use ``time.monotonic``.
         """
         return float(self._state.virtual_s)
 
@@ -166,7 +166,7 @@ class StubNvml:
         return [int(gpu.locked_clock_mhz) for gpu in self.gpus]
 
     def agents(self) -> list[psutil.Process]:
-        """Return the agents of this node; there are several while one starts or replaces another."""
+        """Return the agents of this node, several while one starts or replaces another."""
         return self._processes("perseus_ds.agent.process")
 
     def servers(self) -> list[psutil.Process]:
@@ -184,7 +184,7 @@ class StubNvml:
         return found
 
     def has_agent(self, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
-        """Return whether one agent, other than those in ``besides``, holds the memory of at least this many ranks."""
+        """Return whether one agent, not in ``besides``, holds the memory of this many ranks."""
         for agent in {*self.agents()} - {*besides}:
             with contextlib.suppress(OSError):
                 files = [os.readlink(descriptor) for descriptor in Path(f"/proc/{agent.pid}/fd").iterdir()]

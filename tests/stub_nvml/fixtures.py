@@ -1,4 +1,4 @@
-"""Pytest fixtures of the stub NVML library, which tests/conftest.py makes available to all tests."""
+"""Pytest fixtures of the stub NVML library, available to all tests through tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_stub_nvml(stub_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStub:
-    """A function that makes a node with a number of GPUs, for processes started with its ``environment``."""
+    """A function that makes a node of GPUs, for processes started with its ``environment``."""
     # Records of locked clocks are kept there: each test is its own node.
     (tmp_path / "runtime").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))

@@ -38,7 +38,7 @@ class Browser:
         return self.driver.execute_cdp_cmd(command, arguments)
 
     def wait_for(self, condition):
-        """Wait until a condition is true; its time is not part of a test."""
+        """Wait until a condition is true, however long that takes."""
         wait_until(lambda: self.js(condition), condition)
 
     def resize(self, width, height=900):

@@ -1,4 +1,4 @@
-"""Trains a client in every mode of Perseus, one after the other on the same ranks, and finally without Perseus.
+"""Trains a client in every mode of Perseus and without it, one after the other.
 
 The scripts in ``tests/clients/scripts`` call :func:`main` with a class that creates a client's engine the way the
 client does, from keys that the job adds to the DeepSpeed config. Perseus attaches as with its launcher. Like users'
@@ -67,7 +67,7 @@ class Client:
         self.data = batches()
 
     def train(self, folder: Path) -> Any:
-        """Train an iteration and return its losses; the folder is the same in all modes."""
+        """Train an iteration and return its losses, given a folder for all modes."""
         return float(self.engine.train_batch(self.data))
 
     def generators(self) -> Any:
@@ -75,7 +75,7 @@ class Client:
 
 
 def main(client: type[Client]) -> None:
-    """Train in every mode; every rank writes its report to ``rank<N>.json``."""
+    """Train in every mode, and write the report of each rank to ``rank<N>.json``."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")

@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has already imported torch and DeepSpeed, which saves seconds per rank.
+"""Ranks forked from a process that has imported torch and DeepSpeed, which saves seconds.
 
 As with torchrun, every rank is a process with the usual environment, and if one fails the others are terminated.
 """

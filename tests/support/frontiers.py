@@ -30,7 +30,7 @@ def save_random_plan(
     clocks_mhz: Sequence[int] = MODEL.clocks_mhz[40:],
     simulated: bool = True,
 ) -> FrequencyPlan:
-    """Save a frontier of one plan, with a random clock for each instruction; return the plan."""
+    """Save a frontier of one plan with a random clock for each instruction, and return the plan."""
     if isinstance(schedule, str):
         schedule = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=4)
     instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
@@ -43,7 +43,7 @@ def save_random_plan(
 
 
 def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> FrequencyPlan:
-    """Save a frontier of one plan, with a random clock of the profile for each instruction; return the plan."""
+    """Save a frontier of one plan with random clocks of the profile, and return the plan."""
     blocking_power_w = profile.info.blocking_power_w or 0.0
     problem = problem_for(schedule, profile, blocking_power_w=blocking_power_w)
     draw = random.Random(3)
@@ -82,7 +82,7 @@ def _save_only(
 def save_true_frontier(
     folder: Path, *, stages: int = 2, micro_batches: int = 4, forward_s: float = 0.01, linears: int = 6
 ) -> Frontier:
-    """Save the frontier of a job's true profile on simulated A100s, with a number of linear layers per stage.
+    """Save the frontier of a job's true profile on simulated A100s.
 
     A backward takes twice as long as a forward, except for the first layer, whose input needs no gradient.
     """

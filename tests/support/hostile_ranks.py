@@ -1,7 +1,7 @@
-"""A job of real DeepSpeed ranks under random faults: real pynvml on a stub driver, real checkpoints, kills and files.
+"""A job of real DeepSpeed ranks under random faults: of the driver, of files, and kills.
 
-The stub GPUs take no time and draw power according to their clock. The losses must be those of a job without Perseus at
-every step, and all ranks must be under a plan again after each fault.
+The real pynvml runs on a stub driver. GPUs take no time and draw power by clock. The losses must be those of a job
+without Perseus at every step, and all ranks must be under a plan again after each fault.
 """
 
 import csv
@@ -35,7 +35,7 @@ _POWER_CAP = {"name": "power_cap", "watts": 1e6}
 
 
 class HostileRanks:
-    """A job of real ranks under random faults; see the module's docstring."""
+    """A job of real ranks under random faults. See the module's docstring."""
 
     def __init__(self, folder, stub, *, seed, causes=CAUSES, longest_s=10.0):
         """Prepare the job."""
@@ -57,7 +57,7 @@ class HostileRanks:
         self._has_checkpoint = False
 
     def run(self, minutes):
-        """Train this long, and until each fault has occurred once; return the violated guarantees."""
+        """Train this long, with each fault at least once, and return the violated guarantees."""
         causes: list[str] = []
         with ThreadPoolExecutor() as pool:
             self._pool = pool

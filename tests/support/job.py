@@ -1,4 +1,4 @@
-"""Starts jobs on real ranks: ``pipeline_job.py``, and scripts of other engines and of examples."""
+"""Starts jobs on real ranks: of ``pipeline_job.py``, of other engines and of examples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finished:
 
     @property
     def ranks(self) -> list[Any]:
-        """Reports of all ranks; the job must have succeeded."""
+        """Reports of all ranks of a job, which must have succeeded."""
         assert self.returncode == 0, self.output[-4000:]
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
 
@@ -68,7 +68,7 @@ class Running:
         file.touch() if given else file.unlink()
 
     def wait_for(self, condition: Callable[[list[Record]], Any]) -> Any:
-        """Wait until the job's records meet a condition; return the condition's result."""
+        """Wait until the job's records meet a condition, and return the condition's result."""
         return run_log.wait_for(self.folder / "perseus", condition)
 
 
@@ -76,7 +76,7 @@ DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 
 
 def _launcher(name: str) -> list[str]:
-    """Return the launcher's arguments before the number of ranks; each job has its own port."""
+    """Return the launcher's arguments before the number of ranks, with a port for the job."""
     if name == "deepspeed":
         return [DEEPSPEED, "--no_local_rank", "--master_port", str(free_port()), "--num_gpus"]
     return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -90,7 +90,7 @@ def start(
     output: int | IO[str] = subprocess.PIPE,
     **job: Any,
 ) -> subprocess.Popen[str]:
-    """Start a job by one of the launchers; its output goes into a pipe or a file."""
+    """Start a job by one of the launchers, with its output in a pipe or a file."""
     _prepare(folder, ranks, job)
     return subprocess.Popen(
         [sys.executable, *_launcher(launcher), str(ranks), str(SCRIPT), str(folder)],
@@ -139,7 +139,7 @@ def run_script(
 
 
 def run_jobs(folder: Path, ranks: int, script: Path | str, jobs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run jobs one after the other on the same ranks; return the reports of each rank by job.
+    """Run jobs one after the other on the same ranks, and return the reports of each rank by job.
 
     The script calls ``job_parts.train_jobs``.
     """
@@ -149,14 +149,14 @@ def run_jobs(folder: Path, ranks: int, script: Path | str, jobs: dict[str, dict[
 
 
 def block_in(folder: Path, mode: str, **keys: Any) -> dict[str, Any]:
-    """Return a ``perseus`` block for a mode, with fast simulated GPUs and an output folder inside ``folder``."""
+    """Return a ``perseus`` block for a mode, with fast simulated GPUs and an output folder."""
     simulated = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
     common = {"device": "simulated", "simulated": simulated, "profile": QUICK_PROFILE, "cache": False}
     return {"mode": mode, "output_dir": str(folder / mode), **common, **keys}
 
 
 def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> dict[str, dict[str, Any]]:
-    """Return a job in each mode, and one without Perseus at the end; ``run`` mode uses the frontier."""
+    """Return a job in each mode, and finally without Perseus."""
     of_modes: dict[str, dict[str, Any]] = {
         "observe": {"steps": 6, "perseus": block_in(folder, "observe")},
         "profile": {"until": ["observe", 2], "perseus": block_in(folder, "profile")},
@@ -168,7 +168,7 @@ def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> 
 
 
 def assert_untouched(jobs: dict[str, dict[str, Any]]) -> None:
-    """Assert that a rank's reports in each mode have the same bits as without Perseus, and that nothing is left."""
+    """Assert that jobs have the same bits in each mode as without Perseus, and clean up."""
     for mode, done in jobs.items():
         assert len(done["weights"]) > 2, mode
         for what in {"losses", "norms", "weights", "random_after"} & done.keys():
@@ -203,7 +203,7 @@ class PlainRuns:
         return self._finished[key]
 
     def assert_same(self, finished: Finished, ranks: int, **job: Any) -> None:
-        """Train without Perseus for as many steps; losses, weights and random numbers must have the same bits."""
+        """Train without Perseus for as many steps, and assert that the bits are the same."""
         steps = len(finished.ranks[0]["losses"]) - ("evaluate_after" in job)
         assert_same_training(finished, self.run(ranks, **{**job, "steps": steps}))
 

@@ -1,4 +1,4 @@
-"""Common parts of the scripts of jobs on real ranks: layers, data, hashes, and running several jobs."""
+"""Common parts of jobs on real ranks: layers, data, hashes, and running several jobs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def next_random_number() -> float:
 
 
 def leave_out_shared_memory() -> None:
-    """Disable DeepSpeed's shared-memory operator, which compiles for half a minute and is never used."""
+    """Disable DeepSpeed's shared-memory operator, which is slow to compile and never used."""
     # Not through the attribute of deepspeed.comm, which is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
@@ -82,7 +82,7 @@ def told_by_rank_0(fact: bool) -> bool:
 
 
 def train_jobs(train: Callable[[dict[str, Any], list[dict[str, Any]]], dict[str, Any]]) -> None:
-    """Train the jobs of ``jobs.json`` one after the other on this rank; write their reports to ``rank<N>.json``.
+    """Train the jobs of ``jobs.json`` on this rank, and write their reports to ``rank<N>.json``.
 
     Args:
         train: Trains a job, given the job and the reports of those before; returns its report.

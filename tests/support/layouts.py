@@ -1,4 +1,4 @@
-"""Jobs whose stages consist of known parts: their layouts, and profiles computed from the costs of the parts."""
+"""Jobs whose stages consist of known parts: layouts, and profiles computed from costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ CLOCKS = {1000: (1.3, 200.0), 1400: (1.0, 350.0)}
 
 
 def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int] | None = None) -> Layout:
-    """Return a layout of stages such as ``"Edd"``, written in first letters of kinds; ``M`` is MTP."""
+    """Return a layout of stages such as ``"Edd"``.
+
+    Letters are the first ones of kinds, except ``M`` for MTP.
+    """
     kinds = {"E": "embedding", "d": "dense", "m": "moe", "M": "mtp", "h": "head"}
     sizes = parameters or {}
     return Layout(
@@ -29,7 +32,7 @@ def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int]
 
 
 def profile_of(layout: Layout, *, noise: float = 0.0, seed: int = 0, clocks: Any = CLOCKS, **info: Any) -> StageProfile:
-    """Return the profile of stages whose parts have the costs ``COSTS_S``, with known errors of its rows."""
+    """Return the profile of stages whose parts have the costs ``COSTS_S``, with known errors."""
     draw = np.random.default_rng(seed)
     rows, quality = [], []
     for stage, parts in enumerate(layout.stages):

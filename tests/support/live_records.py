@@ -12,7 +12,7 @@ def default_iteration(number, phase="default", **fields):
 
 
 def planned_iteration(number, plan=3, **fields):
-    """Return an iteration under a plan: 2 % slower with 20 J less, where 10 % and 25 J were promised."""
+    """Return an iteration that is 2 % slower and saves 20 J, where 10 % and 25 J were promised."""
     values = {
         "time_s": 1.02,
         "energy_j": 80.0,

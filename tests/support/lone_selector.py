@@ -41,7 +41,7 @@ class Job:
         )
 
     def iterate(self, time_ratio=1.0, power_ratio=1.0):
-        """Run an iteration; return its plan, or None for default clocks."""
+        """Run an iteration and return its plan, or None for default clocks."""
         ran = self.selector.in_force
         plan = FRONTIER.plans[ran.plan]
         time_s = plan.time_s * time_ratio

@@ -1,4 +1,4 @@
-"""Jobs that train a GPT with Megatron-Core on real gloo ranks, one after the other in the same processes.
+"""Jobs that train a GPT with Megatron-Core on real gloo ranks, one after the other.
 
 Started by ``job.run_jobs``. The report of each job has the losses, gradient norms, a hash of the parameters and the
 next random number after each step, and which changes by Perseus are left at the end.
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Convert a CPU tensor if requested; Megatron's function does so for CUDA tensors only."""
+    """Convert a CPU tensor if requested, as Megatron's function does for CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -119,7 +119,7 @@ def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 
 def sum_of_losses(tokens: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Sum the losses of some of the tokens and count these; their number differs between micro-batches."""
+    """Sum the losses of some of the tokens, and count these tokens."""
     is_trained = tokens < VOCABULARY // 2
     loss = (output.float() * is_trained).sum()
     return loss, is_trained.sum().int(), {"loss": loss.detach().clone()}
@@ -227,7 +227,7 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
 
 
 def give_lengths(job: dict[str, Any], session: Any, steps: list[int]) -> None:
-    """Pass the lengths of the micro-batches of some iterations to Perseus, identically on all ranks."""
+    """Pass the lengths of the micro-batches of some iterations to Perseus, on all ranks."""
     for step in steps:
         if session is not None and "mixed" in job:
             session.next_lengths(job["mixed"][step % len(job["mixed"])])
@@ -248,7 +248,7 @@ def length_of(job: dict[str, Any], step: int) -> int:
 def iterate(
     model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False, length: int = LENGTH
 ) -> list[str]:
-    """Train or evaluate one iteration; return the losses of its micro-batches on the last stage."""
+    """Train or evaluate one iteration, and return its losses on the last stage."""
     data = [(tokens[:, :length] for tokens in of_chunk) for of_chunk in data]
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -273,7 +273,7 @@ def load(model: list[Any], folder: str) -> None:
 
 
 def gradient_norm(model: list[Any]) -> float:
-    """Return the norm of this rank's gradients; Megatron's own function requires CUDA tensors."""
+    """Return the norm of this rank's gradients. Megatron's function requires CUDA tensors."""
     return sum(float(p.main_grad.square().sum()) for chunk in model for p in chunk.parameters()) ** 0.5
 
 

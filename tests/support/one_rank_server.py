@@ -58,7 +58,7 @@ class OneRankServer:
         self._outbox.append(follow_of(program, self._serial))
 
     def follow(self, clocks: AgentClocks, program: Program) -> Program:
-        """Make the agent of a connected rank follow a program, and wait until it does; return the program."""
+        """Make the agent of a connected rank follow a program, wait for that, and return the program."""
         self.send(program)
         for _ in range(_GIVE_UP_LOOKS):
             clocks.wait(_LOOK_S)

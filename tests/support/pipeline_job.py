@@ -1,11 +1,11 @@
-"""A user's training job: a small PipelineModule on real DeepSpeed ranks, described by ``job.json`` in its folder.
+"""A user's training job: a small PipelineModule on real DeepSpeed ranks.
 
-The argument is the folder. Every rank writes ``rank<N>.json`` into it, with losses by step, a hash of its weights and
-the state of Perseus, and writes its process id into ``pid<N>``. A test controls a running job by files in the folder:
-the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while ``slow``
-exists. The last rank's connections to others break when ``cut`` appears. A job with ``end_by`` ends in that manner when
-``end`` appears. A job with ``survives_term`` continues to train after SIGTERM. A job with ``followed`` writes each loss
-to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
+The argument is a folder with ``job.json``. Every rank writes ``rank<N>.json`` into it, with losses by step, a hash of
+its weights and the state of Perseus, and writes its process id into ``pid<N>``. A test controls a running job by files
+in the folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow
+while ``slow`` exists. The last rank's connections to others break when ``cut`` appears. A job with ``end_by`` ends in
+that manner when ``end`` appears. A job with ``survives_term`` continues to train after SIGTERM. A job with ``followed``
+writes each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ leave_out_shared_memory()
 
 
 class Block(nn.Module):
-    """A layer with dropout and batch statistics, which reveal a profiler that changes random numbers or buffers."""
+    """A layer with dropout and batch statistics, which a careless profiler would change."""
 
     def __init__(self, repeat: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class HalfPrecisionCpu(CPU_Accelerator):
-    """Enables fp16, which torch computes on any CPU, slowly; DeepSpeed supports it on the newest CPUs only."""
+    """Enables fp16 on any CPU, where torch supports it but DeepSpeed does not."""
 
     def is_fp16_supported(self) -> bool:
         return True
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def train(engine, module, data, job: dict, folder: Path) -> dict:
-    """Train until the job's last step, phase or stop; return the report, such as losses and the policy's plans."""
+    """Train until the job's last step, phase or stop, and return the report."""
     losses: list[float] = []
     plans: list[int | None] = []
     resources: list[dict[str, int]] = []
@@ -183,7 +183,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
 
 
 def change_batch(engine, job: dict, step: int) -> None:
-    """Prepare the engine for batches that differ in the shapes of inputs or the number of micro-batches."""
+    """Prepare the engine for batches with other shapes or numbers of micro-batches."""
     if "buckets" in job:
         engine.reset_activation_shape()
     if "counts" in job:
@@ -237,7 +237,7 @@ def save(engine, job: dict, folder: Path, step: int, *, is_last: bool) -> None:
 
 
 def resume(engine, module, data, job: dict) -> int:
-    """Load a checkpoint and continue data and seeds from there; return the next step.
+    """Load a checkpoint, continue data and seeds from there, and return the next step.
 
     A job with ``keep_every`` saves into the folder that it resumes from, which is empty in its first run.
     """
@@ -251,7 +251,7 @@ def resume(engine, module, data, job: dict) -> int:
 
 
 class SlowPipeline:
-    """Makes all instructions of one pipeline slower while a file exists, as a throttled node would."""
+    """Makes all instructions of one pipeline slower while a file exists, like a throttled node."""
 
     def __init__(self, engine, job: dict, file: Path) -> None:
         self.factor = job["factor"]

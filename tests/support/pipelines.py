@@ -76,7 +76,7 @@ class MergedTransfers(TrainSchedule):
 
 
 class EarlyRecomputation(MergedTransfers):
-    """Like Merak's early recomputation, which recomputes before it receives gradients while the pipeline drains."""
+    """Like Merak's early recomputation, before a gradient is received while the pipeline drains."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         forwards = 0
@@ -99,7 +99,7 @@ class EarlyRecomputation(MergedTransfers):
 def synthetic_profile(
     stages: int, *, kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD), clocks: int = 8, **info: Any
 ) -> StageProfile:
-    """Return a profile like a measured one: slower and more efficient at lower clocks, with unequal stages."""
+    """Return a profile like a measured one, with unequal stages and slower, efficient low clocks."""
     rows = []
     for stage in range(stages):
         for kind in kinds:

@@ -1,4 +1,4 @@
-"""Profiles with known rows: the true ones of simulated GPUs, and those published with the Perseus paper."""
+"""Profiles with known rows, of simulated GPUs and published with the Perseus paper."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

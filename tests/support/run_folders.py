@@ -84,7 +84,7 @@ def write_log(folder: Path, records: list[dict]) -> None:
 
 
 def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIteration:
-    """Return an iteration that ran as predicted but ``LATE_S`` late; waits are part of the transfers waited for."""
+    """Return an iteration as predicted but ``LATE_S`` late, with waits as part of transfers."""
     predicted = timeline(job.dag, job.profile, plan)
     ranks = [[] for _ in range(RANKS)]
     waits = {(wait.rank, wait.awaited): wait.start_s for wait in predicted.waits}

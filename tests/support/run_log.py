@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 def records(folder: Path) -> list[Record]:
-    """Return the complete lines of a run's folder in order; none if there is no file yet."""
+    """Return the complete lines of a run's folder in order, none if there is no file yet."""
     path = folder / "run.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
@@ -37,7 +37,7 @@ def phases(found: list[Record]) -> list[str]:
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until a condition holds; return its result."""
+    """Wait until a condition holds, and return its result."""
     give_up_s = time.monotonic() + GIVE_UP_S
     while not (so := condition()):
         assert time.monotonic() < give_up_s, f"it did not happen: {what}"
@@ -46,5 +46,5 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def wait_for(folder: Path, condition: Callable[[list[Record]], Any]) -> Any:
-    """Wait until the records of a running job meet a condition; return its result."""
+    """Wait until the records of a running job meet a condition, and return its result."""
     return wait_until(lambda: condition(records(folder)), f"in {folder / 'run.jsonl'}")

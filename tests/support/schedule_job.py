@@ -1,4 +1,4 @@
-"""Jobs that train small stages with torch's schedules on real ranks, one after the other in the same processes.
+"""Jobs that train small stages with torch's schedules on real ranks, one after the other.
 
 Started by ``job.run_jobs``. The report of each job has the losses, a hash of the weights and the next random number
 after each step, the phases, and which changes by Perseus are left at the end.
@@ -76,7 +76,7 @@ def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Mod
 
 
 def count_of(schedule: Any, job: dict[str, Any], step: int) -> int:
-    """Return the number of micro-batches of a step; torch can change it through an attribute only."""
+    """Return the number of micro-batches of a step, after setting torch's attribute for it."""
     counts = job.get("counts")
     if counts is not None:
         schedule._n_microbatches = counts[step % len(counts)]
@@ -84,7 +84,7 @@ def count_of(schedule: Any, job: dict[str, Any], step: int) -> int:
 
 
 def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ...], targets: dict[str, Any]) -> bool:
-    """Call the schedule as the job requires; return whether gradients are complete."""
+    """Call the schedule as the job requires, and return whether gradients are complete."""
     is_final = (step + 1) % job.get("calls_per_step", 1) == 0
     more: dict[str, Any] = {"finalize_gradients": is_final} if "calls_per_step" in job else {}
     count = job["micro_batches"]

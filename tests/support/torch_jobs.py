@@ -1,4 +1,4 @@
-"""Features of newer versions of torch's schedules: jobs for ``schedule_job``, and schedules with options."""
+"""Features of newer versions of torch: jobs for ``schedule_job``, and schedule options."""
 
 from __future__ import annotations
 

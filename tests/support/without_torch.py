@@ -1,4 +1,4 @@
-"""Skips tests that need torch if it is not installed: `pytest -p without_torch`, for `make test-pythons`."""
+"""Skips tests that need torch if it is not installed, for `make test-pythons`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 def _without(report, excinfo):
-    """Mark the report of a test, or of a module of tests, as skipped if it failed because a package is missing."""
+    """Mark a report as skipped if the test or module failed because a package is missing."""
     error = None if excinfo is None else excinfo.value
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _MISSING:

@@ -1,6 +1,7 @@
-"""Like diffusion-pipe: steps patched before initialize, and a command replaced and the optimizer created after it.
+"""Like diffusion-pipe: patches steps before initialize, and a command after it.
 
-The optimizer of each parameter runs in a hook inside the backward (gradient release). Shapes change between batches.
+The optimizer is created after initialize, and runs for each parameter in a hook inside the backward (gradient release).
+Shapes change between batches.
 """
 
 import deepspeed

@@ -1,4 +1,4 @@
-"""Like EasyLLM: the batch size is set before the first step, and its own backward counts in a global."""
+"""Like EasyLLM: sets the batch size before the first step, and patches the backward."""
 
 import deepspeed
 from client_job import MICRO_BATCHES, Client, calls, config, main, two_stages

@@ -1,4 +1,4 @@
-"""Like GPT-NeoX: tied embeddings, activation checkpointing, a base64 config, and a checkpoint that is loaded again.
+"""Like GPT-NeoX: tied embeddings, activation checkpointing, base64 config, checkpoint loading.
 
 Each training saves a checkpoint at the same step and continues from that of the previous training, which ran in another
 mode or without Perseus; the bits must be the same.

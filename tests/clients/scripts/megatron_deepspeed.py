@@ -1,4 +1,4 @@
-"""Like Megatron-DeepSpeed: 3D parallelism, generator trackers, growing lengths, bf16 with ZeRO-1, and evaluation."""
+"""Like Megatron-DeepSpeed: 3D parallelism, generator trackers, growing lengths, bf16, ZeRO-1."""
 
 import deepspeed
 import torch
@@ -14,7 +14,7 @@ GROWS_EVERY = 5
 
 
 class Tracker:
-    """The state of a generator in addition to torch's own, like Megatron's tracker, but on the CPU."""
+    """The state of an additional generator, like Megatron's tracker, but on the CPU."""
 
     def seed(self, seed):
         self.state = torch.Generator().manual_seed(seed).get_state()

@@ -1,4 +1,4 @@
-"""Like qlora-pipe: constructs its own engine class, with its own forward, schedule and commands.
+"""Like qlora-pipe: its own engine class, with its own forward, schedule and commands.
 
 The schedule is that of DPO: each micro-batch also passes through the stages without gradients, as a reference.
 """

@@ -1,4 +1,4 @@
-"""A model that trains with a reference in a second engine, which only evaluates; both are compiled."""
+"""A model that trains with a reference in a second engine, which only evaluates."""
 
 import deepspeed
 import torch

@@ -1,4 +1,4 @@
-"""Like Megatron-DeepSpeed's zero-bubble H1: its own schedule class, commands and gradient store."""
+"""Like Megatron-DeepSpeed's zero-bubble H1: its own schedule, commands and gradient store."""
 
 import queue
 
@@ -28,7 +28,7 @@ class WeightGradStore:
 
 
 class ZeroBubble(schedule.TrainSchedule):
-    """Does the weights' part of each backward except the last at the end, when the rank would wait."""
+    """Does the weights' part of all backwards but the last at the end, when the rank would wait."""
 
     def steps(self):
         left = self.micro_batches if WEIGHTS_LATER else 0

@@ -1,4 +1,4 @@
-"""Perseus attaches to Megatron-Core and detaches completely; the order that it reads is that of the iteration."""
+"""Perseus attaches to Megatron-Core, reads the order of an iteration, and detaches completely."""
 
 import json
 from collections import Counter
@@ -125,7 +125,7 @@ def train(
     forward_only=False,
     **more,
 ):
-    """Run an iteration as a rank of a pipeline; return the result of Megatron's schedule."""
+    """Run an iteration as a rank of a pipeline, and return the result of Megatron's schedule."""
     config = ModelParallelConfig(
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,

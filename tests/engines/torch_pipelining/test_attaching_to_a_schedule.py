@@ -1,4 +1,7 @@
-"""Perseus attaches to a torch schedule and restores it. One that cannot be planned is an error or is not planned."""
+"""Perseus attaches to a torch schedule and restores it.
+
+A schedule that cannot be planned is an error, or trains at default clocks.
+"""
 
 import copy
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A torch schedule whose steps are captured into a CUDA graph and replayed, as in torchtitan, in virtual time."""
+"""A torch schedule captured into a CUDA graph and replayed, as in torchtitan, in virtual time."""
 
 import pytest
 import run_log
@@ -38,7 +38,7 @@ class Layer(nn.Linear):
 
 
 class Trainer:
-    """Trains with a schedule of one stage, first eagerly and then by captured graphs, and evaluates."""
+    """Trains with a schedule of one stage, first eagerly and then by graphs, and evaluates."""
 
     def __init__(self, cuda, warm_up=1):
         self.cuda, self.warm_up, self.graphs = cuda, warm_up, {}
@@ -81,7 +81,7 @@ def make(cuda, tmp_path):
 
 
 def recorded(trainer, tmp_path):
-    """End a job; return the phases of all iterations."""
+    """End a job and return the phases of all iterations."""
     perseus_ds.detach(trainer.schedule)
     return [each["phase"] for each in run_log.iterations(run_log.records(tmp_path))]
 

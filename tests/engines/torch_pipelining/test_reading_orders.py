@@ -93,7 +93,7 @@ LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind
 
 
 def written(stream):
-    """Return the operations that a rank launches and computes, and the sends it awaits, in torch's notation."""
+    """Return a rank's launched and computed operations and awaited sends in torch's notation."""
     launched = set()
     for operation in stream:
         if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:

@@ -1,4 +1,4 @@
-"""Runs the real code of Perseus in virtual time: hours of training take a minute and are reproducible.
+"""Runs the real code of Perseus in virtual time: hours of training take a minute.
 
 There are three concepts, each in a module:
 
@@ -23,5 +23,5 @@ behaviour of the GPU, and checks the records, the clocks or the output::
         job.close()
         assert not job.events(PlanJudged)[0].kept
 
-Nothing here reads the wall clock, so a test never depends on the speed of the machine.
+Nothing here reads the wall clock, so tests are reproducible and do not depend on the speed of the machine.
 """

@@ -1,4 +1,4 @@
-"""The agent's state of one rank in the same process, without sockets, for GPUs in virtual time."""
+"""The agent's state of one rank, without processes and sockets, in virtual time."""
 
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.client.clocks import AgentClocks

@@ -1,4 +1,4 @@
-"""Engines of one rank that launch passes and capture graphs on a stand-in for CUDA in virtual time."""
+"""Engines of one rank on a stand-in for CUDA in virtual time, which also captures graphs."""
 
 import torch
 
@@ -58,5 +58,5 @@ class _Launch(torch.autograd.Function):
 
 
 def launched(outputs, cuda, seconds):
-    """Return the outputs of a layer that takes ``seconds`` in the forward and twice as long in the backward."""
+    """Return outputs of a layer that takes ``seconds``, and twice as long in the backward."""
     return _Launch.apply(outputs, cuda, seconds)

@@ -1,4 +1,4 @@
-"""Simulated GPUs in virtual time that record clocks, fail, or count energy slowly, and a stand-in for CUDA."""
+"""Simulated GPUs in virtual time with various faults, and a stand-in for CUDA."""
 
 import bisect
 import math
@@ -169,7 +169,7 @@ class OneAtATime:
 
 
 class VirtualCuda:
-    """One CUDA stream, whose work a simulated GPU does at its current clock; launches return immediately.
+    """One CUDA stream, with launches that return immediately and run on a simulated GPU.
 
     It stands in for the module ``torch.cuda``.
 
@@ -196,7 +196,7 @@ class VirtualCuda:
         time.thread(self._run, "stream").start()
 
     def launch(self, seconds, workload=COMPUTE_BOUND):
-        """Enqueue work that takes ``seconds`` at the top clock; does not wait."""
+        """Enqueue work that takes ``seconds`` at the top clock, without waiting."""
 
         def work():
             self.gpu.begin_work(workload)
@@ -209,7 +209,7 @@ class VirtualCuda:
         self.enqueue(lambda: self.time.sleep(seconds))
 
     def enqueue(self, work):
-        """Enqueue a function, during which the stream is busy; during a capture, add it to the graph instead."""
+        """Enqueue a function, which occupies the stream, or add it to the graph being captured."""
         if self._captured is not None:
             self._captured.append(work)
             return

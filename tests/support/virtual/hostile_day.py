@@ -1,4 +1,4 @@
-"""A job in virtual time under random faults, with simulated GPUs and passes: hours take minutes.
+"""A job in virtual time under random faults, with simulated GPUs: hours take minutes.
 
 After each fault the job must return to a plan, and each fault may cause at most one warning per rank. The last fault is
 permanent: clocks must then be the default ones.
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class HostileDay:
-    """A job under random faults; see the module's docstring."""
+    """A job under random faults. See the module's docstring."""
 
     def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS):
         """Start the job."""
@@ -52,7 +52,7 @@ class HostileDay:
         self._warnings = 0
 
     def run(self, minutes):
-        """Train this long under successive faults, then under a permanent one; return the violated guarantees."""
+        """Train this long under faults, then under a permanent one, and return broken guarantees."""
         end_s = self.job.time.now_s() + 60.0 * minutes
         is_back = True
         while is_back and self.job.time.now_s() < end_s:
@@ -79,7 +79,7 @@ class HostileDay:
         return True
 
     def _warned(self):
-        """Return the failures of ranks since the last call; each is a warning and a record."""
+        """Return the failures of ranks since the last call, each of which is a warning."""
         failed = [record for record in self.job.events(Failed) if record.event == "failure"]
         known, self._warnings = self._warnings, len(failed)
         return failed[known:]

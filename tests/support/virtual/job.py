@@ -1,4 +1,6 @@
-"""A training job in virtual time: real clients, agents and a real server on simulated GPUs, without an engine.
+"""A training job in virtual time, with clients, agents and a server on simulated GPUs.
+
+All of them are real, but there is no engine.
 
 A job of one rank runs on the thread of the test. In a pipeline, each rank is a thread of one :class:`VirtualTime`, and
 ranks wait for each other in :class:`Meetings`. Messages are delivered immediately.
@@ -79,7 +81,7 @@ class VirtualJob:
         time=None,
         **block,
     ):
-        """Start the job; :meth:`train` runs its first iteration.
+        """Start the job, of which :meth:`train` runs the first iteration.
 
         Args:
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
@@ -178,11 +180,11 @@ class VirtualJob:
         return [phase for phase, _, _ in self.taken[begin:]]
 
     def train_until(self, phase, most=80):
-        """Run iterations until the next one has this phase; return the phases of those before."""
+        """Run iterations until the next one has this phase, and return the phases before."""
         return self.train_while(lambda: self.phase != phase, most)
 
     def train_while(self, is_so, most=300):
-        """Run iterations while a condition holds; return their phases."""
+        """Run iterations while a condition holds, and return their phases."""
         phases = []
         while is_so():
             assert len(phases) < most, phases
@@ -190,7 +192,7 @@ class VirtualJob:
         return phases
 
     def train_until_compared(self, times=1, most=300):
-        """Run iterations until plans have been compared with default clocks this many times; return the comparisons."""
+        """Run iterations until plans have been compared ``times`` times, and return the comparisons."""
         self.train_while(lambda: len(self.events(PlanJudged)) < times, most)
         return self.events(PlanJudged)
 
@@ -243,11 +245,11 @@ class VirtualJob:
         return [record for record in self.records() if isinstance(record, kind)]
 
     def control(self, **order):
-        """Have the server execute a command of ``perseus-ds control``; return the answer."""
+        """Have the server execute a command of ``perseus-ds control``, and return the answer."""
         return self.server.carry_out(parse_order(order))
 
     def restart(self, steps=None):
-        """End the job, and start it again in the same folder from its saved state; return that state.
+        """End the job, start it again in the same folder from its saved state, and return that state.
 
         Args:
             steps: Number of steps that the engine reports; by default it reports none.
@@ -276,7 +278,7 @@ class VirtualJob:
             self._tell(rank, Joined(runtime.clocks.memory.iteration))
 
     def close(self):
-        """Wait for the devices and end the job; return its iterations."""
+        """Wait for the devices, end the job, and return its iterations."""
         self.settle()
         self._on_all_ranks(lambda rank: self.runtimes[rank].close())
         return [record for record in self.records() if isinstance(record, IterationRecord)]
@@ -419,7 +421,7 @@ class VirtualJob:
         self._cuda[rank].wait_until(lambda: done[rank] >= launched - 1)
 
     def _replay(self, rank, operations, shapes):
-        """Replay a graph of a rank's passes, captured in the first call; return the remaining operations."""
+        """Replay a graph of a rank's passes, captured in the first call, and return what follows."""
         passes = [o for o in operations if not (isinstance(o, Compute) and o.instruction.kind is Kind.TAIL)]
         tail, cuda, runtime = operations[len(passes) :], self._cuda[rank], self.runtimes[rank]
         if rank not in self._captured:
@@ -459,7 +461,7 @@ class VirtualJob:
             yield
 
     def _on_all_ranks(self, run):
-        """Run a function on all ranks concurrently; raise the first error of a rank."""
+        """Run a function on all ranks concurrently, and raise the first error of a rank."""
         if len(self.gpus) == 1:
             with self._stand_ins():
                 run(0)
@@ -546,7 +548,7 @@ class LengthsWorkerAtOnce:
 
 
 class RankLeftError(BaseException):
-    """Another rank ended with an error, so this one would wait forever; no code of the job handles this error."""
+    """Another rank ended with an error, so this one would wait forever."""
 
 
 class Meetings:
@@ -580,7 +582,7 @@ class Meetings:
             self._wake(name)
 
     def wait(self, name, size):
-        """Wait until ``size`` participants have arrived; return their values by participant.
+        """Wait until ``size`` participants have arrived, and return their values by participant.
 
         Each of the ``size`` participants waits exactly once.
         """
@@ -596,7 +598,7 @@ class Meetings:
         self.waits += not self._are_there(name, size)
 
     def wait_within(self, name, size, timeout_s):
-        """Wait for ``size`` participants for some time; return whether they have arrived."""
+        """Wait for ``size`` participants for some time, and return whether they have arrived."""
         end_s = self._time.now_s() + timeout_s
         while not (are_there := self._are_there(name, size)) and (rest_s := end_s - self._time.now_s()) > 0:
             self._size[name] = size
@@ -648,7 +650,7 @@ def in_order(phases):
 
 
 def predicted_over_used(folder, schedule, stages_s, **keys):
-    """Profile a job and run a plan of random clocks; return the relative errors of time and energy."""
+    """Profile a job, run a plan of random clocks, and return relative errors of time and energy."""
     jobs = {"schedule": schedule, "stages_s": stages_s, "tail_s": 0.001, **keys}
     profiling = VirtualJob(folder / "profile", mode="profile", profile={"min_clock_mhz": 900, "warm_up": 5}, **jobs)
     profiling.train_until("observe")

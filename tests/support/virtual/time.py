@@ -1,4 +1,4 @@
-"""Virtual time for tests, in which minutes pass immediately; see ``perseus_ds.timebase.Timebase``.
+"""A ``perseus_ds.timebase.Timebase`` for tests, in which minutes pass immediately.
 
 Threads made by :meth:`VirtualTime.thread` and the thread that made the :class:`VirtualTime` take turns: exactly one of
 them runs, until it waits. Time advances only when all of them wait, to the earliest moment at which one of them
@@ -17,7 +17,7 @@ class DeadlockError(Exception):
 
 
 class VirtualTime:
-    """A virtual clock and its threads; see the module's docstring.
+    """A virtual clock and its threads. See the module's docstring.
 
     Attributes:
         seconds: Current time; a test may advance it.
@@ -68,7 +68,7 @@ class VirtualTime:
             raise DeadlockError
 
     def _give_up_turn(self, until=None):
-        """Let the next thread run; return when this thread's turn comes."""
+        """Let the next thread run, and return when this thread's turn comes."""
         chosen = self._next()
         if chosen is not until:
             chosen.go.release()
@@ -100,7 +100,7 @@ class _Turn:
 
 
 class _Condition:
-    """Like ``threading.Condition``; the lock is only checked, since one thread runs at a time."""
+    """Like ``threading.Condition``. Since one thread runs at a time, the lock is only checked."""
 
     def __init__(self, time):
         self._time = time
