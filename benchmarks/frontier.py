@@ -170,7 +170,7 @@ def last_stages(profile: StageProfile, count: int) -> StageProfile:
 
 
 def synthetic_profile(stages: int, seed: int) -> StageProfile:
-    """Return a synthetic profile similar to measured ones: noisy, with stages that differ by a few percent."""
+    """Return a synthetic profile like measured ones: noisy, with stages that differ by a few percent."""
     rng = np.random.default_rng(seed)
     rows = []
     for stage in range(stages):

@@ -58,7 +58,7 @@ def highs_saving_j(
 
 
 def our_saving_j(relaxation: Relaxation, relaxed: Relaxed, waiting_w: float | None = None) -> float:
-    """Return the saving of our optimum relative to the fastest clocks, computed only from its event times [J]."""
+    """Return the saving of our optimum relative to the fastest clocks, from its event times [J]."""
     network = relaxation.network
     pieces = relaxation.pieces(relaxed.deadline_s if waiting_w is None else np.inf)
     window_s = (relaxed.event_s[network.head] - relaxed.event_s[network.tail] - network.least_s)[pieces.owner]

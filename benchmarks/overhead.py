@@ -153,7 +153,7 @@ def _late_s(changes_s: list[float], ends_s: list[float]) -> list[float]:
 
 
 def rank(number: int) -> list[float]:
-    """Run a rank that marks its passes, and return the ends of the passes after which the clock changes [s]."""
+    """Run a rank that marks its passes, and return the ends of passes before clock changes [s]."""
     held = AGENT_PASSES // AGENT_CHANGES
     runtime, passes = _runtime(number, AGENT_RANKS, micro_batches=AGENT_PASSES // 2, held=held)
     print("ready", flush=True)
@@ -171,7 +171,7 @@ def rank(number: int) -> list[float]:
 
 
 def report_engines(name: str, child: Callable[[str], Any], processes: int) -> None:
-    """Measure and print the overhead per iteration of DeepSpeed, for each process and then over all of them."""
+    """Measure and print the overhead per iteration of DeepSpeed, for each process and over all."""
     say("  process  mode     plain       added             plain again  processor time of the training thread")
     added: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(processes):
@@ -224,7 +224,7 @@ def perseus() -> list[float]:
 
 
 def _runtime(number: int = 0, ranks: int = 1, **plan: Any) -> tuple[Any, Any]:
-    """Return Perseus under a plan on a rank of a job with one pipeline per rank, and the passes of the rank."""
+    """Return Perseus under a plan, in a job with one pipeline per rank, and the passes of the rank."""
     import torch.distributed as dist
 
     from perseus_ds.client.runtime import PerseusRuntime
@@ -348,7 +348,7 @@ def _mean(values: list[float]) -> tuple[float, float]:
 
 
 def _turn(engine: Any, engine_class: type, data: Any) -> tuple[float, float]:
-    """Return mean time and processor time of this thread per iteration, with the given class of the engine [s]."""
+    """Return mean time and processor time of this thread per iteration with a class of the engine [s]."""
     engine.__class__ = engine_class
     times = [_timed(engine, data) for _ in range(_ITERATIONS_OF_TURN)][1:]
     return statistics.mean(time for time, _ in times), statistics.mean(cpu for _, cpu in times)
@@ -386,7 +386,7 @@ def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> 
 
 
 def _waiting(duration_s: float) -> Callable[[], object]:
-    """Return a function that takes a given time [s]: it computes in Python for half of it and waits for the rest."""
+    """Return a function of a given duration [s], which computes for half of it and waits for the rest."""
 
     def work() -> None:
         began_s = time.perf_counter()

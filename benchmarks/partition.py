@@ -101,7 +101,7 @@ def change(value: float | None, base: float) -> str:
 
 
 def share(found: Partition) -> str:
-    """Return the share of Perseus's saving that a better cut has, and the distances of the cuts from their bounds."""
+    """Return the share of Perseus's saving that a better cut has, and how close the cuts are to bounds."""
     base, best = found.known["uniform"], found.fastest
     of_saving = (base.energy_j - best.energy_j) / (base.energy_j - base.planned_j)
     return (

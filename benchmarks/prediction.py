@@ -74,7 +74,7 @@ def rows(folder: Path) -> Figures:
 
 
 def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> Figures:
-    """Compare predicted and measured figures of a plan with a random clock for every instruction, on unequal stages."""
+    """Compare predicted and measured figures of a plan with random clocks, on unequal stages."""
     job = {"ranks": ranks, "work": [4, 2, 1, 3], "micro_batches": micro_batches, "dualpipev": schedule == "dualpipev"}
     simulated = {"simulated": {"longest_instruction_s": 0.06}}
     measured = {"min_clock_mhz": 900, "warm_up": 5}
@@ -103,7 +103,7 @@ def megatron(folder: Path, ranks: int, **job: Any) -> Figures:
 
 
 def tail(folder: Path) -> Figures:
-    """Compare predictions with and without transfers and tails to measured times, with slow links and a long tail."""
+    """Compare predictions with and without transfers and tails, with slow links and a long tail."""
     block = {"simulated": {"longest_instruction_s": 0.06, "transfer_s": 0.012, "tail_s": 0.12}}
     job = {"ranks": 2, "work": [4, 2, 3, 3], "micro_batches": 6}
     measured = {"min_clock_mhz": 1050, "sampling": "stride", "clock_stride": 6, "warm_up": 5}

@@ -1,4 +1,4 @@
-"""Compares plans from a few selected clocks, and from noisy rows, with plans from all rows without noise.
+"""Compares plans from selected clocks or noisy rows with plans from all rows without noise.
 
     python benchmarks/sampling.py
     python benchmarks/sampling.py --seeds 8

@@ -1,4 +1,4 @@
-"""One server for many ranks: its processor time, memory, and delay until a decision reaches the last agent.
+"""One server for many ranks: its processor time, memory, and delay of decisions.
 
     python benchmarks/scale.py                   # 64, 1 024 and 10 240 ranks, eight on a node
     python benchmarks/scale.py --ranks 10240

@@ -216,7 +216,7 @@ def _figures(saving: Saving | None) -> str:
 
 
 class MixedJob(VirtualJob):  # type: ignore[misc]
-    """A job with micro-batches of random lengths, which are given to Perseus one iteration in advance or not at all."""
+    """A job with micro-batches of random lengths, given one iteration in advance or not at all."""
 
     def __init__(self, folder: Path, variation: float, *, ahead: bool, **block: object) -> None:
         drawn = 1 + variation * np.random.default_rng(3).uniform(-1, 1, (ITERATIONS + 2, 8))
@@ -254,7 +254,7 @@ def train(variation: float, *, ahead: bool = False, **block: object) -> tuple[Mi
 
 
 def compare_jobs(variations: Sequence[float]) -> None:
-    """Print the savings of auto mode if lengths are given one iteration in advance, and if they are not given."""
+    """Print the savings of auto mode with and without lengths given one iteration in advance."""
     for variation in variations:
         default, _ = train(variation, mode="observe")
         for slowdown, ahead in product(SLOWDOWNS, (False, True)):

@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(r"FORMULA([BI])([0-9a-f]+)END")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to the repository, and hide formulas from Markdown, in which underscores have a meaning."""
+    """Replace links to the repository, and hide formulas from Markdown, where underscores have a meaning."""
     return _REPOSITORY_LINK.sub(_path, _CODE_OR_FORMULA.sub(_hidden, markdown))
 
 

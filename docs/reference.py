@@ -1,4 +1,4 @@
-"""Generates the reference pages configuration.md and commands.md from the code: python docs/reference.py."""
+"""Generates configuration.md and commands.md from the code: python docs/reference.py."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
 
 
 def read_texts(path: str | None) -> Iterator[str]:
-    """Yield the texts of a file, of a folder saved by ``datasets``, or of the Python standard library's modules."""
+    """Yield the texts of a file, a folder saved by ``datasets``, or the Python standard library."""
     if path is not None and Path(path).is_dir():
         yield from _read_saved_dataset(path)
         return

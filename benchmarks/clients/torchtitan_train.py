@@ -1,4 +1,4 @@
-"""Trains torchtitan with Perseus, by a derived trainer. The variable ``PERSEUS`` contains the perseus block."""
+"""Trains torchtitan with Perseus by a derived trainer. The variable ``PERSEUS`` contains the block."""
 
 from typing import Any
 

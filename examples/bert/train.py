@@ -88,7 +88,7 @@ class HeadTransform(nn.Module):
 
 
 def tied_head(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits without bias, of shape (batch, sequence, vocabulary), from the embedding's weights."""
+    """Return logits of shape (batch, sequence, vocabulary), without bias, from the embedding's weights."""
     return nn.functional.linear(hidden, embedding.weight)
 
 
@@ -187,10 +187,11 @@ def read_sequences(data: DictConfig, vocabulary: Vocabulary, sequence_length: in
 
 
 def masked_dataset(sequences: torch.Tensor, vocabulary: Vocabulary, seed: int) -> TensorDataset:
-    """Mask sequences and shuffle them. The mask is fixed, so that first-stage tokens and last-stage labels agree.
+    """Mask sequences and shuffle them.
 
-    Of 15 % of the tokens of each sequence, 80 % become the mask, 10 % any token, and 10 % are kept. Only these have
-    labels. All sequences have equally many, so that the mean over micro-batches gives each label the same weight.
+    The mask is fixed, so that first-stage tokens and last-stage labels agree. Of 15 % of the tokens of each sequence,
+    80 % become the mask, 10 % any token, and 10 % are kept. Only these have labels. All sequences have equally many, so
+    that the mean over micro-batches gives each label the same weight.
     """
     random = torch.Generator().manual_seed(seed)
     draw = torch.rand(sequences.shape, generator=random)

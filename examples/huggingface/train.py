@@ -73,7 +73,7 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dat
 def batches(
     data: Dataset, *, size: int, pipelines: int, pipeline: int, seed: int, start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield one pipeline's micro-batches endlessly, as tokens and labels. Each epoch has a different order.
+    """Yield one pipeline's micro-batches endlessly, as tokens and labels, in a new order each epoch.
 
     Args:
         data: Sequences of tokens.

@@ -228,7 +228,7 @@ class Measurement:
 
 
 def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
-    """Combine ranks' rows of the same stage, kind and clock into one with the slowest time and the mean energy."""
+    """Combine ranks' rows of one stage, kind and clock to the slowest time and the mean energy."""
     slowest_s, mean_j = max(row.time_s for row in rows), sum(row.energy_j for row in rows) / len(rows)
     return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 

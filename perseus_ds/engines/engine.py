@@ -193,7 +193,10 @@ class Session:
         self._when_started(lambda runtime: runtime.command({"command": "straggler", **report}))
 
     def next_lengths(self, lengths: Sequence[float]) -> None:
-        """Pass on the lengths of the micro-batches of an iteration to come. See :meth:`PerseusRuntime.next_lengths`."""
+        """Pass on the lengths of the micro-batches of a future iteration.
+
+        See :meth:`PerseusRuntime.next_lengths`.
+        """
         given = tuple(lengths)
         check_lengths(given)
         self._when_started(lambda runtime: runtime.next_lengths(given))
@@ -255,7 +258,7 @@ class Session:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Context of an evaluation, which ends the current iteration and runs at default clocks. For all ranks."""
+        """Context of an evaluation on all ranks. It ends the iteration and runs at default clocks."""
         if self.is_captured:
             self._graphs.surround_replays(self._evaluate)
             yield
@@ -467,7 +470,7 @@ def _checks_begun(more: int, rank: int | None = None) -> int:
 
 @contextmanager
 def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
-    """Context of further checks of this rank. First compares its settings with those of the first rank that checks.
+    """Context of checks of this rank, after comparing its settings with those of the first rank that checks.
 
     All ranks are notified of the first error, and when all ranks have finished.
     """

@@ -1,4 +1,4 @@
-"""Hooks: functions that are called instead of methods of single objects, and around replays of CUDA graphs."""
+"""Hooks that replace methods of single objects or surround replays of CUDA graphs."""
 
 from __future__ import annotations
 

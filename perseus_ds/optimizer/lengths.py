@@ -1,4 +1,4 @@
-"""Computes plans for one iteration whose micro-batches have given lengths, quickly.
+"""Quickly computes plans for one iteration with given lengths of micro-batches.
 
 The time and energy of a pass are those of its row, multiplied by the factor that the profile gives for the length of
 its input. A plan is the rounded optimum of the relaxed problem at one deadline. Bounds and plans for other deadlines

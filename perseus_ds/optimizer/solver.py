@@ -83,9 +83,10 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
 
 
 def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
-    """Return a good plan for one deadline, computed quickly. If none meets the deadline, it is the fastest plan.
+    """Return a good plan for one deadline, computed quickly.
 
-    It is the rounded optimum of the relaxed problem. The dwell time is respected as in a frontier.
+    It is the rounded optimum of the relaxed problem, or the fastest plan if none meets the deadline. The dwell time is
+    respected as in a frontier.
     """
     problem = network.problem
     fastest_s, slowest_s = problem.t_min_s * (1 + _NEAR), problem.time_s(problem.most_frugal)

@@ -37,9 +37,10 @@ _MOST_PROGRESS = 1 << 16
 
 
 def start(module: str, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
-    """Start a process that runs a module's ``main`` on one thread, without the current folder on the search path.
+    """Start a process that runs a module's ``main`` on one thread.
 
-    It is equivalent to ``python -P -m`` of Python 3.11, also for 3.10. Without -P, the path starts with that folder.
+    The current folder is not on the module search path. This is equivalent to ``python -P -m`` of Python 3.11, also for
+    3.10. Without -P, the path starts with that folder.
 
     Args:
         module: Name of the module.

@@ -42,7 +42,7 @@ def encode(spans: Iterable[Span], places: Mapping[Operation, int]) -> bytes:
 
 
 def decode(content: bytes, stream: Sequence[Operation]) -> list[Span]:
-    """Return the spans encoded by :func:`encode`. Those with a place beyond the end of the stream are omitted."""
+    """Return the spans encoded by :func:`encode`. Those with a place outside of the stream are omitted."""
     whole = content[: len(content) // _SPAN.size * _SPAN.size]
     return [
         Span(stream[place], start_s, end_s) for place, start_s, end_s in _SPAN.iter_unpack(whole) if place < len(stream)

@@ -99,7 +99,7 @@ class Situation:
 
 
 class KindTimes:
-    """Times at default clocks of the last iterations of a job, by kind, such as their number of micro-batches."""
+    """Times of recent iterations at default clocks by kind, such as the number of micro-batches."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[Hashable, float]] = deque(maxlen=_LAST_KINDS)
@@ -319,7 +319,7 @@ def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> 
 
 
 def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
-    """Return the plan of a pipeline that may take ``factor`` times as long as a plan: that of min(T', T*).
+    """Return the plan of a pipeline that may take ``factor`` times as long: that of min(T', T*).
 
     Args:
         frontier: The plans.

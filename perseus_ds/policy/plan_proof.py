@@ -1,5 +1,6 @@
-"""Tests whether a plan keeps its promise in the job: at most 1 % over the promised slowdown, with less energy.
+"""Tests whether a plan keeps its promise in the job.
 
+The promise is kept if the slowdown is at most 1 % above the promised one, with less energy than at default clocks.
 Blocks of iterations alternate between default clocks and the plan: D P D P D ... Each block under the plan is compared
 with the blocks on both sides of it, so that a steady drift of the host cancels. Iterations that contain a stall
 (``measures.py``) are excluded in all blocks, and a block ends when it has enough others. Its level is the median time
@@ -191,7 +192,7 @@ class IterationSample:
         return self.typical.energy_error
 
     def is_as_long_as(self, blocks: int, in_flight_s: float = 0.0) -> bool:
-        """Return True if the iterations without stalls amount to a number of blocks, by their number and total time.
+        """Return True if the iterations without stalls amount to a number of blocks, by number and time.
 
         Time and power of one block are known to about a percent.
 
@@ -206,7 +207,7 @@ class IterationSample:
 
 
 def under_plan_minus_default(levels: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the mean difference of blocks under the plan from the adjacent ones at default clocks, and its error.
+    """Return the mean difference of planned blocks from the adjacent default ones, and its error.
 
     Args:
         levels: Levels of alternating blocks, the first and the last at default clocks. Shape (..., blocks).
@@ -225,7 +226,7 @@ def under_plan_minus_default(levels: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def error_probability(comparisons: int) -> float:
-    """Return the probability with which an interim analysis may err about lateness, and the same about energy.
+    """Return the error probability of an interim analysis about lateness, and the same about energy.
 
     Args:
         comparisons: Number of comparisons of the job before this one.
@@ -320,7 +321,7 @@ class PlanComparison:
         )
 
     def standard_errors(self, probability: float) -> float:
-        """Return the number of standard errors that a figure exceeds only with this probability, by Student's t."""
+        """Return the number of standard errors exceeded with this probability, by Student's t."""
         return float(stdtrit(self.freedom, 1 - probability))
 
     @property
@@ -345,11 +346,11 @@ class PlanComparison:
         return self.standard_errors(_KNOWN) * self.saved_error <= _KNOWN_ERROR
 
     def is_late(self, sure: float) -> bool:
-        """Return True if it is certain that the promised time is exceeded, given the number of standard errors."""
+        """Return True if the promised time is certainly exceeded, given the number of standard errors."""
         return self.slowdown - sure * self.slowdown_error > self.promised_slowdown + TOLERANCE
 
     def is_in_time(self, sure: float) -> bool:
-        """Return True if it is certain that the promised time is kept, given the number of standard errors."""
+        """Return True if the promised time is certainly kept, given the number of standard errors."""
         return self.slowdown + sure * self.slowdown_error <= self.promised_slowdown + TOLERANCE
 
     def uses(self, sure: float) -> int:
@@ -418,7 +419,7 @@ class PlanProof:
     """
 
     def __init__(self, probability: float) -> None:
-        """Begin without blocks, given the error probability of an interim analysis (:func:`error_probability`)."""
+        """Begin without blocks, given the probability from :func:`error_probability`."""
         self.blocks: list[IterationSample] = []
         self.verdict: Verdict | None = None
         self._probability = probability
@@ -458,9 +459,10 @@ _HIGHER = 1.2
 
 
 class SwitchCost:
-    """Estimates the delay by a clock change from the lateness of plans, divided by the number of their clock changes.
+    """Estimates the delay by a clock change from the lateness of plans.
 
-    Plans already allow for the delay that is known so far. A plan that is late nevertheless increases it.
+    The lateness is divided by the number of clock changes. Plans already allow for the delay that is known so far. A
+    plan that is late nevertheless increases it.
 
     Attributes:
         time_s: Delay that plans should assume for each clock change [s].
@@ -471,7 +473,7 @@ class SwitchCost:
         self._plans = 0
 
     def learn(self, plan: FrequencyPlan, comparison: PlanComparison, default_s: float) -> bool:
-        """Update the switch cost by the lateness of a plan, and return True if new plans should be computed with it.
+        """Update the switch cost by the lateness of a plan, and return True if new plans are needed.
 
         Args:
             plan: Plan that ran. Its time allows for the switch cost so far.

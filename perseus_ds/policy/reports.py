@@ -89,7 +89,7 @@ _HOT_S = 3600.0
 
 
 class LimitConditions:
-    """Tracks the GPU limits under which iterations run, so that only iterations under equal limits are compared.
+    """Tracks GPU limits, so that only iterations under equal limits are compared.
 
     A GPU that heat slows down from time to time counts as one condition. Alternating blocks are affected by it equally,
     and among many GPUs there is always one that begins or ceases to be slow.
@@ -152,7 +152,7 @@ class JobReport:
     def of(
         cls, ranks: RankReports, conditions: Conditions = (), relative: tuple[float, float] = (1.0, 1.0)
     ) -> JobReport:
-        """Return the summary of the reports of all ranks, with the given conditions and relative time and energy."""
+        """Return the summary of all ranks' reports, with the given conditions and relative time and energy."""
         energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
@@ -220,7 +220,10 @@ _DRIFTS_IN_A_ROW = 2
 
 
 def shapes_number(rank: int, shapes: float) -> int:
-    """Return the number that a rank reports for the shapes of its inputs. The job's number is the sum over ranks."""
+    """Return the number that a rank reports for the shapes of its inputs.
+
+    The job's number is the sum over ranks.
+    """
     content = struct.pack("<qd", rank, shapes)
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
 

@@ -33,7 +33,7 @@ def pooled(found: Iterable[WaitingPower | None]) -> WaitingPower | None:
 
 
 def chosen_power_w(alone_w: float, bubbles: WaitingPower | None) -> tuple[float, str | None]:
-    """Return the blocking power for plans [W], and a message that explains the choice if the measurements differ.
+    """Return the blocking power for plans [W], and a message if the measurements differ.
 
     Args:
         alone_w: Power while all ranks wait for one [W].

@@ -49,7 +49,7 @@ class Sweep:
 
 
 class AdaptiveSampler:
-    """Measures clocks in coarse steps downwards until energy rises, then those that may improve plans most.
+    """Measures clocks in coarse steps down until energy rises, then those that may improve plans most.
 
     Of the clocks above the one that the GPU reaches under load, only the highest is measured, because all of them give
     the same results.

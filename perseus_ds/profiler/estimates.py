@@ -402,7 +402,7 @@ class _ResidualModel:
         return replace(model, calibration=model._calibrated(residual))
 
     def _calibrated(self, residual: Floats) -> float:
-        """Return the factor by which error bars must grow to agree with leave-one-out predictions of each clock.
+        """Return the factor by which error bars must grow to agree with leave-one-out predictions.
 
         The residuals are first averaged over stages, because equal stages have equal residuals. Without the row of only
         one stage, its prediction would come from the rows of other stages.

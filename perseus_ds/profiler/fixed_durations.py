@@ -124,7 +124,7 @@ def shortest_tail_s(ranks: Iterable[Sequence[Span]]) -> float:
 
 
 def with_tail(spans: Sequence[Span], tail_s: float) -> list[Span]:
-    """Return the operations of an iteration with a tail of the given duration [s] that ends when its own does."""
+    """Return the operations of an iteration with a tail of another duration [s] and the same end."""
     tails = [span for span in spans if _is_tail(span)]
     rest = [span for span in spans if not _is_tail(span)]
     if not tails:

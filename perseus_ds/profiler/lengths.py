@@ -1,4 +1,4 @@
-"""Profiles of passes as a function of the length of their inputs, fitted to profiles of several lengths.
+"""Profiles of passes as a function of input length, fitted to profiles of several lengths.
 
 The *length* of an input is its number of tokens, or any number proportional to it. A pass computes most operations once
 per token, attention once per pair of tokens, and some work, such as launching kernels, once. So at each clock its time
@@ -80,7 +80,7 @@ class LengthModel:
         return StageProfile([*measurements, *tails], info.with_fixed_durations(self._fixed(length)))
 
     def _series(self) -> dict[tuple[int, Kind, int], tuple[Floats, Floats]]:
-        """Return the times and energies of each pass: values and relative errors by length, shape (lengths, 2)."""
+        """Return times and energies of each pass: values and relative errors, shape (lengths, 2)."""
         found: dict[tuple[int, Kind, int], list[tuple[Measurement, RowQuality | None]]] = defaultdict(list)
         for profile in self._profiles.values():
             known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}

@@ -365,7 +365,7 @@ class MegatronEngine(Engine):
             self._session.begin_tail(int(self._pp_group.rank()))
 
     def _surround_optimizers(self) -> None:
-        """Let iterations end with the step of Megatron's optimizers, including classes that were defined since."""
+        """Let iterations end with the step of Megatron's optimizers, including newly defined classes."""
         module = sys.modules.get("megatron.core.optimizer.optimizer")
         classes = [module.MegatronOptimizer] if module else []
         while classes:

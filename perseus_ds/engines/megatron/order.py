@@ -1,8 +1,8 @@
-"""Records the order that a schedule of Megatron-Core executes on this rank, during its first iteration.
+"""Records the order that a schedule of Megatron-Core executes on this rank.
 
-Megatron's schedules are functions, so their operations are known only when they are executed. A forward receives its
-micro-batch and virtual stage as arguments. The micro-batch of a backward or transfer follows from its tensors, since
-each of them was returned by a pass or will be used by one.
+The first iteration is recorded, because Megatron's schedules are functions, and their operations are known only when
+they are executed. A forward receives its micro-batch and virtual stage as arguments. The micro-batch of a backward or
+transfer follows from its tensors, since each of them was returned by a pass or will be used by one.
 """
 
 from __future__ import annotations

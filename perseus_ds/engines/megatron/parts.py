@@ -10,7 +10,7 @@ from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Part, kind_of_laye
 
 
 def parts_of_chunk(chunk: Any) -> list[Part] | None:
-    """Return the parts of a model chunk in order. None if it does not have the structure of Megatron-Core's GPT."""
+    """Return the parts of a model chunk in order. None if it is not structured like Megatron-Core's GPT."""
     module = unwrapped(chunk)
     if not all(hasattr(module, name) for name in ("pre_process", "post_process", "decoder")):
         return None
