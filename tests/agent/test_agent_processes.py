@@ -93,11 +93,11 @@ class Node:
         return process
 
     def rank(self, end: str, *indices: int) -> subprocess.Popen[str]:
-        """Start a rank that locks these GPUs and then ends as told."""
+        """Start a rank that locks these GPUs and then does as ``end`` selects."""
         return self.start(RANK, self.job, end, *map(str, indices))
 
     def agent_of(self, rank: subprocess.Popen[str]) -> int:
-        """Wait until a rank has locked its GPUs, or has registered again; returns its agent's process id."""
+        """Wait until a rank has locked its GPUs, or has registered again, and return its agent's process id."""
         assert rank.stdout is not None
         pid = int(rank.stdout.readline().split()[0])
         self.agents.add(pid)
@@ -110,7 +110,7 @@ def node(stub_nvml: StubNvml, tmp_path: Path) -> Iterator[Node]:
     yield made
     for process in made.started:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with what it has forked
+            os.killpg(process.pid, signal.SIGKILL)  # including forked processes
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
@@ -125,7 +125,7 @@ def is_running(pid: int) -> bool:
 
 
 def kill(agent: int) -> None:
-    """Kill an agent, and wait until its locks and sockets are gone."""
+    """Kill an agent, and wait until its locks and sockets are released."""
     os.kill(agent, signal.SIGKILL)
     wait_until(lambda: not is_running(agent), "the end of the agent")
 
@@ -135,7 +135,7 @@ def wait_until_clocks_are(stub: StubNvml, expected: list[int]) -> None:
 
 
 def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
-    node.stub.gpus[3].locked_clock_mhz = 900  # Somebody else's.
+    node.stub.gpus[3].locked_clock_mhz = 900  # locked by another user
     ranks = [node.rank("wait", index) for index in range(3)]
     assert len({node.agent_of(rank) for rank in ranks}) == 1, "ranks of one node share an agent"
     assert node.stub.locked_clocks_mhz() == [1200, 1200, 1200, 900]
@@ -146,13 +146,13 @@ def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
 
 
 def test_killing_the_launchers_process_tree_spares_the_agent(node: Node) -> None:
-    """DeepSpeed's launcher ends all its descendants, first by SIGTERM, then by SIGKILL."""
+    """DeepSpeed's launcher ends all its descendants, first with SIGTERM, then with SIGKILL."""
     launcher = node.start(LAUNCHER, RANK, node.job, "wait", "0")
     agent = psutil.Process(node.agent_of(launcher))
     tree = [*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)]
     assert agent not in tree
     assert os.getsid(agent.pid) != os.getsid(launcher.pid)
-    agent.terminate()  # Even if somebody finds it, it stays as long as there is a rank.
+    agent.terminate()  # Even if it receives a signal, it stays until its last rank has ended.
     for process in tree:
         process.kill()
     wait_until_clocks_are(node.stub, [0, 0, 0, 0])
@@ -168,7 +168,7 @@ def test_a_gpu_stays_locked_while_one_of_its_ranks_lives(node: Node) -> None:
     third.kill()
     wait_until_clocks_are(node.stub, [0, 0, 0, 0])
     wait_until(lambda: not is_running(agent), "the end of the agent")
-    assert node.stub.gpus[1].calls("reset_locked") == 1, "not when the first of its ranks was gone"
+    assert node.stub.gpus[1].calls("reset_locked") == 1, "it is not reset when its first rank ends"
 
 
 def test_close_restores_before_it_returns(node: Node) -> None:
@@ -194,7 +194,7 @@ def test_ranks_start_another_agent_when_theirs_has_died(node: Node) -> None:
 
 
 def test_a_record_that_is_removed_is_written_again(node: Node, tmp_path: Path) -> None:
-    """As the end of a login session removes files of its user in memory."""
+    """The end of a login session removes its user's files in memory."""
     rank = node.rank("wait", 0)
     agent = node.agent_of(rank)
     (record,) = (tmp_path / "runtime").glob("*/gpu.*")
@@ -249,7 +249,7 @@ def test_an_agent_that_starts_slowly_and_fails_says_why(stub_nvml: StubNvml, tmp
 def test_a_rank_whose_gpu_the_agent_cannot_open_gets_an_agent_of_its_own(
     node: Node, stub_nvml: StubNvml, stub_library: Path, tmp_path: Path
 ) -> None:
-    """As with ``srun --gpus-per-task=1``, where each task has a control group with its own GPU."""
+    """With ``srun --gpus-per-task=1``, each task has a control group with its own GPU."""
     hidden = StubNvml(stub_library, tmp_path / "hidden", 1)
     hidden.gpus[0].uuid = b"GPU-of-another-task"
     first = node.rank("wait", 0)
@@ -276,7 +276,7 @@ def test_a_signal_to_a_rank_resets_its_clock_while_the_rank_goes_on(node: Node) 
 
 
 def test_sigterm_to_an_agent_resets_all_clocks(node: Node) -> None:
-    """As when a scheduler ends all processes of a job."""
+    """A scheduler may end all processes of a job."""
     ranks = [node.rank("wait", 0), node.rank("wait", 1)]
     (agent,) = {node.agent_of(rank) for rank in ranks}
     os.kill(agent, signal.SIGTERM)
@@ -307,14 +307,14 @@ def test_an_agent_that_is_stopped_and_continues_leaves_a_gpu_alone_that_was_rese
     rank.kill()
     rank.wait()
     assert node.stub.run("-m", "perseus_ds", "reset").returncode == 0
-    node.stub.gpus[0].locked_clock_mhz = 900  # by the next job
+    node.stub.gpus[0].locked_clock_mhz = 900  # locked by the next job
     os.kill(agent, signal.SIGCONT)
     wait_until(lambda: not is_running(agent), "the end of the agent")
     assert node.stub.locked_clocks_mhz()[0] == 900
 
 
 def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node, stub_nvml: StubNvml) -> None:
-    stub_nvml.gpus[1].locked_clock_mhz = 900  # somebody else's
+    stub_nvml.gpus[1].locked_clock_mhz = 900  # locked by another user
     rank = node.rank("wait", 2)
     kill(node.agent_of(rank))
     rank.kill()
@@ -324,7 +324,7 @@ def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node
     done = [stub_nvml.run("-c", start + "Lease(NvmlGpu(0).address, 'another').close()") for _ in range(2)]
     assert stub_nvml.locked_clocks_mhz() == [0, 900, 0, 0]
     wait_until(lambda: not stub_nvml.agents(), "the end of the agents")
-    assert places.agents() == [], "files of the agent that was killed are removed, too"
+    assert places.agents() == [], "files of the killed agent are also removed"
     said = r"perseus: process \d+ died and left the clock of nvml:GPU-\S+ locked: it is reset\.\n"
     assert re.fullmatch(said, done[0].stderr)
     assert done[1].stderr == ""
@@ -333,7 +333,7 @@ def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node
 def test_a_clock_that_the_same_job_left_locked_before_it_was_restarted_is_reset(
     node: Node, stub_nvml: StubNvml
 ) -> None:
-    """As torchrun restarts ranks, after everything was killed."""
+    """For example, torchrun restarts ranks after all processes were killed."""
     first = node.rank("wait", 0)
     kill(node.agent_of(first))
     first.kill()
@@ -352,12 +352,12 @@ def test_a_gpu_of_another_job_is_refused_with_its_agent(node: Node, stub_nvml: S
 
 @pytest.fixture
 def address(stub_of_agents: StubNvml) -> str:
-    """A GPU that agents of this process see, too."""
+    """Address of a GPU that agents of this process can also open."""
     return NvmlGpu(0).address
 
 
 def test_an_agent_that_may_not_set_clocks_ends_with_its_rank(address: str, tmp_path: Path, stub_nvml: StubNvml) -> None:
-    """Most users may not: there is nothing to restore, for them or for the next job."""
+    """Most users may not set clocks, so there is nothing to restore for them or for the next job."""
     for function in ("set_locked", "reset_locked"):
         stub_nvml.gpus[0].fail(function, "no_permission")
     lease = Lease(address, str(tmp_path))
@@ -407,7 +407,7 @@ def test_a_lock_by_somebody_else_stays_while_a_job_only_reads(stub_of_agents: St
 
 
 def test_a_number_in_other_control_groups_names_no_gpu_of_an_agent(stub_of_agents: StubNvml, tmp_path: Path) -> None:
-    """As with ``srun --gpus-per-task=1``: GPU 0 of every task is another one."""
+    """With ``srun --gpus-per-task=1``, GPU 0 of every task is a different one."""
     other = msgspec.structs.replace(PLACE, cgroups="those of another task")
     with pytest.raises(GpuError, match="GPU 2 of a process of other control groups cannot be identified"):
         Lease(other, str(tmp_path))
@@ -448,7 +448,7 @@ def test_an_agent_reports_which_processes_lease_which_gpus(node: Node, stub_nvml
 
 
 def test_signals_are_never_written_into_another_file(address: str, tmp_path: Path) -> None:
-    """A lease that ends on another thread than the main one cannot tell the interpreter."""
+    """Only the main thread can make the interpreter stop writing signals."""
     code = (
         "import os, signal, sys, threading\n"
         "from perseus_ds.client.lease import Lease\n"
@@ -477,7 +477,7 @@ def test_a_gpu_that_another_job_is_about_to_let_go_is_waited_for(node: Node, stu
 
 
 def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(address: str, tmp_path: Path) -> None:
-    """As with long iterations, between which alone a rank looks."""
+    """A rank checks its agent only between iterations, which may be long."""
 
     class Later(RealTime):
         later_s = 0.0

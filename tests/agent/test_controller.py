@@ -1,4 +1,4 @@
-"""The clock controller never makes the training thread wait, and always restores the default; in virtual time."""
+"""The clock controller does not block training and always restores the default clock, in virtual time."""
 
 import itertools
 
@@ -12,11 +12,11 @@ from perseus_ds.timebase import Flag, RealTime
 
 LATENCY_S = 0.02
 A_WHILE_S = 10.0
-"""Longer than anything that a controller may still be about to do."""
+"""Longer than all pending actions of a controller."""
 
 
 class LaterEvent:
-    """A point in the GPU's progress that a test decides on."""
+    """A point in the GPU's progress that passes when the test chooses."""
 
     def __init__(self, now):
         self.passed = Flag(now)
@@ -38,7 +38,7 @@ class LaterEvent:
 
 
 class PassedEvent(float):
-    """A point in the GPU's progress that has passed, made of when [s]."""
+    """A point in the GPU's progress that has passed, stored as its time [s]."""
 
     def query(self):
         return True
@@ -48,7 +48,7 @@ class PassedEvent(float):
 
 
 class SeenLateEvent:
-    """Passes at a time, and is seen to have passed later, as on a busy node."""
+    """Passes at a given time, but is noticed later, as on a busy node."""
 
     def __init__(self, now, at_s, held_s):
         self._time, self._at_s, self._held_s = now, at_s, held_s
@@ -157,7 +157,7 @@ def test_closing_does_not_wait_for_the_gpu_and_nothing_is_applied_after_it(clock
     set_clock(clocks, 1200)
     now.sleep(A_WHILE_S)
     clocks.request(1110, after=event)
-    now.sleep(0.001)  # the worker waits for the event
+    now.sleep(0.001)  # the controller's thread waits for the event
     begin_s = now.now_s()
     closing = now.thread(lambda: clocks.close(timeout_s=5.0), "closing")
     closing.start()
@@ -184,7 +184,7 @@ def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, 
         set_clock(clocks, clock)
     now.sleep(A_WHILE_S)
     assert [str(error) for error in errors] == ["the GPU is lost"]
-    assert gpu.clocks_set == [1200, None], "the default clock is restored at once"
+    assert gpu.clocks_set == [1200, None], "the default clock is restored immediately"
     clocks.close()
     assert gpu.clocks_set == [1200, None]
 
@@ -194,7 +194,7 @@ def test_a_driver_that_is_busy_for_a_few_seconds_is_asked_again(clocks, gpu, err
     gpu.refusal = GpuBusyError("the driver did not answer in time")
     clocks.request(1110)
     now.sleep(3.0)
-    assert gpu.clocks_set == [1200, None, None, None], "the default holds until the driver accepts a clock"
+    assert gpu.clocks_set == [1200, None, None, None], "the default clock is kept until the driver accepts a clock"
     assert clocks.failing_s == pytest.approx(3.0)
     gpu.refusal = None
     now.sleep(A_WHILE_S)
@@ -346,7 +346,7 @@ def test_an_early_request_waits_for_its_time_and_not_for_the_next_one(clocks, gp
 
 @pytest.mark.parametrize("on_the_gpu", [False, True])
 def test_an_early_request_is_due_at_the_latest_when_its_instruction_ends(clocks, gpu, now, on_the_gpu):
-    """Whether a request made then says so, or a event of the GPU."""
+    """Its end is known from a request made then, or from an event of the GPU."""
     begun, ended = LaterEvent(now), LaterEvent(now)
     set_clock(clocks, 1110)
     clocks.request_early(1410, begun if on_the_gpu else PassedEvent(now.now_s()), 30.0)
@@ -365,7 +365,7 @@ def test_an_early_request_is_due_at_the_latest_when_its_instruction_ends(clocks,
 
 
 def test_a_clock_is_read_back_while_an_early_request_waits_for_its_time(clocks, gpu, now):
-    """Else short runs would never tell how late their clocks come."""
+    """Otherwise the latencies of clocks would never be known in short runs."""
     for clock in (1110, 1410) * 3:
         clocks.request(clock)
         clocks.request_early(2520 - clock, PassedEvent(now.now_s()), 0.08)
@@ -391,7 +391,7 @@ def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
 
 
 class InterruptedNotifier:
-    """Runs a handler while it notifies, like that of a signal that arrives then."""
+    """Runs a handler while it notifies, as if a signal arrived then."""
 
     handler = None
 
@@ -415,7 +415,7 @@ def test_a_signal_that_interrupts_a_request_restores_the_default_clock(monkeypat
     for clock_mhz in itertools.cycle((1215, 1110)):
         if clocks.is_closed:
             break
-        clocks.request(clock_mhz)  # it wakes the clocks' thread only where that waits
+        clocks.request(clock_mhz)  # it wakes the controller's thread only if that thread waits
     assert gpu.clocks_set[-1] is None
 
 
@@ -458,7 +458,7 @@ def test_a_host_that_is_seconds_ahead_of_the_gpu_does_not_take_the_driver_for_si
 
 
 def test_a_hung_call_is_given_up_and_none_is_made_until_it_returns(clocks, now):
-    assert clocks.call(lambda: now.sleep(2.9) or 1.0).value() == 1.0, "a slow one is waited for"
+    assert clocks.call(lambda: now.sleep(2.9) or 1.0).value() == 1.0, "a slow call is waited for"
     begin_s = now.now_s()
     hung = clocks.call(lambda: now.sleep(20.0) or 1.0)
     now.sleep(0.5)
@@ -469,7 +469,7 @@ def test_a_hung_call_is_given_up_and_none_is_made_until_it_returns(clocks, now):
     now.sleep(10.0)
     with pytest.raises(GpuBusyError, match="has not answered for 13 s"):
         clocks.call(lambda: made.append(1)).value()
-    assert now.now_s() - begin_s == pytest.approx(13.0), "it is not waited for again"
+    assert now.now_s() - begin_s == pytest.approx(13.0), "the hung call is not waited for again"
     now.sleep(10.0)
     assert clocks.failing_s == 0.0
     assert clocks.call(lambda: 2.5).value() == 2.5

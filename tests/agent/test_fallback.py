@@ -1,4 +1,4 @@
-"""A rank whose driver fails falls back to default clocks, and runs programs again once the driver works."""
+"""A rank falls back to default clocks when its driver fails, and runs programs again when it works."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, RankRecovered
 
 AFTER_PROBES_S = 200.0
-"""Longer than the driver is left alone."""
+"""Longer than the interval between two probes of the driver."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def gpu(now):
 
 @pytest.fixture
 def told():
-    """What the agent tells the server."""
+    """Messages from the agent to the server."""
     return []
 
 
@@ -46,7 +46,7 @@ def agent(clocks):
 
 @pytest.fixture
 def train(clocks, now, agent):
-    """A function that runs iterations for some time, while the agent looks as its loop does."""
+    """A function that runs iterations for some time, and calls ``look()`` as the agent's loop does."""
 
     def train(seconds, each_s=1.0):
         for _ in range(round(seconds / each_s)):

@@ -1,4 +1,4 @@
-"""Programs are followed by marks of the CPU, or of a GPU on which passes are only launched; in virtual time."""
+"""Programs follow marks of the CPU, or of a GPU on which passes are only launched, in virtual time."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def cuda(request, now, gpu):
 
 @pytest.fixture
 def told():
-    """What the agent tells the server."""
+    """Messages from the agent to the server."""
     return []
 
 
@@ -51,7 +51,7 @@ def agent(clocks):
 
 @pytest.fixture
 def runs(agent):
-    """A function by which the server says what an order runs; returns the order's number."""
+    """A function that sends the program of an order and returns the order's number."""
     serials = itertools.count(1)
 
     def runs(first_mhz, clocks_mhz=(), spans_s=(), time_s=0.0, *, number=0, from_iteration=0, only=None):
@@ -64,7 +64,7 @@ def runs(agent):
 
 @pytest.fixture
 def iterate(clocks, now, cuda):
-    """A function that runs an iteration whose passes take 0.3 s; returns its number."""
+    """A function that runs an iteration with passes of 0.3 s and returns its number."""
 
     def iterate(order, passes=3, end=True):
         number = clocks.begin_iteration(order, passes)
@@ -118,7 +118,7 @@ def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(agen
 
 
 def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later(agent, gpu, now, iterate, runs):
-    """Else clocks that are requested early, from the begin of a pass on, would come late."""
+    """Otherwise clocks that are requested early, relative to the beginning of a pass, would be late."""
     agent._clocks.readback.latencies = LatencyTable({(1410, True): (0.1,) * 3})
     spans_s = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9))
     begin_s = now.now_s()
@@ -179,7 +179,7 @@ def test_an_order_of_default_clocks_of_which_nothing_was_said_or_whose_server_is
 
 
 def test_a_report_is_completed_once_the_gpu_has_done_its_iteration(clocks, told, now, iterate, runs):
-    """The host, which is ahead, may send it before."""
+    """The host is ahead of the GPU, and may send the report earlier."""
     runs(1200)
     number = iterate(0)
     clocks.send(Report(number, 0, 1, key=5, time_s=0.9))
@@ -202,7 +202,7 @@ def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, gpu, now
     clocks.end_iteration(number)
     now.sleep(1.0)
     assert gpu.clocks_set == [1200, 1305, None, 1110]
-    assert clocks.memory.recorded(number).energy_j > 0, "it is read once, from the begin to the end"
+    assert clocks.memory.recorded(number).energy_j > 0, "it is read once at the beginning and once at the end"
 
 
 def test_a_rank_that_is_idle_returns_to_the_default_clock_once_the_gpu_is_done(clocks, gpu, now, iterate, runs):
@@ -218,7 +218,7 @@ def test_work_outside_iterations_runs_at_the_default_clock_at_once(clocks, gpu, 
     now.sleep(1.0)
     clocks.pause()
     now.sleep(0.1)
-    assert gpu.clocks_set == [1200, None], "once the GPU is done with the iteration"
+    assert gpu.clocks_set == [1200, None], "the clock is reset when the GPU has finished the iteration"
     iterate(program)
     now.sleep(0.1)
     assert gpu.clocks_set == [1200, None, 1200]
@@ -257,4 +257,4 @@ def test_what_an_order_runs_may_change_as_often_as_the_server_likes(gpu, now, it
         iterate(runs(first_mhz, (first_mhz, second_mhz)), passes=2)
         now.sleep(0.6)
     now.sleep(1.0)
-    assert gpu.clocks_set[-2:] == [second_mhz, first_mhz], "the first clock of the next iteration"
+    assert gpu.clocks_set[-2:] == [second_mhz, first_mhz], "the last one is the first clock of the next iteration"

@@ -1,4 +1,4 @@
-"""How long an agent tries to reset a clock, and waits for the driver, in virtual time."""
+"""Time for which an agent tries to reset a clock and waits for the driver, in virtual time."""
 
 import math
 
@@ -11,7 +11,7 @@ from perseus_ds.errors import GpuError
 
 
 class LeftGpu:
-    """A GPU whose driver works from some time on [s], or hangs for some time."""
+    """A GPU with a driver that works from some time on [s], or hangs for some time [s]."""
 
     def __init__(self, time, works_from_s=0.0, hangs_s=0.0):
         self.time = time

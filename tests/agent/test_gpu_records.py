@@ -1,4 +1,4 @@
-"""Records of locked clocks: who holds a GPU, what was left locked, and who was superseded."""
+"""Records of locked clocks: the holder of a GPU, clocks left locked, and superseded agents."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ signal.pause()
 
 @pytest.fixture
 def hold(tmp_path, monkeypatch):
-    """Start a process that serves a GPU; returns it once it does."""
+    """A function that starts a process that serves a GPU, and returns it when it does."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     processes = []
 
@@ -81,11 +81,11 @@ def test_a_record_taken_by_another_agent_is_not_current(hold, tmp_path):
     path.write_text("99 1 1 another")
     assert not later.is_current
     later.set_locked(False)
-    assert path.read_text() == "99 1 1 another", "it is left to its new agent"
+    assert path.read_text() == "99 1 1 another", "the old agent does not change it"
 
 
 def test_a_record_whose_folder_is_removed_is_written_again(hold, tmp_path):
-    """As at the end of a login session."""
+    """This happens at the end of a login session."""
     record = GpuRecord("nvml:GPU-1", "this")
     record.set_locked(True)
     shutil.rmtree(next(tmp_path.iterdir()))

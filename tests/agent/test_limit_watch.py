@@ -1,4 +1,4 @@
-"""A power limit that somebody lowers, and heat that slows a GPU down, as the real NVML binding tells of them."""
+"""A lowered power limit, and a GPU slowed down by heat, as reported by the real NVML binding."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The agent's loop looks for a GPU's marks often enough; in virtual time, with a loop like the agent's."""
+"""A loop like the agent's looks for a GPU's marks often enough, in virtual time."""
 
 import pytest
 from virtual.gpu import RecordingGpu
@@ -38,10 +38,10 @@ def clocks(gpu, memory, now):
 
 
 def test_an_iteration_that_has_just_begun_is_looked_at_soon(clocks, memory):
-    assert clocks.look() > 0.01, "nothing is awaited"
+    assert clocks.look() > 0.01, "no mark is awaited"
     memory.begin_iteration(DEFAULT_CLOCKS)
     clocks.wake()
-    assert clocks.look() <= 0.001, "the controller's thread has not handed over anything yet"
+    assert clocks.look() <= 0.001, "the controller's thread has not processed the iteration yet"
 
 
 @pytest.mark.parametrize("varies", [0.0, -0.1, 0.1])
@@ -50,7 +50,7 @@ def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, var
 
     def loop():
         while not is_over.is_set():
-            now.sleep(max(1e-6, clocks.look()))  # so that time passes
+            now.sleep(max(1e-6, clocks.look()))  # virtual time must advance
 
     now.thread(loop, "loop").start()
     program = Program(0, None, (1110, 1410) * 5)
@@ -70,5 +70,5 @@ def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, var
     is_over.set()
     asked_s = [at_s for _, at_s in gpu.set_at if at_s > ends[0]]
     late_s = [at_s - end_s for at_s, end_s in zip(asked_s[:9], ends[:9], strict=True)]
-    assert all(0 <= each_s <= PASS_S * abs(varies) + 0.002 for each_s in late_s[:2]), "until it is known how they vary"
+    assert all(0 <= each_s <= PASS_S * abs(varies) + 0.002 for each_s in late_s[:2]), "before the variation is known"
     assert all(0 <= each_s <= 0.003 for each_s in late_s[2:]), late_s

@@ -1,4 +1,4 @@
-"""The clock is read back through the real NVML binding: clocks that the GPU does not reach are reported, with why."""
+"""Clocks that are not reached are reported with reasons, through the real NVML binding."""
 
 from types import SimpleNamespace
 
@@ -11,12 +11,12 @@ from perseus_ds.gpu.nvml import NvmlGpu
 
 POWER_CAP, IDLE = 0x4, 0x1
 NO_LIMITS = 0x2, 0x10, 0x100
-"""A setting of clocks for applications, of several boards together, for a display: nobody asks for more."""
+"""Settings of application clocks, synchronized boards and display clocks do not limit the clock."""
 
 
 @pytest.fixture
 def node(stub_nvml_here: StubNvml, stub_time: StubTime):
-    """A stub GPU, the controller of its clock, and what that one has reported; it must report no error."""
+    """A stub GPU, its clock controller, and the controller's reports, which must contain no error."""
     errors, refusals = [], []
     gpu = NvmlGpu(0)
     clocks = ClockController(gpu, errors.append, refusals.append, timebase=stub_time)
@@ -47,7 +47,7 @@ def test_a_clock_that_is_not_reached_is_reported_once(node, reasons, expected):
 )
 def test_a_limit_at_default_clocks_is_reported_once_and_looked_for_for_a_minute(node, reasons, expected):
     node.time.sleep(5.0)
-    assert node.stub.calls("clock_info") == 0, "nobody asked for it"
+    assert node.stub.calls("clock_info") == 0, "it was not requested"
     node.clocks.watch_default_clocks()
     node.time.sleep(5.0)
     node.stub.throttle_reasons = reasons
@@ -67,10 +67,10 @@ def test_the_default_clock_is_that_of_a_busy_gpu(node, reasons, expected):
 
 @pytest.mark.parametrize(("reasons", "expected"), [(0, [(None, 1200, ())]), (IDLE, [])], ids=["busy", "idle"])
 def test_default_clocks_below_the_highest_without_a_limit_are_reported_once(node, reasons, expected):
-    """As where somebody has locked the clock, of which the driver says nothing."""
+    """For example, another user has locked the clock, which the driver does not report."""
     node.clocks.watch_default_clocks()
     node.stub.throttle_reasons = reasons
-    for _ in range(3):  # a dip is no lock
+    for _ in range(3):  # a short drop is not a lock
         node.stub.limit_clock_mhz = 1200
         node.time.sleep(1.0)
         node.stub.limit_clock_mhz = 0
@@ -95,7 +95,7 @@ def test_the_latency_includes_what_the_clock_takes_after_the_call(node, settle_s
 
 
 def test_each_clock_has_its_own_latency(node):
-    """The next clocks above and below, where they have been requested seldom, have theirs too."""
+    """Neighbouring clocks that were rarely requested have the same latency."""
     for _ in range(4):
         for clock, settle_s in ((1410, 0.020), (1200, 0.3)):
             node.stub.settle_s = settle_s

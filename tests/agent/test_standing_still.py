@@ -1,4 +1,4 @@
-"""When a rank stands still, so that the clock of its GPU is reset."""
+"""Detection of stalled ranks, for which the clock of the GPU is reset."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +9,10 @@ from perseus_ds.protocol.layout import RankMemory
 
 
 class Rank:
-    """A rank that an agent looks at every 0.1 s.
+    """A rank that an agent checks every 0.1 s.
 
     Attributes:
-        resets: When its clock was reset [s].
+        resets: Times at which its clock was reset [s].
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ def test_outside_of_iterations_a_clock_stays_for_two_seconds_and_is_reset_once()
 
 @given(st.floats(0.1, 20.0))
 def test_within_an_iteration_a_clock_stays_three_times_as_long_as_iterations_take(seconds):
-    """A stage of a long pipeline waits for seconds."""
+    """A stage of a long pipeline may wait for seconds."""
     rank = Rank()
     rank.train(3, seconds)
     rank.memory.begin_iteration()
@@ -81,7 +81,7 @@ def test_short_iterations_are_known_although_each_look_comes_after_several():
 
 
 def test_the_first_iteration_may_take_a_minute():
-    """It may compile."""
+    """The first iteration may include compilation."""
     rank = Rank()
     rank.memory.begin_iteration()
     rank.wait(59)

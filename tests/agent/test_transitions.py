@@ -1,4 +1,4 @@
-"""When to request which clock: no instruction runs below its plan, on a GPU whose clock follows late."""
+"""Times of clock requests: no instruction runs below its planned clock on a GPU with a latency."""
 
 import itertools
 
@@ -18,13 +18,13 @@ RUNS = st.lists(st.tuples(CLOCKS, st.lists(TIMES, min_size=1, max_size=6)), min_
 
 
 def one_after_the_other(times_s):
-    """When instructions begin and end that follow each other at once, and the last one's end."""
+    """Return begin and end of instructions that follow each other immediately, and the last end."""
     ends_s = list(itertools.accumulate(times_s))
     return list(zip([0.0, *ends_s], ends_s, strict=False)), ends_s[-1]
 
 
 def requests(transitions, times_s, iterations):
-    """Return when which clock is requested, with instructions that follow each other at once."""
+    """Return the times and clocks of requests, with instructions that follow each other immediately."""
     now_s, found = 0.0, []
     for around, time_s in itertools.islice(
         itertools.cycle(zip(transitions, times_s, strict=True)), iterations * len(transitions)
@@ -38,7 +38,7 @@ def requests(transitions, times_s, iterations):
 
 
 def applied(found, latency_s):
-    """Return when which clock is in effect; the worker makes one call at a time and skips overtaken requests."""
+    """Return times and clocks that take effect. Calls are made one by one, and overtaken requests skipped."""
     free_s, clock_mhz, result = 0.0, None, []
     for number, (asked_s, wanted_mhz) in enumerate(found):
         begin_s = max(free_s, asked_s)
@@ -57,7 +57,7 @@ def test_no_instruction_runs_below_its_planned_clock_where_clocks_are_held_for_t
     stream = [(clock, time_s) for clock, times_s in held for time_s in times_s]
     clocks, times_s = zip(*stream, strict=True)
     transitions = plan_transitions(clocks, *one_after_the_other(times_s), ALL_ALIKE)
-    # The first change of all comes late; each iteration makes up for at least its shortest instruction, 1 ms.
+    # The very first change is late. Each iteration makes up for at least its shortest instruction, 1 ms.
     settled = 2 + int(2 * LATENCY_S / 0.001)
     there = applied(requests(transitions, times_s, settled + 2), LATENCY_S)
     begin_s = settled * sum(times_s)
@@ -69,13 +69,13 @@ def test_no_instruction_runs_below_its_planned_clock_where_clocks_are_held_for_t
 
 
 def around(clocks_mhz, spans_s, length_s, latencies=ALL_ALIKE):
-    """The clock requested as each instruction begins, and when the next one is requested before its end."""
+    """Return the clock requested at the beginning of each instruction, and the time of its early request."""
     found = plan_transitions(clocks_mhz, spans_s, length_s, latencies)
     return [each.clock_mhz for each in found], [each.early_s and pytest.approx(each.early_s) for each in found]
 
 
 def test_every_clock_is_requested_one_latency_before_it_is_due():
-    """A lower one is due 1 ms after the next instruction has begun."""
+    """A lower clock is due 1 ms after the next instruction has begun."""
     assert around([1110, 1410], *one_after_the_other([0.1, 0.05])) == ([1110, 1410], [0.085, 0.036])
 
 
@@ -96,14 +96,14 @@ def test_where_a_rank_waits_a_higher_clock_comes_sooner_and_a_lower_one_later(cl
 
 
 def test_waiting_between_iterations_counts_as_time_in_which_a_clock_may_come():
-    """The first clock is due when the last instruction of the iteration before ends, however short the first one is."""
+    """The first clock is due when the previous iteration ends, even if the first instruction is short."""
     requested, early_s = around([1410, 1110, 1110], [(0.0, 0.1), (0.1, 0.15), (0.15, 0.16)], 0.3)
     assert requested == [1410, 1110, 1410]
     assert early_s == [0.086, 0.045, None]
 
 
 def test_each_clock_is_requested_by_its_own_latency_and_direction():
-    """A higher clock by its 90th percentile, a lower one by its 10th."""
+    """A higher clock is requested by its 90th percentile, and a lower one by its 10th."""
     latencies = LatencyTable(
         {(1410, True): (0.02, 0.03, 0.04, 0.05, 0.06), (1110, False): (0.01, 0.02, 0.03, 0.03, 0.03)}
     )

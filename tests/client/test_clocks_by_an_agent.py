@@ -1,4 +1,4 @@
-"""Clocks that a real agent sets, on the stub of NVML: what does not go as planned."""
+"""Failures while a real agent sets clocks, on the stub of NVML."""
 
 import math
 import signal
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def stub(stub_nvml_here, monkeypatch):
-    """GPUs that the agent sees too."""
+    """GPUs that the agent can also open."""
     for name, value in {**stub_nvml_here.environment, "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     return stub_nvml_here
@@ -63,7 +63,7 @@ def wait_until_recorded(clocks, number):
 
 
 def is_replaced(clocks):
-    """Look, as between two iterations, whether another agent has taken the place of the one that is gone."""
+    """Return True if another agent has replaced a lost one. Checks as between two iterations."""
     clocks.received()
     return clocks._link.problem() is None and clocks._link.grants == 2
 

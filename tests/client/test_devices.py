@@ -1,4 +1,4 @@
-"""Which GPU a rank opens, and what is said of it."""
+"""The GPU that a rank opens, and warnings about it."""
 
 from types import SimpleNamespace
 

@@ -48,7 +48,7 @@ def test_each_stream_marks_at_its_own_pace_on_its_own_device(stub_cuda, memory, 
             stub_cuda.set_device(slot // 2)
             writes.write(stream, 4 * slot, 1)
         wait_until(lambda: words[1] and words[2], "marks on the other streams")
-        assert words[0] == 0, "its stream is busy, whatever the others do"
+        assert words[0] == 0, "its stream is busy, independent of the others"
     assert words[:3].tolist() == [1, 1, 1]
 
 
@@ -139,7 +139,7 @@ def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shar
     marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
     marks.check(memory)
     assert memory.ended == 0
-    memory.mark(5, 1.5)  # of the iteration before
+    memory.mark(5, 1.5)  # of the previous iteration
     marks.begin(7, positions=3)
     for slot in range(2):
         marks.mark(slot)
@@ -182,7 +182,7 @@ def test_a_captured_iteration_marks_and_times_its_passes_in_each_replay_on_any_s
         with stub_cuda.using(stub_cuda.new_stream(device)):
             graph = stub_cuda.captured(passes)
         stub_cuda.synchronize()
-        assert marked(memory) == [False] * 6, "nothing of it was executed"
+        assert marked(memory) == [False] * 6, "capturing executes nothing"
         for iteration in (1, 2):
             with stub_cuda.busy():
                 marks.begin(iteration, positions=3)

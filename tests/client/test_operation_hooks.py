@@ -1,4 +1,4 @@
-"""What is marked around the operations of an iteration, and in which order."""
+"""Marks and timers around the operations of an iteration, and their order."""
 
 import pytest
 from pipelines import one_f_one_b
@@ -21,7 +21,7 @@ def follow(program, **times):
 
 
 class Calls:
-    """Timers and clocks in one, which note what they are asked for."""
+    """Timers and clocks in one object, which records its calls."""
 
     needs_all = False
     replay = None

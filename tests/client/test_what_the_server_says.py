@@ -1,4 +1,4 @@
-"""What the server has a rank print and tell its monitor; nothing of it can end training."""
+"""Lines and figures that the server sends to a rank's terminal and monitor. None of them can end training."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from perseus_ds.protocol.job_messages import Observed, Say
 
 
 class Monitor:
-    """Keeps what it is told, and then fails if it has an error."""
+    """Stores events, and then raises its error if it has one."""
 
     def __init__(self, error=None):
         self.events, self._error = [], error
@@ -26,7 +26,7 @@ class Monitor:
 
 @pytest.fixture
 def start(monkeypatch):
-    """A function that returns one by which the server sends messages, after each of which an iteration begins."""
+    """A function that starts a rank. It returns one that sends a server's message and runs an iteration."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     now, made = VirtualTime(), []
 

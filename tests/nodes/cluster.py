@@ -1,7 +1,7 @@
-"""Nodes on one machine: each has namespaces of its own for network, processes, mounts, host name and shared memory.
+"""Simulates nodes on one machine by namespaces for network, processes, mounts, host name and shared memory.
 
-A node also has a stub driver of its own and a disk: a folder that has the same path on every node and other contents.
-All of it ends with the nodes' first processes, and these with the process that has made them, however that ends.
+A node also has its own stub driver and disk, which is a folder with the same path on every node but different contents.
+When the process that has made the nodes ends for any reason, their first processes end, and everything else with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stub_nvml.controller import StubNvml
 
 _NETWORK = "10.77.0"
 _BRIDGE = "switch"
-# The first process of a namespace of processes; a shell reaps those whose parents have ended.
+# The first process of a PID namespace is a shell, because it reaps processes with parents that have ended.
 _WAIT = "while :; do sleep 1000; done"
 _ROOT = Path(__file__).parents[2]
 _NOT_ON_NODES = ("XDG_RUNTIME_DIR",)
@@ -26,7 +26,7 @@ _OUTSIDE = {name: value for name, value in os.environ.items() if name not in _NO
 
 
 class CannotBeMadeError(Exception):
-    """This system does not let us make namespaces, or a network between them."""
+    """This system does not allow creating namespaces, or a network between them."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Node:
 
     Attributes:
         name: Its host name.
-        port: Of the switch, to which it is connected.
+        port: Port of the switch to which it is connected.
         gpus: Its GPUs.
-        disk: Its own disk, seen from outside.
-        init: Its first process, with which all others end.
-        variables: Set in its processes; ``DISK`` is its disk, seen from inside.
+        disk: Path of its own disk outside the node.
+        init: Its first process. All others end with it.
+        variables: Environment variables of its processes. ``DISK`` is the path of its disk inside the node.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Node:
 
     @property
     def entry(self) -> list[str]:
-        """The words before a command that run it on the node, in the folder that is its disk."""
+        """Arguments that, before a command, run it on the node in the folder of its disk."""
         environment = [f"{name}={value}" for name, value in self.variables.items()]
         return [*_enter(self.init), "env", "--chdir", self.variables["DISK"], *environment]
 
@@ -67,19 +67,19 @@ class Node:
 
 
 class Cluster:
-    """Nodes that reach each other by a network.
+    """Nodes that are connected by a network.
 
     Attributes:
-        nodes: The nodes, ``node-1`` the first one.
-        folder: A folder that all nodes see.
-        disk: Where each node has its own disk; an empty folder elsewhere.
+        nodes: The nodes, from ``node-1`` on.
+        folder: A folder that is visible on all nodes.
+        disk: Path of each node's own disk on the node. Outside the nodes it is an empty folder.
     """
 
     BURST_BYTES = 16_000
-    """A slow link lets so many bytes through at once."""
+    """Number of bytes that a slow link passes at full speed."""
 
     def __init__(self, folder: Path, library: Path, count: int) -> None:
-        """Make nodes of one GPU each.
+        """Create nodes with one GPU each.
 
         Raises:
             CannotBeMadeError: The system does not allow it.
@@ -124,7 +124,7 @@ class Cluster:
         return Node(name, port, gpus, own, init, variables)
 
     def _hold(self, kinds: Sequence[str], prepare: str) -> psutil.Process:
-        """Make namespaces for network, processes and mounts, and others; returns the process with which they end."""
+        """Create namespaces for network, processes, mounts and ``kinds``, and return the process that keeps them."""
         unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", *kinds]
         holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", f"{prepare} && echo ready && {_WAIT}"],
@@ -139,17 +139,17 @@ class Cluster:
         return psutil.Process(holder.pid).children()[0]
 
     def _on_switch(self, line: str) -> None:
-        # Process ids are those that this process sees.
+        # Process ids are those in the namespace of this process.
         _run(["nsenter", "--target", str(self._switch.pid), "--net", "sh", "-c", line])
 
     def lose(self, node: Node) -> None:
-        """End a node as if its power failed: nothing more on the network, then no process."""
+        """End a node as if its power failed: first its network, then its processes."""
         self._on_switch(f"ip link set {node.port} down")
         node.init.kill()
         node.init.wait()
 
     def make_slow(self, megabits_per_s: int) -> None:
-        """Let each node receive no more than so much."""
+        """Limit the bandwidth at which each node receives."""
         for node in self.nodes:
             rate = f"tbf rate {megabits_per_s}mbit burst {self.BURST_BYTES} latency 1s"
             self._on_switch(f"tc qdisc replace dev {node.port} root {rate}")

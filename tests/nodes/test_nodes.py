@@ -1,4 +1,4 @@
-"""Jobs of two and four nodes: real DeepSpeed ranks in network namespaces, each node with a stub driver and disk."""
+"""Jobs on several nodes, with real DeepSpeed ranks in network namespaces, stub drivers and separate disks."""
 
 import json
 import os
@@ -18,8 +18,8 @@ PORT = 29500
 STORE_PORT = 29400
 BATCH, WIDTH = 512, 16
 PLAIN_STEPS = 400
-"""More than a job here does before it is told to stop."""
-# Nodes that are lost say nothing, so a job's collectives wait for as long as they may.
+"""More steps than a job takes here before it is stopped."""
+# Lost nodes send nothing, so a job's collectives wait until their timeout.
 TIMEOUT_S = 60
 SSH = """#!/bin/bash
 # A remote shell: runs a command on a node.
@@ -41,7 +41,7 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 
 @pytest.fixture
 def make_cluster(tmp_path, stub_library):
-    """A function that makes so many nodes, and has all of them see a checkpoint folder."""
+    """A function that creates a number of nodes with a shared folder."""
     made = []
 
     def make(count):
@@ -80,7 +80,7 @@ def torchrun(node, *options, ranks=1):
 
 
 def start_all(cluster, ranks_per_node=1):
-    """Start torch's launcher on every node, each of which knows its number."""
+    """Start torch's launcher on every node, with the node's rank."""
     options = [f"--nnodes={len(cluster.nodes)}", "--master_addr=node-1", f"--master_port={PORT}"]
     return [
         torchrun(node, *options, f"--node_rank={rank}", ranks=ranks_per_node) for rank, node in enumerate(cluster.nodes)
@@ -94,7 +94,7 @@ def finished(process):
 
 
 def start_under_a_plan(cluster, **job):
-    """Start a job on all nodes, whose plan is on the disk of rank 0's node alone."""
+    """Start a job on all nodes with a plan that is only on the disk of rank 0's node."""
     ranks = len(cluster.nodes)
     put_plan(cluster.nodes[0], ranks)
     for node in cluster.nodes:
@@ -103,7 +103,7 @@ def start_under_a_plan(cluster, **job):
 
 
 def stop(cluster, started):
-    """Tell a job to end, and wait until its launchers have."""
+    """Request a job to end, and wait until its launchers have ended."""
     (cluster.nodes[0].disk / "stop").touch()
     for process in started:
         finished(process)
@@ -122,7 +122,7 @@ def report(node, rank):
 
 
 def wait_for(condition, what, processes):
-    """Wait until something is so, but not if a launcher has ended."""
+    """Wait until a condition holds. Fails if a launcher has ended."""
     wait_until(lambda: condition() or any(p.poll() is not None for p in processes), what)
     for process in processes:
         if process.poll() is not None:
@@ -131,11 +131,11 @@ def wait_for(condition, what, processes):
 
 def assert_restored(node):
     wait_until(lambda: node.gpus.locked_clocks_mhz() == [0], f"the default clock on {node.name}")
-    assert any(node.gpus.gpus[0].changes_mhz()), "no clock was ever locked, so nothing was tested"
+    assert any(node.gpus.gpus[0].changes_mhz()), "no clock was locked, so nothing was tested"
 
 
 def assert_ran_as_on_one_node(cluster, plain_runs, **job):
-    """Losses are those of the same job on one node without Perseus; rank 0's node alone has records."""
+    """Losses equal those of the same job on one node without Perseus. Only rank 0's node has records."""
     nodes = cluster.nodes
     plain = plain_runs.run(len(nodes), steps=PLAIN_STEPS, **job)
     for rank, node in enumerate(nodes):
@@ -148,7 +148,7 @@ def assert_ran_as_on_one_node(cluster, plain_runs, **job):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_job_of_several_nodes_by_torchrun(make_cluster, plain_runs, count):
-    """No disk is shared: the plan is on rank 0's node alone. Each node has an agent of its own."""
+    """No disk is shared, and the plan is only on rank 0's node. Each node has its own agent."""
     cluster = make_cluster(count)
     first = cluster.nodes[0]
     started = start_under_a_plan(cluster)
@@ -161,7 +161,7 @@ def test_a_job_of_several_nodes_by_torchrun(make_cluster, plain_runs, count):
 
 
 def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
-    """DeepSpeed's launcher, on a login node, reaches the nodes by a remote shell. Links carry 1 MB/s."""
+    """DeepSpeed's launcher on a login node starts ranks through a remote shell. Links carry 1 MB/s."""
     cluster = make_cluster(2)
     first = cluster.nodes[0]
     cluster.make_slow(megabits_per_s=8)
@@ -190,17 +190,17 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
         wait_until(lambda node=node: len(node.agents()) == 1, f"one agent on {node.name}")
     stop(cluster, [process])
     assert_ran_as_on_one_node(cluster, plain_runs, buckets=[BATCH])
-    # Of the activations of four micro-batches, a link lets some through at once.
+    # A link passes the first bytes of the activations of four micro-batches at full speed.
     least_s = (4 * BATCH * WIDTH * 4 - cluster.BURST_BYTES) / 1e6
     assert all(record["time_s"] > least_s for record in iterations(first))
 
 
 def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_iteration(make_cluster):
-    """Two pipelines, whose first stages are on one node and whose second ones are on another; by order and by file."""
+    """The first stages of two pipelines are on one node, and the second ones on another. By command and by file."""
     cluster = make_cluster(2)
     first = cluster.nodes[0]
     save_true_frontier(first.disk / "frontier")
-    request = cluster.folder / "power"  # on a disk that all see
+    request = cluster.folder / "power"  # on a shared disk
     request.write_text("1\n")
     policy = {"name": "reduce", "signal": str(request), "policy": {"name": "slowdown"}}
     for node in cluster.nodes:
@@ -240,10 +240,10 @@ def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_i
     request.write_text("0.8\n")
     wait_for(lambda: len(caps()) == 2, "less power by the file", started)
     ran = count("run")
-    # A slower plan is taken for as long as the measured power is above the cap.
+    # Slower plans are selected while the measured power is above the cap.
     wait_for(lambda: count("run") > ran + 20 and draws_less(), "twenty iterations below the cap", started)
     stop(cluster, started)
-    # The job's own mean at default clocks, of both pipelines on both nodes.
+    # The job's mean power at default clocks, of both pipelines on both nodes.
     default_w = mean_power_w(iterations(first, "default")[1:])
     assert caps() == pytest.approx([0.85 * default_w, 0.8 * default_w], rel=0.05)
     by_rank = [report(cluster.nodes[rank // 2], rank)["plans"] for rank in range(4)]
@@ -253,13 +253,13 @@ def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_i
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
 def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_runs, lost_rank):
-    """A node is gone at once; torch's launchers restart the job from its checkpoint with a spare one."""
+    """A node fails suddenly, and torch's launchers restart the job from its checkpoint with a spare node."""
     cluster = make_cluster(3)
     first, *_, spare = cluster.nodes
     lost, survivor = cluster.nodes[lost_rank], cluster.nodes[1 - lost_rank]
     checkpoint = cluster.folder / "checkpoint"
     for node in cluster.nodes:
-        # Else a launcher that stays that of rank 0 does not tell a new one where rank 0 is (torch 2.13).
+        # Otherwise a launcher that remains that of rank 0 does not send rank 0's address to a new one (torch 2.13).
         node.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         put_plan(node, 2)
         put(node, 2, keep_every=5, resume_from=str(checkpoint), perseus=under_a_plan(node))
@@ -274,7 +274,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
     started = [before[1], torchrun(spare, *elastic)]
 
     def has_gone_on():
-        """Rank 0 is on the survivor now, whichever it was before."""
+        """Return True if the restarted job trains. Its rank 0 is on the survivor."""
         records = run_log.records(survivor.disk / "perseus")
         begins = [number for number, record in enumerate(records) if record.get("event") == "start"]
         return len(begins) > starts and len(run_log.iterations(records[begins[-1] :], "run")) >= 4
@@ -293,7 +293,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
 
 
 def test_a_node_whose_job_cannot_go_on_gets_its_clocks_back(make_cluster):
-    """Rank 0's node is lost with the connections between ranks, and nobody restarts the job."""
+    """Rank 0's node is lost with the connections between ranks, and the job is not restarted."""
     cluster = make_cluster(2)
     first, second = cluster.nodes
     started = start_under_a_plan(cluster, timeout_s=20)

@@ -1,4 +1,4 @@
-"""Memory of another layout, or that its owner could truncate, is refused."""
+"""Memory is refused if it has another layout, or if its owner could truncate it."""
 
 import math
 import os
@@ -50,7 +50,7 @@ def test_what_is_recorded_of_iterations_can_be_read_until_64_later_ones_are():
     memory.record(1, 5.0, 100.0, 130.0)
     assert memory.recorded(1) == (5.0, 30.0)
     memory.record(3, 7.0, 140.0, 150.0)
-    assert math.isnan(memory.recorded(2).energy_j), "it was left out"
+    assert math.isnan(memory.recorded(2).energy_j), "it was not recorded"
     assert memory.recorded(4) is None
     memory.record(65, 9.0, 150.0, 160.0)
     assert math.isnan(memory.recorded(1).energy_j)

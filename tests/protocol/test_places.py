@@ -31,14 +31,14 @@ def test_a_folder_that_others_can_write_or_that_is_a_link_is_not_used(tmp_path, 
 
 
 def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeypatch):
-    """Slurm hands on the variables of the login node."""
+    """Slurm passes on the variables of the login node."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "1000"))
     monkeypatch.setattr(places, "IN_MEMORY", tmp_path)
     assert places.user_folder().parent == tmp_path
 
 
 def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
-    """As with ``su`` without ``-``; for root, who may write everywhere, a file stands in for it."""
+    """This happens with ``su`` without ``-``. A file replaces the folder, because root can write everywhere."""
     theirs, memory = tmp_path / "theirs", tmp_path / "memory"
     theirs.mkdir()
     memory.mkdir()
@@ -49,7 +49,7 @@ def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     assert places.user_folder().parent == memory
 
 
-# The first thread ends, which makes the process a zombie for as long as the other one lives.
+# The first thread ends, which makes the process a zombie until the other one ends.
 LEADER_ENDS = """
 import ctypes, sys, threading
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_lock_ends_with_the_last_thread_of_its_process(tmp_path):
         started.stdout.readline()
         wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_ZOMBIE, "the first thread's end")
         assert places.holder_of(path) == started.pid
-        started.stdin.close()  # the other thread ends; the process stays a zombie, since nobody waits for it
+        started.stdin.close()  # the other thread ends, and the process remains a zombie that is not waited for
         wait_until(lambda: places.holder_of(path) is None, "the end of the lock")
 
 
