@@ -6,7 +6,7 @@ this module, which computes them from the job's records:
 - An iteration *counts* unless it is the first one after a start or after a change of phase or plan, because its clocks
   may still be the previous ones, or a rank had fallen back to default clocks.
 - An iteration contains a *stall* if it took more than 1.5 times the median of its series, such as one in which a
-  checkpoint was written. Waiting takes less power, so a stall would pass for a saving: it is set aside.
+  checkpoint was written. It is left out, because waiting takes less power, so a stall would look like a saving.
 - The *typical* iteration of a series has the median time of those without stalls, because single iterations may be
   delayed. Its energy is their mean power multiplied by that time, because energy counters are refreshed so rarely that
   the reading of a short iteration is too large or zero.
@@ -372,8 +372,8 @@ class WholeJob:
     def __init__(self) -> None:
         self._steps = self._stalls = 0
         self._time_s = self._energy_j = self._gained_s = self._saved_j = 0.0
-        # Of iterations at clocks to profile, whose default clocks are known by the next plan: time, energy, and the
-        # numbers of iterations and of those with a known energy.
+        # Time, energy, number of iterations and number of those with known energy, while the profile was measured.
+        # What default clocks take is known from the next iteration under a plan.
         self._profiled: dict[IterationKind, tuple[float, float, int, int]] = {}
         self._is_compared = False
 

@@ -541,7 +541,7 @@ class JobServer:
 
 
 def _with_what_is_kept(measured: Measured, kept: Measured | None) -> Measured:
-    """Return a rank's measurements, completed by those of an earlier start if they lack the blocking power."""
+    """Complete measurements that lack the blocking power with those of an earlier start."""
     if kept is None or math.isfinite(measured.blocking_power_w):
         return measured
     return Measured(measured.period_s, kept.settle_s, kept.blocking_power_w)

@@ -50,7 +50,7 @@ class Outcome(Enum):
 
 
 def look_for_drift(job: Job, seen: Seen) -> None:
-    """Compare the instructions of an iteration under plans with the profile, and add the drift to its reports."""
+    """Compare instructions of an iteration under plans with the profile. Add the drift to its reports."""
     plans = None if seen.run is None or seen.run.by_length else seen.run.plans
     if plans is None or not plans.frontier.instruction_times_s:
         return
