@@ -20,7 +20,7 @@ def start(tmp_path):
 
 @pytest.fixture(scope="session")
 def frontier(tmp_path_factory):
-    """The frontier that another job made."""
+    """The frontier of another job."""
     job = VirtualJob(tmp_path_factory.mktemp("other"), mode="auto", **SLOWER)
     job.train_until("run")
     job.close()

@@ -1,4 +1,4 @@
-"""Auto mode where something is difficult: clocks that follow late, short iterations, a busy host; in virtual time."""
+"""Auto mode under adverse conditions, in virtual time: late clock changes, short iterations, a busy host."""
 
 import random
 import statistics
@@ -14,7 +14,7 @@ from perseus_ds.pipeline.instruction import Kind
 
 
 def typical(job, phase):
-    """Time and energy of a typical iteration of a phase."""
+    """Return time and energy of a typical iteration of a phase."""
     found = [(time_s, energy_j) for name, time_s, energy_j in job.taken[2:] if name == phase]
     times_s, energies_j = zip(*found[len(found) // 2 :], strict=True)
     return statistics.median(times_s), statistics.mean(energies_j)
@@ -53,7 +53,7 @@ def test_short_iterations_are_profiled_and_compared_in_few_of_them_and_run_a_pla
     assert planned_s < 1.01 * default_s
     assert planned_j < 0.96 * default_j
     assert sum(record.clock_skips for record in records) == 0
-    # As often as the plan says.
+    # As often as planned.
     assert statistics.median(record.clock_changes for record in records[-100:]) >= 4
 
 

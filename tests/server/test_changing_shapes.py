@@ -1,4 +1,4 @@
-"""Inputs of other shapes make iterations longer or shorter; plans are judged by how instructions compare."""
+"""Plans while other input shapes change iteration times: only changed proportions of instructions are drift."""
 
 import pytest
 from virtual.job import SLOWER
@@ -9,7 +9,7 @@ from perseus_ds.pipeline.instruction import Kind
 
 @pytest.fixture
 def job(start):
-    """A job that runs under a plan."""
+    """Return a job that runs under a plan."""
     job = start(mode="auto", **SLOWER)
     job.train_until_compared()
     job.train(12)
@@ -25,7 +25,7 @@ def lengthen(job, factors, shapes=2.0):
 
 def test_a_factor_common_to_all_instructions_is_not_drift_and_scales_the_promise(job):
     lengthen(job, (1.5, 1.5, 1.0))
-    assert set(job.train(100)) == {"run"}, "not compared with iterations of other shapes at default clocks"
+    assert set(job.train(100)) == {"run"}, "must not be compared with default clocks of other shapes"
     last = job.close()[-1]
     assert job.events(Drifted) == []
     assert len(job.events(ProfileWritten)) == len(job.events(PlanJudged)) == 1
@@ -50,7 +50,7 @@ def test_without_other_shapes_a_plan_that_still_saves_energy_stays_when_all_inst
     assert compared.kept
     assert ["profiling" in event.then for event in job.events(Drifted)] == [False]
     assert len(job.events(ProfileWritten)) == 1
-    assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03), "default clocks were measured again"
+    assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03), "default clocks must be measured again"
 
 
 def test_going_back_to_the_shapes_of_the_profile_takes_the_promise_back(job):

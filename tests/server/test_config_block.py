@@ -1,4 +1,4 @@
-"""The ``perseus`` block is validated strictly, and every error says what to write instead."""
+"""Strict validation of the ``perseus`` block, with errors that state the remedy."""
 
 import pytest
 from omegaconf import OmegaConf

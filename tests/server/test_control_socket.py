@@ -1,4 +1,4 @@
-"""Orders over the Unix socket: who may give them, what they must look like, what they do."""
+"""Orders over the Unix socket: permissions, format and effects."""
 
 import contextlib
 import json
@@ -237,12 +237,12 @@ def test_a_process_that_answers_something_else_is_named(tmp_path, answer, messag
 def answers_once(server, answer):
     with server.accept()[0] as connection:
         connection.recv(4096)
-        with contextlib.suppress(OSError):  # one that is too long is refused before its end
+        with contextlib.suppress(OSError):  # an answer that is too long is refused before its end
             connection.sendall(answer)
 
 
 class Dripping:
-    """A connection over which one byte comes each second."""
+    """A connection that receives one byte per second."""
 
     now_s = 0.0
 

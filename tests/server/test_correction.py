@@ -1,4 +1,4 @@
-"""Parts of an iteration that differ from the profile are found, and the profile is corrected by them."""
+"""Correction of a profile from which parts of measured iterations differ."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def profile():
 
 
 def part_times(backward_s=2.0, transfer_s=0.1, tail_s=0.5):
-    """Iterations of two ranks; the first one waits for the second in its transfer and in its tail."""
+    """Return the times of two ranks, of which the first waits for the second in its transfer and its tail."""
 
     def spans(stage, back_s, waits_s):
         times = {Kind.FORWARD: 1.0 + stage, Kind.BACKWARD: back_s, Kind.TAIL: tail_s + waits_s}

@@ -1,4 +1,4 @@
-"""Ranks fall back to default clocks when something fails, and are under plans again once it works."""
+"""Ranks return to default clocks after a fault, and run under plans again when it is over."""
 
 import pytest
 from virtual.gpu import DRIVER_FAULTS, FaultyGpu
@@ -12,7 +12,7 @@ RANKS = 2
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Two ranks under a plan."""
+    """Return a job of two ranks in auto mode."""
     monkeypatch.setattr("perseus_ds.agent.fallback._OVER_S", 10.0)
     job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job

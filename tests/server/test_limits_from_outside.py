@@ -1,7 +1,7 @@
-"""Somebody outside the job limits GPUs while plans run. GPUs are simulated, in virtual time.
+"""External limits of GPUs while plans run, on simulated GPUs in virtual time.
 
-Scenarios run twice with the same limits at the same times, once at default clocks: under plans a job is not slower by
-more than 1 %, and uses no more energy.
+Each scenario runs twice with the same limits at the same times, under plans and at default clocks. Under plans, the job
+must take at most 1 % longer and use less energy.
 """
 
 import functools
@@ -28,7 +28,7 @@ def limits(job):
 def test_a_power_limit_is_named_within_two_iterations_and_once(start, capsys):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
-    assert limits(job) == [], "a board that is at its own limit is not limited"
+    assert limits(job) == [], "a board at its own limit is not limited"
     job.gpu.limit(power_w=300.0)
     job.train(2)
     (found,) = limits(job)
@@ -47,7 +47,7 @@ def test_heat_is_named_with_the_clock_that_it_allows(start, capsys):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.gpu.limit(clock_mhz=600)
-    # Of the first changes of a job, those are not read back that are followed by another one before they time out.
+    # The first changes of a job are not read back if another change follows before their timeout.
     job.train_while(lambda: not limits(job), most=8)
     ((limit, *_),) = limits(job)
     assert limit == (0, None, 600.0)
@@ -72,7 +72,7 @@ FOUR = {"stages_s": (0.036, 0.034, 0.034, 0.05), "micro_batches": 8}
 
 @pytest.fixture
 def start_compared(start, frontiers):
-    """A function that starts a job of two stages, whose plan is kept."""
+    """Return a function that starts a job of two stages whose plan is kept."""
 
     def start_compared(**shape):
         job = start(mode="run", frontier=frontiers(**TWO), **TWO, **shape)
@@ -83,7 +83,7 @@ def start_compared(start, frontiers):
 
 
 def at(time_s, ranks, **limit):
-    """A change of limits: when, of which GPUs, and to what; none for the board's own."""
+    """Return a change of limits: its time, ranks and limit. Without a limit, that of the board applies."""
     return time_s, ranks, limit
 
 
@@ -99,7 +99,7 @@ SCENARIOS = {
 
 
 def limit(job, scenario):
-    """Let the limits of a scenario come, beginning now."""
+    """Apply the limits of a scenario, starting now."""
     begin_s = job.time.now_s()
 
     def run():
@@ -113,7 +113,7 @@ def limit(job, scenario):
 
 @pytest.fixture(scope="module")
 def frontiers(tmp_path_factory):
-    """A function that returns the frontier of a job of some stages, with the profile that it was made of."""
+    """Return a function that profiles a job and returns the path of its frontier."""
 
     @functools.cache
     def frontier(stages_s, micro_batches):
@@ -130,7 +130,7 @@ def frontiers(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path, frontiers):
-    """A function that runs a scenario, under plans or in observe mode; returns the job, and each iteration under it."""
+    """Return a function that runs a scenario and returns the job and the time and energy of iterations."""
     jobs = []
 
     def run(scenario, shape=FOUR, *, mode="run", **settings):
@@ -151,10 +151,9 @@ def run(tmp_path, frontiers):
 
 @pytest.fixture
 def compared(run):
-    """A function that runs a scenario under plans and at default clocks.
+    """Return a function that runs a scenario under plans and at default clocks.
 
-    It returns the first job, and by how much more time and energy its iterations took than the same of the other one,
-    as fractions.
+    It returns the job under plans, and the additional time and energy of its iterations relative to default clocks.
     """
 
     def compared(*scenario, **settings):
@@ -176,7 +175,7 @@ def test_under_limits_that_others_set_a_job_is_not_slower_than_at_default_clocks
     assert slower < 0.01
     assert more < 0.0
     assert limits(job)[-1] == ()
-    job.train_until("run", most=250)  # a plan that was dropped under heat is tried again after 200 iterations
+    job.train_until("run", most=250)  # a plan dropped during a thermal limit is tried again after 200 iterations
 
 
 def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_when_that_has_gone(start):
@@ -196,7 +195,7 @@ def test_a_plan_is_compared_again_under_a_limit_and_when_it_has_gone(start_compa
     for number, limit in enumerate(({"power_w": 380.0}, {}), start=2):
         job.gpus[1].limit(**limit)
         job.train(3)
-        assert job.phase == "default", "default clocks are measured under the same limit"
+        assert job.phase == "default", "default clocks must be measured under the same limit"
         job.train_until_compared(number)
     assert len(limits(job)) == 2
     records = [record for record in job.events(IterationRecord) if record.limited]

@@ -1,4 +1,4 @@
-"""Lengths of micro-batches that the job gives an iteration ahead: each iteration runs a plan for its own."""
+"""Plans for the lengths of micro-batches, which the job provides before each iteration."""
 
 import itertools
 
@@ -17,12 +17,12 @@ FIVE_PERCENT = {"name": "slowdown", "max_slowdown": 0.05}
 
 
 def time_factor(length):
-    """How many times as long as at length 1000 a pass takes."""
+    """Return the time of a pass relative to length 1000."""
     return 0.1 + 0.8 * length / 1000 + 0.1 * (length / 1000) ** 2
 
 
 class MixedJob(VirtualJob):
-    """A job whose micro-batches have random lengths, which it gives so many iterations ahead."""
+    """A job with micro-batches of random lengths, which it provides ``ahead`` iterations in advance."""
 
     def __init__(self, folder, *, ahead=1, gives=lambda iteration: True, variation=0.3, micro_batches=4, **block):
         draw = np.random.default_rng(3)
@@ -80,7 +80,7 @@ def test_each_iteration_runs_a_plan_for_its_own_lengths_which_saves_energy_in_ti
     for record in last:
         assert record.time_s == pytest.approx(record.predicted_time_s, rel=0.02)
         assert record.energy_j == pytest.approx(record.predicted_energy_j, rel=0.25), "counters are refreshed rarely"
-    assert np.ptp([record.predicted_time_s for record in last]) > 0.05 * last[0].time_s, "each has a time of its own"
+    assert np.ptp([record.predicted_time_s for record in last]) > 0.05 * last[0].time_s, "predicted times must differ"
     assert sum(record.energy_j for record in last) < 0.92 * sum(record.default_energy_j for record in last)
     assert not job.events(Failed)
 
@@ -106,7 +106,7 @@ def test_data_parallel_pipelines_have_lengths_and_plans_of_their_own(start):
     job.train(ITERATIONS)
     (judged, *_) = job.events(PlanJudged)
     assert judged.kept, judged
-    assert judged.saved > judged.promised_saved + 0.01, "the one with less to do is slower, so that both end together"
+    assert judged.saved > judged.promised_saved + 0.01, "the pipeline with less work must slow down"
 
 
 def test_lengths_may_be_given_several_iterations_ahead(start):

@@ -1,4 +1,4 @@
-"""Messages that are lost, doubled, late or in another order change nothing but the evidence of their iterations."""
+"""Lost, duplicate, late and reordered messages affect only the evidence of their iterations."""
 
 from dataclasses import replace
 from itertools import product
@@ -23,7 +23,7 @@ CLOCKS_MHZ = tuple(range(900, 1411, 15))
 
 
 class Job:
-    """A job whose ranks are played: each runs what it has received, and reports an iteration of a second."""
+    """A job with fake ranks, which follow received messages and report iterations of one second."""
 
     def __init__(self, folder, **block):
         config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
@@ -53,13 +53,13 @@ class Job:
         self.received[rank].append(message)
 
     def follow(self, rank, iteration, *, without_last=0):
-        """What a rank runs in an iteration, if the last messages have not arrived yet."""
+        """Return the message that a rank follows in an iteration, without the last ones received."""
         follows = [each for each in self.received[rank] if isinstance(each, Follow) and each.program.number == 0]
         follows = follows[: len(follows) - without_last]
         return next((each for each in reversed(follows) if each.from_iteration <= iteration), None)
 
     def report(self, rank, iteration, *, without_last=0, client_without_last=None, **fields):
-        """The report of an iteration, as the rank's agent completes it."""
+        """Return the report of an iteration, as completed by the rank's agent."""
         own = self.follow(rank, iteration, without_last=without_last)
         theirs = own if client_without_last is None else self.follow(rank, iteration, without_last=client_without_last)
         serial_of = lambda follow: 0 if follow is None else follow.serial  # noqa: E731
@@ -67,13 +67,13 @@ class Job:
         return RankReport(report, serial=serial_of(own), begun_s=float(iteration), energy_j=300.0)
 
     def run(self, iterations):
-        """Run iterations of which all messages arrive in order."""
+        """Run iterations whose messages all arrive in order."""
         for iteration in iterations:
             for rank in range(RANKS):
                 self.server.receive(rank, self.report(rank, iteration))
 
     def end(self):
-        """End the job; return its iterations."""
+        """End the job and return its iterations."""
         for rank in range(RANKS):
             self.server.receive(rank, Left())
         assert self.server.is_over
@@ -83,7 +83,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def play(tmp_path_factory):
-    """A function that starts a job."""
+    """Return a function that starts a job."""
     return lambda **block: Job(tmp_path_factory.mktemp("job"), **block)
 
 
@@ -92,7 +92,7 @@ REPORTS = [*product(range(1, ITERATIONS + 1), range(RANKS))]
 
 @st.composite
 def deliveries(draw):
-    """Reports by iteration and rank in the order in which they arrive: some never do, others twice or late."""
+    """Draw iteration and rank of reports in order of arrival. Some are lost, duplicate or late."""
     arriving = []
     for place, report in enumerate(REPORTS):
         for _ in range(draw(st.sampled_from([0, 1, 1, 1, 1, 2]))):
@@ -101,7 +101,7 @@ def deliveries(draw):
 
 
 def complete(arriving):
-    """The iterations of which all reports have arrived before those of a later one had."""
+    """Return the iterations whose reports all arrive before all reports of a later one."""
     found, seen = [], set()
     for iteration, rank in arriving:
         seen.add((iteration, rank))
@@ -124,7 +124,7 @@ def test_an_iteration_is_recorded_once_if_all_its_reports_arrive_before_those_of
 @settings(deadline=None, max_examples=30)
 @given(deliveries())
 def test_whatever_arrives_of_a_job_that_warms_up_each_iteration_that_is_complete_is_one_step_of_it(play, arriving):
-    """A phase goes on by complete iterations alone."""
+    """Only complete iterations advance a phase."""
     job, same = (play(mode="profile", profile={"warm_up": 30}) for _ in range(2))
     for iteration, rank in arriving:
         job.server.receive(rank, job.report(rank, iteration))
@@ -134,14 +134,14 @@ def test_whatever_arrives_of_a_job_that_warms_up_each_iteration_that_is_complete
 
 
 def visits_of(job):
-    """The clocks that were asked for so far."""
+    """Return the clocks requested so far."""
     return [each.program.first_mhz for each in job.received[0] if isinstance(each, Follow) and each.phase == "profile"]
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, RANKS - 1), st.sampled_from(["agent", "client"])), max_size=4))
 def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play, late):
-    """It runs, and is recorded, but does not count for what it was to measure."""
+    """It is recorded, but not used for the measurement."""
     job = play(mode="profile", profile={"warm_up": 3})
     iteration = 0
     while job.server.phase != "profile":
@@ -149,7 +149,7 @@ def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play
         job.run([iteration])
     measured = job.server.next
     iteration += 1
-    job.run([iteration])  # which had begun before
+    job.run([iteration])  # it had begun before
     for rank, side in late:
         iteration += 1
         for each in range(RANKS):
@@ -157,7 +157,7 @@ def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play
             job.server.receive(each, job.report(each, iteration, **lag))
         asked = list(dict.fromkeys(visits_of(job)))
         assert asked[0] == measured.clock_mhz
-        assert len(asked) <= 2, "only the clock after it is asked for before it is measured"
+        assert len(asked) <= 2, "only the next clock may be requested before this one is measured"
         assert job.server.next.clock_mhz in asked
     assert len(job.end()) == iteration
 
@@ -195,7 +195,7 @@ def test_messages_of_ranks_that_do_not_exist_and_after_the_end_change_nothing(pl
 
 
 def test_a_rank_that_joins_again_is_told_what_to_run_from_an_iteration_on_that_nobody_has_begun(play):
-    """As with another agent."""
+    """A rank joins again with a new agent."""
     job = play(mode="profile", profile={"warm_up": 3})
     iteration = 0
     while job.server.phase != "profile":

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: what they are, that no client and no disk disturbs the job, and that files are whole."""
+"""Prometheus metrics: values, complete files, and no effect of clients or disks on the job."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ def log_of(records):
 
 @contextlib.contextmanager
 def reporter(records, **config):
-    """A reporter of records; yields the problems that it told of."""
+    """Run a reporter of records, and yield the list of problems that it reports."""
     problems = []
     log = log_of(records)
     reporter = MetricsReporter(MetricsConfig(**config), lambda: log.facts(BEGIN + 100), problems.append)
@@ -53,7 +53,7 @@ def values(text):
 
 
 def get(port, accept="text/plain", host="127.0.0.1"):
-    """Return an answer's text, once the server listens."""
+    """Return headers and text of an answer, once the server listens."""
     request = urllib.request.Request(f"http://{host}:{port}/metrics", headers={"Accept": accept})
 
     def answer():
@@ -105,7 +105,7 @@ def test_counters_survive_a_resume_and_gauges_end_with_the_job(tmp_path):
 
 
 def text_of(folder, records):
-    """Return the file that is written of records."""
+    """Return the content of the file written for records."""
     with reporter(records, textfile=str(folder / "perseus.prom")):
         pass
     return (folder / "perseus.prom").read_text()
@@ -126,8 +126,8 @@ def test_a_file_is_replaced_whole_and_is_the_only_one_that_node_exporter_sees(tm
     with reporter(auto_job(), textfile=str(path)):
         wait_until(path.exists, "the file")
         first = path.open()
-    with first:  # which keeps its number from being given to another file
-        assert not os.path.samestat(os.fstat(first.fileno()), path.stat()), "written anew at the end"
+    with first:  # an open file keeps its inode number from being reused
+        assert not os.path.samestat(os.fstat(first.fileno()), path.stat()), "the file must be replaced at the end"
     assert [found.name for found in path.parent.iterdir()] == ["perseus.prom"]
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_pat
 
 @contextlib.contextmanager
 def serving(job, problems, **config):
-    """Serve a job's figures as its server does."""
+    """Serve the metrics of a job as its server does."""
     reporter = MetricsReporter(MetricsConfig(**config), job.server.recorder.facts, problems.append)
     try:
         yield
@@ -190,9 +190,9 @@ def test_clients_that_send_half_a_request_keep_nobody_out_and_are_ended(monkeypa
         get(port)
         for _ in range(50):
             client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
-            with contextlib.suppress(ConnectionError):  # a busy machine may have ended it already
+            with contextlib.suppress(ConnectionError):  # on a busy machine, it may already be closed
                 client.sendall(b"GET /metr")
-            time.sleep(0.005)  # of connections that nobody has accepted yet, the kernel keeps a few
+            time.sleep(0.005)  # the kernel queues only a few connections that are not accepted yet
         get(port)
         client.settimeout(GIVE_UP_S)
         with contextlib.suppress(ConnectionError):

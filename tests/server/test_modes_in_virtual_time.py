@@ -32,13 +32,13 @@ from perseus_ds.report.live import JobFollower
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])
 def start(start, request):
-    """Passes are over when they return, or are only launched, on a stand-in for CUDA."""
+    """Return a function that starts a job with synchronous passes, or with passes launched on a fake CUDA device."""
     return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
 
 
 @pytest.fixture
 def first(start, monkeypatch, tmp_path):
-    """A job that runs under a plan of its own, with a cache for later ones."""
+    """Return a job that runs under its own plan, with a cache for later jobs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     job = start("first", **CACHED)
     job.train_until("run")
@@ -52,11 +52,11 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
     assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
-    assert phases.count("warm-up") == 3 + job.under_way, "the last ones have begun when times are known to be steady"
+    assert phases.count("warm-up") == 3 + job.under_way, "the last ones had begun before times were known to be stable"
     job.train_until_compared()
     job.train(20)
     records = job.close()
-    assert [record.iteration for record in records] == list(range(1, len(job.taken) + 1)), "each has one record"
+    assert [record.iteration for record in records] == list(range(1, len(job.taken) + 1)), "one record per iteration"
     assert {record.clocks_asked_mhz for record in records if record.phase == "warm-up"} == {None}
     (asked,), (reached,) = records[-1].clocks_asked_mhz, records[-1].clocks_reached_mhz
     assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
@@ -64,7 +64,7 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     profile = StageProfile.load(job.folder)
     (refused,) = [event for event in job.events(ClockRefused) if event.clock_mhz is None]  # at default clocks
     assert profile.info.default_clock_mhz == refused.reached_mhz
-    assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "the board's power limit keeps it lower"
+    assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "limited by the power limit of the board"
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         expected_s = job.work_s[0][kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
         assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
@@ -111,7 +111,7 @@ def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_d
     assert plans[first.plan].time_s <= 1.2 * plans[0].time_s < plans[first.plan + 1].time_s
     assert first.predicted_time_s == pytest.approx(plans[first.plan].time_s)
     turns = in_order(phases)
-    assert turns == ["run", *["default", "run"] * (len(turns) // 2)], "by turns, until it is known"
+    assert turns == ["run", *["default", "run"] * (len(turns) // 2)], "alternating until the verdict"
     assert 3 <= len(turns) // 2 <= 5
     (judged,) = job.events(PlanJudged)
     assert judged.kept
@@ -131,7 +131,7 @@ def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_a
     assert [event.kept for event in late] == [False] * len(late)
     assert all(event.slowdown > event.promised_slowdown + 0.05 for event in late)
     assert late[-1].then == "training continues at default clocks, tried again in 200 iterations"
-    job.train(1)  # what is said is printed between iterations
+    job.train(1)  # messages are printed between iterations
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(late)
     job.work = work
     assert set(job.train(189)) == {"observe"}
@@ -175,7 +175,7 @@ def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_u
         job.train(3)
     assert set(job.train(60)) == {"run"}
     job.control(command="policy", policy=SLOWER["policy"])
-    assert "default" in job.train(40), "compared as soon as default clocks are allowed"
+    assert "default" in job.train(40), "must be compared as soon as default clocks are allowed"
     records = job.close()
     capped = [r for r in records if r.iteration <= 60 and r.phase == "run"][-40:]
     assert sum(r.energy_j for r in capped) / sum(r.time_s for r in capped) <= 300.0
@@ -217,7 +217,7 @@ def test_a_clock_that_needs_more_iterations_gets_them(start):
 
 
 def test_where_a_cap_allows_no_comparison_instructions_that_drift_are_profiled_again_three_times_at_most(start):
-    """Meanwhile it is not known what less power costs."""
+    """Until plans run again, the cost of a reduction of power is unknown."""
     job = start(mode="auto", policy={"name": "power_cap", "watts": 300.0})
     order = {"command": "reduce", "power_fraction": 0.9, "duration_s": 3600.0}
     for profiles in (1, 2, 3):
@@ -247,7 +247,7 @@ def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeyp
 
 @pytest.mark.parametrize("of", ["selector.PlanSelector.learn", "under_plans.reported_drift"])
 def test_an_unexpected_error_in_a_decision_or_a_report_never_ends_training(start, monkeypatch, caplog, of):
-    """The job trains on at default clocks, and tries again later."""
+    """The job continues at default clocks, and tries again later."""
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
@@ -434,7 +434,7 @@ def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(sta
 
 
 def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, capsys):
-    """One stage has no slack: without a slowdown there is nothing to gain."""
+    """One stage has no slack, so nothing can be saved without a slowdown."""
     job = start(mode="auto")
     job.train_until("run")
     job.train_until("observe", most=200)
@@ -458,7 +458,7 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     assert set(second.train_until("observe", most=400)) == {"run", "default"}
     second.close()
     assert second.events(Predicted) == []
-    assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is right, so another policy may win"
+    assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is valid, so another policy may save energy"
 
 
 def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, first, tmp_path):
@@ -515,7 +515,7 @@ def test_the_clock_returns_to_its_default_where_nothing_is_trained_for_long_or_a
     job.train_until("run")
     for _ in range(2):
         job.train(1)
-        job.settle()  # on CUDA the host is done before the device has begun
+        job.settle()  # on CUDA the host ends before the device begins
         assert job.gpu.clock_mhz() < job.gpu.model.top_clock_mhz
         job.time.sleep(3.0)
         assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
@@ -562,7 +562,7 @@ def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, f
     phases = job.train_until("run")
     announced = re.search(r"at default clocks, to compare plans with: about (\d+) to (\d+)", capsys.readouterr().out)
     least, most = map(int, announced.groups())
-    # Before that, some pass until the time of one is known.
+    # Some iterations pass before the time of one is known.
     assert least <= len(phases) <= most + 3
 
 

@@ -1,4 +1,4 @@
-"""A folder is written by one job at a time. The other job is a process of its own, as locks tell processes apart."""
+"""Exclusive use of output folders. The other job is a separate process, because locks belong to processes."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_job():
-    """A function that has another process take a folder, and returns it."""
+    """Return a function that locks a folder by another process and returns the process."""
     processes = []
 
     def take(folder):
@@ -46,8 +46,8 @@ def other_job():
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    """A function that makes the server of a job."""
-    monkeypatch.chdir(tmp_path)  # and back, as a server goes to the folder of rank 0
+    """Return a function that creates the server of a job."""
+    monkeypatch.chdir(tmp_path)  # restores the folder, because a server changes to that of rank 0
     made = []
 
     def serve(*args, **keys):
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_made_belongs_to_nobody(tmp_path):
 
 
 def answer_of(child, within_s=120.0):
-    """What a server answers once it has started."""
+    """Return the answer of a server once it has started."""
     end_s = time.monotonic() + within_s
     while (answer := child.answer()) is None:
         assert time.monotonic() < end_s, "the server has not answered"

@@ -1,4 +1,4 @@
-"""Jobs whose ranks may not set clocks, and what tells jobs and their profiles apart."""
+"""Jobs without permission to set clocks, and keys of jobs and profiles."""
 
 import pytest
 from pipelines import one_f_one_b
@@ -29,7 +29,7 @@ def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, bloc
 
 
 def keys(*limits_w):
-    """What tells a job's profile and the job from others, given the power limits of its GPUs."""
+    """Return the keys of a job's profile and of the job, given the power limits of its GPUs."""
     own = ScheduleStreams.of(one_f_one_b(ranks=1, micro_batches=1)).model_dump_json().encode()
     ranks = tuple(
         RankFacts(

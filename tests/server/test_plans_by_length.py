@@ -1,4 +1,4 @@
-"""A length of inputs that was not profiled gets a plan by the profiles of other lengths."""
+"""Plans for lengths of inputs whose profiles are predicted from those of other lengths."""
 
 import pytest
 from virtual.job import SLOWER
@@ -12,7 +12,7 @@ LENGTHS = (1.0, 2.0, 3.0)
 
 
 def work_s(length):
-    """Times of passes: attention is a part of backwards, and launching kernels one of forwards."""
+    """Return times of passes, with attention in backwards and a constant launch time in forwards."""
     return {
         Kind.FORWARD: 0.05 + 0.05 * length,
         Kind.BACKWARD: 0.12 * length + 0.02 * length**2,
@@ -30,7 +30,7 @@ def train(job, lengths):
 
 @pytest.fixture
 def job(start):
-    """A job in which three lengths run under plans of their own."""
+    """Return a job in which each of three lengths runs under its own plan."""
     job = start(mode="auto", **SLOWER)
     phases = train(job, LENGTHS * 170)
     assert set(phases[-3:]) == {"run"}
@@ -66,8 +66,8 @@ def test_of_many_lengths_three_are_profiled_and_the_others_wait_for_them(start):
     profiled = [event.profile_error is None for event in job.events(ShapePlanned)]
     assert profiled[:4] == [True, True, True, False]
     assert len(profiled) == 5
-    # The fifth may lie outside the three profiled ones, too far for a prediction.
-    assert len(job.events(ProfileWritten)) == 1 + sum(profiled), "the first one is of all lengths"
+    # The fifth length may be too far from the profiled ones for a prediction.
+    assert len(job.events(ProfileWritten)) == 1 + sum(profiled), "the first profile is for all lengths"
 
 
 def test_a_length_far_from_those_profiled_is_profiled_itself(job):

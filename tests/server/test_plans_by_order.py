@@ -1,4 +1,4 @@
-"""Numbers of micro-batches that alternate or grow each get a plan, by one profile of the passes that they share."""
+"""Plans for alternating and growing numbers of micro-batches, which share one profile."""
 
 import itertools
 from datetime import timedelta
@@ -21,12 +21,12 @@ STAGES_S = (0.036, 0.05)
 
 @pytest.fixture
 def job(start):
-    """A job of one rank."""
+    """Return a job of one rank."""
     return start(mode="auto", micro_batches=8, **SLOWER)
 
 
 def train(job, counts):
-    """Run an iteration of each number of micro-batches; return their phases."""
+    """Run an iteration for each number of micro-batches and return the phases."""
     phases = []
     for count in counts:
         job.schedule = one_f_one_b(ranks=len(job.schedule.ranks), micro_batches=count)
@@ -35,7 +35,7 @@ def train(job, counts):
 
 
 def of_count(records, counts, count):
-    """The records of the iterations of one number of micro-batches."""
+    """Return the records of iterations with a number of micro-batches."""
     return [record for record, number in zip(records, counts, strict=True) if number == count]
 
 
@@ -126,7 +126,7 @@ def test_more_orders_than_have_numbers_run_at_default_clocks(job, monkeypatch):
 
 
 def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch):
-    """As in a long ramp of the batch size, whose first order stays."""
+    """A long ramp of the batch size, in which the first order stays."""
     monkeypatch.setattr(kinds, "MOST_KINDS", 2)
     monkeypatch.setattr(kinds, "UNUSED", 20)
     job = start(mode="auto", micro_batches=2, **SLOWER)
@@ -157,7 +157,7 @@ def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, 
 
 
 def test_a_count_that_grows_gets_a_plan_for_each_step_that_lasts(start):
-    """The ramp of a batch size."""
+    """A ramp of the batch size."""
     job = start(mode="auto", micro_batches=2, **SLOWER)
     counts = [2] * 80 + [4] * 60 + [5] * 3 + [6] * 60
     train(job, counts)
@@ -220,5 +220,5 @@ def test_all_ranks_run_the_plans_of_each_order(tmp_path):
 def test_a_later_start_finds_plans_for_both_counts_again(job):
     train(job, [8, 4] * 110)
     state = job.restart()
-    assert state["progress"]["plan"] is None, "it is not known of which order"
+    assert state["progress"]["plan"] is None, "its order is not known"
     assert in_order(train(job, [8, 4] * 110)[::2])[-1] == "run"

@@ -1,4 +1,4 @@
-"""Shapes of inputs between which the proportions of instructions differ get profiles and plans of their own."""
+"""Separate profiles and plans for input shapes between which the proportions of instructions differ."""
 
 import os
 import random
@@ -18,7 +18,7 @@ WORK = {1.0: SHORT, 2.0: LONG}
 
 
 def train(job, shapes):
-    """Run an iteration of each shape; return the phases that ran."""
+    """Run an iteration of each shape and return the phases."""
     phases = []
     for shape in shapes:
         job.shapes, job.work_s = shape, [WORK.get(shape, LONG)]
@@ -27,7 +27,7 @@ def train(job, shapes):
 
 
 def alternate(job, iterations):
-    """Run iterations of two shapes in turns; return the phases of each shape."""
+    """Run iterations of two alternating shapes and return the phases of each shape."""
     phases = train(job, [1.0, 2.0] * (iterations // 2))
     return {1.0: phases[::2], 2.0: phases[1::2]}
 
@@ -55,7 +55,7 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
         assert mine[-1].time_s / mine[-1].default_time_s == pytest.approx(1.2, abs=0.03)
         energy_j = sum(record.energy_j for record in mine[-20:]) / len(mine[-20:])
         assert energy_j < 0.95 * mine[-1].default_energy_j
-    assert len(job.events(ProfileWritten)) == 3, "one of both shapes, and one of each"
+    assert len(job.events(ProfileWritten)) == 3, "one for both shapes, and one for each"
 
 
 @pytest.mark.extended
@@ -74,7 +74,7 @@ def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_firs
 
 @pytest.mark.extended
 def test_shapes_run_under_their_own_plans_in_any_order_and_one_that_is_seldom_at_default_clocks(job):
-    """Which shape comes next cannot be told from those before."""
+    """The next shape cannot be predicted from previous ones."""
     alternate(job, 420)
     draw = random.Random(1)
     shapes = [draw.choice([1.0, 2.0]) for _ in range(60)]
@@ -107,7 +107,7 @@ def test_all_ranks_run_the_plans_of_each_shape(tmp_path):
 
 
 def test_a_new_shape_in_every_iteration_is_said_once_and_leaves_no_files(job, capsys):
-    """As where sequences are not padded."""
+    """Sequences are not padded."""
 
     def train_lengths(numbers):
         phases = []

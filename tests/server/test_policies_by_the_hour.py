@@ -1,4 +1,4 @@
-"""Whole jobs of one rank under policies that know the time, in virtual time."""
+"""Whole jobs of one rank under policies that depend on the time, in virtual time."""
 
 import os
 from datetime import datetime, timedelta, timezone
@@ -18,7 +18,7 @@ from perseus_ds.pipeline.instruction import Kind
 WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}
 BEGIN = datetime(2026, 11, 22, tzinfo=timezone.utc)
 BEGIN_S = 100.0
-"""The job begins at BEGIN plus so much."""
+"""The job begins this time after BEGIN [s]."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def frontier(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path, frontier):
-    """A function that starts a job under a policy."""
+    """Return a function that starts a job under a policy."""
     jobs = []
 
     def start(folder="perseus", **policy):
@@ -47,11 +47,11 @@ def date(seconds):
 
 
 def write_signal(path, *values, step_s=60.0, begin_s=BEGIN_S - 60.0):
-    """Write values, each of which holds for a minute; the first one began a minute before the job."""
+    """Write values for a minute each, of which the first begins a minute before the job."""
     rows = [f"{date(begin_s + n * step_s)},{value}" for n, value in enumerate(values)]
     text = "\n".join(["time,value", *rows]) + "\n"
     path.write_text(text)
-    changed_ns = path.stat().st_mtime_ns + 10**9 * len(text)  # whatever the file system's resolution
+    changed_ns = path.stat().st_mtime_ns + 10**9 * len(text)  # independent of the file system's resolution
     os.utime(path, ns=(changed_ns, changed_ns))
     return str(path)
 
@@ -128,10 +128,10 @@ def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change
     assert [r.iteration for r in before] == list(range(9, 9 + len(before)))
     assert began_s[len(before)] - told_s <= most_s + 2.05 * records[0].time_s
     assert len(before) <= 2 or by == "file"
-    # The GPU's own energy: its counter moves every 0.1 s, so that the energy of a single iteration is not known.
+    # True energy of the GPU, because its counter is refreshed every 0.1 s, too rarely for a single iteration.
     settled = [powers_w[r.iteration] for r in under[10:]]
     assert sum(settled) / len(settled) <= low_w
-    assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w, "before the profile's power is corrected, too"
+    assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w, "also before the power of the profile is corrected"
 
 
 def test_power_is_reduced_for_as_long_as_ordered_and_training_then_goes_on_as_before(start, frontier):

@@ -1,4 +1,4 @@
-"""Iterations at default clocks are compared with what the profile predicts for them, and the profile is corrected."""
+"""Comparison of iterations at default clocks with the prediction of the profile, and its correction."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from perseus_ds.units import plain
 
 
 def mean_energy_j(records):
-    """Energy of an iteration [J]; the counter is refreshed too rarely for a single one."""
+    """Return the mean energy [J], because the counter is refreshed too rarely for single iterations."""
     return sum(record.energy_j for record in records) / len(records)
 
 
@@ -31,7 +31,7 @@ def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_li
     plan = log.facts(0.0).plan
     assert changes(plan.promised_slowdown, plan.promised_saving) == promised
     assert changes(records[0].promised_slowdown, records[0].promised_saving) == promised, (
-        "before default clocks were measured"
+        "also before default clocks were measured"
     )
     assert capsys.readouterr().out.count(f"(promised {plain(promised)})") == 2, "at the start and with the verdict"
 

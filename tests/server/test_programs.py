@@ -1,4 +1,4 @@
-"""The program of a rank in an iteration under plans: clocks by position, and when instructions are expected."""
+"""The program of a rank under a plan: clocks by position and predicted times of instructions."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def test_instructions_begin_when_the_ranks_before_have_sent_their_input():
 
 
 def test_an_instruction_without_a_clock_to_choose_keeps_that_of_the_one_before():
-    """Such as a tail."""
+    """A tail has no choice of clock."""
     found = program(0, ((1110, 1200), (1410, 1410)), times_at(1110, 1200, 1410))
     assert (found.number, found.first_mhz, found.clocks_mhz) == (5, 1110, (1110, 1200, 1200))
 

@@ -1,4 +1,4 @@
-"""The facts of a job while it runs: one computation, from records as they come; and in words."""
+"""The facts of a running job, computed from its records, and their description."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def facts_of(records, after_s=1.0):
 
 
 def told(facts):
-    """What `watch` and `control status` print of them, without the spaces between columns."""
+    """Return the output of `watch` and `control status`, without the spaces between columns."""
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Console(file=file, width=10_000).print(JobScreen(facts))
     file.flush()
@@ -52,7 +52,7 @@ def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
 
 
 def alternating_job():
-    """A job of 8 micro-batches, and of 4 that have plans of their own, and a rare number."""
+    """Return records of iterations with 8 micro-batches, with 4 under separate plans, and with a rare number."""
     other = {"order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
     records = [*auto_job(micro_batches=8), OrderPlanned(time=BEGIN + 27, order=1, micro_batches=4)]
     records += [planned_iteration(number, plan=0, **other) for number in range(27, 37)]
@@ -67,7 +67,7 @@ def test_each_kind_of_iterations_says_how_many_ran_under_plans_and_what_they_sav
         ("other orders", 0, 1),
     ]
     assert [kind.saved for kind in facts.kinds] == [pytest.approx(0.2), pytest.approx(0.4), None]
-    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20), "one number, weighted by what was run"
+    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20), "one sum, weighted by the iterations that ran"
     assert facts.saved == pytest.approx((20 * 20 + 10 * 20) / (20 * 100 + 10 * 50))
     assert "of these 4 micro-batches: 10 of 10 iterations under plans, 40.0 % less energy" in told(facts)
     log = JobLog("gpt3")
@@ -115,7 +115,7 @@ def test_the_end_is_known_where_the_policy_names_the_steps():
     policy = {"name": "deadline", "total_steps": 126}
     facts = facts_of(auto_job(policy=policy), after_s=0.0)
     assert (facts.step, facts.total_steps) == (26, 126)
-    assert facts.remaining_s == pytest.approx(100.0)  # from end to end of iterations: a second
+    assert facts.remaining_s == pytest.approx(100.0)  # one second between the ends of iterations
     assert facts_of(auto_job()).remaining_s is None
     changed = [*auto_job(), PolicyChanged(time=BEGIN + 26, policy=policy)]
     assert facts_of(changed).total_steps == 126

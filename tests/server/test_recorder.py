@@ -1,4 +1,4 @@
-"""What is written, sent and printed of iterations, operation by operation for some; nothing of it can end training."""
+"""Records, figures, messages and timelines of iterations, whose errors must not end training."""
 
 import math
 from types import SimpleNamespace
@@ -23,17 +23,17 @@ from perseus_ds.server.recorder import Recorder, RecordWriter, TimelineLog, begi
 
 
 class RankZero:
-    """Keeps what it is sent."""
+    """Stores received messages."""
 
     def __init__(self):
         self.received = []
 
     def said(self, *, warns=False):
-        """The lines that it prints, or its warnings."""
+        """Return its printed lines or its warnings."""
         return [each.text for each in self.received if isinstance(each, Say) and each.warns is warns]
 
     def observed(self):
-        """The figures for its monitor."""
+        """Return the figures for its monitor."""
         return [each for each in self.received if isinstance(each, Observed)]
 
 
@@ -48,21 +48,21 @@ DEFAULT = Run("observe")
 
 
 def under_plan(number, energy_j=80.0, **fields):
-    """An iteration under a plan, and what it ran."""
+    """Return an iteration under a plan and its run."""
     report = {"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields}
     return seen(report, number=number, run=UNDER_PLAN), UNDER_PLAN
 
 
 @pytest.fixture
 def recorder(tmp_path, rank_0):
-    """That of a job that has started."""
+    """Return the recorder of a job that has started."""
     made = Recorder(tmp_path, simulated=False, send=rank_0.received.append)
     made.start(Started())
     return made
 
 
 def records_of(recorder, tmp_path):
-    """Close a recorder; return the iterations that it has recorded, and the record of the end."""
+    """Close a recorder and return the recorded iterations and the record of the end."""
     recorder.close()
     _, *iterations, end = read_records(tmp_path)
     return iterations, end
@@ -200,12 +200,12 @@ def ran(plan):
 
 
 def timed(number, plan, *, spans=SPANS):
-    """An iteration of two ranks on one node; that of the second one began 10 ms later."""
+    """Return an iteration of two ranks on one node, in which the second begins 10 ms later."""
     return seen({}, {}, number=number, run=ran(plan), spans=[spans, spans], begun_s=5.0)
 
 
 def job_of(*nodes):
-    """A job of a pipeline with a rank on each of some nodes."""
+    """Return a job of one pipeline with a rank on each of ``nodes``."""
     return SimpleNamespace(
         shown=tuple(range(len(nodes))),
         facts=[RankFacts(pipeline=(0, 1), copies=(rank,), schedule=b"", node=node) for rank, node in enumerate(nodes)],
@@ -216,7 +216,7 @@ def job_of(*nodes):
 
 @pytest.fixture
 def add(tmp_path, rank_0):
-    """A function that has the iterations of a job logged."""
+    """Return a function that logs iterations and returns whether they were wanted."""
     log = TimelineLog(tmp_path, gpu="A100", job=ProfileInfo(simulated=True), warn=rank_0.received.append)
 
     def add(iteration, nodes=("here", "here")):
@@ -259,11 +259,11 @@ def test_ranks_of_different_nodes_are_aligned_by_the_transfers_between_them(add,
     for number in (6, 7):
         add(timed(number, plan=3), nodes=("here", "there"))
     first, second = kept(tmp_path)[0].ranks
-    assert second[2].end_s == first[2].end_s, "the transfer for which both wait"
+    assert second[2].end_s == first[2].end_s, "both wait for this transfer"
 
 
 def test_transfers_in_both_directions_that_are_not_waited_for_tell_how_much_later_a_rank_began():
-    """They take equally long."""
+    """They are assumed to take equally long."""
     there, back = Transfer("activation", 0, 1, 0), Transfer("grad", 1, 0, 0)
     first = [Span(Launch((there,)), 0.1, 0.1), Span(Wait((back,)), 0.5, 0.55)]
     second = [Span(Wait((there,)), 0.0, 0.13), Span(Launch((back,)), 0.48, 0.48)]

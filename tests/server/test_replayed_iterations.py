@@ -1,4 +1,4 @@
-"""Iterations that a CUDA graph replays, so that Python runs none of their passes; in virtual time."""
+"""Iterations replayed by a CUDA graph, without passes in Python, in virtual time."""
 
 import statistics
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_replayed_iterations_are_profiled_and_planned_like_others(start, in_grap
 
 @pytest.fixture
 def mixed(start, tmp_path):
-    """A frontier with a plan of other clocks for each instruction."""
+    """Return the path of a frontier with a plan in which the clock changes at each instruction."""
     job = start("profile", cuda=True, mode="profile", tail_s=TAIL_S)
     job.train_until("observe")
     job.close()
@@ -113,7 +113,7 @@ def test_waiting_for_a_slower_pipeline_within_the_graph_is_no_part_of_the_tail(s
 
 
 class Recorded:
-    """An event that was recorded at a time [s]."""
+    """An event recorded at a given time [s]."""
 
     def __init__(self, at_s):
         self.at_s, self.event = at_s, self
@@ -122,7 +122,7 @@ class Recorded:
         return (end.at_s - self.at_s) * 1e3
 
     def synchronize(self):
-        """It is over."""
+        """Return immediately, because the event is complete."""
 
 
 def test_the_tail_begins_in_the_graph_and_ends_after_it():

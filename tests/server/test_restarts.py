@@ -1,4 +1,4 @@
-"""A server that died is renewed from its state while ranks train on, and a job that was ended goes on where it was."""
+"""Restarts: a server that is replaced during training, and a job that is resumed from its state."""
 
 import pytest
 from virtual.job import SLOWER
@@ -9,7 +9,7 @@ from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, Profil
 def test_a_job_that_was_restarted_counts_its_steps_on_and_keeps_its_policy(start):
     job = start(mode="observe")
     job.train(7)
-    job.time.sleep(1.0)  # its last report has come
+    job.time.sleep(1.0)  # its last report has arrived
     job.restart()
     job.train(3)
     job.close()
@@ -17,7 +17,7 @@ def test_a_job_that_was_restarted_counts_its_steps_on_and_keeps_its_policy(start
 
 
 def test_the_steps_that_the_engine_has_done_count_more_than_those_that_were_kept(start):
-    """As where a checkpoint is older than the end of the job."""
+    """The checkpoint is older than the end of the job."""
     job = start(mode="observe")
     job.train(7)
     job.restart(steps=4)
@@ -64,7 +64,7 @@ def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_
 
 
 def test_no_server_of_a_job_uses_a_number_of_another_one(start):
-    """Agents and clients know by them what they have run."""
+    """They identify what agents and clients have run."""
     job = start(mode="observe")
     job.train(3)
     before = set(job.server._runs) - {0}

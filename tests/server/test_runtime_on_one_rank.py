@@ -1,4 +1,4 @@
-"""Perseus on one rank: what it survives, and what it leaves behind."""
+"""Perseus on one rank: forks, invalid frontiers, closing, and child processes."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ CLOCK_MHZ = 1200
 
 @pytest.fixture
 def runtime(tmp_path, stub_of_agents):
-    """The only rank of a job that runs under one plan, all of it at one clock, with an agent and a server."""
+    """Return the only rank of a job under a plan with one clock, with an agent and a server."""
     plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
     provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
     frontier = str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))
@@ -50,7 +50,7 @@ def train(runtime):
 
 
 def fork(function):
-    """Call a function in a forked process; returns its process id once it runs."""
+    """Call a function in a forked process and return its process ID once it runs."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -66,9 +66,9 @@ def fork(function):
 def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(runtime, stub_of_agents, tmp_path):
     train(runtime)
     worker = fork(lambda: time.sleep(60))
-    os.kill(worker, signal.SIGTERM)  # as a Pool does to its workers
+    os.kill(worker, signal.SIGTERM)  # as a Pool ends its workers
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
-    os.waitpid(fork(runtime.close), 0)  # as happens to a copy of DeepSpeed's engine that is collected
+    os.waitpid(fork(runtime.close), 0)  # as when a copy of DeepSpeed's engine is garbage-collected
     wait_until(lambda: train(runtime) or stub_of_agents.locked_clocks_mhz()[0] == CLOCK_MHZ, "the plan's clock")
     runtime.close()
     assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
@@ -98,7 +98,7 @@ def test_a_plan_that_does_not_fit_is_an_error_before_training(tmp_path):
 
 
 def test_a_loop_may_go_on_after_closing(start, frontier, caplog):
-    """As a job does that catches SIGTERM, saves a checkpoint and goes on."""
+    """The job catches SIGTERM, saves a checkpoint and continues."""
     job = start(mode="run", frontier=frontier, **SLOWER)
     job.train(5)
     assert job.gpu.locked_clock_mhz < job.gpu.model.top_clock_mhz

@@ -1,4 +1,4 @@
-"""What is written of the rows that a job has measured, and the cache of finished profiles."""
+"""Files of measured profiles, and the cache of complete ones."""
 
 import pwd
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ WAITING_W = 80.0
 
 @pytest.fixture
 def saved(tmp_path):
-    """A function that saves a profile of one stage, given the power at each clock [W]."""
+    """Return a function that saves a profile of one stage, given the power at each clock [W]."""
 
     def saved(power_w):
         rows = [

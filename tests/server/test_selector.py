@@ -1,4 +1,4 @@
-"""The plan in force: decided after every iteration, and taken up by later starts of the job."""
+"""The plan in force, which is decided after every iteration and restored by later starts of the job."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ def test_a_cap_at_the_edge_of_two_plans_hardly_changes_plans_and_is_kept_on_aver
     ran, powers_w = [], []
     for _ in range(1000):
         plan = PLANS[job.selector.in_force.plan]
-        differs = 1 + (-differ if ran and ran[-1] % 2 else differ)  # from the profile, each plan in its own way
+        differs = 1 + (-differ if ran and ran[-1] % 2 else differ)  # from the profile, differently for each plan
         ratio = differs * (1 + draw.gauss(0, noise))
         ran.append(job.iterate(power_ratio=ratio))
         powers_w.append(ratio * plan.energy_j / plan.time_s)
@@ -49,7 +49,7 @@ def test_a_cap_at_the_edge_of_two_plans_hardly_changes_plans_and_is_kept_on_aver
     assert len(changed) <= 12
     assert sum(number < 44 for number in changed) <= 5
     assert sum(powers_w[changed[-1] if changed else 0 :]) / len(powers_w[changed[-1] if changed else 0 :]) <= cap_w
-    assert max(ran) <= 10, "the fastest that is below, but for some percent"
+    assert max(ran) <= 10, "must be nearly the fastest plan below the cap"
 
 
 def test_a_faster_plan_is_taken_where_it_stays_below_the_cap_by_far_and_at_once_when_the_cap_changes():

@@ -1,4 +1,4 @@
-"""The process of a job's server: whom it hears, and when it ends."""
+"""The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
 import time
 
@@ -20,8 +20,8 @@ PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
 
 @pytest.fixture
 def process(monkeypatch, tmp_path):
-    """A server, of which the test calls what its loop calls."""
-    monkeypatch.chdir(tmp_path)  # and back, as a server goes to the folder of rank 0
+    """Return a server whose loop is run by the test."""
+    monkeypatch.chdir(tmp_path)  # restores the folder, because a server changes to that of rank 0
     process = ServerProcess(request(tmp_path / "perseus", mode="observe", public_key=PUBLIC_KEY))
     yield process
     process.close()
@@ -29,7 +29,7 @@ def process(monkeypatch, tmp_path):
 
 @pytest.fixture
 def connect(process):
-    """A function that connects an agent which has some keys."""
+    """Return a function that connects an agent with given keys."""
     uplinks = []
 
     def connect(public_key, secret_key):
@@ -43,7 +43,7 @@ def connect(process):
 
 
 def hears(process, uplink, within_s):
-    """Whether a server has heard an agent, and the agent the server."""
+    """Return whether server and agent have received messages from each other."""
     end_s = time.monotonic() + within_s
     while not uplink.is_heard and time.monotonic() < end_s:
         uplink.look()
@@ -111,7 +111,7 @@ def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(p
     monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
     process._heard_s = now.now_s()
     now.sleep(10.0)
-    assert process._is_needed(), "the network may come back"
+    assert process._is_needed(), "the network may recover"
     process.server.has_ended = True
     assert not process._is_needed()
 
@@ -135,9 +135,9 @@ def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_wa
 
 
 def wait_for(found, what, within_s=120.0):
-    """Wait until something is true; return it."""
+    """Wait until a function returns a true value, and return the value."""
     end_s = time.monotonic() + within_s
     while not (value := found()):
-        assert time.monotonic() < end_s, f"it does not come that {what}"
+        assert time.monotonic() < end_s, f"timed out waiting until {what}"
         time.sleep(0.05)
     return value

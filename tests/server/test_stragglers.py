@@ -1,4 +1,4 @@
-"""Stragglers are recognised and followed: what pipelines are assigned to, and what the job then takes."""
+"""Detection of stragglers: plans assigned to pipelines and the resulting time of the job."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ FRONTIER = Frontier(PLANS, 1.0, PLANS[0], PROVENANCE)
 
 
 def run_job(slowness_at, iterations, noise=0.0, seed=0):
-    """Let pipelines follow each other as ranks do; return the assignments, and every pipeline's own times [s]."""
+    """Simulate pipelines that follow stragglers, and return the assignments and each pipeline's times [s]."""
     draw = random.Random(seed)
     watch = StragglerWatch(len(slowness_at(0)))
     assignment = Assignment.of(FRONTIER, 0, watch.stretch_factors)
@@ -34,7 +34,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
         ]
         assignments.append(assignment)
         times.append(own_s)
-        if before is not None:  # what was told at the last boundary
+        if before is not None:  # the times reported at the last boundary
             watch.update([s / FRONTIER.plans[plan].time_s for s, plan in zip(*before, strict=True)])
         before = own_s, assignment.plans
         assignment = Assignment.of(FRONTIER, 0, watch.stretch_factors)
@@ -45,7 +45,7 @@ def test_others_follow_within_five_iterations_and_come_back():
     assignments, times = run_job(lambda i: (1.0, 1.2 if 20 <= i < 60 else 1.0), 80)
     assert [a.plans for a in assignments[:20]] == [(0, 0)] * 20
     assert all(a.plans[0] > 30 and a.plans[1] == 0 for a in assignments[24:60])
-    assert all(max(own) <= 1.2 * 1.03 + 1e-9 for own in times), "nobody waits for a pipeline that follows"
+    assert all(max(own) <= 1.2 * 1.03 + 1e-9 for own in times), "no pipeline may wait for one that follows"
     assert [a.plans for a in assignments[65:]] == [(0, 0)] * 15
 
 
@@ -72,7 +72,7 @@ def test_a_pipeline_at_the_border_does_not_flap():
     given_rooms = [watch.update((1.0, 1.08 + 0.01 * (i % 2))) for i in range(20)]
     assert set(given_rooms) == {(1.08, 1.0)}
     assert watch.update((1.0, 1.04)) == (1.08, 1.0)
-    assert watch.update((1.0, 1.04)) == (1.04, 1.0), "cut, so that nobody waits, but still a straggler"
+    assert watch.update((1.0, 1.04)) == (1.04, 1.0), "reduced so that no pipeline waits, but still a straggler"
     for _ in range(2):
         watch.update((1.0, 1.02))
     assert watch.stretch_factors == (1.0, 1.0)
@@ -82,11 +82,11 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
     reported = Straggler(1, 1.2)
     assert with_reported((1.0, 1.0, 1.0), reported) == (1.2, 1.0, 1.2)
     assert with_reported((1.2, 1.0, 1.2), reported) == pytest.approx((1.2, 1.0, 1.2))
-    stretch_factors = with_reported((1.5, 1.5, 1.0), reported)  # another one is slower still
+    stretch_factors = with_reported((1.5, 1.5, 1.0), reported)  # another one is even slower
     assert stretch_factors == pytest.approx((1.5, 1.25, 1.0))
     assert straggler_of(stretch_factors) == Straggler(2, 1.5)
     assert straggler_of((1.0, 1.0)) is None
-    assert with_reported((1.0,), Straggler(0, 1.3)) == (1.0,), "nobody waits for a single pipeline"
+    assert with_reported((1.0,), Straggler(0, 1.3)) == (1.0,), "a single pipeline has no stretch factor"
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():

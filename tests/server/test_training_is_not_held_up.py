@@ -1,4 +1,4 @@
-"""Iterations that are only launched: training waits neither for the device nor for other ranks, in virtual time."""
+"""Asynchronous iterations, in virtual time: training waits neither for the device nor for other ranks."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def job(tmp_path):
 def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ran_it(job):
     begin_s = job.time.now_s()
     job.train(1)
-    assert job.time.now_s() == begin_s, "the device has not done any of it"
+    assert job.time.now_s() == begin_s, "the device must not have run any of it yet"
     job.train(9)
     host_s = job.time.now_s() - begin_s
     begin_j = job.gpu.energy_j()
@@ -32,7 +32,7 @@ def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ra
         assert record.time_s == pytest.approx(3 * 0.3 * model.slowdown(model.top_clock_mhz), rel=0.06)
     assert sum(record.time_s for record in records) == pytest.approx(device_s, abs=0.003)
     assert host_s == pytest.approx(device_s - records[-1].time_s, abs=0.003), "the host is an iteration ahead"
-    # Readings are made when the device begins and ends an iteration; the counter is refreshed every 0.1 s.
+    # Energy is read when the device begins and ends an iteration. The counter is refreshed every 0.1 s.
     assert sum(record.energy_j for record in records) == pytest.approx(job.gpu.energy_j(), abs=0.1 * 400)
     assert begin_j < job.gpu.energy_j()
 
@@ -53,7 +53,7 @@ def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job, monkey
         for number, instruction in enumerate(job.schedule.instructions[0]):
             with job.runtime.instruction(instruction):
                 job.time.sleep(0.2)  # the host is slower than the device
-            assert bool(sent) is (number >= 5), "it is asked for at each operation, at no other time"
+            assert bool(sent) is (number >= 5), "must be sent at an operation, and only there"
     assert sent == [pytest.approx(begin_s + 1.0)]
 
 
@@ -96,7 +96,7 @@ def test_plans_allow_for_an_agent_that_sees_marks_late(start, late_s, price_s):
     job.agent_link(0).late_s = late_s
     while job.phase != "default":
         job.train(1)
-        job.time.sleep(0.02)  # or else the begin of the next iteration has the agent look
+        job.time.sleep(0.02)  # otherwise the agent looks at the begin of the next iteration
     planned = Frontier.load(job.folder).provenance.switch_cost_s
     assert planned == pytest.approx(price_s, abs=0.0005)
 

@@ -1,4 +1,4 @@
-"""The saving of the whole job: as the job states it, and as the documentation recomputes it from its records."""
+"""The saving of the whole job, as reported by the job and as recomputed by the documentation's code."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reading-the-report.md"
 
 
 def recomputed(folder, monkeypatch):
-    """Run the lines of the page in the folder that has a job's output; return their variables and output."""
+    """Run the code of the page in the output folder of a job, and return its variables and output."""
     section = PAGE.read_text(encoding="utf-8").split("## The saving of the whole job")[1]
     lines = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     assert len([line for line in lines.splitlines() if line]) <= 10
@@ -36,7 +36,7 @@ def test_the_last_line_states_what_the_lines_of_the_page_compute(start, monkeypa
     whole = ended.whole
     assert (whole.saved_j, whole.gained_s) == pytest.approx((found["saved_j"], found["gained_s"]), abs=1e-3)
     assert whole.steps == len(found["steps"])
-    assert whole.saved > 0.01, "there is a saving to state"
+    assert whole.saved > 0.01, "there must be a saving to report"
     lines = [line for line in capsys.readouterr().out.splitlines() if "iterations," in line and "clock changes" in line]
     stated = re.search(rf"all {whole.steps} steps, profiling and comparisons included: .* a step", lines[-1])[0]
     assert f"less energy (-{100 * whole.saved:.1f} %)" in stated
