@@ -76,8 +76,8 @@ def test_an_outlier_does_not_change_rows_at_other_clocks():
 def with_a_power_limit(clocks, limit_w=400.0):
     """Return rows of an A100 with matrix products.
 
-    The voltage is constant up to 980 MHz and then rises linearly. The power limit is reached at about 1365 MHz; the board
-    then draws 8 % more than one locked at the clock that it reaches.
+    The voltage is constant up to 980 MHz and then rises linearly. The power limit is reached at about 1365 MHz; the
+    board then draws 8 % more than one locked at the clock that it reaches.
     """
     rows = []
     for clock in clocks:
