@@ -103,9 +103,7 @@ def test_time_energy_and_counter_are_those_of_a_numeric_integration(condition, e
         getattr(gpu, action)(*arguments)
         getattr(reference, action)(*arguments)
         assert gpu.locked_clock_mhz == reference.clock_mhz
-    lenient = (
-        0.02 if condition == "duty-limit" else 1e-4
-    )  # such a board decides every 20 ms, the reference in every step
+    lenient = 0.02 if condition == "duty-limit" else 1e-4  # such a board decides every 20 ms, the reference each step
     assert gpu.energy_j() == pytest.approx(reference.counter_j, rel=lenient, abs=0.002)
     gpu.finish_work(work_s)
     reference.finish_work(work_s)

@@ -125,9 +125,8 @@ def _followed(
 ) -> tuple[list[tuple[float, float]], list[Change]]:
     """Have an agent follow iterations of a program, and return the passes and the changes.
 
-    The agent learns from the first iteration when to expect marks.
-
-    The GPU is idle at the begin of each round of iterations, so that the first event passes when it is recorded.
+    The agent learns from the first iteration when to expect marks. The GPU is idle at the begin of each round
+    of iterations, so that the first event passes when it is recorded.
 
     Returns:
         Begin and end of each pass, on the host's clock [s], and the requested changes.

@@ -53,7 +53,7 @@ def why_no_gpu() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages under the checks."""
+    """Return the versions of the packages used by the checks."""
     names = ("perseus-ds", "torch", "deepspeed", "nvidia-ml-py")
     return {name: _version(name) for name in names} | {"CUDA": str(torch.version.cuda)}
 
@@ -90,8 +90,8 @@ def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: flo
 
     Args:
         gpu: The GPU.
-            marks: Returns the writer of the marks.
-            latency_s: Time by which clocks are requested early [s]; None for the latency measured by the agent.
+        marks: Returns the writer of the marks.
+        latency_s: Time by which clocks are requested early [s]; None for the latency measured by the agent.
     """
     with tempfile.NamedTemporaryFile() as file:
         known = {} if latency_s is None else {LATENCY_S: str(latency_s)}

@@ -110,7 +110,7 @@ def test_an_agent_of_the_checks_follows_marks_and_changes_no_clock(stub_nvml_her
         began_s = REAL_TIME.now_s()
         clocks.mark(1)
         wait_until(lambda: len(recorded.changes()) == 2, "the second one")
-        agent, changes = clocks._link.agent_pid, recorded.changes()  # the end asks for the first clock again
+        agent, changes = clocks._link.agent_pid, recorded.changes()  # the end requests the first clock again
         clocks.end_iteration(iteration)
     assert agent != os.getpid()
     assert [change.clock_mhz for change in changes] == [1200, 1305]

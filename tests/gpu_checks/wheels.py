@@ -12,7 +12,7 @@ NAMES = (
     "platformdirs", "prometheus_client", "psutil", "pydantic", "pydantic_core", "pyzmq", "scipy", "tqdm",
     "typing-inspection",
 )  # fmt: skip
-"""In addition to torch and its dependencies; installed without their own dependencies."""
+"""Packages in addition to torch and its dependencies, installed without their own dependencies."""
 MOST_BYTES = 64 * 2**20
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 
@@ -20,7 +20,7 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["m
 def pins_for(python: str) -> list[str]:
     """Return the pinned versions for a version of Python such as 3.12.
 
-    One lock covers all versions; ``requirements-pythons.lock`` has pins for more of them.
+    Pins of ``requirements-pythons.lock`` replace those of ``requirements.lock``.
     """
     found = {}
     for name in ("requirements.lock", "requirements-pythons.lock"):

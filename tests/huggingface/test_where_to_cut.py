@@ -47,7 +47,7 @@ def test_memory_has_weights_and_what_the_backward_needs():
     assert found.fixed_bytes.sum() == 16 * whole
     assert found.held_bytes[-1] > found.held_bytes[1] + 4 * TOKENS * 4096  # the loss holds logits in fp32
     again = costs(config, checkpointing=True)
-    assert again.held_bytes[1] == TOKENS * 32 * 2 < found.held_bytes[1]  # the hidden states alone
+    assert again.held_bytes[1] == TOKENS * 32 * 2 < found.held_bytes[1]  # only the hidden states
     assert again.time_s[Kind.BACKWARD][1, -1] > found.time_s[Kind.BACKWARD][1, -1]
 
 

@@ -72,7 +72,7 @@ def test_recomputation_becomes_part_of_the_backward_where_the_schedule_has_none(
 def test_the_tail_of_a_rank_is_that_of_all_its_stages():
     profile = synthetic_profile(2, tail_s={0: 0.2, 1: 0.4})
     result, _ = recut(profile, dual_pipe_v(2, 4), weight_share=0.5)
-    # Stages 0 and 3 are a half of the measured stages 0 and 1, and so are stages 1 and 2.
+    # Each rank has a half of both measured stages: stages 0 and 3, or stages 1 and 2.
     assert list(result.info.tail_s.values()) == pytest.approx([0.3, 0.3])
 
 

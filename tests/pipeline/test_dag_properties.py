@@ -90,7 +90,7 @@ def test_an_iteration_takes_at_least_as_long_as_its_busiest_rank(schedule, seed)
 
 
 def test_a_sender_waits_until_its_receiver_is_there():
-    # Rank 1's first forward takes 10, until rank 0 can neither send its second micro-batch nor start its third.
+    # During rank 1's first forward of 10 s, rank 0 can neither send its second micro-batch nor start its third.
     schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
 
     def time_of(i):

@@ -97,7 +97,7 @@ def test_the_error_is_that_of_the_differences_between_blocks():
     difference, error = under_plan_minus_default(levels)
     assert difference.std() == pytest.approx(np.sqrt((error**2).mean()), rel=0.05)
     quantile = PlanComparison(0.0, 1.0, 0.0, 1.0, freedom=5).standard_errors(0.025)
-    assert quantile == pytest.approx(2.571, abs=0.001)  # Student's, of 6 differences
+    assert quantile == pytest.approx(2.571, abs=0.001)  # Student's t of 6 differences
     assert (abs(difference) <= quantile * error).mean() == pytest.approx(0.95, abs=0.01)
 
 

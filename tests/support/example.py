@@ -27,7 +27,7 @@ def config(name, *overrides):
 
 
 def build(layers):
-    """Build the layers like one stage does, and return the functions to call and the modules."""
+    """Build the layers like one stage does, tied ones once, and return functions and modules."""
     tied, functions = {}, []
     for layer in layers:
         if isinstance(layer, TiedLayerSpec):

@@ -168,7 +168,7 @@ def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> 
 
 
 def assert_untouched(jobs: dict[str, dict[str, Any]]) -> None:
-    """Assert that jobs have the same bits in each mode as without Perseus, and clean up."""
+    """Assert that jobs in all modes have the same bits as without Perseus, and leave no changes."""
     for mode, done in jobs.items():
         assert len(done["weights"]) > 2, mode
         for what in {"losses", "norms", "weights", "random_after"} & done.keys():

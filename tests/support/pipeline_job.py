@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class HalfPrecisionCpu(CPU_Accelerator):
-    """Enables fp16 on any CPU, where torch supports it but DeepSpeed does not."""
+    """Enables fp16, which torch supports on any CPU, but DeepSpeed only on the newest."""
 
     def is_fp16_supported(self) -> bool:
         return True

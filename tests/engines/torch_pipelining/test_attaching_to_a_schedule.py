@@ -198,12 +198,7 @@ def test_a_step_that_raises_raises_the_same_error_and_training_goes_on(make, blo
     broken[0] = False
     train(schedule, steps=2)
     perseus_ds.detach(schedule)
-    assert [r["iteration"] for r in iterations(block)] == [
-        1,
-        2,
-        4,
-        5,
-    ]  # the iteration that raised an error has no record
+    assert [r["iteration"] for r in iterations(block)] == [1, 2, 4, 5]  # the one that raised an error has no record
 
 
 def test_other_micro_batches_are_read_again_or_leave_the_plan(make, block):

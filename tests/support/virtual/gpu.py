@@ -148,7 +148,7 @@ class AveragingGpu(SimulatedGpu):
 
 
 class OneAtATime:
-    """A driver that serves one call at a time: context of each call of GPUs that share one time."""
+    """A driver that serves one call at a time, as a context manager around each call."""
 
     def __init__(self, time):
         self._changed = time.condition()

@@ -86,19 +86,19 @@ class VirtualJob:
         Args:
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
             tail_s: Time of the tail at the top clock [s].
-                work_s: Times by kind, instead of both, for a job of one rank [s].
-                wait_s: Time for which the GPU is idle before each pass [s].
-                other_s: Time of an unknown command [s].
-                transfer_s: Time of a transfer [s].
-                micro_batches: Micro-batches of an iteration.
-                pipelines: Data-parallel pipelines, whose ranks wait for each other at the end of an iteration.
-                schedule: Schedule to execute; it may have several stages per rank and overlapping transfers.
-                gpu: Settings of the simulated GPUs.
-                cuda: Whether passes are only launched, on a stand-in for CUDA; otherwise they are complete on return.
-                graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
-                    number is the time of the part of the tail that is in the graph, too [s].
-                time: Time shared with other jobs; by default the job has its own.
-                block: Other keys of the ``perseus`` block.
+            work_s: Times by kind, instead of both, for a job of one rank [s].
+            wait_s: Time for which the GPU is idle before each pass [s].
+            other_s: Time of an unknown command [s].
+            transfer_s: Time of a transfer [s].
+            micro_batches: Micro-batches of an iteration.
+            pipelines: Data-parallel pipelines, whose ranks wait for each other at the end of an iteration.
+            schedule: Schedule to execute; it may have several stages per rank and overlapping transfers.
+            gpu: Settings of the simulated GPUs.
+            cuda: Whether passes are only launched, on a stand-in for CUDA; otherwise they are complete on return.
+            graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
+                number is the time of the part of the tail that is in the graph, too [s].
+            time: Time shared with other jobs; by default the job has its own.
+            block: Other keys of the ``perseus`` block.
         """
         self.time = time or VirtualTime()
         self.folder = folder
@@ -156,7 +156,7 @@ class VirtualJob:
         return self._clocks[rank]._link
 
     def agent(self, rank):
-        """The agent's state of a rank."""
+        """The agent's :class:`RankClocks` of a rank."""
         return self.agent_link(rank).agent
 
     @property
