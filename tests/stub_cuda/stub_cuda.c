@@ -1,7 +1,7 @@
-// A stand-in for libcuda.so.1: streams of several devices that work off queues, and graphs that capture and replay.
+// A stand-in for libcuda.so.1: streams of several devices that process queues, and graphs for capture and replay.
 //
-// Only what marks need of the driver is here, under the driver's names. What stub_… functions do is launched by tests:
-// kernels (which only last), events, and stores into host memory. Streams start after a call, on threads of their own.
+// It has only the driver functions that marks need. Tests launch work through stub_… functions: kernels that only take
+// time, events, and stores into host memory. Streams run asynchronously on their own threads.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -82,7 +82,7 @@ static void *run(void *argument) {
     return NULL;
 }
 
-// What a call issues goes to the stream's queue, or into the graph that is being captured on it.
+// Adds work to the stream's queue, or to the graph being captured on the stream.
 static int issue(Stream *stream, Work work) {
     if (current_device < 0) return INVALID_CONTEXT;
     if (!stream || stream->device != current_device) return INVALID_HANDLE;

@@ -1,4 +1,4 @@
-/* A stand-in for libnvidia-ml.so.1 for tests: what pynvml calls, on GPUs that live in a shared file.
+/* A stand-in for libnvidia-ml.so.1 for tests: the functions that pynvml calls, for GPUs in a shared file.
  *
  * The file named by PERSEUS_STUB_NVML holds one `struct state`, written by controller.py, whose
  * ctypes.Structure mirrors this one. Every process that maps it sees the same GPUs. */
@@ -34,7 +34,7 @@ struct change {
     uint32_t pid;
 };
 
-struct field { /* a value that NVML keeps by number */
+struct field { /* an NVML field value */
     uint32_t id, scope;
     uint64_t value;
 };
@@ -47,19 +47,19 @@ struct gpu {
     uint32_t previous_clock_mhz; /* in effect until settled */
     uint32_t limit_clock_mhz; /* the clock stays below this one, as at a power limit; 0: no limit */
     uint32_t has_energy_counter, mig_enabled, application_clock_mhz, default_application_clock_mhz;
-    uint32_t power_profiles[8]; /* a bit for each that is in force */
+    uint32_t power_profiles[8]; /* a bit for each active profile */
     uint32_t field_count, counter_leaves_module_out;
     struct field fields[MAX_FIELDS];
     uint64_t throttle_reasons;
     double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w, power_limit_w, default_power_limit_w;
-    double power_by_clock; /* which share of power_w is drawn in proportion to the clock */
+    double power_by_clock; /* share of power_w that is proportional to the clock */
     double enforced_power_limit_w; /* 0: power_limit_w */
-    double average_power_w; /* what the averaged reading says, 0: what is drawn */
-    double module_w; /* what the module draws beside the GPU */
+    double average_power_w; /* the averaged reading; 0: the current power */
+    double module_w; /* power of the module without the GPU */
     double counted_j, counted_until_s; /* the energy up to the last change of the clock */
     uint32_t calls[FUNCTIONS];
-    int32_t errors[FUNCTIONS]; /* nvmlReturn_t to answer with, 0: none */
-    uint32_t hang[FUNCTIONS]; /* does not return until this is 0 again */
+    int32_t errors[FUNCTIONS]; /* nvmlReturn_t to return; 0: success */
+    uint32_t hang[FUNCTIONS]; /* blocks until this is 0 again */
     uint32_t change_count;
     struct change changes[HISTORY];
 };
@@ -67,7 +67,7 @@ struct gpu {
 struct state {
     uint32_t gpu_count;
     char driver_version[76];
-    double virtual_s; /* the time, if it is not 0; then whoever sleeps moves it forward and returns at once */
+    double virtual_s; /* the time, if it is not 0; sleeping then advances it and returns immediately */
     uint32_t calls[FUNCTIONS];
     int32_t errors[FUNCTIONS];
     struct gpu gpus[MAX_GPUS];

@@ -139,7 +139,7 @@ class VirtualJob:
 
     @property
     def under_way(self):
-        """Number of iterations started before the server decides on one."""
+        """Number of iterations that begin before a decision on the last report takes effect."""
         return 1 if self._cuda is None else 2
 
     @property
