@@ -40,7 +40,7 @@ class MetricsConfig(StrictModel):
 
 
 class ServerConfig(StrictModel):
-    """Where the job's server listens, on rank 0's node."""
+    """Address of the job's server on rank 0's node."""
 
     host: str | None = Field(
         None, min_length=1, description="Name or address by which other nodes reach it; MASTER_ADDR by default."

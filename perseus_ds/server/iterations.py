@@ -6,7 +6,7 @@ iterations run::
     seen = await iteration(Run("default", times="all"))
 
 This takes effect one or two iterations later. Therefore ``seen.run`` is what the iteration actually ran, or None if
-not all ranks ran the same from its begin to its end. Iterations without a known run are not used as evidence.
+not all ranks ran the same from its start to its end. Iterations without a known run are not used as evidence.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _program_of_lengths(
 
 
 def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
-    """Return begin and end of each instruction of a rank, predicted from the profile [s].
+    """Return start and end of each instruction of a rank, predicted from the profile [s].
 
     The list is empty if the profile lacks a time. Operations without a choice of clock have no duration here; their
     time is at the end of the iteration.
@@ -203,7 +203,7 @@ class Seen:
     Attributes:
         number: Training step, starting at 1.
         iteration: Number of the iteration since the job started.
-        run: What all ranks ran from its begin to its end; None if they differ.
+        run: What all ranks ran from its start to its end; None if they differ.
         ranks: The reports of all ranks.
         messages: The reports as received, by rank.
         contents: Its operations as received, by rank.
@@ -239,7 +239,7 @@ class Seen:
 
     @property
     def stopped_s(self) -> float:
-        """Time from the end of the previous iteration to its begin [s]."""
+        """Time from the end of the previous iteration to the start of this one [s]."""
         return self.messages[0].report.stopped_s
 
     @property
@@ -257,13 +257,13 @@ class Seen:
         return self.run is not None and self.run.key == run.key
 
     def spans(self, rank: int) -> list[Span]:
-        """Return the operations of a rank, relative to the iteration's begin. Empty if not measured."""
+        """Return the operations of a rank, relative to the iteration's start. Empty if not measured."""
         if not self.streams:
             return []
         return decode(self.contents.get(rank, b""), self.streams[self.pipeline_ranks[rank]])
 
     def begun_s(self, rank: int) -> float:
-        """Return when it began on a rank's GPU, in the time of its node [s]."""
+        """Return when it started on a rank's GPU, in the time of its node [s]."""
         return self.messages[rank].begun_s
 
 

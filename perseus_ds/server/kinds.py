@@ -41,8 +41,8 @@ UNUSED = 500
 # Number of iterations without an order after which other orders do not wait for it.
 _GONE = 10
 _WITHOUT_PROFILE = ("calibrate", "observe")
-# Maximum number of iterations that begin like those of a shape but have another one, and fraction of its iterations
-# that may be more than this number.
+# A shape is given up if more iterations than this number, and than this fraction of its own iterations, begin like it
+# but have another shape.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
 # In profile mode, iterations of other orders are used for the warm-up after this number of them in a row.
 _LASTS_AFTER = 10

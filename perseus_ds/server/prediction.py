@@ -74,7 +74,7 @@ def correct_profile(
     else:
         profile = StageProfile.load(job.profile_path)
         factors, by_time = difference(profile, now, PartTimes.of(before.spans).instructions, sample.time_s)
-        # Parts that differ and are not corrected: default clocks are others than the highest of the profile.
+        # If parts differ but are not corrected, default clocks differ from the highest clock of the profile.
         if not factors or by_time is not None:
             corrected = _by_power(job, by_time or profile, sample, gpus_per_rank) or by_time
         if corrected is not None:

@@ -173,7 +173,7 @@ def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) 
     return job.info.model_copy(update={**rest, "rows": []}).with_fixed_durations(fixed)
 
 
-# Minimum time from the begin of an iteration until its clock is reached [s]. Slower changes are detected by reading the
+# Minimum time from the start of an iteration until its clock is reached [s]. Slower changes are detected by reading the
 # clock back. A GPU that a limit keeps below the clock is assumed to have settled after this time.
 _SETTLE_S = 0.05
 # Power at a clock is known after this number of counter refreshes, with at most this relative error. Some clocks are
@@ -183,7 +183,7 @@ _KNOWN = 0.05
 _MOST_VISITS = 8
 # Number of iterations at a clock that have already begun when the last necessary one is reported.
 _UNDER_WAY = 2
-# A tail shorter than this fraction of an iteration needs no clock of its own.
+# A tail shorter than this fraction of an iteration needs no separate clock.
 _TAIL_MATTERS = 0.02
 # Maximum error of predicted rows, unless errors of measured rows are larger. Plans from rows with errors of 2 % take
 # 0.6 to 2.5 % longer (benchmarks/varying.py).

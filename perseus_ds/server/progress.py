@@ -239,7 +239,7 @@ class JobProgress:
         self.profiling_s = self.profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
-        # By rank, the power of GPUs in the iterations since their last record, and the time of these.
+        # By rank, the power of GPUs in the last record with it, and the time of iterations since that record.
         self._powers_w: tuple[float, ...] = ()
         self._unrecorded_s = 0.0
         # By rank, requested and reached clocks. Large jobs do not record them with every iteration.

@@ -373,7 +373,7 @@ def _append_whole(handle: int, line: bytes) -> None:
     """Append a line to a file. A partially written line is removed.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The line cannot be written.
     """
     size = os.fstat(handle).st_size
     try:

@@ -25,7 +25,7 @@ from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
 _INCOMPARABLE = 30
-# Duration of a plan from elsewhere before a comparison. A shorter job is too short for a comparison.
+# Duration of a plan from a file before a comparison. A shorter job is too short for a comparison.
 _TRIAL_ITERATIONS = 8
 _TRIAL_S = 20.0
 # Number of blocks with a plan that are compared with earlier default clocks, to detect a plan that becomes late.
@@ -178,7 +178,7 @@ class PlanRunner:
         self._default, self.selector.default_power_w = default, default.power_w
 
     async def try_out(self) -> None:
-        """Train under a plan from elsewhere for about as long as a comparison with default clocks takes.
+        """Train under a plan from a file for about as long as a comparison with default clocks takes.
 
         The first iterations of a job are slower than later ones, so they cannot be used for a comparison.
         """

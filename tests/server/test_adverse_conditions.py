@@ -1,4 +1,4 @@
-"""Auto mode under adverse conditions, in virtual time: late clock changes, short iterations, a busy host."""
+"""Auto mode with late clock changes, short iterations or a busy host, in virtual time."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""Plans while other input shapes change iteration times: only changed proportions of instructions are drift."""
+"""Plans under changing input shapes: only changed proportions of instruction times are drift."""
 
 import pytest
 from virtual.job import SLOWER

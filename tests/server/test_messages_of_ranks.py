@@ -101,7 +101,7 @@ def deliveries(draw):
 
 
 def complete(arriving):
-    """Return the iterations whose reports all arrive before all reports of a later one."""
+    """Return the iterations that are complete before any later one."""
     found, seen = [], set()
     for iteration, rank in arriving:
         seen.add((iteration, rank))

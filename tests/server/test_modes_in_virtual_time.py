@@ -32,7 +32,7 @@ from perseus_ds.report.live import JobFollower
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])
 def start(start, request):
-    """Return a function that starts a job with synchronous passes, or with passes launched on a fake CUDA device."""
+    """Return a function that starts a job with passes on the host or on a fake CUDA device."""
     return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
 
 

@@ -1,4 +1,4 @@
-"""Exclusive use of output folders. The other job is a separate process, because locks belong to processes."""
+"""Exclusive use of output folders. Other jobs are separate processes, which own the locks."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_job():
-    """Return a function that locks a folder by another process and returns the process."""
+    """Return a function that locks a folder in another process and returns the process."""
     processes = []
 
     def take(folder):

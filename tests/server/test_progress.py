@@ -52,7 +52,7 @@ def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
 
 
 def alternating_job():
-    """Return records of iterations with 8 micro-batches, with 4 under separate plans, and with a rare number."""
+    """Return records of a job with 8, 4 and a rare number of micro-batches."""
     other = {"order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
     records = [*auto_job(micro_batches=8), OrderPlanned(time=BEGIN + 27, order=1, micro_batches=4)]
     records += [planned_iteration(number, plan=0, **other) for number in range(27, 37)]

@@ -64,7 +64,7 @@ def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_
 
 
 def test_no_server_of_a_job_uses_a_number_of_another_one(start):
-    """They identify what agents and clients have run."""
+    """Numbers identify what agents and clients have run."""
     job = start(mode="observe")
     job.train(3)
     before = set(job.server._runs) - {0}

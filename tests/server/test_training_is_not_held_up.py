@@ -96,7 +96,7 @@ def test_plans_allow_for_an_agent_that_sees_marks_late(start, late_s, price_s):
     job.agent_link(0).late_s = late_s
     while job.phase != "default":
         job.train(1)
-        job.time.sleep(0.02)  # otherwise the agent looks at the begin of the next iteration
+        job.time.sleep(0.02)  # otherwise the start of the next iteration wakes the agent
     planned = Frontier.load(job.folder).provenance.switch_cost_s
     assert planned == pytest.approx(price_s, abs=0.0005)
 
