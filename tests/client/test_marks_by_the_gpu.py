@@ -1,4 +1,4 @@
-"""Marks written by the GPU, on the stub of CUDA's driver: in stream order, in graphs, on devices and streams."""
+"""Marks written by the GPU in stream order, in graphs and on several devices, on the stub of CUDA's driver."""
 
 import fcntl
 import mmap

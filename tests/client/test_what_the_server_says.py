@@ -1,4 +1,4 @@
-"""Lines and figures that the server sends to a rank's terminal and monitor. None of them can end training."""
+"""Lines and figures that the server sends to a rank cannot end training."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
-"""Simulates nodes on one machine by namespaces for network, processes, mounts, host name and shared memory.
+"""Simulates nodes on one machine by namespaces.
 
-A node also has its own stub driver and disk, which is a folder with the same path on every node but different contents.
+A node has its own network, processes, mounts, host name and shared memory. It also has its own stub driver, and a disk,
+which is a folder with the same path on every node but different contents.
 When the process that has made the nodes ends for any reason, their first processes end, and everything else with them.
 """
 
@@ -124,7 +125,7 @@ class Cluster:
         return Node(name, port, gpus, own, init, variables)
 
     def _hold(self, kinds: Sequence[str], prepare: str) -> psutil.Process:
-        """Create namespaces for network, processes, mounts and ``kinds``, and return the process that keeps them."""
+        """Create namespaces for network, processes, mounts and ``kinds``, and return their first process."""
         unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", *kinds]
         holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", f"{prepare} && echo ready && {_WAIT}"],

@@ -1,4 +1,4 @@
-"""Jobs on several nodes, with real DeepSpeed ranks in network namespaces, stub drivers and separate disks."""
+"""Jobs on several simulated nodes, with real DeepSpeed ranks, stub drivers and separate disks."""
 
 import json
 import os
@@ -196,7 +196,7 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
 
 
 def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_iteration(make_cluster):
-    """The first stages of two pipelines are on one node, and the second ones on another. By command and by file."""
+    """Two pipelines have their first stages on one node, and their second stages on another."""
     cluster = make_cluster(2)
     first = cluster.nodes[0]
     save_true_frontier(first.disk / "frontier")

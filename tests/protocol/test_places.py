@@ -38,7 +38,7 @@ def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeyp
 
 
 def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
-    """This happens with ``su`` without ``-``. A file replaces the folder, because root can write everywhere."""
+    """For example, with ``su`` without ``-``. A file replaces the folder, as root can write everywhere."""
     theirs, memory = tmp_path / "theirs", tmp_path / "memory"
     theirs.mkdir()
     memory.mkdir()

@@ -1,4 +1,4 @@
-"""Ends jobs in many scenarios, several times each, and prints how long their clocks stayed locked: ``make trials``."""
+"""Ends jobs in many scenarios and prints how long their clocks stay locked (``make trials``)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Row:
 
     @property
     def restored_s(self) -> list[float]:
-        """How long the clocks stayed locked, where the job's own processes restored them [s]."""
+        """Times for which clocks stayed locked, of trials in which the job's own processes restored them [s]."""
         return [outcome.restored_s for outcome in self.outcomes if outcome.restored_s is not None]
 
     @property
     def later(self) -> int:
-        """In how many trials the next job or ``perseus-ds reset`` restored them."""
+        """Number of trials in which the next job or ``perseus-ds reset`` restored them."""
         return sum(outcome.restored_later for outcome in self.outcomes)
 
     @property
@@ -41,7 +41,7 @@ class Row:
 
 
 def run(scenarios: Sequence[tuple[Scenario, int]], folder: Path) -> list[Row]:
-    """Try each scenario so many times."""
+    """Try each scenario the given number of times."""
     library = build(folder)
     needs_deepspeed = any(scenario.launcher for scenario, times in scenarios if times)
     extensions = _compiled_extensions(folder) if needs_deepspeed else None
@@ -59,7 +59,7 @@ def run(scenarios: Sequence[tuple[Scenario, int]], folder: Path) -> list[Row]:
 
 
 def _attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None) -> Outcome:
-    """Try a scenario; a trial that hangs counts as one whose clocks stay locked."""
+    """Try a scenario. A trial that hangs counts as one with clocks left locked."""
     try:
         return attempt(scenario, library, folder, seed, extensions)
     except TimeoutError as error:
@@ -68,15 +68,16 @@ def _attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensi
 
 
 def _compiled_extensions(folder: Path) -> Path:
-    """Return a folder with the extension that DeepSpeed compiles when a job starts, of which every trial gets a copy.
+    """Return a folder with the extension that DeepSpeed compiles when a job starts.
 
-    A process that is killed while it loads the extension leaves a file ``lock``, for whose end all others would wait.
+    Every trial uses a copy, because a process that is killed while it loads the extension leaves a file ``lock``, and
+    all others would wait for its removal.
     """
     extensions = folder / "extensions"
     if Path(job.EXTENSIONS).is_dir():
         shutil.copytree(job.EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock"))
     assert job.run(folder / "compiling", RANKS, {"TORCH_EXTENSIONS_DIR": str(extensions)}, steps=1).ranks
-    extensions.mkdir(exist_ok=True)  # a version of DeepSpeed may compile nothing
+    extensions.mkdir(exist_ok=True)  # some versions of DeepSpeed compile nothing
     return extensions
 
 
@@ -91,7 +92,7 @@ def line_of(row: Row) -> str:
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """Return the table, in Markdown."""
+    """Return the table in Markdown."""
     sums = [(rows, "all")]
     sums += [([row for row in rows if row.scenario.ends_agent is ends], name) for ends, name in _KINDS.items()]
     lines = [_HEAD, "|---|---|---|---|---|---|---|", *map(line_of, rows)]
@@ -109,7 +110,7 @@ _KINDS = {False: "the agent lives", True: "the agent is killed too"}
 
 
 def main() -> int:
-    """Run the trials; returns 1 if a clock was left locked."""
+    """Run the trials. Returns 1 if a clock was left locked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=6, help="trials of each scenario")
     parser.add_argument("--deepspeed-times", type=int, default=3, help="of those with DeepSpeed's engine")

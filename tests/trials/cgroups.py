@@ -1,4 +1,4 @@
-"""Control groups for trials, as schedulers make them: one that is killed as a whole, one of little memory."""
+"""Control groups for trials, as created by schedulers: killed as a whole, or with little memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _BYTES = str(64 << 20)
-# For each kind its parents, with the unified hierarchy alone or with one of version 1 for each resource; a file that
-# the cgroup must have there, and what is written into that.
+# For each kind, the possible parents (of cgroup version 1 or 2), a file that the new cgroup must have, and the content
+# to write into that file.
 _KINDS = {
     "killed as a whole": [(_ROOT / "unified", "cgroup.kill", ""), (_ROOT, "cgroup.kill", "")],
     "of little memory": [(_ROOT / "memory", "memory.limit_in_bytes", _BYTES), (_ROOT, "memory.max", _BYTES)],
@@ -19,7 +19,7 @@ _KINDS = {
 
 @contextlib.contextmanager
 def new_cgroup(kind: str, name: str) -> Iterator[Path | None]:
-    """A cgroup of a kind, which is removed at the end; None where this system has none that may be made."""
+    """Yield a new cgroup of a kind, which is removed at the end. None if it cannot be created."""
     cgroup = next(filter(None, (_make(parent / name, *file) for parent, *file in _KINDS[kind])), None)
     try:
         yield cgroup
@@ -30,12 +30,12 @@ def new_cgroup(kind: str, name: str) -> Iterator[Path | None]:
 
 
 def join(cgroup: Path) -> None:
-    """Move this process, and those it starts from now on, into a cgroup."""
+    """Move this process, and all processes that it starts from now on, into a cgroup."""
     (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _make(cgroup: Path, file: str, content: str) -> Path | None:
-    """Make a cgroup and set its limit; None where that is not possible."""
+    """Create a cgroup and set its limit. Returns None if that is not possible."""
     if (cgroup.parent / "cgroup.procs").exists():
         with contextlib.suppress(OSError):
             cgroup.mkdir()

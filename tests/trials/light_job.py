@@ -1,6 +1,6 @@
-"""A small job that is to be ended: a launcher and two ranks, without DeepSpeed's engine.
+"""A small job for trials: a launcher and two ranks, without DeepSpeed's engine.
 
-All that changes clocks and restores them is real: Perseus's runtime on gloo, its agent, pynvml on the stub driver.
+Everything that changes or restores clocks is real: Perseus's runtime on gloo, its agent, and pynvml on the stub driver.
 A pass is a short sleep. Processes are forked from one that has imported torch.
 """
 
@@ -32,7 +32,7 @@ RANKS = 2
 _MICRO_BATCHES = 4
 _PASS_S = 0.002
 _GRACE_S = 2.0
-"""From SIGTERM, which the launcher sends when a rank has failed, to SIGKILL."""
+"""Time from SIGTERM, which the launcher sends when a rank has failed, to SIGKILL."""
 _POLL_S = 0.01
 _LAST_STEPS = 3
 _CLONE_NEWPID = 0x20000000
@@ -40,22 +40,22 @@ _CLONE_NEWPID = 0x20000000
 
 @dataclass(frozen=True)
 class LightJob:
-    """What a job is like.
+    """Settings of a job.
 
     Attributes:
-        folder: Where it writes: ``output.log``, and an empty file for each phase that it has come to, and ``closing``
-            some steps before its end.
-        environment: Variables to set.
+        folder: Folder that it writes to: ``output.log``, an empty file for each phase that it has reached, and
+            ``closing`` some steps before its end.
+        environment: Environment variables to set.
         perseus: The ``perseus`` block.
-        steps: Iterations, after which it ends by itself.
-        end_by: How the last rank ends itself, of :data:`ENDS`; None if it does not. It writes the time of
-            ``time.monotonic`` into ``ended_s`` before.
-        end_after_s: From its first iteration in phase ``run`` on [s].
-        workers: Processes of each rank's data loader.
-        ignores_term: Whether the script has a handler of SIGTERM after which it goes on.
-        cgroup: To start in.
-        is_container: Whether the ranks have a PID namespace of their own, whose first process is rank 0.
-        small_cgroup: Of little memory, for the rank that ends by using more.
+        steps: Number of iterations after which it ends normally.
+        end_by: Key in :data:`ENDS` of the way in which the last rank ends itself. None if it does not. Before, it
+            writes the time of ``time.monotonic`` into ``ended_s``.
+        end_after_s: Time until then, from its first iteration in phase ``run`` [s].
+        workers: Number of processes of each rank's data loader.
+        ignores_term: Whether the script has a handler of SIGTERM after which it continues.
+        cgroup: Control group to start in.
+        is_container: Whether the ranks have their own PID namespace, with rank 0 as its first process.
+        small_cgroup: Control group with little memory, for the rank that ends by exceeding it.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class LightJob:
 
 
 def launch(job: LightJob) -> None:
-    """Start the ranks, and end all of them when one fails, as torchrun does; in a process group of its own."""
+    """Start the ranks in a new process group, and end all of them when one fails, as torchrun does."""
     os.setsid()
     if job.cgroup is not None:
         join(job.cgroup)
@@ -89,7 +89,7 @@ def launch(job: LightJob) -> None:
 
 
 def _fork(job: LightJob, rank: int) -> int:
-    """Start a rank; returns its process id."""
+    """Start a rank and return its process id."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -101,13 +101,13 @@ def _fork(job: LightJob, rank: int) -> int:
         except BaseException as error:
             print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
-            atexit._run_exitfuncs()  # which a forked process leaves out
+            atexit._run_exitfuncs()  # os._exit does not run them
             os._exit(status)
     return pid
 
 
 def _wait(ranks: list[int]) -> int:
-    """Wait for the ranks; returns 1 if one failed."""
+    """Wait for the ranks. Returns 1 if one failed."""
     has_failed, kill_at_s = False, float("inf")
     while ranks:
         for pid in tuple(ranks):
@@ -173,7 +173,7 @@ def _interrupt(job: LightJob) -> None:
 
 
 def _ask_for_too_much(job: LightJob) -> None:
-    """Ask for memory until Python has none."""
+    """Allocate memory until Python has none left."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), most))
@@ -181,7 +181,7 @@ def _ask_for_too_much(job: LightJob) -> None:
 
 
 def _use_more_than_allowed(job: LightJob) -> None:
-    """Use more memory than the kernel lets this process use."""
+    """Use more memory than the control group allows."""
     assert job.small_cgroup is not None
     join(job.small_cgroup)
     _use_memory()
@@ -198,7 +198,7 @@ def _become_another_program(job: LightJob) -> None:
 
 
 def _leave_a_copy(job: LightJob) -> None:
-    """End, but for a forked process that lives on for a while, with all that was open."""
+    """End, except for a forked process that continues for a while with all open files."""
     if os.fork() == 0:
         time.sleep(0.3)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The scenarios: how jobs are ended."""
+"""Scenarios in which jobs are ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIGNALS = {
 def _send(number: signal.Signals, to: str, trial: Trial) -> float:
     if to == "the process group":
         now_s = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # a job that is at its end may be over
+        with contextlib.suppress(ProcessLookupError):  # a closing job may have ended already
             os.killpg(trial.launcher.pid, number)
         return now_s
     ranks = trial.ranks
@@ -39,7 +39,10 @@ def _send(number: signal.Signals, to: str, trial: Trial) -> float:
 
 
 def _signal(number: signal.Signals, to: str, name: str = "{}", **more: Any) -> Scenario:
-    """A signal to ``to``, of :data:`_SIGNALS`; the scenario's name has that in the place of ``{}``."""
+    """Return the scenario of a signal to ``to``, a key of :data:`_SIGNALS`.
+
+    ``{}`` in ``name`` stands for the signal and its target.
+    """
     return Scenario(name.format(f"{number.name} to {to}"), partial(_send, number, to), **more)
 
 
@@ -52,7 +55,7 @@ def _with_agent(trial: Trial) -> float:
 
 
 def _agent_then_ranks(trial: Trial) -> float:
-    """Kill the agent; the ranks follow once another one has taken its place."""
+    """Kill the agent, and kill the ranks after another agent has replaced it."""
     killed = trial.agents
     kill(killed)
     trial.wait_until(lambda: trial.has_agent(besides=killed), "an agent again")
@@ -89,7 +92,7 @@ def _all_while_the_agent_is_stopped(trial: Trial) -> float:
 
 
 def _stopped_rank(trial: Trial) -> float:
-    """Stop a rank, for which the others wait, and kill all of them once their clocks are the default ones."""
+    """Stop a rank, for which the others wait, and kill all of them when their clocks are the default ones."""
     now_s = send([trial.draw.choice(trial.ranks)], signal.SIGSTOP)
     trial.wait_until(lambda: not any(trial.node.locked_clocks_mhz()), "default clocks")
     kill(trial.tree)
@@ -111,7 +114,7 @@ def _term_then_kill_container(trial: Trial) -> float:
 
 
 def _term_while_one_is_stopped(trial: Trial) -> float:
-    """One rank is stopped, the other waits for it in a collective; both get SIGTERM, and SIGKILL a second later."""
+    """Stop a rank, for which the other waits, and send both SIGTERM, and SIGKILL a second later."""
     send(trial.ranks[:1], signal.SIGSTOP)
     time.sleep(0.1)
     send(trial.ranks, signal.SIGTERM)
@@ -135,7 +138,7 @@ def _cgroup(trial: Trial) -> float:
 
 
 def _by_itself(trial: Trial) -> float:
-    """Wait until the last rank has ended itself, as the job's settings say."""
+    """Wait until the last rank has ended itself according to the job's settings."""
     path = trial.folder / "ended_s"
     trial.wait_until(lambda: path.exists() and path.read_text(), "a rank that ends itself")
     return float(path.read_text())
@@ -153,7 +156,7 @@ def _while_the_driver_is_busy(trial: Trial) -> float:
 
 
 def _one_after_the_other(trial: Trial) -> float:
-    """Kill a job and, once its clocks are restored, the other job, whose clocks have gone on to change."""
+    """Kill a job and, after its clocks are restored, another job, which continued to change its clocks."""
     other = trial.other
     assert other is not None
     kill(trial.tree)
@@ -163,7 +166,7 @@ def _one_after_the_other(trial: Trial) -> float:
 
 
 def _with_agent_then_the_other(trial: Trial) -> float:
-    """Kill a job with its agent; the other job's clocks go on to change, until that is killed without its agent."""
+    """Kill a job with its agent, and later another job, which still changes clocks, without its agent."""
     other = trial.other
     assert other is not None
     kill([*trial.agents, *trial.tree])
@@ -172,7 +175,7 @@ def _with_agent_then_the_other(trial: Trial) -> float:
 
 
 def _after_another_was_refused(trial: Trial) -> float:
-    """Start another job on the same GPUs, which is refused; then kill the job, whose clocks have gone on to change."""
+    """Start another job on the same GPUs, which is refused, and kill the first job while it changes clocks."""
     other = start_other(trial)
     trial.wait_until(lambda: not other.tree, "the end of the other job")
     trial.wait_until(lambda: "is used by another job of this user" in other.output(), "the reason")
@@ -182,7 +185,7 @@ def _after_another_was_refused(trial: Trial) -> float:
 
 
 def _wait_for_changes(trial: Trial, first: int) -> None:
-    """Wait until more clocks are set on the GPUs from a number on, and none is a reset."""
+    """Wait until more clocks are set on the GPUs from ``first`` on. Raises if one of them is a reset."""
     gpus = trial.node.gpus[first:]
     before = [gpu.change_count for gpu in gpus]
     trial.wait_until(
@@ -276,7 +279,7 @@ DEEPSPEED = [
     _signal(_KILL, "one rank", "torchrun: {}", launcher="torchrun"),
     Scenario("torchrun: SIGKILL to it and its ranks", _tree, launcher="torchrun"),
     Scenario("torchrun: SIGKILL to all, profiling", _tree, when="profile", launcher="torchrun"),
-    # A `deepspeed` of one node does not hand on a SIGTERM: it ends alone, and training goes on.
+    # A `deepspeed` of one node does not forward SIGTERM, so it ends alone and training continues.
     _signal(_TERM, "the launcher", "deepspeed: SIGTERM to the process it starts ranks with", launcher="deepspeed"),
     Scenario("deepspeed: SIGKILL to it and its ranks", _tree, launcher="deepspeed"),
 ]

@@ -1,11 +1,11 @@
-"""Some of the trials that ``make trials`` makes: no clock stays locked."""
+"""No clock stays locked in some of the trials of ``make trials``."""
 
 import pytest
 from trials.scenarios import LIGHT
 from trials.trial import NotPossibleError, attempt
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
-# One of each group; tests/integration/test_clocks_are_restored.py has some with launchers.
+# One scenario of each group. tests/integration/test_clocks_are_restored.py has some with launchers.
 CHOSEN = {
     "SIGHUP to all ranks",
     "SIGKILL to one rank, with loader workers",

@@ -1,4 +1,4 @@
-"""One trial: a job on a node of two stub GPUs is ended; when are its clocks the default ones again?"""
+"""Measures when the clocks of a job on stub GPUs are the default ones again after the job was ended."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trials.cgroups import new_cgroup
 from trials.light_job import RANKS, LightJob, launch
 
 GIVE_UP_S = 300.0
-"""Ends a trial that hangs."""
+"""Timeout of a trial that hangs."""
 _POLL_S = 0.002
 _LOOK_S = 0.02
 _WITHIN_S = {"starting": 1.5, "profile": 0.25, "run": 0.25, "closing": 0.2}
-"""A job is ended at a random moment of so long a time."""
+"""A job is ended at a random moment within this time."""
 _SAYS_SO = "died and left the clock of"
 _CGROUPS = {"cgroup": "killed as a whole", "small_cgroup": "of little memory"}
 
@@ -39,13 +39,13 @@ class NotPossibleError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended.
+    """Outcome of a trial.
 
     Attributes:
-        locked: GPUs whose clocks were locked when the job was ended.
-        restored_s: From then until a rank or agent of the job had reset all clocks [s], its own where a rank has
-            ended itself; None if a clock was still locked when all of these had ended.
-        restored_later: Whether the next job, or ``perseus-ds reset``, has restored it then.
+        locked: Number of GPUs with locked clocks when the job was ended.
+        restored_s: Time from then until ranks or agents of the job had reset all clocks, or only the clock of a rank
+            that has ended itself [s]. None if a clock was still locked when all of them had ended.
+        restored_later: Whether the next job or ``perseus-ds reset`` has restored such a clock.
     """
 
     locked: int
@@ -55,18 +55,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How a job is ended.
+    """A way in which a job is ended.
 
     Attributes:
-        name: As in the table.
-        end: Ends the job; returns when, or from when on its clocks must be restored (``time.monotonic``) [s].
-        when: What the job is doing: ``starting``, a phase, or ``closing``.
-        settings: More of the job than by default, as :class:`LightJob` has it.
-        ends_agent: Whether the agent is killed with the job, at once or right before.
-        launcher: ``torchrun`` or ``deepspeed``, for a job of DeepSpeed; None for a :class:`LightJob`.
+        name: Name in the table.
+        end: Ends the job, and returns the time of ``time.monotonic`` from which its clocks must be restored [s].
+        when: State of the job: ``starting``, a phase, or ``closing``.
+        settings: Settings of the :class:`LightJob` that differ from the defaults.
+        ends_agent: Whether the agent is killed together with the job, or right before it.
+        launcher: ``torchrun`` or ``deepspeed`` for a job of DeepSpeed. None for a :class:`LightJob`.
         prepare: Prepares the GPUs.
         loses_records: Whether the records of locked clocks are lost at the end of the job.
-        gpus: Number of GPUs of the node. Another job runs on those that this job leaves free.
+        gpus: Number of GPUs of the node. Another job runs on those that this job does not use.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Scenario:
 
 
 class Trial:
-    """A job that is to be ended."""
+    """A job that will be ended."""
 
     def __init__(self, node: StubNvml, draw: random.Random, folder: Path) -> None:
         self.node = node
@@ -94,11 +94,11 @@ class Trial:
         self._seen: set[psutil.Process] = set()
 
     def watch(self, launcher_pid: int) -> None:
-        """Begin with a job's first process."""
+        """Set the job's first process."""
         self._launcher = psutil.Process(launcher_pid)
 
     def look(self) -> None:
-        """Note the processes that there are."""
+        """Record the current processes."""
         self._seen |= {*self.tree, *self.node.agents(), *(() if self.other is None else self.other.tree)}
 
     @property
@@ -117,14 +117,14 @@ class Trial:
 
     @property
     def tree(self) -> list[psutil.Process]:
-        """The launcher and all that it has started."""
+        """The launcher and all its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [self.launcher, *self.launcher.children(recursive=True)]
         return []
 
     @property
     def agents(self) -> list[psutil.Process]:
-        """The job's agent; several while one takes the place of another."""
+        """The job's agent. Several while one replaces another."""
         return [
             agent
             for agent in self.node.agents()
@@ -132,22 +132,22 @@ class Trial:
         ]
 
     def has_agent(self, besides: Iterable[psutil.Process]) -> bool:
-        """Whether an agent, another one than some, watches all ranks."""
+        """Return True if an agent other than the given ones watches all ranks."""
         return self.node.has_agent(RANKS, besides)
 
     def has_ended(self) -> bool:
-        """Whether all processes of the job have ended, and the node's agents."""
+        """Return True if all processes of the job and the node's agents have ended."""
         time.sleep(_LOOK_S)
         self.look()
         return not any(map(_is_running, self._seen))
 
     def output(self) -> str:
-        """Return what the job has printed."""
+        """Return the output of the job."""
         path = self.folder / "output.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until something is so."""
+        """Wait until a condition holds."""
         end_s = time.monotonic() + GIVE_UP_S
         while not condition():
             if time.monotonic() > end_s:
@@ -155,7 +155,7 @@ class Trial:
             time.sleep(_POLL_S)
 
     def kill_all_that_is_left(self) -> None:
-        """Leave no process."""
+        """Kill all remaining processes."""
         for _ in range(2):  # an agent may have been about to start
             self.look()
             for process in self._seen:
@@ -170,7 +170,7 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def send(processes: Iterable[psutil.Process], number: int) -> float:
-    """Send a signal to processes; returns when [s]."""
+    """Send a signal to processes, and return the time before that [s]."""
     now_s = time.monotonic()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -179,7 +179,7 @@ def send(processes: Iterable[psutil.Process], number: int) -> float:
 
 
 def kill(processes: Iterable[psutil.Process]) -> float:
-    """Kill processes, none of which runs between the end of the first and that of the last; returns when [s]."""
+    """Kill processes, all of which are stopped before the first one ends, and return the time [s]."""
     chosen = tuple(processes)
     send(chosen, signal.SIGSTOP)
     return send(chosen, signal.SIGKILL)
@@ -206,13 +206,13 @@ def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensio
                 (trial.folder / "runtime").mkdir()
             is_restored = _is_restored_later(trial, by_command=bool(seed % 2), says_so=not scenario.loses_records)
             return Outcome(locked, None, is_restored)
-        # The other ranks go on until they notice the end of a rank that has ended itself.
+        # The other ranks continue until they notice that a rank has ended itself.
         concerned = node.gpus[-1:] if "end_by" in scenario.settings else node.gpus
         return Outcome(locked, max([0.0, *(_restored_at_s(gpu) - ended_s for gpu in concerned)]))
 
 
 def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_end: contextlib.ExitStack) -> None:
-    """Start the job."""
+    """Start the job of a scenario."""
     save_random_plan(trial.folder / "frontier", simulated=False)
     block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
     if scenario.when != "profile":
@@ -258,7 +258,7 @@ def _environment(trial: Trial) -> dict[str, str]:
 
 
 def start_other(trial: Trial, **variables: str) -> Trial:
-    """Start another job on the node, with some environment variables of its own."""
+    """Start another job on the node, with additional environment variables."""
     (trial.folder / "other").mkdir()
     trial.other = other = Trial(trial.node, trial.draw, trial.folder / "other")
     block = {"mode": "run", "frontier": str(trial.folder / "frontier"), "device": "nvml"}
@@ -268,30 +268,30 @@ def start_other(trial: Trial, **variables: str) -> Trial:
 
 
 def _wait_for_the_moment(scenario: Scenario, trial: Trial) -> None:
-    """Let the job come to where it is ended."""
+    """Wait until the moment at which the job is ended."""
     if scenario.launcher is None and scenario.when != "starting":
         trial.wait_until((trial.folder / scenario.when).exists, scenario.when)
     if "end_by" in scenario.settings:
-        return  # it ends itself, maybe before anybody has seen all clocks locked at once
+        return  # it ends itself, maybe before all clocks are seen locked at the same time
     time.sleep(trial.draw.uniform(0.0, _WITHIN_S[scenario.when]))
     if scenario.when in ("profile", "run"):
         trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
 
 
 def _is_locked_at(gpu: StubGpu, moment_s: float) -> bool:
-    """Whether a GPU's clock was locked at a moment."""
+    """Return True if a GPU's clock was locked at a moment."""
     before = [clock for clock, at_s in zip(gpu.changes_mhz(), gpu.change_times_s(), strict=True) if at_s <= moment_s]
     return bool(before and before[-1])
 
 
 def _restored_at_s(gpu: StubGpu) -> float:
-    """When a GPU's clock was reset and not locked again; -inf if it was never locked."""
+    """Return when a GPU's clock was reset for the last time [s], or -inf if it was never locked."""
     locked = [number for number, clock in enumerate(gpu.changes_mhz()) if clock]
     return gpu.change_times_s()[locked[-1] + 1] if locked else -math.inf
 
 
 def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool:
-    """Whether ``perseus-ds reset``, or the next job on the node, restores the clocks that are left locked."""
+    """Return True if ``perseus-ds reset`` or the next job on the node restores the clocks left locked."""
     node = trial.node
     if by_command:
         done = node.run("-m", "perseus_ds", "reset", environment={"XDG_RUNTIME_DIR": str(trial.folder / "runtime")})
@@ -306,5 +306,5 @@ def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool
     trial.wait_until(trial.has_ended, "the end of the next job")
     is_reset_first = all(gpu.changes_mhz()[count:][:1] == [0] for gpu, count in left)
     said = trial.output().count(_SAYS_SO) - before
-    # An agent may have been killed after it has reset a clock and before it has recorded that.
+    # An agent may have been killed after resetting a clock and before recording that.
     return is_reset_first and (len(left) <= said <= RANKS if says_so else said == 0)
