@@ -27,7 +27,7 @@ ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
 
 
 def many_ranks(ranks):
-    """Return the records of a job of all kinds, on many ranks and pipelines."""
+    """Return records of all kinds of a job on many ranks and pipelines."""
     asked = tuple(1410 - 15 * (rank % 20) for rank in range(ranks))
     reached = tuple(clock - 300 * (rank == 5) for rank, clock in enumerate(asked))
     fields = {"clocks_asked_mhz": asked, "clocks_reached_mhz": reached, "failed_ranks": (3,), "next_phase": "verdict"}

@@ -3,7 +3,7 @@
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-# A configuration gets those that its family has.
+# Each configuration uses the entries that its family has.
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -35,7 +35,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
-# Without them, neither the default configuration nor a small part of it makes a model.
+# Settings that the default or the tiny configuration of a family needs to make a model.
 OF_FAMILY: dict[str, dict[str, object]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
     "dots1": {"n_shared_experts": 1},
