@@ -239,7 +239,7 @@ def test_another_batch_size_runs_at_default_clocks_until_it_has_come_often(make,
 
 
 def policies(block):
-    """Names of the policies that were set."""
+    """Return the names of the policies that were set."""
     return [r["policy"]["name"] for r in records(block) if r.get("event") == "policy" and r.get("policy")]
 
 

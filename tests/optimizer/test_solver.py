@@ -246,7 +246,7 @@ def test_gaps_of_long_iterations_are_nearly_those_of_a_full_search(monkeypatch):
 
 
 def two_clocks_profile(stages, seed):
-    """Return a profile of two distant clocks, whose mixtures neighbouring stages cannot all run."""
+    """Return a profile with two distant clocks, so that stages cannot run all mixtures together."""
     rng = np.random.default_rng(seed)
     rows = []
     for stage in range(stages):

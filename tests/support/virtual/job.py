@@ -148,15 +148,15 @@ class VirtualJob:
         return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
 
     def has_fallen_back(self, rank):
-        """Whether a rank runs at default clocks because its driver failed."""
+        """Return whether a rank runs at default clocks because its driver failed."""
         return self.agent(rank)._fallback.is_in_force
 
     def agent_link(self, rank):
-        """The connection of a rank to its agent."""
+        """Return the connection of a rank to its agent."""
         return self._clocks[rank]._link
 
     def agent(self, rank):
-        """The agent's :class:`RankClocks` of a rank."""
+        """Return the agent's :class:`RankClocks` of a rank."""
         return self.agent_link(rank).agent
 
     @property
@@ -234,14 +234,14 @@ class VirtualJob:
             cuda.synchronize()
 
     def records(self):
-        """All records so far."""
+        """Return all records so far."""
         self.server.recorder.flush()
         for _, found in self._follower.read():
             self._records += found
         return self._records
 
     def events(self, kind):
-        """All events of a kind so far."""
+        """Return all events of a kind so far."""
         return [record for record in self.records() if isinstance(record, kind)]
 
     def control(self, **order):
