@@ -131,10 +131,10 @@ class Follower:
         self._order = DEFAULT_CLOCKS
         self._is_handed_over = self._has_ended = False
         self._idle = 0, 0.0
-        # Readings of the energy counter at the beginning of that iteration, and at the end of the previous one.
+        # Readings of the energy counter at the start of that iteration, and at the end of the previous one.
         self._begun_of, self._began_s, self._begun_j = 0, math.nan, math.nan
         self._ended_s, self._ended_j = -math.inf, math.nan
-        # Times of marks since the beginning of their iteration [s]: of the last complete iteration, and of this one.
+        # Times of marks since the start of their iteration [s]: of the last complete iteration, and of this one.
         self._times_s: dict[int, float] = {}
         self._new_times_s: dict[int, float] = {}
         self._times_of, self._begun_s = -1, -math.inf
@@ -142,7 +142,7 @@ class Follower:
         # Future events in their expected order. The controller's thread appends to them.
         self._awaited: deque[MarkEvent] = deque()
         self._lock = threading.Lock()
-        # The last iteration that the loop has seen begin, and when it did [s].
+        # The last iteration that the loop has seen start, and the time of that [s].
         self._seen_begun = 0, 0.0
         if self._iteration and memory.recorded(self._iteration) is None:
             memory.record(self._iteration, math.nan, math.nan, math.nan)  # it began under another agent
@@ -248,7 +248,7 @@ class Follower:
         return min(max(_OFTEN_S, -_LESS_OFTEN * in_s), _SELDOM_S)
 
     def begun_s(self, iteration: int) -> float:
-        """Return when an iteration began [s], or 0 if that is not known."""
+        """Return the time at which an iteration began [s], or 0 if it is not known."""
         number, seen_s = self._seen_begun
         return self.memory.begun_s or (seen_s if number == iteration else 0.0)
 
@@ -336,7 +336,7 @@ class Follower:
         self._ended_s, self._ended_j = ended.passed_s(), self._read_energy_j()
         if self.timebase.now_s() - self._ended_s > _LATE_S:
             self._ended_j = math.nan
-        if self._begun_of != ended.iteration:  # the driver did not answer at its beginning
+        if self._begun_of != ended.iteration:  # the driver did not answer at its start
             self._began_s = self._begun_j = math.nan
         self._clocks.readback.limits.read()
         self._clocks.tell()

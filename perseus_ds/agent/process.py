@@ -645,7 +645,7 @@ def main() -> None:
         (os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0)),
         (os.setpriority, os.PRIO_PROCESS, 0, 0),
     ):
-        with contextlib.suppress(OSError):  # such as no permission to raise the priority
+        with contextlib.suppress(OSError):  # for example, no permission to raise the priority
             function(*arguments)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -100,13 +100,13 @@ _SETTLE_EVERY = 16
 _SETTLE_POLL_S, _SETTLE_POLL = 0.001, 0.05
 """Polling interval: the larger of this time and this fraction of the time since the call."""
 _SETTLED_S, _TIMED_OUT_S = 0.05, 1.0
-"""Time after the call from which a clock counts as not reached: minimum without polling, and with polling."""
+"""Time after the call from which a clock counts as not reached: the minimum, and the time if it is polled."""
 _MOVED = 0.2
 """Relative change from which a latency is replaced."""
 _PERIOD_S = 0.5
 _DEFAULT_READINGS = 120
 _HELD_READINGS = 6
-"""This number of consecutive readings below the highest clock is not a transition, even if no limit is reported."""
+"""Number of consecutive readings below the highest clock that count as a limit, even if none is reported."""
 # Reasons that do not mean that the GPU cannot run faster.
 _NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_setting", "sync_boost"})
 

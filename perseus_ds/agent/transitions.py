@@ -18,7 +18,7 @@ _BEGUN_S = 0.001
 """Time after an instruction within which a transfer is launched that neither side waits for."""
 
 Spans = Sequence[tuple[float, float]]
-"""Begin and end of each instruction of a rank in an iteration [s]."""
+"""Start and end of each instruction of a rank in an iteration [s]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class ClockTransition:
     """Clocks to request around one instruction.
 
     Attributes:
-        clock_mhz: Clock requested at its begin: its own, or the next one if that is requested even earlier.
+        clock_mhz: Clock requested at its start: its own, or the next one if that is requested even earlier.
         next_clock_mhz: Clock requested at its end.
-        early_s: Time after its begin at which that is requested [s]. None for at its end.
+        early_s: Time after its start at which ``next_clock_mhz`` is requested [s]. None for at its end.
     """
 
     clock_mhz: int
@@ -47,7 +47,7 @@ def plan_transitions(
     early_s: list[float | None] = [None] * len(requested)
 
     def span_s(number: int) -> tuple[float, float]:
-        """Return begin and end of an instruction. A negative number is one of the previous iteration."""
+        """Return start and end of an instruction. A negative number is one of the previous iteration."""
         begin_s, end_s = spans_s[number]
         return (begin_s - length_s, end_s - length_s) if number < 0 else (begin_s, end_s)
 

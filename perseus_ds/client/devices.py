@@ -80,7 +80,7 @@ class LeasedGpu:
 
 
 def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
-    """Lease the GPU that a rank computes on, or open the simulated one that the config asks for.
+    """Lease the GPU that a rank computes on, or open the simulated one that the config requests.
 
     Args:
         config: The ``perseus`` block.

@@ -393,7 +393,7 @@ def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
 class SignalForwarder:
     """Forwards the numbers of handled signals to a socket, even while native code runs.
 
-    Python runs signal handlers on the main thread, between two of its instructions. A rank that waits for the GPU or
+    Python runs signal handlers on the main thread, between two bytecode instructions. A rank that waits for the GPU or
     for another rank runs them only after the wait, often after the scheduler's SIGKILL. The interpreter's own part of a
     handler runs immediately (``signal.set_wakeup_fd``). A signal without a handler ends the process, and with it the
     lease.

@@ -25,10 +25,10 @@ class Marks(Protocol):
     """Writes marks, each after the device has finished the work issued before it."""
 
     def begin(self, iteration: int, positions: int) -> None:
-        """Mark the beginning of an iteration, and clear the marks of this number of positions."""
+        """Mark the start of an iteration, and clear the marks of this number of positions."""
 
     def mark(self, slot: int) -> None:
-        """Mark a slot: twice an instruction's position at its beginning, and one more at its end."""
+        """Mark a slot: twice an instruction's position at its start, and one more at its end."""
 
     def end(self, iteration: int) -> None:
         """Mark the end of an iteration."""

@@ -88,7 +88,7 @@ def measure_gpu(
 
 
 def _power_w(clocks: AgentClocks, wait: Callable[[], None], settle_s: float, timebase: Timebase, problem: str) -> float:
-    """Return the average power while this rank waits, without the first seconds [W]. NaN if unknown."""
+    """Return the average power while this rank waits, without the first ``settle_s`` [W]. NaN if unknown."""
     has_waited = False
     try:
         if problem:

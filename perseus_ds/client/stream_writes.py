@@ -72,7 +72,7 @@ class StreamWrites:
         fill.argtypes = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p)
         self._write, self._fill = write, fill
         self._check(register(memory.address, memory.length, _PORTABLE | _MAPPED), "mapping the shared memory")
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the GPU may write into it as long as the process lives
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # the GPU may write into it until the process ends
         base = ctypes.c_uint64()
         self._check(pointer(ctypes.byref(base), memory.address, 0), "looking up the address of the shared memory")
         self.base: int = base.value

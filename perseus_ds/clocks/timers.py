@@ -31,7 +31,7 @@ from perseus_ds.pipeline.span import Span
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 Mark: TypeAlias = tuple[Operation, DeviceEvent, DeviceEvent]
-"""An operation, its begin and its end."""
+"""An operation, its start and its end."""
 
 
 class FinishedIteration:
@@ -88,11 +88,11 @@ class GraphTimes:
 
 
 class Replay:
-    """Times the operations in one replay of a graph. They must be read before the next replay begins.
+    """Times of the operations in one replay of a graph. They must be read before the next replay begins.
 
     Args:
         graph: The graph's times.
-        start: Event of the iteration's beginning.
+        start: Event of the iteration's start.
         over: Event after the replay of the graph.
     """
 
@@ -139,7 +139,7 @@ class Execution(ABC):
         self._marks: list[Mark] = []
 
     def start_iteration(self) -> DeviceEvent:
-        """Begin an iteration and return the event of its begin on the device."""
+        """Begin an iteration and return the event of its start on the device."""
         self._marks = []
         self.replay = None
         self._start = self.event()
@@ -158,7 +158,7 @@ class Execution(ABC):
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> DeviceEvent:
-        """Return the event of an operation's begin on the device. Called before the operation is issued."""
+        """Return the event of an operation's start on the device. Called before the operation is issued."""
         self._begun = begun = self.event()
         return begun
 

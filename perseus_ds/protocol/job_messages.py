@@ -25,7 +25,7 @@ class Program(msgspec.Struct, tag=True, frozen=True):
         number: Number of the order, from 0 to 254.
         first_mhz: Clock of the whole iteration if ``clocks_mhz`` is empty [MHz]. None for the default.
         clocks_mhz: Clock of each instruction, by its position in the rank's schedule [MHz].
-        spans_s: Begin and end of each instruction in an iteration [s]. Empty if unknown.
+        spans_s: Start and end of each instruction in an iteration [s]. Empty if unknown.
         time_s: Time of the iteration [s].
     """
 
@@ -195,7 +195,7 @@ class RankReport(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         report: The client's report.
         serial: Serial of the :class:`Follow` that the agent applied to the iteration. -1 if unknown.
-        begun_s: Begin of the iteration on the GPU, in the node's monotonic time [s]. NaN if unknown.
+        begun_s: Start of the iteration on the GPU, in the node's monotonic time [s]. NaN if unknown.
         energy_j: Energy of the GPU [J]. NaN if it cannot be read.
         changes: Number of clock changes.
         skips: Number of clock changes that were skipped because a later one was due.

@@ -80,7 +80,7 @@ class IterationEnergy(NamedTuple):
     """The agent's record of an iteration.
 
     Attributes:
-        begun_s: Begin of the iteration on the GPU [s]. NaN if unknown.
+        begun_s: Start of the iteration on the GPU [s]. NaN if unknown.
         energy_j: Energy used by the GPU [J]. NaN if it cannot be read.
     """
 
@@ -99,7 +99,7 @@ class RankMemory:
         is_revoked: Whether the agent has ended the lease because the rank's process received a termination signal.
         resets: Number of times that the agent has reset the clock during the lease.
         may_be_locked: Whether the clock may be locked. It is set before the clock is locked.
-        progress: Number of begins and ends of iterations. It is odd within an iteration.
+        progress: Number of starts and ends of iterations. It is odd within an iteration.
         idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
             work, and :data:`PAUSED` if it requests default clocks immediately.
         status: Clock changes and readings of the GPU.
@@ -228,7 +228,7 @@ class RankMemory:
     def mark(self, slot: int, now_s: float) -> None:
         """Mark that the GPU reaches a slot.
 
-        Slot ``2 * position`` is the begin of the instruction at a position, and the next slot is its end.
+        Slot ``2 * position`` is the start of the instruction at a position, and the next slot is its end.
         """
         self._numbers[_FIRST_MARK + slot] = now_s
         self.on_mark()
@@ -247,7 +247,7 @@ class RankMemory:
 
     @property
     def begun_s(self) -> float:
-        """Time of the begin [s]. 0 if the GPU wrote the mark."""
+        """Time of the start [s]. 0 if the GPU wrote the mark."""
         return self._numbers[_BEGUN_S]
 
     @property
@@ -282,7 +282,7 @@ class RankMemory:
         self._numbers[_BUSY] = since_s
 
     def record(self, iteration: int, begun_s: float, begun_j: float, ended_j: float) -> None:
-        """Record the begin of an iteration on the GPU [s], and the energy counter at its begin and end [J]."""
+        """Record the start of an iteration on the GPU [s], and the energy counter at its start and end [J]."""
         word = _RECORDS + 4 * (iteration % REMEMBERED)
         self._words[word] = 0
         self._numbers[word + 1], self._numbers[word + 2], self._numbers[word + 3] = begun_s, begun_j, ended_j
