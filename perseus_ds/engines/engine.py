@@ -470,7 +470,7 @@ def _checks_begun(more: int, rank: int | None = None) -> int:
 
 @contextmanager
 def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
-    """Context of checks of this rank, after comparing its settings with those of the first rank that checks.
+    """Context of checks of this rank, after comparing its settings with those of the first rank.
 
     All ranks are notified of the first error, and when all ranks have finished.
     """
