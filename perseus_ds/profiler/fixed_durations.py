@@ -116,7 +116,7 @@ def shortest_tail_s(ranks: Iterable[Sequence[Span]]) -> float:
     for spans in ranks:
         ends_s = {False: 0.0, True: 0.0}
         for span in spans:
-            if isinstance(span.operation, Compute):
+            if isinstance(span.operation, Compute | Other):
                 ends_s[_is_tail(span)] = max(ends_s[_is_tail(span)], span.end_s)
         if ends_s[True]:
             tails_s.append(max(0.0, ends_s[True] - ends_s[False]))

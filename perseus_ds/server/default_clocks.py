@@ -57,7 +57,11 @@ class DefaultIterations:
 
     def spans(self, rank: int) -> list[list[Span]]:
         """Return the operations of a rank in the last iterations."""
-        return [without_gaps(spans, seen.time_s) for seen in self._latest if (spans := seen.spans(rank))]
+        return [
+            without_gaps(spans, seen.messages[rank].report.time_s)
+            for seen in self._latest
+            if (spans := seen.spans(rank))
+        ]
 
     def add(self, seen: Seen) -> None:
         """Add an iteration. If limits of GPUs have changed, the previous ones are discarded."""

@@ -145,18 +145,16 @@ class Run:
 def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, plans: Plans) -> Program:
     """Return the program of a rank under a plan.
 
-    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction.
+    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the end of
+    an iteration, they have the clock that the next one starts with.
     """
     clock_of = dict(zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True))
     first_mhz = plan.clocks_mhz[rank][0]
     if len(set(plan.clocks_mhz[rank])) == 1:
         return Program(number, first_mhz)
-    clocks_mhz, clock_mhz = [], first_mhz
-    for instruction in schedule.instructions[rank]:
-        clock_mhz = clock_of.get(instruction, clock_mhz)
-        clocks_mhz.append(clock_mhz)
+    clocks_mhz = _without_gaps([clock_of.get(instruction) for instruction in schedule.instructions[rank]])
     spans_s = tuple(_spans_s(plan, plans, schedule.instructions[rank]))
-    return Program(number, first_mhz, tuple(clocks_mhz), spans_s, plan.time_s)
+    return Program(number, first_mhz, clocks_mhz, spans_s, plan.time_s)
 
 
 def _program_of_lengths(
@@ -166,14 +164,24 @@ def _program_of_lengths(
     own_mhz, own_spans_s = plan.clocks_mhz[rank], plan.spans_s[rank]
     if len(set(own_mhz)) == 1:
         return Program(number, own_mhz[0])
-    of = dict(zip(instructions, zip(own_mhz, own_spans_s, strict=True), strict=True))
-    clocks_mhz, spans_s = [], []
-    clock_mhz, span_s = own_mhz[0], (0.0, 0.0)
+    clock_of = dict(zip(instructions, own_mhz, strict=True))
+    span_of = dict(zip(instructions, own_spans_s, strict=True))
+    spans_s, end_s = [], 0.0
     for instruction in stream:
-        clock_mhz, span_s = of.get(instruction, (clock_mhz, (span_s[1], span_s[1])))
-        clocks_mhz.append(clock_mhz)
-        spans_s.append(span_s)
-    return Program(number, own_mhz[0], tuple(clocks_mhz), tuple(spans_s), plan.time_s)
+        start_s, end_s = span_of.get(instruction, (end_s, end_s))
+        spans_s.append((start_s, end_s))
+    clocks_mhz = _without_gaps([clock_of.get(instruction) for instruction in stream])
+    return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
+
+
+def _without_gaps(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
+    known = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz is not None]
+    last = max(position for position, clock_mhz in enumerate(clocks_mhz) if clock_mhz is not None)
+    found, latest_mhz = [], known[0]
+    for clock_mhz in clocks_mhz[: last + 1]:
+        latest_mhz = latest_mhz if clock_mhz is None else clock_mhz
+        found.append(latest_mhz)
+    return (*found, *[known[0]] * (len(clocks_mhz) - last - 1))
 
 
 def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:

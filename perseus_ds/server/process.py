@@ -44,6 +44,7 @@ _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 """Times without messages from agents after which the server ends: before the first message, during training, and after
 the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
 _MOST_QUEUED = 100_000
+_LINGER_MS = 1000
 _RANK = struct.Struct("=I")
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _encode = msgspec.msgpack.Encoder().encode
@@ -118,7 +119,7 @@ class ServerProcess:
         self._parts.callback(authenticator.stop)
         authenticator.configure_curve_callback("*", _OneKey(self._request.public_key))
         listener: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._parts.callback(listener.close, 1000)
+        self._parts.callback(listener.close, _LINGER_MS)
         listener.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
         listener.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
         listener.setsockopt(zmq.IPV6, 1)
@@ -319,4 +320,5 @@ def main() -> None:
         os._exit(1)  # threads of a server that has failed must not keep the process alive
     logging.getLogger("perseus_ds").addHandler(_ToRank0(process.server))
     process.serve()
+    zmq.Context.instance().destroy(_LINGER_MS)  # until rank 0 has the last messages
     os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again

@@ -104,10 +104,11 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
     # The first iteration allocates memory and exchanges shapes.
     measured = taken[1:]
     tails_s = [shortest_tail_s(seen.spans(rank) for rank in job.profiled) for seen in measured]
+    after_s = [_after_tail_s(job, seen) for seen in measured]
     spans = [
         [
-            without_gaps(with_tail(seen.spans(rank), tail_s), seen.time_s)
-            for seen, tail_s in zip(measured, tails_s, strict=True)
+            without_gaps(found := with_tail(seen.spans(rank), tail_s), found[-1].end_s + rest_s if found else 0.0)
+            for seen, tail_s, rest_s in zip(measured, tails_s, after_s, strict=True)
         ]
         for rank in job.shown
     ]
@@ -125,6 +126,12 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
         info,
         tails_of,
     )
+
+
+def _after_tail_s(job: Job, seen: Seen) -> float:
+    """Return the time that the engine spends in an iteration after its operations [s]: the least, without waits."""
+    own = ((seen.messages[rank].report.time_s, seen.spans(rank)) for rank in job.profiled)
+    return max(0.0, min((time_s - spans[-1].end_s for time_s, spans in own if spans), default=0.0))
 
 
 def _by_length(context: ModeContext, iterations: Sequence[Seen]) -> ByLength | None:
@@ -209,7 +216,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         """Return the number of iterations at a clock in which the energy counter is refreshed often enough."""
         return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
 
-    expected = most * (iterations(clocks[len(clocks) // 2]) + _UNDER_WAY)
+    expected = most * iterations(clocks[len(clocks) // 2]) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "

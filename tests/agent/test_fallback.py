@@ -117,8 +117,7 @@ def test_a_driver_that_fails_for_hours_is_probed_once_a_minute(train, agent, gpu
     probes = []
     monkeypatch.setattr(agent._clocks, "probe", lambda on_success: probes.append(now.now_s()))
     agent._fallback.begin(GpuError("the GPU is lost"))
-    train(64)
-    train(300, each_s=4.0)
+    train(364)
     gaps = [after - before for before, after in pairwise(probes)]
     assert gaps[:6] == pytest.approx([2, 4, 8, 16, 32, 60])
     assert set(map(round, gaps[6:])) == {60}
