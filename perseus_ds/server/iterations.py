@@ -145,8 +145,8 @@ class Run:
 def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, plans: Plans) -> Program:
     """Return the program of a rank under a plan.
 
-    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the end of
-    an iteration, they have the clock that the next one starts with.
+    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the end
+    of an iteration, they have the clock that the next one starts with.
     """
     clock_of = dict(zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True))
     first_mhz = plan.clocks_mhz[rank][0]

@@ -190,6 +190,8 @@ _KNOWN = 0.05
 _MOST_VISITS = 8
 # Number of iterations at a clock that have already begun when the last necessary one is reported.
 _UNDER_WAY = 2
+# Fraction of clocks that cost another iteration, because the next one was not known before their last report.
+_UNKNOWN = 0.5
 # A tail shorter than this fraction of an iteration needs no separate clock.
 _TAIL_MATTERS = 0.02
 # Maximum error of predicted rows, unless errors of measured rows are larger. Plans from rows with errors of 2 % take
@@ -216,7 +218,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         """Return the number of iterations at a clock in which the energy counter is refreshed often enough."""
         return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
 
-    expected = most * iterations(clocks[len(clocks) // 2]) + _UNDER_WAY
+    expected = most * iterations(clocks[len(clocks) // 2]) + math.ceil(_UNKNOWN * most) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "

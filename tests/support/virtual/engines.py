@@ -2,10 +2,10 @@
 
 import torch
 
-from perseus_ds.client import runtime
+from perseus_ds.client import measuring, runtime
 from perseus_ds.client.meeting import rank_facts
 from perseus_ds.clocks.timers import CudaExecution
-from perseus_ds.protocol.description import JobDescription, Welcome, encode
+from perseus_ds.protocol.description import JobDescription, encode
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
@@ -37,10 +37,11 @@ def cuda_of_engines(monkeypatch):
         send = lambda rank, message: opened.clocks._link.agent.obey(message)  # noqa: E731
         server = JobServer(description, send, timebase=time, worker=WorkerAtOnce)
         server.start()
-        return ServerStarted("virtual", answer=encode(Welcome()))
+        return ServerStarted("virtual", answer=encode(server.welcome()))
 
     monkeypatch.setattr(runtime, "meet", meet)
-    monkeypatch.setitem(runtime.PerseusRuntime.__init__.__kwdefaults__, "timebase", time)
+    for waits in (runtime.PerseusRuntime.__init__, measuring.measure_gpu):
+        monkeypatch.setitem(waits.__kwdefaults__, "timebase", time)
     return cuda
 
 
