@@ -58,10 +58,10 @@ class Refreshes:
                 return moment_s
         return None
 
-    def forget(self) -> None:
-        """Drop all refreshes recorded until now."""
-        self.changes.clear()
-        self.clocks.clear()
+    def forget(self, before_s: float) -> None:
+        """Drop the refreshes before a time [s]."""
+        self.changes = [change for change in self.changes if change[0] >= before_s]
+        self.clocks = [reading for reading in self.clocks if reading[0] >= before_s]
 
     def power_w(self, start_s: float, end_s: float) -> float:
         """Return the average power between two points in time [W].

@@ -365,8 +365,9 @@ class _Measurement:
             run = [seen for _, seen in placed]
             for rank in self._ranks:
                 self._add_run(rank, clock_mhz, run, tails_s)
-        for counter in self._counters.values():
-            counter.forget()
+        for rank, counter in self._counters.items():  # the next iteration may have begun before the report of the last
+            end_s = visit[-1].begun_s(rank) + visit[-1].messages[rank].report.time_s
+            counter.forget(end_s if math.isfinite(end_s) else 0.0)
         self.iterations += len(visit)
         usual = _passes(own[-1] for own in self._baseline.spans)
         for seen in visit:

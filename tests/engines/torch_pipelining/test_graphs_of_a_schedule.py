@@ -82,6 +82,7 @@ def make(cuda, tmp_path):
 
 def recorded(trainer, tmp_path):
     """End a job and return the phases of all iterations."""
+    trainer.cuda.synchronize()
     perseus_ds.detach(trainer.schedule)
     return [each["phase"] for each in run_log.iterations(run_log.records(tmp_path))]
 
