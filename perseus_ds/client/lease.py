@@ -51,8 +51,6 @@ _OLD_S = 5.0
 """Age of a heartbeat from which its agent counts as stopped. An agent that has ended has closed its socket."""
 _COUNTED_S = 1.0
 """Maximum time between two checks of the heartbeat that counts as silence."""
-_SLOW_S = 3.0
-"""Time since the last heartbeat from which an agent is not waited for."""
 _REPLACED_WITHIN_S = 10.0
 _STATUS_TIMEOUT_S = 10.0
 # Variables that set profilers, preloaded libraries or numbers of threads for all processes of a job, or hide GPUs.
@@ -198,16 +196,6 @@ class Lease:
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be a message from the agent, or until the timeout."""
         self._time.sleep(min(timeout_s, _POLL_S))
-
-    @property
-    def answers(self) -> bool:
-        """True if there is an agent with a heartbeat within the last three seconds."""
-        return self.is_granted and self._silent_s < _SLOW_S
-
-    @property
-    def looked_s(self) -> float:
-        """Time of the agent's last heartbeat for this rank [s]."""
-        return self.memory.heartbeat_s
 
     def problem(self) -> GpuError | None:
         """Start another agent if it was lost, and return an error if it has been lost for long."""

@@ -371,7 +371,7 @@ class Session:
                 return None
             try:
                 with reported_once():
-                    self._start(order)
+                    self._start()
             except (ScheduleError, GpuError) as error:
                 may_observe = self.engine.starts_late and self.config.mode == "auto"
                 if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
@@ -379,8 +379,8 @@ class Session:
                 self._continue_without(error)
         return self.runtime
 
-    def _start(self, order: Hashable) -> None:
-        self._first_order, self._others = order, 0
+    def _start(self) -> None:
+        self._others = 0
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(
             self.engine.facts(), models=models, versions=self.engine.versions(), steps=self.engine.steps()

@@ -64,10 +64,6 @@ class RankReport:
     limit_mhz: float = math.inf
     shapes: float = 0.0
 
-    def as_numbers(self) -> list[float]:
-        """Return the fields in order."""
-        return [*map(float, vars(self).values())]
-
 
 class GpuLimit(NamedTuple):
     """Limits of a rank's GPU that are lower than during profiling.

@@ -1,5 +1,7 @@
 """Iterations of a job as seen by its server, made of the ranks' figures."""
 
+import dataclasses
+
 import numpy as np
 
 from perseus_ds.pipeline.span import encode
@@ -10,7 +12,8 @@ from perseus_ds.server.iterations import Run, Seen
 
 def reports_of(*fields, pipelines=None):
     """Return the reports of ranks, one for each dict of fields."""
-    numbers = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}).as_numbers() for field in fields]
+    reports = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}) for field in fields]
+    numbers = [[float(number) for number in dataclasses.astuple(report)] for report in reports]
     return RankReports(np.array(numbers), None if pipelines is None else np.array(pipelines))
 
 
