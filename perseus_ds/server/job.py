@@ -232,7 +232,7 @@ class Job:
         with contextlib.suppress(ProfileError):
             if (power_w := StageProfile.load(self.profile_path).info.blocking_power_w) is not None:
                 return power_w
-        raise GpuError("what GPUs draw while they wait could not be measured")
+        raise GpuError("the power of waiting GPUs could not be measured")
 
     def _blocking_powers_w(self) -> list[float]:
         return [state.measured.blocking_power_w for state in self.states if state.measured is not None]

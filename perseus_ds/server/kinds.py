@@ -434,7 +434,7 @@ class Kinds:
             if other in alike:
                 kind.confused += 1
                 if kind.is_planned and kind.confused > max(_CONFUSED, _CONFUSED_SHARE * kind.iterations):
-                    self._give_up_shape(kind, "iterations that begin with the same inputs go on with others")
+                    self._give_up_shape(kind, "iterations that begin with the same inputs have different ones later")
         if shape not in shapes.planned and self._shape_deserves_plans(shape, alike, shapes):
             self._begin_shape(shape, seen.messages[0].report.length, order, shapes)
             return None  # it did not run what the new mode requests
@@ -525,7 +525,7 @@ class Kinds:
         """Divide a kind by shape, or give it up, because its passes no longer have common times."""
         kind.close()
         if kind.shape is not None:
-            self._give_up_shape(kind, "its passes no longer have times of their own")
+            self._give_up_shape(kind, "its passes no longer have common times")
             return
         self._shapes[kind.key] = _Shapes(first)
         self._tell_orders()

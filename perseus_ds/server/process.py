@@ -132,7 +132,7 @@ class ServerProcess:
             listener.bind(f"tcp://127.0.0.1:{port}" if is_local else f"tcp://*:{port}")
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"perseus.server: port {port} of {socket.gethostname()} cannot be listened at ({error}). Choose "
+                f"perseus.server: port {port} of {socket.gethostname()} cannot be used ({error}). Choose "
                 "another one, or leave it out for any free port."
             ) from None
         return listener

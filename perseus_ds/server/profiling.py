@@ -221,7 +221,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     expected = most * iterations(clocks[len(clocks) // 2]) + math.ceil(_UNKNOWN * most) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
-        f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
+        f"profiling during training: about {most} clocks in {expected} iterations, which take "
         f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
     )
     if following == "optimizing":
@@ -421,7 +421,7 @@ class _Measurement:
             missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
             if missing:
                 raise GpuError(
-                    f"no power could be told at {missing[0]} MHz: the energy counter of rank {rank} was refreshed "
+                    f"the power at {missing[0]} MHz is not known: the energy counter of rank {rank} was refreshed "
                     f"{self._refreshes[rank, missing[0]]} times."
                 )
         return found

@@ -173,7 +173,7 @@ class JobServer:
             except ConfigError as error:
                 if not (self.job.output_dir / FILE_NAME).exists():
                     raise
-                self._notes.append(f"{error} This job goes on under the fastest plan")
+                self._notes.append(f"{error} This job continues under the fastest plan")
             self.control.signals = SignalWatch(self._time, self._signal_failed)
             self._beside.until_closed(self.control.signals.close)
             self.control.signals.follow(self.control.policy)

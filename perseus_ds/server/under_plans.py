@@ -322,7 +322,7 @@ class PlanRunner:
         if not self.selector.hurry(verdict.comparison.late):
             return False
         self.selector.decide()
-        self.say_compared(verdict, "a faster plan has its turn")
+        self.say_compared(verdict, "a faster plan is tried next")
         return True
 
     def drop(self, verdict: Verdict, then: str) -> None:

@@ -143,7 +143,7 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
     job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
     job.late_under_plans(by_s=0.015)
     first, second = job.train_until_compared(times=2)
-    assert (first.kept, first.then) == (False, "a faster plan has its turn")
+    assert (first.kept, first.then) == (False, "a faster plan is tried next")
     assert second.kept
     assert second.plan < first.plan
     assert second.promised_slowdown == pytest.approx(first.promised_slowdown, abs=0.01)
