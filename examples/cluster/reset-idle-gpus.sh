@@ -1,7 +1,7 @@
 #!/bin/bash
-# Returns the GPUs of this node that nobody uses to their default clocks. For a systemd timer (reset-idle-gpus.service)
-# or a DaemonSet (kubernetes-reset.yaml), as root. It is needed if whole containers are killed, agents included.
-# A GPU is unused without a process and with less memory in use than a CUDA context takes.
+# Resets the clocks of unused GPUs of this node, as root, for a systemd timer (reset-idle-gpus.service) or a DaemonSet
+# (kubernetes-reset.yaml). It is needed if whole containers are killed, including agents.
+# A GPU is unused if it has no process and less memory in use than a CUDA context takes.
 set -u
 used=$(nvidia-smi --query-compute-apps=gpu_uuid --format=csv,noheader) || exit 1
 nvidia-smi --query-gpu=uuid,memory.used --format=csv,noheader,nounits | while IFS=', ' read -r uuid memory_mib; do

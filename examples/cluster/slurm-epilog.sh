@@ -1,7 +1,7 @@
 #!/bin/bash
 # Slurm's Prolog and Epilog (slurm.conf), which run as root on each node before and after a job. Slurm kills a job's
-# processes together, Perseus's agents among them, so the node itself must see to the clocks.
-# SLURM_JOB_GPUS holds the minor numbers of /dev/nvidia*. nvidia-smi numbers GPUs in another order, so it gets their PCI
+# processes together, including Perseus's agents, so the node itself must reset the clocks.
+# SLURM_JOB_GPUS contains the minor numbers of /dev/nvidia*. nvidia-smi numbers GPUs in another order, so it gets their PCI
 # addresses, which are the names of the driver's folders.
 gpus=()
 for file in /proc/driver/nvidia/gpus/*/information; do
@@ -13,4 +13,4 @@ done
 if [[ ${#gpus[@]} -gt 0 ]]; then
     /usr/bin/nvidia-smi --id="$(IFS=,; echo "${gpus[*]}")" --reset-gpu-clocks
 fi
-exit 0 # anything else would drain the node
+exit 0 # any other code would drain the node
