@@ -37,7 +37,7 @@ test-gpu:
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target .site-gpu $(WHEELS)/*.whl
 	@PYTHONPATH=$(CURDIR)/.site-gpu $(PYTHON) tests/gpu_checks/run.py $(CHECKS)
 else
-test-gpu: $(READY)  ## Checks on a real GPU, with evidence; where there is none, one line that says why they are skipped.
+test-gpu: $(READY)  ## Checks on a real GPU, with evidence; without one, a line with the reason for skipping them.
 	@$(BIN)/python tests/gpu_checks/run.py $(CHECKS)
 endif
 
@@ -68,7 +68,7 @@ test-newest:  ## Tests of engines and integration tests with the newest torch, D
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NEWEST)/extensions $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
 		$(or $(TESTS),tests/engines tests/integration)
 
-test-pythons: $(PYTHONS:%=test-python-%)  ## Unit tests that need no torch, on the oldest and the newest Python, where they are there.
+test-pythons: $(PYTHONS:%=test-python-%)  ## Unit tests that need no torch, on the oldest and the newest Python that are installed.
 
 test-python-%:
 	@python=$$(tests/support/find_python.sh $*) || { echo "Python $* is not installed: no test runs on it."; exit 0; }; \
