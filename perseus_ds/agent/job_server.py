@@ -31,37 +31,40 @@ class JobServerChild:
     """The server's process.
 
     Attributes:
-        starts: Number of starts.
-        is_followed: Whether a rank of this node has connected to it.
+        is_followed: Whether a rank of this node has connected with it.
     """
 
     def __init__(self, request: StartServer, description: bytes, timebase: Timebase = REAL_TIME) -> None:
-        """Start it, without waiting.
+        """Start the process without waiting, unless an earlier agent of this node has started it.
 
         Args:
-            request: Address to listen at.
+            request: Address at which it is to listen.
             description: Description of the job.
-            timebase: Timebase for measuring its silence.
+            timebase: Timebase of its silence.
 
         Raises:
             OSError: No process can be started.
         """
         self._request = request
         self._description = description
-        self._server_key, self._server_secret = zmq.curve_keypair()
-        self._public_key, self._secret_key = zmq.curve_keypair()
-        self._port = request.port
-        self._output_dir = ""
-        self.starts = 0
-        self.is_followed = False
-        self._answer = b""
         self._time = timebase
         self._looked_s, self._silent_s, self._unheard = timebase.now_s(), 0.0, 0
-        self._start()
+        self._answer = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        self.is_followed = False
+        if (running := request.running) is None:
+            server_key, server_secret = zmq.curve_keypair()
+            public_key, secret_key = zmq.curve_keypair()
+            self._server = ServerStarted(
+                server_key=server_key, server_secret=server_secret, public_key=public_key, secret_key=secret_key
+            )
+            self._start(epoch=0)
+        else:
+            self._server = running
 
     def answer(self) -> ServerStarted | None:
-        """Return the answer of the server once after each start. None before and afterwards."""
-        if self._process.stdout is None:
+        """Return the server's answer after a start, once. None before it arrives."""
+        if self._process is None or self._process.stdout is None:
             return None
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._process.stdout.fileno(), _MOST_ANSWER):
@@ -72,11 +75,7 @@ class JobServerChild:
         return None
 
     def is_silent(self, *, is_heard: bool) -> bool:
-        """Return True if the server has to be restarted. Must be called often.
-
-        Args:
-            is_heard: Whether a message was received recently.
-        """
+        """Return True if it has to be restarted. Called often; ``is_heard`` tells whether it was heard since."""
         now_s = self._time.now_s()
         self._silent_s += min(now_s - self._looked_s, _COUNTED_S)  # a pause of the machine pauses the server as well
         self._looked_s = now_s
@@ -84,7 +83,17 @@ class JobServerChild:
             self._silent_s, self._unheard = 0.0, 0
         elif self.file is not None:
             self._silent_s = 0.0
-        return self._silent_s > _SILENT_S * 2.0 ** min(self._unheard, _MOST_DOUBLINGS) and not self.is_over
+        return not self.is_over and self._silent_s > _SILENT_S * 2.0 ** min(self._unheard, _MOST_DOUBLINGS)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the process has ended because the job has ended."""
+        return self._process is not None and self._process.poll() == 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server. None if an earlier agent has started it."""
+        return None if self._process is None else self._process.pid
 
     def restart(self) -> None:
         """End the process, and start another one at the same address, without waiting.
@@ -94,54 +103,46 @@ class JobServerChild:
         """
         self.end()
         self._silent_s, self._unheard = 0.0, self._unheard + 1
-        self._start()
-
-    @property
-    def is_over(self) -> bool:
-        """True if the process has ended because the job has ended."""
-        return self._process.poll() == 0
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        return self._process.pid
+        self._start(epoch=max(1, int(self._time.now_s())))
 
     def end(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     @property
     def file(self) -> int | None:
         """File descriptor that is readable when there is an answer. None after the answer."""
-        return None if self._process.stdout is None else self._process.stdout.fileno()
+        return None if self._process is None or self._process.stdout is None else self._process.stdout.fileno()
 
     def _completed(self) -> ServerStarted:
         try:
             found = msgspec.msgpack.decode(self._answer, type=ServerStarted)
         except msgspec.DecodeError:
             return ServerStarted(kind="PerseusError", error="the job's server ended while it started")
-        if found.kind:
-            return found
-        self._port = int(found.address.rpartition(":")[2])  # agents connect to the next server at the same port
-        self._output_dir = found.output_dir
-        keys = {"server_key": self._server_key, "public_key": self._public_key, "secret_key": self._secret_key}
-        return msgspec.structs.replace(found, **keys)
+        if not found.kind:
+            # Agents look for the next server at the same address.
+            self._server = msgspec.structs.replace(
+                self._server, address=found.address, output_dir=found.output_dir, answer=found.answer
+            )
+            return self._server
+        return found
 
-    def _start(self) -> None:
+    def _start(self, *, epoch: int) -> None:
+        server = self._server
         content = _encode(
             {
                 "description": self._description,
                 "host": self._request.host,
-                "port": self._port,
-                "epoch": self.starts,
-                "server_key": self._server_key,
-                "server_secret": self._server_secret,
-                "public_key": self._public_key,
-                "output_dir": self._output_dir,
+                "port": int(server.address.rpartition(":")[2]) if server.address else self._request.port,
+                "epoch": epoch,
+                "server_key": server.server_key,
+                "server_secret": server.server_secret,
+                "public_key": server.public_key,
+                "output_dir": server.output_dir,
             }
         )
-        self.starts += 1
         self._answer = b""
         file = os.memfd_create("perseus-ds-server", os.MFD_CLOEXEC)
         try:

@@ -409,17 +409,19 @@ class Agent:
         rank.uplink.join(rank.number, lambda: 0 if memory is None else memory.iteration)
 
     def _start_server(self, rank: _Rank, request: StartServer, files: list[int]) -> None:
-        """Start the server of the job. If the job has restarted, the previous server is ended."""
+        """Start the server of the job, or watch the one that an earlier agent of this node has started."""
         if not files or not 0 < request.length <= _LONGEST_DESCRIPTION:
             rank.send(ServerStarted(kind="PerseusError", error="the job was not described"))
             return
-        description = bytes(_mapped(files[0], request.length)[: request.length])
         if self._server is not None:
+            if request.running is not None:
+                return  # this agent has started it
             self._server.end()
+        description = bytes(_mapped(files[0], request.length)[: request.length])
         self._server = JobServerChild(request, description, self._time)
-        self._server_waits.append(rank)
-        assert self._server.file is not None
-        self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
+        if self._server.file is not None:
+            self._server_waits.append(rank)
+            self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
 
     def _look_at_servers(self) -> None:
         """Process messages from servers, and restart a silent server."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from perseus_ds.client.marks import Marks
+from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.counter_log import Refreshes
@@ -76,6 +77,8 @@ class AgentClocks:
         self._gpu = gpu
         self._time = timebase
         self._connect: Connect | None = None
+        self._server: StartServer | None = None
+        self._description: SharedMemory | None = None
         self._grants = link.grants
         self._positions = 0
         self._questions = 0
@@ -86,19 +89,32 @@ class AgentClocks:
         self._connect = server
         self._link.send(server)
 
-    def start_server(self, request: StartServer, description: int) -> ServerStarted:
+    def start_server(self, host: str, port: int, description: bytes) -> ServerStarted:
         """Have the agent start the job's server, and wait until it listens or has failed.
 
+        Each later agent is told of the server, so that it starts another one if this one dies.
+
         Args:
-            request: Address at which the server is to listen.
-            description: File descriptor of the job's description.
+            host: Name or address at which agents reach this node.
+            port: Port to listen at. 0 for any.
+            description: Description of the job.
+
+        Returns:
+            The answer for all ranks, without the server's secret key.
 
         Raises:
             GpuError: The agent is lost.
         """
-        self._link.send(request, description)
+        self._description = SharedMemory(len(description), "perseus-ds-job")
+        self._description.view[: len(description)] = description
+        request = StartServer(host, port, len(description))
+        self._link.send(request, self._description.file)
         started: ServerStarted = self._awaited(ServerStarted, timeout_s=_SERVER_STARTS_WITHIN_S)
-        return started
+        self._server = StartServer(host, port, len(description), started)
+        return ServerStarted(
+            started.address, started.server_key, started.public_key, started.secret_key, started.answer,
+            started.kind, started.error, started.output_dir,
+        )  # fmt: skip
 
     def send(self, message: FromClient) -> None:
         """Send a message to the job's server, without waiting."""
@@ -109,6 +125,8 @@ class AgentClocks:
         self._inbox += self._link.received()
         if self._link.problem() is None and self._grants != self._link.grants:
             self._grants = self._link.grants
+            if self._server is not None and self._description is not None:
+                self._link.send(self._server, self._description.file)
             if self._connect is not None:
                 again = {name: getattr(self._connect, name) for name in self._connect.__struct_fields__}
                 self.follow(Connect(**{**again, "issued": self.memory.iteration}))

@@ -29,7 +29,6 @@ from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import clocks_of, execution_on, open_gpu
-from perseus_ds.client.memory import SharedMemory
 from perseus_ds.clocks.timers import Execution, SimulatedExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
@@ -39,7 +38,7 @@ from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import description as described
 from perseus_ds.protocol.description import JobDescription, RankFacts
-from perseus_ds.protocol.messages import ServerStarted, StartServer
+from perseus_ds.protocol.messages import ServerStarted
 
 logger = logging.getLogger("perseus_ds")
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
@@ -238,11 +237,8 @@ def _start_server(
     content = described.encode(
         JobDescription(config=config.model_dump_json().encode(), folder=os.getcwd(), ranks=ranks)
     )
-    memory = SharedMemory(len(content), "perseus-ds-job")
-    memory.view[: len(content)] = content
     assert opened.clocks is not None
-    request = StartServer(config.server.host or _host(), config.server.port or 0, len(content))
-    return opened.clocks.start_server(request, memory.file)
+    return opened.clocks.start_server(config.server.host or _host(), config.server.port or 0, content)
 
 
 def _host() -> str:

@@ -250,22 +250,6 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
     issued: int = 0
 
 
-class StartServer(msgspec.Struct, tag=True, frozen=True):
-    """A client requests the agent to start the server of the job, and to restart it if it dies.
-
-    The file descriptor of the job's description is passed with the message.
-
-    Attributes:
-        host: Name or address at which agents reach this node.
-        port: Port to listen at. 0 for any.
-        length: Length of the description [bytes].
-    """
-
-    host: str
-    port: int
-    length: int
-
-
 class ServerStarted(msgspec.Struct, tag=True, frozen=True):
     """The server listens, or cannot start.
 
@@ -274,6 +258,7 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
         error: Reason why it cannot start.
         answer: Encoded :class:`~perseus_ds.protocol.description.Welcome` for all ranks.
         output_dir: Folder that it writes to.
+        server_secret: Its secret key, for later agents of this node.
     """
 
     address: str = ""
@@ -284,6 +269,25 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
     kind: str = ""
     error: str = ""
     output_dir: str = ""
+    server_secret: bytes = b""
+
+
+class StartServer(msgspec.Struct, tag=True, frozen=True):
+    """A client requests the agent to start the server of the job, and to restart it if it dies.
+
+    The file descriptor of the job's description is passed with the message.
+
+    Attributes:
+        host: Name or address at which agents reach this node.
+        port: Port to listen at. 0 for any.
+        length: Length of the description [bytes].
+        running: The server that an earlier agent of this node has started. It is only replaced if it dies.
+    """
+
+    host: str
+    port: int
+    length: int
+    running: ServerStarted | None = None
 
 
 ToClocks: TypeAlias = Ask | FromClient

@@ -5,6 +5,7 @@ import time
 import msgspec
 import pytest
 import zmq
+from msgspec import structs
 from server_request import description, request
 from virtual.time import VirtualTime
 
@@ -132,6 +133,31 @@ def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_wa
         assert not child.is_over
     finally:
         child.end()
+
+
+def test_an_agent_that_replaces_another_one_starts_the_server_again_if_that_dies(tmp_path):
+    request, content = StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe")
+    child = JobServerChild(request, content)
+    now = VirtualTime()
+    try:
+        started = wait_for(child.answer, "the server has started")
+        later = JobServerChild(structs.replace(request, running=started), content, now)
+        assert later.file is None, "nothing is started while the server may live"
+        child.end()
+        for _ in range(11):
+            assert not later.is_silent(is_heard=False)
+            now.sleep(0.5)
+        assert later.is_silent(is_heard=False)
+        now.sleep(100.0)
+        later.restart()
+        assert wait_for(later.answer, "another server has started") == started
+        uplink = Uplink(Connect(0, started.address, started.server_key, started.public_key, started.secret_key))
+        wait_for(lambda: uplink.look() is not None and uplink.is_heard, "it is heard at the same address")
+        assert int(uplink._epoch) >= 100, "its programs are newer"
+        uplink.close()
+    finally:
+        child.end()
+        later.end()
 
 
 def wait_for(found, what, within_s=120.0):
