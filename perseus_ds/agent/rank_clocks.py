@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -218,7 +219,7 @@ class RankClocks:
             self._held.popleft()
 
     def _completed(self, report: Report, recorded: IterationEnergy) -> RankReport:
-        before, status = self._before, self._memory.status
+        before, status, is_revoked = self._before, self._memory.status, self._memory.is_revoked
         self._before = status
         refreshes = clocks = b""
         log, state = self._log, self._gpu_state()
@@ -234,13 +235,13 @@ class RankClocks:
             energy_j=recorded.energy_j,
             changes=max(0.0, status.changes - before.changes),
             skips=max(0.0, status.overtaken - before.overtaken),
-            asked_mhz=status.asked_mhz,
-            reached_mhz=status.reached_mhz,
+            asked_mhz=math.nan if is_revoked else status.asked_mhz,
+            reached_mhz=math.nan if is_revoked else status.reached_mhz,
             limit_w=status.limit_w,
             limit_mhz=status.limit_mhz,
             late_s=status.late_s,
             default_mhz=status.default_mhz,
-            has_failed=self._fallback.is_in_force or self._memory.is_revoked,
+            has_failed=self._fallback.is_in_force or is_revoked,
             refreshes=refreshes,
             clocks=clocks,
             **state,
