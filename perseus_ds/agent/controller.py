@@ -133,6 +133,7 @@ class ClockController:
     Attributes:
         changes: Number of clock changes made.
         overtaken: Number of requests skipped because a later one was already due.
+        missed: Number of times that it set the default clock or none instead of a requested one, due to the driver.
         readback: Readings of the clock, latencies, and limits.
         is_closed: Whether the default clock is restored permanently.
         memory: Shared memory of the rank. It counts resets by the agent, and receives the status.
@@ -163,7 +164,7 @@ class ClockController:
         self._on_error = on_error
         self._time = timebase
         self.readback = ClockReadback(gpu, on_refusal, timebase)
-        self.changes = self.overtaken = 0
+        self.changes = self.overtaken = self.missed = 0
         # Any thread appends, and only the controller's thread removes.
         self._items: deque[ClockRequest | DriverCall] = deque()
         self._requested_mhz: int | None = None
@@ -455,6 +456,7 @@ class ClockController:
 
     def _handle(self, request: ClockRequest) -> None:
         if self._has_failed:
+            self.missed += 1
             return
         if request.after is not None and not self._wait_for(request.after):
             return
@@ -529,6 +531,7 @@ class ClockController:
 
     def _fall_back(self) -> None:
         """Return to the default clock, if the driver allows it, until the next attempt."""
+        self.missed += 1
         self.readback.forget()
         with suppress(Exception):
             if self._clock_mhz is not None:

@@ -51,7 +51,7 @@ class JobServerChild:
         self._looked_s, self._silent_s, self._unheard = timebase.now_s(), 0.0, 0
         self._answer = b""
         self._process: subprocess.Popen[bytes] | None = None
-        self.is_followed = False
+        self.is_followed = self._is_restarting = False
         if (running := request.running) is None:
             server_key, server_secret = zmq.curve_keypair()
             public_key, secret_key = zmq.curve_keypair()
@@ -81,35 +81,43 @@ class JobServerChild:
         self._looked_s = now_s
         if is_heard:
             self._silent_s, self._unheard = 0.0, 0
-        elif self.file is not None:
+        elif self.file is not None or self._is_restarting:
             self._silent_s = 0.0
         return not self.is_over and self._silent_s > _SILENT_S * 2.0 ** min(self._unheard, _MOST_DOUBLINGS)
+
+    def restart(self) -> None:
+        """End the process. :meth:`start_again` starts another one at the same address."""
+        self.end()
+        self._silent_s, self._unheard, self._is_restarting = 0.0, self._unheard + 1, True
+
+    def start_again(self) -> bool:
+        """Start another process if the one to be replaced has ended, without waiting. Returns True if it was started.
+
+        A process that waits for a slow disk may take long to end.
+
+        Raises:
+            OSError: No process can be started.
+        """
+        if not self._is_restarting or (self._process is not None and self._process.poll() is None):
+            return False
+        self._start(epoch=max(1, int(self._time.now_s())))
+        self._is_restarting = False
+        return True
 
     @property
     def is_over(self) -> bool:
         """True if the process has ended because the job has ended."""
-        return self._process is not None and self._process.poll() == 0
+        return not self._is_restarting and self._process is not None and self._process.poll() == 0
 
     @property
     def pid(self) -> int | None:
         """Process id of the server. None if an earlier agent has started it."""
         return None if self._process is None else self._process.pid
 
-    def restart(self) -> None:
-        """End the process, and start another one at the same address, without waiting.
-
-        Raises:
-            OSError: No process can be started.
-        """
-        self.end()
-        self._silent_s, self._unheard = 0.0, self._unheard + 1
-        self._start(epoch=max(1, int(self._time.now_s())))
-
     def end(self) -> None:
-        """End the process."""
+        """End the process, without waiting."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
 
     @property
     def file(self) -> int | None:

@@ -39,7 +39,7 @@ from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.gpu.opening import find_gpu, open_gpu
 from perseus_ds.protocol import layout, messages, places
-from perseus_ds.protocol.job_messages import Left, ToServer
+from perseus_ds.protocol.job_messages import Left, Say, ToServer
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import (
     Connect,
@@ -248,6 +248,7 @@ class Agent:
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
         self._server_waits: list[_Rank] = []
+        self._server_error = ""
         # GPUs of the previous agent, for which leases will be requested again. Abandoned GPUs were reset because no
         # rank requested one, but a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
@@ -283,7 +284,8 @@ class Agent:
                     pass  # a server's socket, which is read below
                 else:
                     self._receive(key.fd)
-            self._look_at_servers()
+            self._look_at_uplinks()
+            self._look_at_server()
             now_s = self._time.now_s()
             if self._look_at_s <= now_s or self.terminates:
                 self._look()
@@ -295,6 +297,9 @@ class Agent:
                     next_s = min(next_s, rank.look_at_s)
             self._next_s = next_s
         except (OSError, RuntimeError):  # too many files or threads: try again
+            self._time.sleep(_POLL_S)
+        except Exception as error:  # a mistake, which must leave no clock locked
+            syslog.syslog(syslog.LOG_ERR, f"perseus-ds: the agent continues after an error: {error!r}")
             self._time.sleep(_POLL_S)
 
     def _is_needed(self) -> bool:
@@ -416,15 +421,22 @@ class Agent:
         if self._server is not None:
             if request.running is not None:
                 return  # this agent has started it
+            if self._server.file is not None:
+                self._selector.unregister(self._server.file)
             self._server.end()
-        description = bytes(_mapped(files[0], request.length)[: request.length])
-        self._server = JobServerChild(request, description, self._time)
+        try:
+            description = bytes(_mapped(files[0], request.length)[: request.length])
+            self._server = JobServerChild(request, description, self._time)
+        except (OSError, GpuError) as error:
+            self._server = None
+            rank.send(ServerStarted(kind="PerseusError", error=f"the job's server cannot be started: {error}"))
+            return
         if self._server.file is not None:
             self._server_waits.append(rank)
             self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
 
-    def _look_at_servers(self) -> None:
-        """Process messages from servers, and restart a silent server."""
+    def _look_at_uplinks(self) -> None:
+        """Process messages from servers, and return to default clocks if they are not heard."""
         for uplink in self._uplinks:
             ranks = {rank.number: rank for rank in self._ranks.values() if rank.uplink is uplink}
             for number, message in uplink.look():
@@ -434,6 +446,9 @@ class Agent:
                 for rank in ranks.values():
                     if rank.clocks is not None:
                         rank.clocks.forget_server()
+
+    def _look_at_server(self) -> None:
+        """Forward the server's answer, and replace a silent server."""
         if (server := self._server) is None:
             return
         file = server.file
@@ -441,13 +456,23 @@ class Agent:
             self._selector.unregister(file)
             for rank in self._server_waits:
                 rank.send(answer)
+            if answer.kind and not self._server_waits and answer.error != self._server_error:
+                self._server_error = answer.error
+                self._warn_of_server(answer.error)
             self._server_waits.clear()
         now_s = self._time.now_s()
         is_heard = any(uplink.heard_s > now_s - 1.0 for uplink in self._uplinks)
         if server.is_silent(is_heard=is_heard) and self._is_needed():
             server.restart()
+        if server.start_again():
             assert server.file is not None
             self._selector.register(server.file, selectors.EVENT_READ, server)
+
+    def _warn_of_server(self, error: str) -> None:
+        """Have rank 0 print why another server cannot start."""
+        for rank in self._ranks.values():
+            if rank.uplink is not None and rank.number == 0:
+                rank.send(Say(f"perseus: {error}. Training continues at default clocks.", warns=True))
 
     def _find(self, rank: _Rank, place: FindGpu) -> None:
         try:
@@ -468,7 +493,7 @@ class Agent:
         for other in [*self._ranks.values()]:
             ours, theirs = rank.memory_file, other.memory_file
             if other is not rank and ours is not None and theirs is not None and os.path.sameopenfile(ours, theirs):
-                self._forget(other)
+                self._forget(other, has_left=False)
 
     def _drive(self, record: GpuRecord | UnrecordedGpu, logs: Sequence[memoryview] = ()) -> GpuDriver:
         def open_gpu() -> Gpu:
@@ -482,11 +507,12 @@ class Agent:
         rank.send(Refused(reason, error))
         self._forget(rank)
 
-    def _forget(self, rank: _Rank) -> None:
+    def _forget(self, rank: _Rank, *, has_left: bool = True) -> None:
         if rank.uplink is not None:
-            rank.tell(Left())
+            if has_left:
+                rank.tell(Left())
             rank.uplink.leave(rank.number)
-            rank.uplink.look()
+            rank.uplink.flush()
             if not any(other.uplink is rank.uplink for other in self._ranks.values() if other is not rank):
                 self._selector.unregister(rank.uplink.file)
                 self._uplinks.remove(rank.uplink)

@@ -95,6 +95,7 @@ class RankClocks:
         self._log: CounterLog | None = None
         self._logged: set[int] = set()
         self._was_revoked = False
+        self._missed = 0
 
     def wake(self) -> None:
         """Read the rank's shared memory immediately."""
@@ -221,6 +222,9 @@ class RankClocks:
     def _completed(self, report: Report, recorded: IterationEnergy) -> RankReport:
         before, status, is_revoked = self._before, self._memory.status, self._memory.is_revoked
         self._before = status
+        has_failed = self._fallback.is_in_force or is_revoked
+        # A fault has passed before this report.
+        is_unknown, self._missed = self._clocks.missed != self._missed and not has_failed, self._clocks.missed
         refreshes = clocks = b""
         log, state = self._log, self._gpu_state()
         if log is not None:
@@ -230,7 +234,7 @@ class RankClocks:
             clocks = array("d", [float(value) for each in read for value in each]).tobytes()
         return RankReport(
             report,
-            serial=self._follower.serial_of(report.iteration),
+            serial=-1 if is_unknown else self._follower.serial_of(report.iteration),
             begun_s=recorded.begun_s,
             energy_j=recorded.energy_j,
             changes=max(0.0, status.changes - before.changes),
@@ -241,7 +245,7 @@ class RankClocks:
             limit_mhz=status.limit_mhz,
             late_s=status.late_s,
             default_mhz=status.default_mhz,
-            has_failed=self._fallback.is_in_force or is_revoked,
+            has_failed=has_failed,
             refreshes=refreshes,
             clocks=clocks,
             **state,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from perseus_ds.protocol.job_messages import Joined, ToRank, ToServer
+from perseus_ds.protocol.job_messages import Joined, Latencies, ToRank, ToServer
 from perseus_ds.protocol.messages import Connect
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -49,6 +49,8 @@ class Uplink:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, server.secret_key)
         self._socket.connect(server.address)
         self._ranks: dict[int, Callable[[], int]] = {}
+        # The latest of each rank, for a server that replaces another one.
+        self._latencies: dict[int, Latencies] = {}
         self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
         self._epoch = b""
         self.is_heard = False
@@ -81,6 +83,8 @@ class Uplink:
 
         It is lost if the server has not received thousands of earlier ones.
         """
+        if isinstance(message, Latencies):
+            self._latencies[rank] = message
         self._outbox.append((_RANK.pack(rank), _encode(message)))
 
     def look(self) -> list[tuple[int, ToRank]]:
@@ -95,13 +99,17 @@ class Uplink:
             if len(frames) == 2 and len(frames[0]) == _RANK.size:
                 with contextlib.suppress(msgspec.DecodeError):  # a lost message is better than a stopped agent
                     found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
-        while self._outbox:
-            self._send(*self._outbox.popleft())
+        self.flush()
         now_s = self._time.now_s()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + HEARTBEAT_S
             self._send(b"")
         return found
+
+    def flush(self) -> None:
+        """Send what is queued, without waiting."""
+        while self._outbox:
+            self._send(*self._outbox.popleft())
 
     def has_become_silent(self) -> bool:
         """Return True, once for each silence, if the server has become silent."""
@@ -120,10 +128,12 @@ class Uplink:
             return
         was_heard, self.is_heard = self.is_heard, True
         if frames[0] != self._epoch or not was_heard:
-            is_first = not self._epoch
+            is_first = not self._epoch and frames[0] == b"0"  # which knows ranks from what they sent before
             self._epoch = frames[0]
             for rank, issued in self._ranks.items() if not is_first else ():
                 self.send(rank, Joined(issued()))
+                if rank in self._latencies:
+                    self.send(rank, self._latencies[rank])
 
     def _send(self, *frames: bytes) -> None:
         try:

@@ -265,7 +265,10 @@ class JobServer:
             case msg.Command():
                 self._carry_out(message.content)
             case msg.Joined():
-                state.is_here, state.issued = True, max(state.issued, message.issued)
+                state.is_here, state.has_left = True, False  # its agent was stopped, if it had left
+                state.issued = max(state.issued, message.issued)
+                if not self.has_ended and not any(other.has_left for other in self.job.states):
+                    self._left_s = None
                 self._tell_all(rank)
             case msg.Left():
                 state.has_left, state.is_here = True, False
@@ -348,7 +351,7 @@ class JobServer:
         if kind is not None:
             is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
             self._look_ahead.has_ended(number, kind.context.order, is_missed=is_missed)
-        recorded = run or self._runs.get(messages[0].serial) or UNPLANNED
+        recorded = run or self._runs.get(messages[0].report.serial) or UNPLANNED
         self.recorder.add(seen, _without_plan(recorded) if messages[0].has_failed else recorded, order, shape)
         if run is not None and run.phase not in MEASURING:
             forecast = run.forecast

@@ -8,7 +8,7 @@ from virtual.gpu import FaultyGpu
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
-from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, RankRecovered
+from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, RankRecovered, RankReport, Report
 
 AFTER_PROBES_S = 200.0
 """Longer than the interval between two probes of the driver."""
@@ -121,3 +121,27 @@ def test_a_driver_that_fails_for_hours_is_probed_once_a_minute(train, agent, gpu
     gaps = [after - before for before, after in pairwise(probes)]
     assert gaps[:6] == pytest.approx([2, 4, 8, 16, 32, 60])
     assert set(map(round, gaps[6:])) == {60}
+
+
+def test_an_iteration_whose_clock_was_refused_is_known_to_have_run_no_program(clocks, agent, gpu, now, told):
+    """The driver works again before the client reports the iteration."""
+
+    def iterate():
+        number = clocks.begin_iteration(0, 0)
+        now.sleep(1.0)
+        clocks.end_iteration(number)
+        agent.look()
+        return number
+
+    for busy in (False, True, False):
+        if busy:
+            agent.obey(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
+            gpu.begin("driver busy")
+        number = iterate()
+        gpu.end()
+        now.sleep(1.0)
+        clocks.send(Report(number, 0, agent._follower.serial_of(number), 0, 1.0))
+        agent.look()
+    reports = [message for message in told if isinstance(message, RankReport)]
+    assert [report.serial for report in reports] == [1, -1, 2]
+    assert not any(report.has_failed for report in reports)

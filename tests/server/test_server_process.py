@@ -11,11 +11,11 @@ from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
-from perseus_ds.protocol.job_messages import Joined, Left, Say
+from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Say, ToServer
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.process import ServerProcess
 
-encode = msgspec.msgpack.encode
+encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
 PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
 
 
@@ -98,6 +98,7 @@ def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tm
             assert wait_for(child.answer, "the server has answered").error
             pauses_s.append(unheard_for_s())
             child.restart()
+            wait_for(child.start_again, "another server is started")
         assert pauses_s == pytest.approx([5.5, 10.5, 20.5])
         assert wait_for(child.answer, "the server has answered").error
         assert not child.is_silent(is_heard=True)
@@ -150,6 +151,7 @@ def test_an_agent_that_replaces_another_one_starts_the_server_again_if_that_dies
         assert later.is_silent(is_heard=False)
         now.sleep(100.0)
         later.restart()
+        assert later.start_again()
         assert wait_for(later.answer, "another server has started") == started
         uplink = Uplink(Connect(0, started.address, started.server_key, started.public_key, started.secret_key))
         wait_for(lambda: uplink.look() is not None and uplink.is_heard, "it is heard at the same address")
@@ -167,3 +169,29 @@ def wait_for(found, what, within_s=120.0):
         assert time.monotonic() < end_s, f"timed out waiting until {what}"
         time.sleep(0.05)
     return value
+
+
+def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(process):
+    server = process.server
+    for rank in (0, 1):
+        server.receive(rank, Joined(0))
+    server.receive(1, Left())
+    server.receive(1, Joined(3))
+    server._left_s = server._left_s and server._left_s - 60.0
+    server.tick()
+    assert not server.has_ended
+    for rank in (0, 1):
+        server.receive(rank, Left())
+    assert server.is_over
+
+
+def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(process, connect):
+    uplink = connect(PUBLIC_KEY, SECRET_KEY)
+    uplink.join(0, lambda: 3)
+    latencies = Latencies(((1200, True, (0.015,)),))
+    uplink.send(0, latencies)
+    assert hears(process, uplink, within_s=60.0)
+    uplink.flush()
+    uplink._outbox.clear()
+    uplink._hear([b"1000"])
+    assert [decode(content) for _, content in uplink._outbox] == [Joined(3), latencies]

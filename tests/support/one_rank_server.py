@@ -69,14 +69,19 @@ class OneRankServer:
     def _serve(self) -> None:
         encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ToServer).decode
         agents: set[bytes] = set()
+        sent: list[Follow] = []
         while not self._ends.is_set():
             while self._socket.poll(1000 * _LOOK_S):
                 agent, *frames = self._socket.recv_multipart()
-                agents.add(agent)
+                if agent not in agents:
+                    agents.add(agent)
+                    for follow in sent[-1:]:
+                        self._socket.send_multipart([agent, struct.pack("=I", 0), encode(follow)])
                 if len(frames) == 2 and isinstance(message := decode(frames[1]), RankFailed):
                     self.failures.append(message)
-            sent = [self._outbox.popleft() for _ in range(len(self._outbox))] if agents else []
+            unsent = [self._outbox.popleft() for _ in range(len(self._outbox))] if agents else []
+            sent += unsent
             for agent in agents:
                 self._socket.send_multipart([agent, b"0"])
-                for follow in sent:
+                for follow in unsent:
                     self._socket.send_multipart([agent, struct.pack("=I", 0), encode(follow)])
