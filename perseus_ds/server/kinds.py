@@ -284,7 +284,8 @@ class Kinds:
         self._others += 1
         self._say_that_orders_differ("all of them are profiled")
         if key not in self._streams:
-            self._read_schedule(key)
+            if key not in self._orders:
+                self._read_schedule(key)
             return False
         return self.first.wanted.phase not in ("calibrate", "warm-up") or self._others > _LASTS_AFTER
 
@@ -318,7 +319,7 @@ class Kinds:
         """Discard all kinds except the first order, and restart the job's mode after some iterations."""
         for kind in self.kinds():
             if kind is not self.first:
-                kind.close()
+                self._close(kind)
         self._shapes.clear()
         self._orders = {} if self.first_key is None else {self.first_key: self.first}
         self.latest = self.first
@@ -374,7 +375,7 @@ class Kinds:
         unused = self._frequent.unused(others) if others else None
         if unused is None:
             return False
-        self._orders.pop(unused).close()
+        self._close(self._orders.pop(unused))
         self._tell_orders()
         return True
 
@@ -408,10 +409,9 @@ class Kinds:
         if key not in self._orders:
             self._order_numbers += 1
             context = replace(self._context, order=self._order_numbers)
-            kind = self._orders[key] = Kind(self._next_number(), context, _nothing(), key)
-            kind.close()
+            self._orders[key] = Kind(self._next_number(), context, _nothing(), key)
         kind = self._orders[key]
-        kind.close()
+        self._close(kind)
         self._announce_order(kind.context.order, None, given_up=str(error).rstrip("."))
         self._tell_orders()
 
@@ -465,7 +465,7 @@ class Kinds:
         unused = shapes.frequent.unused(shapes.planned)
         if unused is None:
             return False
-        shapes.planned.pop(unused).close()
+        self._close(shapes.planned.pop(unused))
         self._tell_orders()
         return True
 
@@ -492,7 +492,7 @@ class Kinds:
         self._advance(kind, None)
 
     def _give_up_shape(self, kind: Kind, why: str) -> None:
-        kind.close()
+        self._close(kind)
         self._context.recorder.announce(ShapePlanned(shape=kind.context.shape, given_up=why))
         self._tell_orders()
 
@@ -523,12 +523,17 @@ class Kinds:
 
     def _ends(self, kind: Kind, first: float | None) -> None:
         """Divide a kind by shape, or give it up, because its passes no longer have common times."""
-        kind.close()
         if kind.shape is not None:
             self._give_up_shape(kind, "its passes no longer have common times")
             return
+        kind.close()
         self._shapes[kind.key] = _Shapes(first)
         self._tell_orders()
+
+    def _close(self, kind: Kind) -> None:
+        """End the mode of a kind, and return its ranks to default clocks."""
+        kind.close()
+        self._run(kind)
 
     def _tell_orders(self) -> None:
         for rank in range(self._context.job.world_size):

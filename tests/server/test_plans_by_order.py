@@ -135,6 +135,7 @@ def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch
     records = job.close()
     assert [event.micro_batches for event in job.events(OrderPlanned)] == [3, 4]
     assert records[-1].phase == "run"
+    assert job.runtime._follows[1][-1].phase == "observe", "the replaced order"
 
 
 def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, monkeypatch):
@@ -204,6 +205,57 @@ def test_an_order_whose_schedule_cannot_be_read_runs_at_default_clocks_and_the_f
     (given_up,) = job.events(OrderPlanned)
     assert "no order" in given_up.given_up
     assert job.events(Failed) == []
+
+
+def test_an_order_that_cannot_be_read_in_profile_mode_is_requested_once(start):
+    job = start(mode="profile", micro_batches=8)
+
+    def fail(rank, schedule):
+        raise ScheduleError("the passes have no order")
+
+    job.read_order = fail
+    train(job, [8, 4] * 10)
+    job.close()
+    assert len(job.events(OrderPlanned)) == 1
+
+
+@pytest.fixture
+def profiling(job, monkeypatch):
+    """Return a job that profiles its second order of four micro-batches."""
+    monkeypatch.setattr(kinds, "share_profile", lambda *_: False)
+    train(job, [8] * 80)
+    while job.runtime.phase != "profile":
+        train(job, [4])
+    assert job.agent(0)._logged == {1}
+    return job
+
+
+def fail_in(order, monkeypatch):
+    """Make the mode of an order fail."""
+    advance = kinds.Kind.advance
+
+    def advance_or_fail(kind, seen):
+        if kind.context.order == order and seen is not None:
+            raise GpuError("no counter")
+        advance(kind, seen)
+
+    monkeypatch.setattr(kinds.Kind, "advance", advance_or_fail)
+
+
+def test_an_order_whose_mode_fails_runs_at_default_clocks_and_its_counter_is_not_polled(profiling, monkeypatch):
+    fail_in(1, monkeypatch)
+    train(profiling, [4] * 3)
+    assert set(train(profiling, [4] * 3)) == {"observe"}
+    assert not profiling.agent(0)._logged
+    assert profiling.events(OrderPlanned)[-1].given_up == "no counter"
+
+
+def test_counters_of_other_orders_are_not_polled_after_the_first_has_failed(profiling, monkeypatch):
+    with monkeypatch.context() as broken:
+        fail_in(0, broken)
+        train(profiling, [8] * 2)
+    assert profiling.events(Failed)
+    assert not profiling.agent(0)._logged
 
 
 def test_all_ranks_run_the_plans_of_each_order(tmp_path):
