@@ -310,7 +310,7 @@ class Kinds:
                 self._wanted.discard(message.key)
                 del self._read[message.key]
                 self._begin_order(message.key, replace(own, ranks=ranks))
-        except (PerseusError, ValueError) as error:
+        except (OSError, PerseusError, ValueError) as error:
             self._wanted.discard(message.key)
             self._read.pop(message.key, None)
             self._give_up_order(message.key, error)

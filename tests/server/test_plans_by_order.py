@@ -219,6 +219,17 @@ def test_an_order_that_cannot_be_read_in_profile_mode_is_requested_once(start):
     assert len(job.events(OrderPlanned)) == 1
 
 
+def test_an_order_whose_profile_cannot_be_written_runs_at_default_clocks(job, monkeypatch):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(kinds, "share_profile", fail)
+    train(job, [8] * 80)
+    assert set(train(job, [8, 4] * 10)[1::2]) == {"observe"}
+    assert job.events(OrderPlanned)[-1].given_up == "No space left on device"
+    assert job.events(Failed) == []
+
+
 @pytest.fixture
 def profiling(job, monkeypatch):
     """Return a job that profiles its second order of four micro-batches."""
