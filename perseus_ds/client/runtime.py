@@ -140,7 +140,8 @@ class PerseusRuntime:
         self._shapes = InputShapes()
         self._unsent: deque[_Ran] = deque(maxlen=_MOST_UNSENT)
         self._ended_s: float | None = None
-        self._profiled_from: int | None = None
+        # Iterations from which messages about the first order are shown, and whether no measurements are left then.
+        self._shown: list[tuple[int, bool]] = []
         self._worked = 0
         atexit.register(self.close)
 
@@ -219,7 +220,8 @@ class PerseusRuntime:
     @property
     def profiled(self) -> bool:
         """True if no measurements are left. It becomes true at the same iteration on all ranks."""
-        return self._profiled_from is not None and self.clocks.memory.iteration >= self._profiled_from
+        iteration = self.clocks.memory.iteration
+        return next((is_profiled for begin, is_profiled in reversed(self._shown) if begin <= iteration), False)
 
     @property
     def phase(self) -> str:
@@ -420,7 +422,7 @@ class PerseusRuntime:
                 case Follow():
                     self._follows.setdefault(message.program.number, []).append(message)
                     if message.program.number == 0:
-                        self._profiled_from = message.shown_from if message.phase in _PROFILED else None
+                        self._show(message)
                 case msg.Orders():
                     self._number_orders(message)
                 case msg.ReadSchedule():
@@ -435,6 +437,12 @@ class PerseusRuntime:
                     self._has_summary = True
         if self.clocks.memory.iteration == 0 and 0 in self._follows:
             self.follow = self._follows[0][-1]
+
+    def _show(self, message: Follow) -> None:
+        """Store from which iteration the phase of a message is shown, and forget earlier messages."""
+        self._shown.append((message.shown_from, message.phase in _PROFILED))
+        while len(self._shown) > 1 and self._shown[1][0] <= self.clocks.memory.iteration:
+            del self._shown[0]
 
     def _await_calibration(self) -> None:
         """Wait for the calibration of the simulated GPU, and for messages about the iterations after it."""

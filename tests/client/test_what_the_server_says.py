@@ -9,7 +9,7 @@ from virtual.time import VirtualTime
 
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.clocks.timers import HostExecution
-from perseus_ds.protocol.job_messages import Observed, Say
+from perseus_ds.protocol.job_messages import Follow, Observed, Program, Say
 
 
 class Monitor:
@@ -36,10 +36,12 @@ def start(monkeypatch):
         runtime = PerseusRuntime(clocks, HostExecution(now), schedule, monitor=monitor, timebase=now)
         made.append(runtime)
 
-        def send(message):
-            clocks._link.agent.obey(message)
+        def send(*messages):
+            for message in messages:
+                clocks._link.agent.obey(message)
             with runtime.iteration():
                 now.sleep(0.1)
+            return runtime
 
         return send
 
@@ -75,3 +77,15 @@ def test_a_monitor_that_fails_is_told_no_more(start, caplog):
         send(Observed((("Perseus/plan", 4.0),), samples))
     assert {samples for _, _, samples in monitor.events} == {8}
     assert caplog.text.count("monitor failed (No space left on device)") == 1
+
+
+def test_all_ranks_show_at_the_same_iterations_that_nothing_is_measured_whenever_messages_arrive(start):
+    measures, runs, compares = (
+        Follow(Program(0), serial, begin, begin + 2, phase)
+        for serial, begin, phase in ((1, 1, "profile"), (2, 3, "run"), (3, 6, "default"))
+    )
+    early, late = start(), start()
+    shown = [early(measures, runs, compares).profiled, *(early().profiled for _ in range(8))]
+    assert shown == [False] * 4 + [True] * 3 + [False] * 2
+    arriving = {1: measures, 4: runs, 7: compares}
+    assert [late(*filter(None, [arriving.get(iteration)])).profiled for iteration in range(1, 10)] == shown
