@@ -121,7 +121,7 @@ def test_training_goes_on_when_the_driver_hangs_while_profiling(tmp_path, make_s
     def during(job):
         wait_until(lambda: stub.gpus[1].locked_clock_mhz, "a clock to measure at")
         stub.gpus[1].hang("energy")
-        job.wait_for(lambda records: {r["rank"] for r in events(records, "failure")} == {0, 1})
+        job.wait_for(lambda records: 1 in {r["rank"] for r in events(records, "failure")})
 
     finished = run_while(during, tmp_path / "job", 2, environment=stub.environment, perseus=block)
     assert_same_losses(finished, tmp_path / "without", 2)

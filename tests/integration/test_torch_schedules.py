@@ -103,4 +103,5 @@ def test_the_example_trains_by_every_schedule_and_prints_its_table(tmp_path, nam
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert re.search(r"phase +iterations +time \[s\] +energy \[J\] +SIMULATED GPUs", output)
-    assert re.search(r"observe +3 ", output)
+    counts = dict(re.findall(r"^(calibrate|observe) +(\d+) ", output, re.M))
+    assert sum(map(int, counts.values())) == 4

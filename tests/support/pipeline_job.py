@@ -10,11 +10,11 @@ writes each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import os
-import resource
 import signal
 import sys
 from datetime import timedelta
@@ -91,6 +91,15 @@ def dtype_of(job: dict) -> torch.dtype:
     return torch.half if "fp16" in keys else torch.bfloat16 if "bf16" in keys else torch.float32
 
 
+def limit_files_of_server(folder: Path, most_bytes: int) -> None:
+    """Make larger files of the job's server fail from now on, as on a full disk."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_server = "perseus_ds.server.process" in " ".join(process.cmdline())
+            if is_server and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
+                process.rlimit(psutil.RLIMIT_FSIZE, (most_bytes, psutil.RLIM_INFINITY))
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
@@ -124,7 +133,6 @@ def main() -> None:
     data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job), buckets)
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     report = train(engine, module, data, job, folder)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     perseus = getattr(engine, "perseus", None)
     runs = perseus is not None and perseus.runtime is not None
     report |= {
@@ -161,9 +169,8 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         change_batch(engine, job, step)
         give_lengths(engine, job, [0, 1] if step == 0 else [step + 1])
         losses.append(float(engine.train_batch(data)))
-        if "file_limit_bytes" in job and step == first:  # from now on larger files fail, as on a full disk
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
+        if "file_limit_bytes" in job and step == first and torch.distributed.get_rank() == 0:
+            limit_files_of_server(folder, job["file_limit_bytes"])
         if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
             plans.append(engine.perseus.plan)
         follow(engine, job, folder, step, losses[-1])
