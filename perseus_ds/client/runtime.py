@@ -55,7 +55,7 @@ _FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_UNSENT = 64
 _MOST_GIVEN = 64
-"""Maximum number of future iterations with stored lengths."""
+"""Maximum number of future iterations whose lengths are stored until they are sent."""
 _PROFILED = ("observe", "run", "pause")
 
 
@@ -125,8 +125,8 @@ class PerseusRuntime:
         self._follows: dict[int, list[Follow]] = {}
         # Messages for single iterations, by the numbers of order and iteration.
         self._planned: dict[tuple[int, int], Follow] = {}
-        # Lengths of future iterations, and the number of the first one without lengths.
-        self._given: deque[tuple[float, ...]] = deque(maxlen=_MOST_GIVEN)
+        # Lengths of future iterations that were not sent yet, and the number of the first one without lengths.
+        self._given: deque[tuple[float, ...]] = deque()
         self._next_given = 1
         self.schedule = schedule
         self._streams: dict[int, tuple[Operation, ...]] = {}
@@ -369,7 +369,8 @@ class PerseusRuntime:
 
         Call it once for each iteration, in the order of training, at least one iteration ahead, for example when a
         data loader prefetches a batch. At least one rank of each pipeline must call it. If several ranks do, they must
-        pass the same lengths. It is thread-safe and does not wait.
+        pass the same lengths. It is thread-safe and does not wait. Of more than 64 calls between two iterations, those
+        after the first 64 give no lengths.
 
         Args:
             lengths: Length of the input of each micro-batch, in their order, such as its number of tokens.
@@ -378,7 +379,7 @@ class PerseusRuntime:
             ValueError: A length or their number is invalid.
         """
         check_lengths(lengths)
-        self._given.append(tuple(map(float, lengths)))
+        self._given.append(tuple(map(float, lengths)) if len(self._given) < _MOST_GIVEN else ())
 
     def set_steps(self, steps: int) -> None:
         """Report the number of training steps of the engine, for example after loading a checkpoint."""

@@ -249,7 +249,8 @@ class Lengths(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         iteration: Number of that iteration in this process.
-        lengths: Length of each micro-batch's input, such as its number of tokens. Empty if the iteration has begun.
+        lengths: Length of each micro-batch's input, such as its number of tokens. Empty if the iteration has begun,
+            or if too many were given at once.
     """
 
     iteration: int

@@ -15,7 +15,7 @@ from perseus_ds.optimizer.lengths import IterationPlan, Lengths
 from perseus_ds.optimizer.lengths_worker import LengthsWorker, PlannedJob
 
 _KEPT = 128
-"""Number of past and future iterations whose lengths and plans are kept."""
+"""Number of past iterations, and of future ones, whose lengths and plans are kept."""
 _LATE_IN_A_ROW = 10
 
 
@@ -45,13 +45,20 @@ class LookAhead:
         # By number of the order.
         self._planners: dict[int, _Planner] = {}
 
-    def give(self, iteration: int, pipeline: int, lengths: Lengths) -> None:
-        """Add the lengths of a pipeline's micro-batches in an iteration. Empty if they were too late."""
+    def give(self, iteration: int, pipeline: int, lengths: Lengths, begun: int) -> None:
+        """Add the lengths of a pipeline's micro-batches in an iteration.
+
+        Args:
+            iteration: Number of the iteration.
+            pipeline: Number of the pipeline.
+            lengths: Length of each micro-batch. Empty if they were too late.
+            begun: Number of the last iteration that has begun.
+        """
         self.is_used = True
-        if not lengths:
+        if not lengths or iteration > begun + _KEPT:
             return
         self._given.setdefault(iteration, {}).setdefault(pipeline, lengths)
-        for number in sorted(self._given)[:-_KEPT]:
+        for number in [number for number in self._given if number <= begun - _KEPT]:
             del self._given[number]
 
     def lengths_of(self, iteration: int, pipeline: int) -> Lengths | None:
@@ -152,7 +159,7 @@ class _Planner:
             if self._requested is None:
                 break
             self._worker.request(known[self._requested], self.slowdown)
-        for number in sorted(self.plans)[:-_KEPT]:
+        for number in sorted(self.plans)[: -2 * _KEPT]:
             del self.plans[number]
         return made
 

@@ -251,7 +251,8 @@ class JobServer:
                 self._say_to(rank, "perseus: the driver works again. This rank runs under plans again.")
                 self.recorder.event(Recovered(rank=rank))
             case msg.Lengths():
-                self._look_ahead.give(message.iteration, self.job.places[rank].pipeline, message.lengths)
+                pipeline = self.job.places[rank].pipeline
+                self._look_ahead.give(message.iteration, pipeline, message.lengths, self._issued)
                 self._plan_ahead()
             case msg.ScheduleRead():
                 self._kinds.has_read(rank, message)

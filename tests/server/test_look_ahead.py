@@ -173,12 +173,26 @@ def test_what_are_no_lengths_is_an_error(start, lengths):
         job.runtime.next_lengths(lengths)
 
 
+def test_lengths_of_many_iterations_ahead_are_those_of_the_next_ones(start):
+    job = start(**SLOWER, ahead=100)
+    job.train(2)
+    given = job.server._look_ahead.lengths_of
+    assert [given(number, 0) for number in (1, 2, 64)] == [
+        tuple(job.lengths_of(number - 1, 0)) if number > 1 else None for number in (1, 2, 64)
+    ], "those of the first are sent when it begins"
+    assert given(65, 0) is given(101, 0) is None, "too many at once"
+    assert given(102, 0) == tuple(job.lengths_of(101, 0))
+
+
 def test_lengths_given_and_never_used_take_no_memory(start):
     job = start(**SLOWER)
     for _ in range(1000):
         job.runtime.next_lengths([1.0])
-    assert len(job.runtime._given) <= 64
+    assert len([*filter(None, job.runtime._given)]) <= 64
     server = LookAhead(1, print)
     for iteration in range(1000):
-        server.give(iteration, 0, (1.0,))
-    assert len(server._given) <= 128
+        server.give(iteration, 0, (1.0,), begun=0)
+    assert server.lengths_of(1, 0) == (1.0,), "the next ones are kept"
+    for iteration in range(1000):
+        server.give(iteration, 0, (1.0,), begun=iteration - 1)
+    assert len(server._given) <= 2 * 128
