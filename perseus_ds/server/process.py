@@ -243,8 +243,10 @@ class ServerProcess:
                 except msgspec.DecodeError as error:
                     logging.getLogger("perseus_ds").warning("perseus: a message of rank %d is none: %s", rank, error)
                     continue
-                self._agent_of[rank] = agent
+                before, self._agent_of[rank] = self._agent_of.get(rank, agent), agent
                 self.server.receive(rank, message)
+                if agent != before:  # messages to the rank may be lost
+                    self.server.tell_again(rank)
 
     def _beat(self) -> None:
         now_s = REAL_TIME.now_s()

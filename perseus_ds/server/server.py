@@ -51,6 +51,8 @@ _KNOWN_AFTER_S = 5.0
 """Time in which a message reaches all ranks, even on a busy machine."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
+_TOLD_EVERY = 10
+"""Number of iterations between two messages to a rank that does not follow the last run."""
 
 
 @dataclass
@@ -128,6 +130,8 @@ class JobServer:
         self._serial = epoch << 32  # agents still know the serials of earlier servers
         self._runs: dict[int, Run] = {0: UNPLANNED}
         self._sent: dict[int, _Sent] = {}
+        # By rank, the iteration after which the runs were sent again.
+        self._told_again: dict[int, int] = {}
         self._open: dict[int, dict[int, RankReport]] = {}
         self._contents: dict[tuple[int, int], bytes] = {}
         self._completed = 0
@@ -270,7 +274,7 @@ class JobServer:
                 state.issued = max(state.issued, message.issued)
                 if not self.has_ended and not any(other.has_left for other in self.job.states):
                     self._left_s = None
-                self._tell_all(rank)
+                self.tell_again(rank)
             case msg.Left():
                 state.has_left, state.is_here = True, False
                 if self._left_s is None:
@@ -360,6 +364,8 @@ class JobServer:
             self.control.kind_times.add((order or 0, shape or 0), seen.time_s / slowdown)
         if run is not None and not (order or shape):
             self._timelines.add(seen, run, self.job)
+        if kind is not None:
+            self._tell_those_behind(kind, number, messages)
         if not self.has_ended and self._left_s is None:
             self._kinds.advance(kind, seen)
 
@@ -496,8 +502,19 @@ class JobServer:
         issued = self._issued
         return issued + 2 if issued else 1
 
-    def _tell_all(self, rank: int) -> None:
-        """Send all kinds and their runs to a rank."""
+    def _tell_those_behind(self, kind: Kind, number: int, messages: list[RankReport]) -> None:
+        """Send the runs again to ranks that did not follow the last run of a kind, such as after a lost message."""
+        sent = self._sent.get(kind.number)
+        if sent is None or sent.wanted.by_length or number <= sent.from_iteration + 1:
+            return
+        for rank, message in enumerate(messages):
+            is_behind = not message.serial == message.report.serial == sent.serial
+            if is_behind and number >= self._told_again.get(rank, -_TOLD_EVERY) + _TOLD_EVERY:
+                self._told_again[rank] = number
+                self.tell_again(rank)
+
+    def tell_again(self, rank: int) -> None:
+        """Send all kinds and their runs to a rank, to which a message may have been lost."""
         self._send(rank, self._kinds.orders_for(rank))
         from_iteration = self._from_iteration()
         for sent in self._sent.values():

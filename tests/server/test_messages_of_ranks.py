@@ -219,3 +219,23 @@ def test_no_rank_is_told_to_change_an_iteration_that_one_has_begun(play):
             for message in job.received[rank][before:]:
                 assert not isinstance(message, Follow) or message.from_iteration > iteration + 1
     job.end()
+
+
+def test_a_lost_program_is_sent_again(play):
+    job = play(mode="observe")
+    job.received[1].clear()
+    job.run(range(1, 9))
+    assert job.follow(1, 8).serial == job.follow(0, 8).serial
+    assert sum(isinstance(message, Follow) for message in job.received[1]) == 1
+    job.end()
+
+
+def test_a_rank_that_receives_nothing_is_sent_its_program_at_each_tenth_iteration(play):
+    job = play(mode="observe")
+    sent = 0
+    for iteration in range(1, 41):
+        job.received[1].clear()
+        job.run([iteration])
+        sent += sum(isinstance(message, Follow) for message in job.received[1])
+    assert sent == 4
+    job.end()

@@ -11,7 +11,7 @@ from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
-from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Say, ToServer
+from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Orders, Say, Spans, ToServer
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.process import ServerProcess
 
@@ -80,6 +80,23 @@ def test_an_agent_passes_over_what_is_no_message_of_the_server(process, connect)
     process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
     assert wait_for(uplink.look, "the message has come") == [(0, Say("a message"))]
+
+
+def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_again(process, connect):
+    """What was sent to the connection before may be lost."""
+    first, second = (connect(PUBLIC_KEY, SECRET_KEY) for _ in range(2))
+    first.join(0, lambda: 3)
+    assert hears(process, first, within_s=60.0)
+    process._flush()
+    second.send(0, Spans(4, b""))
+    assert hears(process, second, within_s=60.0)
+
+    def received():
+        process._take_in()
+        process._flush()
+        return [type(message) for _, message in second.look()]
+
+    assert wait_for(received, "the programs have come")[0] is Orders
 
 
 def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path):
