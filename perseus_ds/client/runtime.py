@@ -592,7 +592,8 @@ class OperationHooks:
         self._next = 0
         self._stream: tuple[Operation, ...] = ()
         self._followed: Program | None = None
-        self._places: dict[int, dict[Operation, int]] = {}
+        # By the identity of a stream, the stream and the places of its operations.
+        self._places: dict[int, tuple[tuple[Operation, ...], dict[Operation, int]]] = {}
         self._operation: Operation | None = None
         self._position: int | None = None
         self._times_passes = self.times_all = self.is_needed = True
@@ -619,8 +620,8 @@ class OperationHooks:
     def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
         """Return the place of each operation in a stream."""
         if id(stream) not in self._places:
-            self._places[id(stream)] = {operation: place for place, operation in enumerate(stream)}
-        return self._places[id(stream)]
+            self._places[id(stream)] = stream, {operation: place for place, operation in enumerate(stream)}
+        return self._places[id(stream)][1]
 
     def around(self, operation: Operation) -> AbstractContextManager[None]:
         """Return the context manager for an operation. It is a no-op if the operation is not timed or marked."""
