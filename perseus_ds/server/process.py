@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -102,6 +103,10 @@ class ServerProcess:
         if (state := self._load()) is not None:
             self.server.go_on(state)
         self._state = b""
+        self._files = ThreadPoolExecutor(1, "perseus-state")
+        self._parts.callback(self._files.shutdown, wait=False)
+        self._saved: Future[None] = Future()
+        self._saved.set_result(None)
         self._state_at_s = self._beat_at_s = 0.0
         self._heard_s = REAL_TIME.now_s()
         self._has_heard = False
@@ -162,9 +167,12 @@ class ServerProcess:
             return None
         return found if isinstance(found, dict) else None
 
-    def _save(self) -> None:
-        """Save the state for a later start of the job, if it has changed."""
+    def _save(self) -> Future[None]:
+        """Begin to save the state for a later start of the job, on a thread, because the folder may be slow."""
         content = json.dumps({"epoch": self._request.epoch, **self.server.state()}).encode()
+        return self._files.submit(self._write, content)
+
+    def _write(self, content: bytes) -> None:
         if content != self._state:
             with contextlib.suppress(OSError):  # a full disk: it is tried again
                 write_atomically(self.server.job.output_dir / STATE_FILE, content.decode() + "\n")
@@ -189,7 +197,7 @@ class ServerProcess:
                 self.server.tick()
                 self._beat()
                 self._flush()
-        self._save()
+        self._save().result()
         self.close()
 
     def close(self) -> None:
@@ -254,9 +262,9 @@ class ServerProcess:
             self._beat_at_s = now_s + _HEARTBEAT_S
             for agent in self._agents:
                 self._put(agent, b"%d" % self._request.epoch)
-        if now_s >= self._state_at_s:
+        if now_s >= self._state_at_s and self._saved.done():
             self._state_at_s = now_s + _STATE_S
-            self._save()
+            self._saved = self._save()
 
     def _send(self, rank: int, message: ToRank) -> None:
         self._outbox.append((rank, message))  # called from any thread

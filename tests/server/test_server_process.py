@@ -1,5 +1,6 @@
 """The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
+import threading
 import time
 
 import msgspec
@@ -97,6 +98,26 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
         return [type(message) for _, message in second.look()]
 
     assert wait_for(received, "the programs have come")[0] is Orders
+
+
+def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
+    begins, may_end, written = threading.Event(), threading.Event(), []
+
+    def write_slowly(path, content):
+        begins.set()
+        may_end.wait(5.0)
+        written.append(content)
+
+    monkeypatch.setattr("perseus_ds.server.process.write_atomically", write_slowly)
+    process._beat()
+    assert begins.wait(60.0)
+    process._state_at_s = 0.0
+    process._beat()
+    assert not written
+    may_end.set()
+    process._saved.result()
+    process._save().result()
+    assert len(written) == 1, "the same state is written once"
 
 
 def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path):
