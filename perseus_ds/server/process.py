@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -194,7 +195,8 @@ class ServerProcess:
                 poller.unregister(file)
             with self._lock:
                 self._take_in()
-                self.server.tick()
+                with self._survived():
+                    self.server.tick()
                 self._beat()
                 self._flush()
         self._save().result()
@@ -252,9 +254,18 @@ class ServerProcess:
                     logging.getLogger("perseus_ds").warning("perseus: a message of rank %d is none: %s", rank, error)
                     continue
                 before, self._agent_of[rank] = self._agent_of.get(rank, agent), agent
-                self.server.receive(rank, message)
-                if agent != before:  # messages to the rank may be lost
-                    self.server.tell_again(rank)
+                with self._survived():
+                    self.server.receive(rank, message)
+                    if agent != before:  # messages to the rank may be lost
+                        self.server.tell_again(rank)
+
+    @contextlib.contextmanager
+    def _survived(self) -> Iterator[None]:
+        """Return a context manager in which an error ends only the job's mode, which begins again later."""
+        try:
+            yield
+        except Exception as error:
+            self.server.has_failed(error)
 
     def _beat(self) -> None:
         now_s = REAL_TIME.now_s()

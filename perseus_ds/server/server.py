@@ -143,7 +143,7 @@ class JobServer:
         self._left_s: float | None = None
         self.is_over = False
         self.has_ended = False
-        self._kinds = Kinds(self._context, self._run, self._has_failed)
+        self._kinds = Kinds(self._context, self._run, self.has_failed)
         self._check(state)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
@@ -320,7 +320,7 @@ class JobServer:
             try:
                 self._complete(number, [reports[of] for of in range(len(reports))], contents)
             except Exception as error:  # errors of decisions must not stop training
-                self._has_failed(error)
+                self.has_failed(error)
         elif len(self._open) > _MOST_OPEN:
             self._forget(min(self._open))
 
@@ -522,7 +522,7 @@ class JobServer:
 
     # Faults and orders.
 
-    def _has_failed(self, error: Exception) -> None:
+    def has_failed(self, error: Exception) -> None:
         """Record that the job's mode has failed, and restart it after a number of iterations."""
         logger.debug("perseus: the mode ended", exc_info=error)
         text = str(error).rstrip(".") or type(error).__name__

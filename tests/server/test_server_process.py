@@ -100,6 +100,19 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
     assert wait_for(received, "the programs have come")[0] is Orders
 
 
+def test_an_error_does_not_end_the_server(process, connect, monkeypatch):
+    def fail(rank, message):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(process.server, "receive", fail)
+    process.server.start()
+    uplink = connect(PUBLIC_KEY, SECRET_KEY)
+    uplink.join(0, int)
+    assert hears(process, uplink, within_s=60.0)
+    warnings = [message.text for _, message in process._outbox if isinstance(message, Say) and message.warns]
+    assert warnings == ["perseus: no space left on device. Training continues at default clocks."]
+
+
 def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
     begins, may_end, written = threading.Event(), threading.Event(), []
 
