@@ -41,7 +41,6 @@ class RankState:
         flops: Floating-point operations of its passes, on a simulated GPU.
         is_here: Whether it follows the server.
         has_left: Whether it has stopped following the server.
-        issued: Number of the last iteration that it has begun.
     """
 
     latencies: LatencyTable = field(default_factory=LatencyTable)
@@ -52,7 +51,6 @@ class RankState:
     flops: tuple[tuple[str, int], ...] = ()
     is_here: bool = False
     has_left: bool = False
-    issued: int = 0
 
 
 @dataclass(frozen=True)

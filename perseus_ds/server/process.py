@@ -236,7 +236,9 @@ class ServerProcess:
         return silent_s < (_NO_AGENT_S if self._has_heard else _FIRST_AGENT_S)
 
     def _take_in(self) -> None:
-        while True:
+        """Process the received messages for a short time, so that heartbeats are sent in between."""
+        end_s = REAL_TIME.now_s() + _LOOK_S
+        while REAL_TIME.now_s() < end_s:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

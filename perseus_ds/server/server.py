@@ -1,7 +1,7 @@
 """Decides for one job: receives the reports of ranks, and sends them the runs that modes request.
 
-All work is done when a message arrives or in :meth:`JobServer.tick`, and nothing blocks. Messages are transferred by
-:mod:`perseus_ds.server.process`.
+All work is done when a message arrives or in :meth:`JobServer.tick`, which is called after messages have arrived, and
+nothing blocks. Messages are transferred by :mod:`perseus_ds.server.process`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class JobServer:
         self._open: dict[int, dict[int, RankReport]] = {}
         self._contents: dict[tuple[int, int], bytes] = {}
         self._completed = 0
+        self._issued = 0  # number of the last iteration that a rank is known to have begun
         self._time_s = 0.0  # of the last iteration
         self._conditions = LimitConditions()
         # The number of steps that the engine has done before the first iteration.
@@ -257,7 +258,6 @@ class JobServer:
             case msg.Lengths():
                 pipeline = self.job.places[rank].pipeline
                 self._look_ahead.give(message.iteration, pipeline, message.lengths, self._issued)
-                self._plan_ahead()
             case msg.ScheduleRead():
                 self._kinds.has_read(rank, message)
             case msg.Worked():
@@ -271,15 +271,18 @@ class JobServer:
                 self._carry_out(message.content)
             case msg.Joined():
                 state.is_here, state.has_left = True, False  # its agent was stopped, if it had left
-                state.issued = max(state.issued, message.issued)
-                if not self.has_ended and not any(other.has_left for other in self.job.states):
+                self._issued = max(self._issued, message.issued)
+                if (
+                    self._left_s is not None
+                    and not self.has_ended
+                    and not any(other.has_left for other in self.job.states)
+                ):
                     self._left_s = None
                 self.tell_again(rank)
             case msg.Left():
                 state.has_left, state.is_here = True, False
                 if self._left_s is None:
                     self._left_s = self._time.now_s()
-                self.tick()
 
     def tick(self) -> None:
         """Do everything that is due without a message."""
@@ -306,7 +309,7 @@ class JobServer:
 
     def _take_in(self, rank: int, message: RankReport) -> None:
         state, number = self.job.states[rank], message.report.iteration
-        state.issued = max(state.issued, message.report.issued)
+        self._issued = max(self._issued, message.report.issued)
         state.late_s, state.default_mhz = message.late_s, message.default_mhz
         state.memory_bytes = message.report.memory_bytes
         if number <= self._completed:
@@ -488,11 +491,6 @@ class JobServer:
     def files(self) -> list[int]:
         """File descriptors that are readable when :meth:`tick` has something to do."""
         return self._look_ahead.files
-
-    @property
-    def _issued(self) -> int:
-        """Number of the last iteration that a rank is known to have begun."""
-        return max(state.issued for state in self.job.states)
 
     def _from_iteration(self) -> int:
         """Return the first iteration that no rank begins before it receives a message sent now.

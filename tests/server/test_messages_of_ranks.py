@@ -76,6 +76,7 @@ class Job:
         """End the job and return its iterations."""
         for rank in range(RANKS):
             self.server.receive(rank, Left())
+        self.server.tick()
         assert self.server.is_over
         assert sum(isinstance(message, Summarised) for message in self.received[0]) == 1
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]

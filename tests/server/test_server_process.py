@@ -69,7 +69,7 @@ def test_what_is_no_message_is_passed_over(process, connect):
     end_s = time.monotonic() + 60.0
     while not process.server.job.states[0].is_here and time.monotonic() < end_s:
         process._take_in()
-    assert process.server.job.states[0].issued == 3
+    assert process.server._issued == 3
 
 
 def test_an_agent_passes_over_what_is_no_message_of_the_server(process, connect):
@@ -111,6 +111,21 @@ def test_an_error_does_not_end_the_server(process, connect, monkeypatch):
     assert hears(process, uplink, within_s=60.0)
     warnings = [message.text for _, message in process._outbox if isinstance(message, Say) and message.warns]
     assert warnings == ["perseus: no space left on device. Training continues at default clocks."]
+
+
+def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
+    now, taken = VirtualTime(), []
+
+    def receive(flags):
+        now.sleep(0.01)
+        taken.append(now.now_s())
+        assert len(taken) < 100
+        return [b"agent"]
+
+    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
+    monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
+    process._take_in()
+    assert len(taken) < 20
 
 
 def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
@@ -233,6 +248,7 @@ def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(proces
     assert not server.has_ended
     for rank in (0, 1):
         server.receive(rank, Left())
+    server.tick()
     assert server.is_over
 
 

@@ -31,7 +31,7 @@ def cuda_of_engines(monkeypatch):
         """Does the work of :func:`perseus_ds.client.meeting.meet`, with a server in this process."""
         opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
         check(opened.schedule)
-        opened.clocks = clocks_of(gpu, time, cuda, lambda message: server.receive(0, message))
+        opened.clocks = clocks_of(gpu, time, cuda, lambda message: (server.receive(0, message), server.tick()))
         ranks = (rank_facts(config, facts, opened.schedule, gpu, opened.timers),)
         description = JobDescription(config=config.model_dump_json().encode(), ranks=ranks)
         send = lambda rank, message: opened.clocks._link.agent.obey(message)  # noqa: E731

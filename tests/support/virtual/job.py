@@ -329,6 +329,7 @@ class VirtualJob:
 
     def _tell(self, rank, message):
         self.server.receive(rank, message)
+        self.server.tick()
 
     def _send(self, rank, message):
         self.agent(rank).obey(message)
