@@ -376,6 +376,9 @@ class Kinds:
         if unused is None:
             return False
         self._close(self._orders.pop(unused))
+        if unused in self._shapes:
+            for kind in self._shapes.pop(unused).planned.values():
+                self._close(kind)
         self._tell_orders()
         return True
 
@@ -406,13 +409,14 @@ class Kinds:
         self._advance(kind, None)
 
     def _give_up_order(self, key: int, error: Exception) -> None:
-        if key not in self._orders:
+        if key in self._orders:
+            self._close(self._orders[key])
+        else:
             self._order_numbers += 1
             context = replace(self._context, order=self._order_numbers)
-            self._orders[key] = Kind(self._next_number(), context, _nothing(), key)
-        kind = self._orders[key]
-        self._close(kind)
-        self._announce_order(kind.context.order, None, given_up=str(error).rstrip("."))
+            self._orders[key] = Kind(DEFAULT_CLOCKS, context, _nothing(), key)
+            self._orders[key].close()
+        self._announce_order(self._orders[key].context.order, None, given_up=str(error).rstrip("."))
         self._tell_orders()
 
     def _announce_order(
@@ -499,7 +503,11 @@ class Kinds:
     # Both.
 
     def _next_number(self) -> int:
+        """Return a number that no other kind has."""
+        used = {kind.number for kind in (*self._orders.values(), *self.kinds())}
         self._numbers = self._numbers % MOST_NUMBERS + 1
+        while self._numbers in used:
+            self._numbers = self._numbers % MOST_NUMBERS + 1
         return self._numbers
 
     def _advance(self, kind: Kind, seen: Seen | None) -> None:

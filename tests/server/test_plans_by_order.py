@@ -269,6 +269,32 @@ def test_counters_of_other_orders_are_not_polled_after_the_first_has_failed(prof
     assert not profiling.agent(0)._logged
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_two_kinds_have_the_same_number_after_many_kinds(job, monkeypatch, fails):
+    train(job, [8] * 80 + [4] * 10)
+    if fails:
+        fail_in(1, monkeypatch)
+    train(job, [4])
+    found = job.server._kinds
+    found._numbers = kinds.MOST_NUMBERS
+    train(job, [5] * 10)
+    assert [kind.number for kind in found._orders.values()] == [0, 1, 2]
+
+
+def test_shapes_of_a_replaced_order_are_replaced_too(start, monkeypatch):
+    monkeypatch.setattr(kinds, "MOST_KINDS", 2)
+    monkeypatch.setattr(kinds, "UNUSED", 20)
+    job = start(mode="auto", micro_batches=2, **SLOWER)
+    train(job, [2] * 70 + [3] * 10)
+    found = job.server._kinds
+    found._ends(list(found._orders.values())[-1], None)
+    train(job, [3] * 10)
+    assert {(kind.number, kind.context.shape) for kind in found.kinds()} == {(0, 0), (2, 1)}
+    train(job, [4] * 40)
+    assert {(kind.number, kind.context.shape) for kind in found.kinds()} == {(0, 0), (3, 0)}
+    assert job.runtime._follows[2][-1].phase == "observe"
+
+
 def test_all_ranks_run_the_plans_of_each_order(tmp_path):
     job = VirtualJob(tmp_path, stages_s=STAGES_S, micro_batches=8, mode="auto", **SLOWER)
     counts = itertools.cycle([8, 4])
