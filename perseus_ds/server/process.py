@@ -34,7 +34,7 @@ from perseus_ds.protocol import description as described
 from perseus_ds.protocol.description import JobDescription
 from perseus_ds.protocol.job_messages import Say, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
-from perseus_ds.server.control_socket import ControlServer
+from perseus_ds.server.control_socket import ControlServer, Status
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.output_folder import FolderLock, own_folder
 from perseus_ds.server.server import JobServer
@@ -226,6 +226,8 @@ class ServerProcess:
             self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, failed).close)
 
     def _carry_out(self, order: Any) -> dict[str, Any]:
+        if isinstance(order, Status):  # outside the lock, because the disk may be slow
+            self.server.recorder.flush()
         with self._lock:
             return self.server.carry_out(order)
 

@@ -545,7 +545,6 @@ class JobServer:
 
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, its next run and the record of its last iteration."""
-        self.recorder.flush()
         last, following = self.recorder.last, self.next
         facts = self.recorder.facts().model_dump(mode="json")
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}

@@ -14,6 +14,7 @@ from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
 from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Orders, Say, Spans, ToServer
 from perseus_ds.protocol.messages import Connect, StartServer
+from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.process import ServerProcess
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
@@ -126,6 +127,24 @@ def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
     monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
     process._take_in()
     assert len(taken) < 20
+
+
+def test_a_status_does_not_hold_up_the_server_while_records_are_written(process, monkeypatch):
+    free = []
+
+    def take():
+        free.append(process._lock.acquire(timeout=1.0))
+        if free[-1]:
+            process._lock.release()
+
+    def flush():
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(process.server.recorder, "flush", flush)
+    assert process._carry_out(parse_order({"command": "status"}))["status"]["phase"] == "observe"
+    assert free == [True]
 
 
 def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):

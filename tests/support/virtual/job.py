@@ -246,6 +246,7 @@ class VirtualJob:
 
     def control(self, **order):
         """Have the server execute a command of ``perseus-ds control``, and return the answer."""
+        self.server.recorder.flush()
         return self.server.carry_out(parse_order(order))
 
     def restart(self, steps=None):
