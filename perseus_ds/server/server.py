@@ -160,6 +160,7 @@ class JobServer:
                 self.job.states[rank].measured = Measured(*measured)
         self._steps_before = self.control.steps
         if self._is_renewed and isinstance(issued, int):  # ranks continue to count
+            self._completed = issued
             self._steps_before -= issued
             self._kinds.first_key = state.get("first_order")
         elif (steps := self.job.facts[0].steps) is not None:

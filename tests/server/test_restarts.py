@@ -63,6 +63,15 @@ def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_
     assert numbers[-1] == len(job.taken)
 
 
+def test_steps_are_counted_on_if_a_server_is_replaced_twice_before_an_iteration_ends(start):
+    job = start(mode="observe")
+    job.train(7)
+    job.renew()
+    job.renew()
+    job.train(3)
+    assert [record.iteration for record in job.close()] == list(range(1, 11))
+
+
 def test_no_server_of_a_job_uses_a_number_of_another_one(start):
     """Numbers identify what agents and clients have run."""
     job = start(mode="observe")
