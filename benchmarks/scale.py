@@ -84,7 +84,7 @@ def describe(folder: Path, ranks: int) -> bytes:
                 node=str(rank // NODE),
             )
         )
-    return encode(JobDescription(config=parse_block(block).model_dump_json().encode(), ranks=tuple(facts)))
+    return encode(JobDescription.of(parse_block(block).model_dump_json().encode(), facts))
 
 
 class Agents:

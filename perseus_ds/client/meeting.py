@@ -234,9 +234,7 @@ def _start_server(
     pipeline = ranks[0].pipeline
     streams = [ScheduleStreams.model_validate_json(ranks[each].schedule).to_schedule() for each in pipeline]
     check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
-    content = described.encode(
-        JobDescription(config=config.model_dump_json().encode(), folder=os.getcwd(), ranks=ranks)
-    )
+    content = described.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
     assert opened.clocks is not None
     return opened.clocks.start_server(config.server.host or _host(), config.server.port or 0, content)
 

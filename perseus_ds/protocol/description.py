@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -15,7 +15,8 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
         pipeline: Global ranks of its pipeline, first stage first.
         copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has data
             of its own.
-        schedule: Its operations in its first iteration, as a schedule of one rank in JSON.
+        schedule: Its operations in its first iteration, as a schedule of one rank in JSON. Empty in the description of
+            a job.
         fingerprint: Changes with any property that affects the times of its instructions.
         models: Classes of the models in its process, the one that trains first.
         versions: Versions of packages.
@@ -66,11 +67,27 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
         config: The ``perseus`` block of rank 0, as JSON.
         folder: The current folder of rank 0, to which paths are relative.
         ranks: Facts of each rank, by global rank.
+        schedules: The different schedules of ranks.
+        schedule_of: Index of each rank's schedule.
     """
 
     config: bytes
     folder: str = "."
     ranks: tuple[RankFacts, ...]
+    schedules: tuple[bytes, ...]
+    schedule_of: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: bytes, ranks: Iterable[RankFacts], folder: str = ".") -> JobDescription:
+        """Describe a job. Equal schedules of its ranks are stored once."""
+        index: dict[bytes, int] = {}
+        facts, schedule_of = [], []
+        for own in ranks:
+            schedule_of.append(index.setdefault(own.schedule, len(index)))
+            facts.append(msgspec.structs.replace(own, schedule=b""))
+        return cls(
+            config=config, folder=folder, ranks=tuple(facts), schedules=tuple(index), schedule_of=tuple(schedule_of)
+        )
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

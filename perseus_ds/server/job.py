@@ -85,7 +85,8 @@ class Job:
         config = PerseusConfig.model_validate_json(description.config)
         ranks = description.ranks
         places, tensor_parallel = places_of(ranks)
-        streams = [ScheduleStreams.model_validate_json(facts.schedule).to_schedule() for facts in ranks]
+        schedules = [ScheduleStreams.model_validate_json(each).to_schedule() for each in description.schedules]
+        streams = [schedules[number] for number in description.schedule_of]
         first = next(facts.pipeline for facts in ranks)
         schedule = replace(streams[first[0]], ranks=tuple(streams[rank].ranks[0] for rank in first))
         for rank, (own, place) in enumerate(zip(streams, places, strict=True)):

@@ -13,7 +13,16 @@ from perseus_ds.artifacts.run_records import IterationRecord, read_records
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import parse_block
 from perseus_ds.protocol.description import JobDescription, RankFacts
-from perseus_ds.protocol.job_messages import Follow, Joined, Left, Measured, RankReport, Report, Spans, Summarised
+from perseus_ds.protocol.job_messages import (
+    Follow,
+    Joined,
+    Left,
+    Measured,
+    RankReport,
+    Report,
+    Spans,
+    Summarised,
+)
 from perseus_ds.server.server import JobServer
 
 RANKS = 2
@@ -42,7 +51,7 @@ class Job:
         )
         self.folder = folder
         self.received = [[] for _ in range(RANKS)]
-        description = JobDescription(config=config.model_dump_json().encode(), ranks=facts)
+        description = JobDescription.of(config.model_dump_json().encode(), facts)
         self.server = JobServer(description, self._send, timebase=VirtualTime())
         self.server.start()
         for rank in range(RANKS):

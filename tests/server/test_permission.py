@@ -41,7 +41,7 @@ def keys(*limits_w):
         )
         for rank, limit_w in enumerate(limits_w)
     )
-    job = Job.of(JobDescription(config=parse_block({}).model_dump_json().encode(), ranks=ranks))
+    job = Job.of(JobDescription.of(parse_block({}).model_dump_json().encode(), ranks))
     return job.profile_key(), job.started().job
 
 

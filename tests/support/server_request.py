@@ -28,7 +28,7 @@ def description(folder, **block):
         )
         for rank, own in enumerate(SCHEDULE.ranks)
     )
-    return described.encode(JobDescription(config=config.model_dump_json().encode(), ranks=facts))
+    return described.encode(JobDescription.of(config.model_dump_json().encode(), facts))
 
 
 def request(folder, *, epoch=0, output_dir="", public_key=b"", **block):

@@ -33,7 +33,7 @@ def cuda_of_engines(monkeypatch):
         check(opened.schedule)
         opened.clocks = clocks_of(gpu, time, cuda, lambda message: (server.receive(0, message), server.tick()))
         ranks = (rank_facts(config, facts, opened.schedule, gpu, opened.timers),)
-        description = JobDescription(config=config.model_dump_json().encode(), ranks=ranks)
+        description = JobDescription.of(config.model_dump_json().encode(), ranks)
         send = lambda rank, message: opened.clocks._link.agent.obey(message)  # noqa: E731
         server = JobServer(description, send, timebase=time, worker=WorkerAtOnce)
         server.start()

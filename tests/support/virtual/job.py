@@ -291,7 +291,7 @@ class VirtualJob:
         self._iterations = [0] * len(self.gpus)
         self._done = [0] * len(self.gpus)
         facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
-        description = JobDescription(config=self._config.model_dump_json().encode(), ranks=facts)
+        description = JobDescription.of(self._config.model_dump_json().encode(), facts)
         self._description, self._epoch = description, 0
         self.server = JobServer(
             description,
