@@ -125,11 +125,12 @@ class JobServer:
         self._look_ahead = LookAhead(pipelines, self.recorder.say, lengths_worker)
         self._beside.until_closed(self._look_ahead.close)
         self._context = ModeContext(
-            self.job, self.recorder, self.control, self._look_ahead, send, timebase, worker, self._beside
+            self.job, self.recorder, self.control, self._look_ahead, self._send_for_mode, timebase, worker, self._beside
         )
         self._serial = epoch << 32  # agents still know the serials of earlier servers
         self._runs: dict[int, Run] = {0: UNPLANNED}
         self._sent: dict[int, _Sent] = {}
+        self._profiled_limit = msg.SetProfiledLimit(None)
         # By rank, the iteration after which the runs were sent again.
         self._told_again: dict[int, int] = {}
         self._open: dict[int, dict[int, RankReport]] = {}
@@ -518,6 +519,13 @@ class JobServer:
         from_iteration = self._from_iteration()
         for sent in self._sent.values():
             self._send(rank, sent.follows(rank, from_iteration))
+        if self._profiled_limit.power_w is not None:
+            self._send(rank, self._profiled_limit)
+
+    def _send_for_mode(self, rank: int, message: ToRank) -> None:
+        if isinstance(message, msg.SetProfiledLimit):
+            self._profiled_limit = message
+        self._send(rank, message)
 
     # Faults and orders.
 

@@ -20,6 +20,7 @@ from perseus_ds.protocol.job_messages import (
     Measured,
     RankReport,
     Report,
+    SetProfiledLimit,
     Spans,
     Summarised,
 )
@@ -248,4 +249,14 @@ def test_a_rank_that_receives_nothing_is_sent_its_program_at_each_tenth_iteratio
         job.run([iteration])
         sent += sum(isinstance(message, Follow) for message in job.received[1])
     assert sent == 4
+    job.end()
+
+
+def test_a_rank_that_joins_again_is_told_the_power_limit_of_the_profile(play):
+    job = play(mode="observe")
+    for power_w, told in ((300.0, [SetProfiledLimit(300.0)]), (None, [])):
+        job.server._context.send_all(SetProfiledLimit(power_w))
+        job.received[1].clear()
+        job.server.receive(1, Joined())
+        assert [message for message in job.received[1] if isinstance(message, SetProfiledLimit)] == told
     job.end()
