@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -32,7 +33,7 @@ from perseus_ds.client.measuring import measure_counter, measure_gpu
 from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, meet
 from perseus_ds.clocks.timers import Execution, FinishedIteration, SimulatedExecution
 from perseus_ds.config import PerseusConfig, parse_block
-from perseus_ds.errors import GpuError, PerseusError
+from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.pipeline.span import Span, encode
@@ -53,6 +54,7 @@ UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe")
 """Message that applies to iterations for which the server has sent none."""
 _FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
+_MOST_SCHEDULE_BYTES = 60_000
 _MOST_UNSENT = 64
 _MOST_GIVEN = 64
 """Maximum number of future iterations whose lengths are stored until they are sent."""
@@ -488,11 +490,13 @@ class PerseusRuntime:
         self._unread.discard(self._key)
         try:
             schedule = read()
+            content = zlib.compress(ScheduleStreams.of(schedule).model_dump_json().encode())
+            if len(content) > _MOST_SCHEDULE_BYTES:
+                raise ScheduleError("its schedule is too long for a message")
         except PerseusError as error:
             self.clocks.send(msg.ScheduleRead(self._key, error=str(error)))
             return
         self._streams[self._key] = schedule.ranks[0]
-        content = ScheduleStreams.of(schedule).model_dump_json().encode()
         self.clocks.send(msg.ScheduleRead(self._key, content))
 
     def _calibrate(self, message: msg.Calibrate) -> None:

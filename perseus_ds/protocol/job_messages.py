@@ -235,7 +235,7 @@ class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
     """A rank's operations in an order.
 
     Attributes:
-        schedule: A schedule of one rank as JSON. Empty if it cannot be read.
+        schedule: A schedule of one rank as JSON, compressed by zlib. Empty if it cannot be read.
         error: Reason why it cannot be read. Empty if it can.
     """
 

@@ -8,6 +8,7 @@ into kinds by shape, each with its own profile.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ _WITHOUT_PROFILE = ("calibrate", "observe")
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
 # In profile mode, iterations of other orders are used for the warm-up after this number of them in a row.
 _LASTS_AFTER = 10
+_LONGEST_SCHEDULE = 1 << 24
 
 UNPLANNED = Run("observe", status={"plan": None})
 """Run of iterations that belong to no kind."""
@@ -237,6 +239,11 @@ class Kinds:
         """Return the operations of each pipeline rank in an order. Empty if unknown."""
         return self._streams.get(key, ())
 
+    @property
+    def requested(self) -> list[int]:
+        """Keys of the orders whose schedules some ranks have not sent yet."""
+        return sorted(self._wanted)
+
     def orders_for(self, rank: int) -> Orders:
         """Return the numbers of all kinds for a rank."""
         numbers = []
@@ -302,7 +309,8 @@ class Kinds:
         try:
             if message.error:
                 raise ScheduleError(message.error)
-            own = ScheduleStreams.model_validate_json(message.schedule).to_schedule()
+            content = zlib.decompressobj().decompress(message.schedule, _LONGEST_SCHEDULE)
+            own = ScheduleStreams.model_validate_json(content).to_schedule()
             found = self._read.setdefault(message.key, {})
             found[rank] = own
             if len(found) == self._context.job.world_size:
@@ -310,7 +318,7 @@ class Kinds:
                 self._wanted.discard(message.key)
                 del self._read[message.key]
                 self._begin_order(message.key, replace(own, ranks=ranks))
-        except (OSError, PerseusError, ValueError) as error:
+        except (OSError, PerseusError, ValueError, zlib.error) as error:
             self._wanted.discard(message.key)
             self._read.pop(message.key, None)
             self._give_up_order(message.key, error)

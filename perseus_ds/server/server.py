@@ -514,8 +514,10 @@ class JobServer:
                 self.tell_again(rank)
 
     def tell_again(self, rank: int) -> None:
-        """Send all kinds and their runs to a rank, to which a message may have been lost."""
+        """Send all kinds, their runs and requests to a rank, to which a message may have been lost."""
         self._send(rank, self._kinds.orders_for(rank))
+        for key in self._kinds.requested:
+            self._send(rank, msg.ReadSchedule(key))
         from_iteration = self._from_iteration()
         for sent in self._sent.values():
             self._send(rank, sent.follows(rank, from_iteration))

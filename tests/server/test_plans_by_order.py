@@ -11,8 +11,13 @@ from virtual.job import SLOWER, VirtualJob, in_order
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client import runtime
+from perseus_ds.client.runtime import key_of
 from perseus_ds.errors import GpuError, ScheduleError
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.protocol.job_messages import Joined, ScheduleRead
+from perseus_ds.protocol.messages import LONGEST, encode
 from perseus_ds.server import kinds
 from perseus_ds.server.under_plans import PlanRunner
 
@@ -228,6 +233,33 @@ def test_an_order_whose_profile_cannot_be_written_runs_at_default_clocks(job, mo
     assert set(train(job, [8, 4] * 10)[1::2]) == {"observe"}
     assert job.events(OrderPlanned)[-1].given_up == "No space left on device"
     assert job.events(Failed) == []
+
+
+def test_a_long_schedule_fits_into_a_message(start, monkeypatch):
+    job = start(mode="profile", micro_batches=8)
+    long, sent = one_f_one_b(ranks=1, micro_batches=2000), []
+    assert len(ScheduleStreams.of(long).model_dump_json()) > LONGEST
+    job.read_order = lambda *_: long
+    has_read = job.server._kinds.has_read
+    monkeypatch.setattr(job.server._kinds, "has_read", lambda *read: has_read(*read) or sent.append(encode(read[1])))
+    train(job, [8, 4, 4, 4])
+    assert job.server._kinds.streams_of(key_of(4)) == long.ranks
+    assert len(sent[0]) < LONGEST / 2
+    assert job.events(OrderPlanned) == []
+    monkeypatch.setattr(runtime, "_MOST_SCHEDULE_BYTES", 100)
+    train(job, [5, 5, 5])
+    assert "too long" in job.events(OrderPlanned)[-1].given_up
+
+
+def test_a_schedule_that_was_lost_is_requested_again_from_a_rank_that_joins_again(start):
+    job = start(mode="profile", micro_batches=8)
+    tell = job._tell
+    job._tell = lambda rank, message: None if isinstance(message, ScheduleRead) else tell(rank, message)
+    train(job, [8, 4, 4, 4])
+    job._tell = tell
+    job._tell(0, Joined(job.runtime.clocks.memory.iteration))
+    train(job, [4, 4])
+    assert job.server._kinds.streams_of(key_of(4))
 
 
 @pytest.fixture
