@@ -200,6 +200,7 @@ class ServerProcess:
                 self._beat()
                 self._flush()
         self._save().result()
+        self.server.recorder.flush()
         self.close()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,6 +58,8 @@ _UNDER_PLANS = ("run", "pause")
 # Jobs with at most this number of ranks record all ranks with every iteration. Larger ones record them less often, to
 # keep records short.
 _RANKS = 64
+# Maximum time to wait for the disk before and after the summary. Agents replace a server that is silent for 5 s.
+_AT_END_S = 2.0
 
 
 class Recorder:
@@ -149,17 +151,20 @@ class Recorder:
         self._writer.flush()
 
     def close(self) -> None:
-        """Print and record a summary of the training, and wait until all records are written."""
-        self._writer.flush()
+        """Print and record a summary of the training, and wait a short time until all records are written.
+
+        There is no summary if the records of earlier starts are still being read.
+        """
+        self._writer.flush(_AT_END_S)
         ended = self._log.at_end()
-        if ended.iterations > self._summarised:
+        if self._writer.has_read and ended.iterations > self._summarised:
             self._summarised = ended.iterations
             self.say(ended.in_words())
             self.event(ended)
             if (missing := self.facts().unfinished) is not None:
                 self.say(missing)
             self.say(f"{self._command('report')} makes a report of this job")
-        self._writer.flush()
+        self._writer.flush(_AT_END_S)
         self._writer.end()
 
     def _command(self, name: str) -> str:
@@ -269,6 +274,9 @@ _Waiting: TypeAlias = tuple[Record, float] | threading.Event | None
 class RecordWriter:
     """Appends records to the file in order, on a separate thread.
 
+    Attributes:
+        has_read: Whether the log has all records of earlier starts.
+
     Args:
         directory: The job's output folder.
         log: Receives all records, those of earlier starts first.
@@ -282,6 +290,7 @@ class RecordWriter:
         self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
+        self.has_read = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
@@ -309,20 +318,40 @@ class RecordWriter:
             written.wait(timeout_s)
 
     def _write_all(self) -> None:
-        try:
-            for _, records in RecordFollower(self._path.parent).read():
-                self._log.add(records)
-        except FileNotFoundError:
-            pass  # there is no earlier start
-        except Exception as error:  # records of this start are still useful
-            self._warn(f"the records of earlier starts cannot be read ({error!r})")
+        written: list[threading.Event] = []
         is_over = False
+        for records in self._of_earlier_starts():
+            self._log.add(records)
+            # What is written now is read, and added to the log, at the end of the file.
+            lines, events, is_over = self._made(self._enqueued(), is_read_later=True)
+            written += events
+            if lines:
+                self._append(lines)
+            if is_over:
+                break
+        else:
+            self.has_read = True
+        for event in written:
+            event.set()
         while not is_over:
             lines, written, is_over = self._made(self._next_together())
             if lines:
                 self._append(lines)
             for event in written:
                 event.set()
+
+    def _of_earlier_starts(self) -> Iterator[list[Record]]:
+        try:
+            for _, records in RecordFollower(self._path.parent).read():
+                yield records
+        except FileNotFoundError:
+            pass  # there is no earlier start
+        except Exception as error:  # records of this start are still useful
+            self._warn(f"the records of earlier starts cannot be read ({error!r})")
+
+    def _enqueued(self) -> list[_Waiting]:
+        """Return the records that have arrived, without waiting for others."""
+        return [self._waiting.get() for _ in range(self._waiting.qsize())]
 
     def _next_together(self) -> list[_Waiting]:
         """Wait for the next record, and for others that arrive while it may be delayed."""
@@ -336,7 +365,9 @@ class RecordWriter:
                 end_s = min(end_s, time.monotonic() + may_wait_s)
         return found
 
-    def _made(self, together: list[_Waiting]) -> tuple[list[bytes], list[threading.Event], bool]:
+    def _made(
+        self, together: list[_Waiting], *, is_read_later: bool = False
+    ) -> tuple[list[bytes], list[threading.Event], bool]:
         """Return the lines of records, the events to set once they are written, and whether to end."""
         lines, written = [], []
         for waiting in together:
@@ -345,7 +376,8 @@ class RecordWriter:
             elif waiting is not None:
                 try:
                     lines.append(to_line(waiting[0]).encode())
-                    self._log.add([waiting[0]])
+                    if not is_read_later:
+                        self._log.add([waiting[0]])
                 except Exception as error:  # the following records are still useful
                     self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
         return lines, written, None in together

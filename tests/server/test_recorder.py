@@ -1,13 +1,14 @@
 """Records, figures, messages and timelines of iterations, whose errors must not end training."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
 from seen import seen
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, Started, read_records
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, Started, read_records, to_line
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Transfer, Wait
@@ -185,6 +186,31 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tm
     recorder.add(*under_plan(2))
     records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records] == [1, 2]
+
+
+def test_records_are_written_while_those_of_earlier_starts_are_read(tmp_path, monkeypatch):
+    """They are then read from the file."""
+    (tmp_path / "run.jsonl").write_text("".join(to_line(Started(time=float(number))) for number in range(1, 4)))
+    monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORD_LINE_BYTES", 500)
+    begins, may_go_on, added, lines = threading.Event(), threading.Event(), [], []
+
+    class Log(JobLog):
+        def add(self, records):
+            begins.set()
+            assert may_go_on.wait(60.0)
+            added.extend(records)
+            lines.append((tmp_path / "run.jsonl").read_text().count("\n"))
+
+    writer = RecordWriter(tmp_path, Log("job"), print)
+    assert begins.wait(60.0)
+    writer.write(Failed(time=4.0, error="early"))
+    may_go_on.set()
+    writer.flush()
+    writer.write(Failed(time=5.0, error="late"))
+    writer.flush()
+    assert [record.time for record in read_records(tmp_path)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert lines[:2] == [3, 4]
+    assert [record.time for record in added] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 FORWARD = Instruction(0, Kind.FORWARD, 0)
