@@ -139,8 +139,10 @@ def table(records: Path) -> str:
             found.setdefault(record["phase"], []).append(record)
     lines = ["phase        iterations  time [s]  energy [J]" + ("   SIMULATED GPUs" if simulated else "")]
     for phase, iterations in found.items():
-        time_s, energy_j = (statistics.median(r[key] for r in iterations) for key in ("time_s", "energy_j"))
-        lines.append(f"{phase:12} {len(iterations):10}  {time_s:8.3f}  {energy_j:10.1f}")
+        time_s = statistics.median(r["time_s"] for r in iterations)
+        known_j = [r["energy_j"] for r in iterations if r["energy_j"] is not None]
+        energy_j = f"{statistics.median(known_j):.1f}" if known_j else "unknown"
+        lines.append(f"{phase:12} {len(iterations):10}  {time_s:8.3f}  {energy_j:>10}")
     return "\n".join(lines)
 
 

@@ -88,10 +88,11 @@ def test_a_running_job_takes_orders_and_a_later_start_in_its_folder_keeps_them(t
     assert power_w == pytest.approx([r["energy_j"] / r["time_s"] for r in records[: len(power_w)]], rel=1e-3)
 
     losses = first.ranks[0]["losses"]
+    (tmp_path / "job" / "stop").unlink()
     more = {"resume_from": str(tmp_path / "job" / "checkpoint"), "steps": 4}
     resumed = run(tmp_path / "job", 2, **job, **more)
     whole = run(tmp_path / "whole", 2, **{**STAGES, "steps": len(losses) + 4, "save_at_end": True})
     assert losses + resumed.ranks[0]["losses"] == whole.ranks[0]["losses"]
-    # The first iteration calibrates the simulated GPUs.
-    again = [(r["iteration"], r["plan"]) for r in resumed.iterations("run") if r["iteration"] > len(losses) + 1]
-    assert again == [(number, last) for number in range(len(losses) + 2, len(losses) + 5)]
+    # The first one or two iterations calibrate the simulated GPUs.
+    again = [(r["iteration"], r["plan"]) for r in resumed.iterations("run") if r["iteration"] > len(losses) + 2]
+    assert again == [(number, last) for number in range(len(losses) + 3, len(losses) + 5)]

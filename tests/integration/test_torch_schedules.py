@@ -87,7 +87,7 @@ def test_two_pipelines_of_data_parallel_stages_are_planned_together(tmp_path):
     jobs = {"observe": {**job, "perseus": block_in(tmp_path, "observe")}, "without": job}
     for of_rank in run_jobs(tmp_path, 4, script, jobs):
         assert_untouched(of_rank)
-    (*_, last) = iterations(records(tmp_path / "observe"))
+    (*_, last) = (r for r in iterations(records(tmp_path / "observe")) if r["energy_j"] is not None)
     assert len(last["energy_by_pipeline_j"]) == 2
     assert len(last["energy_by_rank_j"]) == 4
 
