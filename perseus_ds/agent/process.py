@@ -67,6 +67,8 @@ _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
 _ENDS_WITHIN_S = 1.0
 _CALL_ENDS_WITHIN_S = 10.0
+_LAST_REPORTS_WITHIN_S = 0.5
+"""Time for which a rank that has ended its lease waits for the energy of its last iteration."""
 _LEFT_TIMEOUT_S = 10.0
 """Time for which the first lease waits for GPUs that earlier jobs left locked."""
 _STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
@@ -624,6 +626,11 @@ class Agent:
 
     def _end(self, rank: _Rank) -> None:
         """End a lease, and reset the GPU unless another rank uses it."""
+        now_s = self._time.now_s()
+        rank.ended_s = now_s if rank.ended_s is None else rank.ended_s
+        has_reports = rank.is_released and rank.clocks is not None and rank.clocks.has_reports
+        if has_reports and now_s < rank.ended_s + _LAST_REPORTS_WITHIN_S:
+            return
         driver = self._drivers.get(rank.gpu or "")
         others = [other for other in self._others(rank) if other.is_granted and other.memory is not None]
         if driver is None or others:
@@ -644,8 +651,6 @@ class Agent:
             self._inherited.discard(rank.gpu or "")
             driver.record.left_by = None
             driver.reset()
-        now_s = self._time.now_s()
-        rank.ended_s = now_s if rank.ended_s is None else rank.ended_s
         is_calling = rank.clocks is not None and rank.clocks.is_calling and now_s < rank.ended_s + _CALL_ENDS_WITHIN_S
         if not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected)):
             rank.send(Released())

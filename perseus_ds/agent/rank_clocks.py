@@ -167,6 +167,11 @@ class RankClocks:
         """True during a call of the driver."""
         return self._clocks.is_calling
 
+    @property
+    def has_reports(self) -> bool:
+        """True if there are reports whose energy has not been read yet."""
+        return bool(self._held)
+
     def leave(self) -> None:
         """Stop setting clocks and reading the GPU, without waiting for the driver."""
         self._complete(waits=False)
