@@ -100,6 +100,8 @@ def test_an_agent_has_the_server_that_it_starts_again_write_where_the_first_one_
         other.kill()
         other.wait()
         child.restart()
+        while not child.start_again():
+            time.sleep(0.05)
         second = answer_of(child)
     finally:
         child.end()
