@@ -31,10 +31,10 @@ def test_instructions_begin_when_the_ranks_before_have_sent_their_input():
     assert found.time_s == 0.7
 
 
-def test_an_instruction_without_a_clock_to_choose_keeps_that_of_the_one_before():
-    """A tail has no choice of clock."""
+def test_a_tail_without_a_choice_of_clock_has_the_one_that_the_next_iteration_starts_with():
+    """So that the clock changes during the tail."""
     found = program(0, ((1110, 1200), (1410, 1410)), times_at(1110, 1200, 1410))
-    assert (found.number, found.first_mhz, found.clocks_mhz) == (5, 1110, (1110, 1200, 1200))
+    assert (found.number, found.first_mhz, found.clocks_mhz) == (5, 1110, (1110, 1200, 1110))
 
 
 def test_a_rank_with_one_clock_has_nothing_to_mark():
