@@ -1,4 +1,6 @@
-"""Orders to a running job, over a Unix socket that only its owner and root can use.
+"""Orders to a running job, over a Unix socket on the server's node or the server's own port from other nodes.
+
+Only the owner of the job and root can use the socket, and read the key that other nodes need.
 
 A client sends one line with a JSON object and receives one: ``{"command": "status"}`` is answered by ``{"ok": true,
 "status": {...}}`` or ``{"ok": false, "error": "..."}``. An order takes effect at a later iteration boundary, which is
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from perseus_ds.artifacts.io import read_json, write_atomically
@@ -28,7 +31,9 @@ from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.policy.policies import PolicyConfig, fraction_not_percentage
 
-ADDRESS_FILE = "control.json"
+ADDRESS_FILE, KEY_FILE = "control.json", "control.key"
+CONTROL = b"control"
+"""First part of a message to the server's port that is an order."""
 _TIMEOUT_S, _CLIENT_TIMEOUT_S = 15.0, 5.0
 # Longer lines are not valid orders and must not exhaust memory. The status of a job contains figures of every rank.
 _LONGEST_ORDER, _LONGEST_ANSWER = 1 << 16, 1 << 22
@@ -111,19 +116,38 @@ class _Handler(socketserver.BaseRequestHandler):
         self.request.sendall(json.dumps(answer).encode() + b"\n")
 
 
+class RemoteAccess(msgspec.Struct, frozen=True):
+    """What other nodes need for orders to a job's server.
+
+    Attributes:
+        address: Address of its port.
+        server_key: Its public key.
+        public_key: Public key of those who give orders.
+        secret_key: Secret key of those who give orders.
+    """
+
+    address: str
+    server_key: str
+    public_key: str
+    secret_key: str
+
+
 class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Listens on rank 0 until closed. The rate of answers is limited to protect training.
 
     Args:
         directory: The job's output folder, in which ``perseus-ds control`` finds the address.
         carry_out: Carries out an order and returns the answer. Called on a thread of the server, one call at a time.
+        remote: Written to a file that only the owner can read, for orders from other nodes.
     """
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, directory: Path, carry_out: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(
+        self, directory: Path, carry_out: Callable[[Any], dict[str, Any]], remote: RemoteAccess | None = None
+    ) -> None:
         """Start to listen.
 
         Raises:
@@ -131,7 +155,7 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         """
         self._carry_out = carry_out
         self._one_at_a_time = threading.Lock()
-        self._address_file = directory / ADDRESS_FILE
+        self._address_file, self._key_file = directory / ADDRESS_FILE, directory / KEY_FILE
         # A socket's path must be short, so it cannot be in the output folder. This folder is created with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
         path = str(self._folder / "control.sock")
@@ -139,7 +163,12 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             super().__init__(path, _Handler)
             os.chmod(path, 0o600)
             directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._address_file, json.dumps({"socket": path, "pid": os.getpid()}) + "\n")
+            if remote is not None:
+                self._key_file.unlink(missing_ok=True)
+                with os.fdopen(os.open(self._key_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+                    file.write(msgspec.json.encode(remote))
+            address = {"socket": path, "pid": os.getpid(), "node": _node()}
+            write_atomically(self._address_file, json.dumps(address) + "\n")
         except OSError:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -163,6 +192,7 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         with contextlib.suppress(OSError, PerseusError):
             if read_json(self._address_file, ConfigError, ADDRESS_FILE).get("pid") == os.getpid():
                 self._address_file.unlink()
+                self._key_file.unlink()
 
     def answer(self, line: bytes) -> dict[str, Any]:
         """Return the answer to a line from a client."""
@@ -183,6 +213,11 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: no job runs with this folder, or the job is still starting or has no plans.")
     address = read_json(path, ConfigError, ADDRESS_FILE)
+    if address.get("node", _node()) != _node():
+        answer = _ask_from_another_node(directory / KEY_FILE, order)
+        if not answer.get("ok"):
+            raise ConfigError(str(answer.get("error")))
+        return answer
     try:
         with _connect(str(address.get("socket"))) as connection:
             user, owner = os.getuid(), user_of(connection)
@@ -200,6 +235,42 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     if not answer.get("ok"):
         raise ConfigError(str(answer.get("error")))
     return answer
+
+
+def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
+    """Send an order to the port of a job's server, and return its answer.
+
+    Raises:
+        ConfigError: The key cannot be read, or the server does not answer.
+    """
+    import zmq  # training processes, which import this module, do without
+
+    try:
+        remote = msgspec.json.decode(path.read_bytes(), type=RemoteAccess)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{path}: the key for orders from other nodes cannot be read ({error}). Only the owner of the job can read "
+            "it. Otherwise run this on the node of rank 0."
+        ) from None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
+        connection.setsockopt(zmq.LINGER, 0)
+        connection.curve_serverkey = remote.server_key.encode()
+        connection.curve_publickey, connection.curve_secretkey = remote.public_key.encode(), remote.secret_key.encode()
+        connection.connect(remote.address)
+        connection.send_multipart([CONTROL, json.dumps(order).encode()])
+        if not connection.poll(int(1000 * _TIMEOUT_S)):
+            raise ConfigError(
+                f"{path}: no server answers at {remote.address}. If this node cannot reach that address, set "
+                "perseus.server, or run this on the node of rank 0. If the job is over, remove the file."
+            )
+        while (answer := connection.recv_multipart())[0] != CONTROL:
+            pass
+    return _parse(answer[1])
+
+
+def _node() -> str:
+    """Return what identifies this node since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _connect(address: str) -> socket.socket:

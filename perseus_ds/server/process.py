@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from perseus_ds.protocol import description as described
 from perseus_ds.protocol.description import JobDescription
 from perseus_ds.protocol.job_messages import Say, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
-from perseus_ds.server.control_socket import ControlServer, Status
+from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess, Status
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.output_folder import FolderLock, own_folder
 from perseus_ds.server.server import JobServer
@@ -47,6 +48,7 @@ _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
 _MOST_QUEUED = 100_000
 _LINGER_MS = 1000
+_MOST_ANSWERS = 100
 _RANK = struct.Struct("=I")
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _encode = msgspec.msgpack.Encoder().encode
@@ -94,6 +96,11 @@ class ServerProcess:
         self._agents: dict[bytes, float] = {}
         self._agent_of: dict[int, bytes] = {}
         self._outbox: list[tuple[int, ToRank]] = []
+        # Orders from other nodes, which may wait for the disk, and their answers by client.
+        self._control: ControlServer | None = None
+        self._orders = ThreadPoolExecutor(1, "perseus-orders")
+        self._parts.callback(self._orders.shutdown, wait=False, cancel_futures=True)
+        self._answers: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_ANSWERS)
         self._socket = self._listen()
         job = described.decode_description(request.description)
         os.chdir(job.folder)
@@ -123,7 +130,8 @@ class ServerProcess:
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         self._parts.callback(authenticator.stop)
-        authenticator.configure_curve_callback("*", _OneKey(self._request.public_key))
+        self._control_keys = zmq.curve_keypair()
+        authenticator.configure_curve_callback("*", _Keys(self._request.public_key, self._control_keys[0]))
         listener: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._parts.callback(listener.close, _LINGER_MS)
         listener.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
@@ -213,8 +221,10 @@ class ServerProcess:
         config = server.job.config
         if config.mode in ("auto", "run"):
             try:
-                control = ControlServer(server.job.output_dir, self._carry_out)
-                self._parts.callback(control.close)
+                keys = (self._request.server_key, *self._control_keys)
+                remote = RemoteAccess(self.address, *(key.decode() for key in keys))
+                self._control = ControlServer(server.job.output_dir, self._carry_out, remote)
+                self._parts.callback(self._control.close)
             except OSError as error:
                 server.recorder.warn(f"`perseus-ds control` will not reach this job: {error}")
                 server.recorder.event(Failed(event="control", error=str(error)))
@@ -246,8 +256,11 @@ class ServerProcess:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._heard_s, self._has_heard = REAL_TIME.now_s(), True
             agent, *rest = frames
+            if len(rest) == 2 and rest[0] == CONTROL:
+                self._orders.submit(self._answer_order, agent, rest[1])
+                continue
+            self._heard_s, self._has_heard = REAL_TIME.now_s(), True
             if agent not in self._agents:
                 self._agents[agent] = 0.0  # it is answered immediately
                 self._beat_at_s = 0.0
@@ -285,7 +298,14 @@ class ServerProcess:
     def _send(self, rank: int, message: ToRank) -> None:
         self._outbox.append((rank, message))  # called from any thread
 
+    def _answer_order(self, client: bytes, line: bytes) -> None:
+        if self._control is not None:
+            self._answers.append((client, json.dumps(self._control.answer(line)).encode()))
+
     def _flush(self) -> None:
+        while self._answers:
+            client, answer = self._answers.popleft()
+            self._put(client, CONTROL, answer)
         outbox, self._outbox = self._outbox, []
         for rank, message in outbox:
             if rank in self._agent_of:
@@ -298,14 +318,14 @@ class ServerProcess:
             self._socket.send_multipart([agent, *frames], zmq.NOBLOCK)
 
 
-class _OneKey:
-    """Accepts only the public key of this job's agents."""
+class _Keys:
+    """Accepts only the public keys of this job's agents, and of those who give it orders."""
 
-    def __init__(self, public_key: bytes) -> None:
-        self._key = public_key
+    def __init__(self, *public_keys: bytes) -> None:
+        self._keys = public_keys
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
+        return key in self._keys
 
 
 class _ToRank0(logging.Handler):

@@ -1,5 +1,6 @@
 """The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
+import stat
 import threading
 import time
 
@@ -12,9 +13,10 @@ from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
+from perseus_ds.errors import ConfigError
 from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Orders, Say, Spans, ToServer
 from perseus_ds.protocol.messages import Connect, StartServer
-from perseus_ds.server.control_socket import parse_order
+from perseus_ds.server.control_socket import parse_order, send_order
 from perseus_ds.server.process import ServerProcess
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
@@ -190,6 +192,38 @@ def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tm
         assert unheard_for_s() == pytest.approx(5.5)
     finally:
         child.end()
+
+
+def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "perseus"
+    process = ServerProcess(request(folder, mode="auto", public_key=PUBLIC_KEY))
+    ends = threading.Event()
+
+    def serve():
+        while not ends.is_set():
+            with process._lock:
+                process._take_in()
+                process._flush()
+            ends.wait(0.01)
+
+    process._supervise()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert stat.S_IMODE((folder / "control.key").stat().st_mode) == 0o600
+        monkeypatch.setattr("perseus_ds.server.control_socket._node", lambda: "another node")
+        assert send_order(folder, {"command": "status"})["status"]["phase"]
+        with pytest.raises(ConfigError, match="fly"):
+            send_order(folder, {"command": "fly"})
+        (folder / "control.key").write_text("{}")
+        with pytest.raises(ConfigError, match=r"control.key: .* cannot be read .* on the node of rank 0"):
+            send_order(folder, {"command": "status"})
+    finally:
+        ends.set()
+        thread.join()
+        process.close()
+    assert not (folder / "control.key").exists()
 
 
 def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, connect, monkeypatch):
