@@ -127,7 +127,8 @@ def report_agent(library: Path, folder: Path) -> None:
         ]
         for rank in ranks:
             assert rank.stdout is not None
-            rank.stdout.readline()
+            while rank.stdout.readline() not in ("ready\n", ""):  # DeepSpeed prints lines before
+                pass
         (agent,) = stub.agents()
         time.sleep(AGENT_SKIPPED_S)
         before_s, began_s = sum(agent.cpu_times()[:2]), time.perf_counter()

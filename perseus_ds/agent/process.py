@@ -63,6 +63,8 @@ _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES, _MOST_UNSENT = 3, 100
 _LONGEST_DESCRIPTION = 1 << 30
 _POLL_S = 0.1
+_SERVERS_POLL_S = 0.02
+"""Polling interval of servers whose sockets are not readable, to which nothing is sent."""
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
 _ENDS_WITHIN_S = 1.0
@@ -251,6 +253,7 @@ class Agent:
         # Ranks that wait until the server has started.
         self._server_waits: list[_Rank] = []
         self._server_error = ""
+        self._servers_look_at_s = timebase.now_s()
         # GPUs of the previous agent, for which leases will be requested again. Abandoned GPUs were reset because no
         # rank requested one, but a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
@@ -283,12 +286,14 @@ class Agent:
                     self._wake_reader.recv(4096)
                     self._look_at_s = 0.0
                 elif key.data is not None:
-                    pass  # a server's socket, which is read below
+                    self._servers_look_at_s = 0.0  # a server's socket is readable
                 else:
                     self._receive(key.fd)
-            self._look_at_uplinks()
-            self._look_at_server()
             now_s = self._time.now_s()
+            if self._servers_look_at_s <= now_s or any(uplink.has_unsent for uplink in self._uplinks):
+                self._servers_look_at_s = now_s + _SERVERS_POLL_S
+                self._look_at_uplinks()
+                self._look_at_server()
             if self._look_at_s <= now_s or self.terminates:
                 self._look()
             next_s = self._look_at_s

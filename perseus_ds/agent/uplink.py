@@ -106,6 +106,11 @@ class Uplink:
             self._send(b"")
         return found
 
+    @property
+    def has_unsent(self) -> bool:
+        """True if there are messages to send."""
+        return bool(self._outbox)
+
     def flush(self) -> None:
         """Send what is queued, without waiting."""
         while self._outbox:
