@@ -75,7 +75,7 @@ class JobServerChild:
         return None
 
     def is_silent(self, *, is_heard: bool) -> bool:
-        """Return True if it has to be restarted. Called often; ``is_heard`` tells whether it was heard since."""
+        """Return True if it has to be restarted. Called often, with whether it was heard since."""
         now_s = self._time.now_s()
         self._silent_s += min(now_s - self._looked_s, _COUNTED_S)  # a pause of the machine pauses the server as well
         self._looked_s = now_s
@@ -91,17 +91,17 @@ class JobServerChild:
         self._silent_s, self._unheard, self._is_restarting = 0.0, self._unheard + 1, True
 
     def start_again(self) -> bool:
-        """Start another process if the one to be replaced has ended, without waiting. Returns True if it was started.
+        """Start another process if the one to be replaced has ended, without waiting.
 
-        A process that waits for a slow disk may take long to end.
+        Returns True if it was started. A process that waits for a slow disk may take long to end.
 
         Raises:
             OSError: No process can be started.
         """
         if not self._is_restarting or (self._process is not None and self._process.poll() is None):
             return False
+        self._is_restarting = False  # if it cannot be started, it is tried again after another silence
         self._start(epoch=max(1, int(self._time.now_s())))
-        self._is_restarting = False
         return True
 
     @property

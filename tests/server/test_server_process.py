@@ -212,7 +212,7 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
     thread.start()
     try:
         assert stat.S_IMODE((folder / "control.key").stat().st_mode) == 0o600
-        monkeypatch.setattr("perseus_ds.server.control_socket._node", lambda: "another node")
+        monkeypatch.setattr("perseus_ds.server.control_socket.boot_id", lambda: "another node")
         assert send_order(folder, {"command": "status"})["status"]["phase"]
         with pytest.raises(ConfigError, match="fly"):
             send_order(folder, {"command": "fly"})
@@ -224,6 +224,30 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
         thread.join()
         process.close()
     assert not (folder / "control.key").exists()
+
+
+def test_a_server_that_cannot_be_started_again_is_tried_after_another_silence(tmp_path, monkeypatch):
+    """The agent goes on with its leases meanwhile."""
+    now = VirtualTime()
+    child = JobServerChild(StartServer("127.0.0.1", 0, 0), b"no description", now)
+    try:
+        wait_for(child.answer, "the server has answered")
+        child.restart()
+        wait_for(lambda: child._process.poll() is not None, "the server has ended")
+
+        def fails(epoch):
+            raise OSError("too many processes")
+
+        monkeypatch.setattr(child, "_start", fails)
+        with pytest.raises(OSError, match="too many processes"):
+            child.start_again()
+        assert not child.start_again()
+        assert not child.is_silent(is_heard=False)
+        while not child.is_silent(is_heard=False):
+            now.sleep(0.5)
+        assert now.now_s() > 5.0
+    finally:
+        child.end()
 
 
 def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, connect, monkeypatch):
