@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from perseus_ds.client.marks import Marks
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
@@ -110,11 +112,8 @@ class AgentClocks:
         request = StartServer(host, port, len(description))
         self._link.send(request, self._description.file)
         started: ServerStarted = self._awaited(ServerStarted, timeout_s=_SERVER_STARTS_WITHIN_S)
-        self._server = StartServer(host, port, len(description), started)
-        return ServerStarted(
-            started.address, started.server_key, started.public_key, started.secret_key, started.answer,
-            started.kind, started.error, started.output_dir,
-        )  # fmt: skip
+        self._server = msgspec.structs.replace(request, running=started)
+        return msgspec.structs.replace(started, server_secret=b"")
 
     def send(self, message: FromClient) -> None:
         """Send a message to the job's server, without waiting."""
@@ -128,8 +127,7 @@ class AgentClocks:
             if self._server is not None and self._description is not None:
                 self._link.send(self._server, self._description.file)
             if self._connect is not None:
-                again = {name: getattr(self._connect, name) for name in self._connect.__struct_fields__}
-                self.follow(Connect(**{**again, "issued": self.memory.iteration}))
+                self.follow(msgspec.structs.replace(self._connect, issued=self.memory.iteration))
         received, self._inbox = self._inbox, []
         return received
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -37,6 +36,7 @@ from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import description as described
+from perseus_ds.protocol import places
 from perseus_ds.protocol.description import JobDescription, RankFacts
 from perseus_ds.protocol.messages import ServerStarted
 
@@ -187,7 +187,7 @@ def rank_facts(
         engine=facts.engine,
         parts={stage: _json(parts) for stage, parts in facts.parts.items()},
         tied=facts.tied,
-        node=f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}",
+        node=f"{socket.gethostname()} {places.boot_id()}",
         gpu=gpu.name,
         driver=gpu.driver,
         settings=b"" if settings is None else settings.model_dump_json().encode(),

@@ -42,6 +42,11 @@ def user_folder() -> Path:
     raise OSError(f"{folder} is not a folder of this user alone")
 
 
+def boot_id() -> str:
+    """Return what identifies this node since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def agent_name(job: str | None = None, gpu: str = "") -> str:
     """Return the name of an agent, which is the same for all ranks of a job on one node.
 

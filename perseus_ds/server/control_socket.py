@@ -1,4 +1,4 @@
-"""Orders to a running job, over a Unix socket on the server's node or the server's own port from other nodes.
+"""Orders to a running job, by a Unix socket on the server's node or the port of the server.
 
 Only the owner of the job and root can use the socket, and read the key that other nodes need.
 
@@ -30,6 +30,7 @@ from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.policy.policies import PolicyConfig, fraction_not_percentage
+from perseus_ds.protocol.places import boot_id
 
 ADDRESS_FILE, KEY_FILE = "control.json", "control.key"
 CONTROL = b"control"
@@ -167,7 +168,7 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
                 self._key_file.unlink(missing_ok=True)
                 with os.fdopen(os.open(self._key_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                     file.write(msgspec.json.encode(remote))
-            address = {"socket": path, "pid": os.getpid(), "node": _node()}
+            address = {"socket": path, "pid": os.getpid(), "node": boot_id()}
             write_atomically(self._address_file, json.dumps(address) + "\n")
         except OSError:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -213,18 +214,28 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: no job runs with this folder, or the job is still starting or has no plans.")
     address = read_json(path, ConfigError, ADDRESS_FILE)
-    if address.get("node", _node()) != _node():
+    if address.get("node", boot_id()) == boot_id():
+        answer = _ask_on_this_node(path, address, order)
+    else:
         answer = _ask_from_another_node(directory / KEY_FILE, order)
-        if not answer.get("ok"):
-            raise ConfigError(str(answer.get("error")))
-        return answer
+    if not answer.get("ok"):
+        raise ConfigError(str(answer.get("error")))
+    return answer
+
+
+def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+    """Send an order to the Unix socket of a job's server, and return its answer.
+
+    Raises:
+        ConfigError: The job belongs to another user, or the server does not answer.
+    """
     try:
         with _connect(str(address.get("socket"))) as connection:
             user, owner = os.getuid(), user_of(connection)
             if owner not in (user, 0) and user != 0:
                 raise PermissionError
             connection.sendall(json.dumps(order).encode() + b"\n")
-            answer = _parse(receive_line(connection, _LONGEST_ANSWER, _TIMEOUT_S))
+            return _parse(receive_line(connection, _LONGEST_ANSWER, _TIMEOUT_S))
     except PermissionError:
         raise ConfigError(f"{path}: the job belongs to another user. Only that user can control it.") from None
     except OSError as error:
@@ -232,9 +243,6 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
             f"{path}: process {address.get('pid')} does not answer ({error}). Run this on the node of rank 0; if the "
             "job is over, remove the file."
         ) from None
-    if not answer.get("ok"):
-        raise ConfigError(str(answer.get("error")))
-    return answer
 
 
 def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
@@ -266,11 +274,6 @@ def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
         while (answer := connection.recv_multipart())[0] != CONTROL:
             pass
     return _parse(answer[1])
-
-
-def _node() -> str:
-    """Return what identifies this node since it was started."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _connect(address: str) -> socket.socket:

@@ -152,7 +152,7 @@ def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, 
     first_mhz = plan.clocks_mhz[rank][0]
     if len(set(plan.clocks_mhz[rank])) == 1:
         return Program(number, first_mhz)
-    clocks_mhz = _without_gaps([clock_of.get(instruction) for instruction in schedule.instructions[rank]])
+    clocks_mhz = _filled([clock_of.get(instruction) for instruction in schedule.instructions[rank]])
     spans_s = tuple(_spans_s(plan, plans, schedule.instructions[rank]))
     return Program(number, first_mhz, clocks_mhz, spans_s, plan.time_s)
 
@@ -170,11 +170,11 @@ def _program_of_lengths(
     for instruction in stream:
         start_s, end_s = span_of.get(instruction, (end_s, end_s))
         spans_s.append((start_s, end_s))
-    clocks_mhz = _without_gaps([clock_of.get(instruction) for instruction in stream])
+    clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
     return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
 
 
-def _without_gaps(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
+def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
     known = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz is not None]
     last = max(position for position, clock_mhz in enumerate(clocks_mhz) if clock_mhz is not None)
     found, latest_mhz = [], known[0]

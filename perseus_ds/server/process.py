@@ -93,7 +93,7 @@ class ServerProcess:
         self._request = request
         self._parts = ExitStack()
         self._lock = threading.RLock()
-        self._agents: dict[bytes, float] = {}
+        self._agents: set[bytes] = set()
         self._agent_of: dict[int, bytes] = {}
         self._outbox: list[tuple[int, ToRank]] = []
         # Orders from other nodes, which may wait for the disk, and their answers by client.
@@ -262,8 +262,8 @@ class ServerProcess:
                 continue
             self._heard_s, self._has_heard = REAL_TIME.now_s(), True
             if agent not in self._agents:
-                self._agents[agent] = 0.0  # it is answered immediately
-                self._beat_at_s = 0.0
+                self._agents.add(agent)
+                self._beat_at_s = 0.0  # it is answered immediately
             if len(rest) == 2 and len(rest[0]) == _RANK.size:
                 rank = _RANK.unpack(rest[0])[0]
                 try:

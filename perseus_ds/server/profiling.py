@@ -129,7 +129,7 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
 
 
 def _after_tail_s(job: Job, seen: Seen) -> float:
-    """Return the time that the engine spends in an iteration after its operations [s]: the least, without waits."""
+    """Return the least time of a rank from its last operation to the end of an iteration [s]."""
     own = ((seen.messages[rank].report.time_s, seen.spans(rank)) for rank in job.profiled)
     return max(0.0, min((time_s - spans[-1].end_s for time_s, spans in own if spans), default=0.0))
 

@@ -503,7 +503,7 @@ class JobServer:
         return issued + 2 if issued else 1
 
     def _tell_those_behind(self, kind: Kind, number: int, messages: list[RankReport]) -> None:
-        """Send the runs again to ranks that did not follow the last run of a kind, such as after a lost message."""
+        """Send the runs again to ranks that did not follow the last run of a kind."""
         sent = self._sent.get(kind.number)
         if sent is None or sent.wanted.by_length or number <= sent.from_iteration + 1:
             return

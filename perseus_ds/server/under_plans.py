@@ -140,7 +140,7 @@ class PlanRunner:
 
     @property
     def plan(self) -> FrequencyPlan | None:
-        """The plan of the first pipeline; None while the job is paused."""
+        """The plan of the first pipeline, or None while the job is paused."""
         assignment = self.selector.in_force
         return None if assignment.paused else self.frontier.plans[assignment.plans[0]]
 
