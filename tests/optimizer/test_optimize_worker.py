@@ -1,7 +1,6 @@
 """The optimiser in a separate process."""
 
 import contextlib
-import json
 import os
 import pickle
 import subprocess
@@ -10,15 +9,12 @@ import time
 
 import psutil
 import pytest
-from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
-from pydantic import ValidationError
+from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
 from run_log import wait_until
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
-from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.planning import PlanningSettings
 
 
@@ -79,12 +75,6 @@ def test_a_failure_is_a_result_with_its_reason(tmp_path):
     assert "nowhere.csv: no such profile" in result.error
 
 
-def test_a_file_where_the_folder_should_be_is_a_result(tmp_path):
-    (tmp_path / "f").write_text("")
-    result = result_of(OptimizeWorker(request(tmp_path), tmp_path / "optimize.log"))
-    assert str(tmp_path / "f") in result.error
-
-
 def test_a_process_that_dies_names_its_log(tmp_path):
     worker = OptimizeWorker(request(tmp_path, one_f_one_b(8, 64)), tmp_path / "optimize.log")
     worker.stop()
@@ -124,28 +114,3 @@ def test_it_has_low_priority_and_imports_neither_torch_nor_deepspeed(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ended.stderr.splitlines()[-1] == f"{min(10, 19 - os.nice(0))} set()"
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [one_f_one_b(3, 5), dual_pipe_v(2, 4), read_schedule(GPipe, ranks=2, micro_batches=2)],
-    ids=lambda schedule: schedule.name,
-)
-def test_a_schedule_written_and_read_is_the_same(schedule):
-    assert ScheduleStreams.model_validate_json(ScheduleStreams.of(schedule).model_dump_json()).to_schedule() == schedule
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        ["compute", 0, "sideways", 0],
-        ["compute", 0, "forward"],
-        ["import", "os:system"],
-        ["exchange", [["activation", 0, 1]], []],
-        3,
-    ],
-)
-def test_an_operation_of_another_form_is_refused(operation):
-    text = json.dumps({"name": "x", "micro_batches": 1, "ranks": [[operation]]})
-    with pytest.raises(ValidationError):
-        ScheduleStreams.model_validate_json(text)

@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import one_f_one_b, scaled, synthetic_profile
 
-from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import power_swing, problem_for
 from perseus_ds.pipeline.instruction import Kind
 
@@ -60,10 +58,3 @@ def test_no_second_of_a_fine_simulation_is_beyond_the_extremes(ranks, micro_batc
     assert mean_w.max() <= swing.highest_w * 1.01 + 0.01 * power_w.max()
     assert mean_w.min() >= swing.lowest_w * 0.99 - 0.01 * power_w.max()
     assert swing.lowest_w * (1 - 1e-9) <= plan.mean_power_w <= swing.highest_w * (1 + 1e-9)
-
-
-def test_a_frontier_keeps_the_power_of_its_plans(tmp_path):
-    frontier = optimize(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=40.0, plans=4)
-    read = Frontier.load(frontier.save(tmp_path))
-    assert [plan.power for plan in read.plans] == [plan.power for plan in frontier.plans]
-    assert all(plan.power.lowest_w <= plan.mean_power_w <= plan.power.highest_w for plan in read.plans)

@@ -15,7 +15,6 @@ from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import problem_for
-from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.optimizer.runs import RunSearch, best_runs
 from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.instruction import Kind
@@ -99,36 +98,6 @@ def small_case(seed, dwell_s):
     return RunSearch(Network(problem), dwell_s), problem.t_min_s * DEADLINES
 
 
-def free_plans(search, seed, deadline_s):
-    """Return the plan of free clocks and the price of each instruction's time, by deadline."""
-    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W)
-    frontier = optimize(problem.dag.schedule, problem.profile, blocking_power_w=POWER_W, plans=12)
-    relaxation = Relaxation(Network(problem))
-    found = []
-    for time_s in deadline_s.tolist():
-        clocks = frontier.lookup(time_s * (1 + 1e-9)).clocks_mhz
-        price_w = relaxation.solve(time_s * (1 + 1e-7)).flow_w[: len(problem.node)]
-        found.append(
-            ([np.searchsorted(r.clock_mhz, own) for r, own in zip(search.ranks, clocks, strict=True)], price_w)
-        )
-    return found
-
-
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10_000), pairs=st.floats(1.0, 5.0))
-def test_no_plan_needs_more_than_the_shapes_that_the_search_starts_from(seed, pairs):
-    """The shapes are one clock per rank, the plan cut into runs, and least priced cost."""
-    search, deadline_s = small_case(seed, pairs * PAIR_S)
-    free = free_plans(search, seed, deadline_s)
-    plans = search.plans(deadline_s, free)
-    shapes = small_case(seed, pairs * PAIR_S)[0].shapes(deadline_s, free)
-    assert len(shapes) == 3
-    assert any(simple is not None for shape in shapes for simple in shape)
-    for shape in shapes:
-        for plan, simple in zip(plans, shape, strict=True):
-            assert simple is None or plan.cost_j <= simple.cost_j
-
-
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_down_a_ladder_of_dwell_times_no_plan_gets_worse(seed):
@@ -140,16 +109,6 @@ def test_down_a_ladder_of_dwell_times_no_plan_gets_worse(seed):
         if before is not None:
             assert all(ours.cost_j <= longer.cost_j for ours, longer in zip(plans, before, strict=True))
         before = plans
-
-
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10_000))
-def test_without_a_dwell_time_no_plan_needs_more_than_that_of_free_clocks(seed):
-    search, deadline_s = small_case(seed, 0.0)
-    free = free_plans(search, seed, deadline_s)
-    for plan, (clocks, _) in zip(search.plans(deadline_s, free), free, strict=True):
-        free_j = sum(float(rank.energy_j(own)) for rank, own in zip(search.ranks, clocks, strict=True))
-        assert plan.cost_j <= free_j * (1 + 1e-9)
 
 
 @settings(max_examples=4, deadline=None)

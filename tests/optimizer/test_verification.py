@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pipelines import dual_pipe_v, one_f_one_b, scaled, synthetic_profile
+from pipelines import one_f_one_b, scaled, synthetic_profile
 
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.frontier import Frontier
@@ -43,17 +43,9 @@ def test_what_was_written_is_verified(written, profile):
     assert check(written, profile) == max(plan.gap for plan in frontier.plans)
 
 
-def test_two_stages_a_rank_are_verified(tmp_path):
-    profile = synthetic_profile(4)
-    frontier = optimize(dual_pipe_v(2, 4), profile, blocking_power_w=POWER_W, plans=6, certificates=True)
-    frontier.save(tmp_path)
-    assert check(tmp_path, profile) == max(plan.gap for plan in frontier.plans)
-
-
 def test_bounds_by_ranks_that_a_first_look_leaves_out_are_verified(tmp_path, monkeypatch):
     """As in frontiers of version 0.1.0, which bounded more ranks together."""
-    profile = synthetic_profile(4)
-    schedule = one_f_one_b(4, 6)
+    schedule, profile = one_f_one_b(4, 6), synthetic_profile(4)
     frontier = optimize(schedule, profile, blocking_power_w=POWER_W, plans=6, certificates=True)
     frontier.save(tmp_path)
     certificates = Certificates.load(tmp_path)
@@ -191,6 +183,7 @@ def rewritten(written, tmp_path, **changes):
     [
         ({"schema_version": np.int64(9)}, "schema_version is 9, this perseus-ds reads 1"),
         ({"extra": np.zeros(1)}, "expected .*, found"),
+        ({"share": np.zeros(3, dtype=">f8")}, "share: expected float64 in 1 dimensions, found >f8 of shape"),
         ({"share": np.array([2.0] * 12)}, "do not belong together|share: expected fractions"),
         ({"mixed": np.full((1, 2), 99)}, "do not belong together"),
         ({"schedule": np.frombuffer(b"{}", dtype=np.uint8)}, r"schedule\.name: missing"),
@@ -204,6 +197,12 @@ def rewritten(written, tmp_path, **changes):
 def test_foreign_arrays_are_refused(written, tmp_path, changes, message):
     with pytest.raises(FrontierError, match=message):
         Certificates.load(rewritten(written, tmp_path, **changes))
+
+
+def test_arrays_that_need_too_much_memory_are_not_unpacked(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.artifacts.certificates._MOST_BYTES", 100_000)
+    with pytest.raises(FrontierError, match=r"\d+ bytes of arrays, at most 100000 are read"):
+        Certificates.load(rewritten(written, tmp_path, share=np.zeros(13_000)))
 
 
 class Touches:
