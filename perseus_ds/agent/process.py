@@ -56,6 +56,7 @@ from perseus_ds.protocol.messages import (
     ServerStarted,
     StartServer,
     Status,
+    ToClocks,
 )
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -63,10 +64,12 @@ _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES, _MOST_UNSENT = 3, 100
 _LONGEST_DESCRIPTION = 1 << 30
 _POLL_S = 0.1
-_SERVERS_POLL_S = 0.02
-"""Polling interval of servers whose sockets are not readable, to which nothing is sent."""
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
+_TOGETHER_S = 0.00025
+"""Marks that are due within this time are looked for together."""
+_RESTORED_EVERY_S = 1.0
+"""Interval at which the records of locked GPUs are written again if they were removed."""
 _ENDS_WITHIN_S = 1.0
 _CALL_ENDS_WITHIN_S = 10.0
 _LAST_REPORTS_WITHIN_S = 0.5
@@ -236,7 +239,8 @@ class Agent:
         self._open_gpu = open_gpu
         self._find_gpu = find_gpu
         self._time = timebase
-        self._selector = selectors.DefaultSelector()
+        # Others round their timeouts up to milliseconds, which would delay clocks.
+        self._selector = selectors.SelectSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         # Threads of drivers wake the loop.
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -246,14 +250,14 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._drivers: dict[str, GpuDriver] = {}
         self._left: dict[str, tuple[int, GpuDriver]] = {}
-        self._began_s = self._look_at_s = self._next_s = timebase.now_s()
+        self._began_s = self._look_at_s = self._next_s = self._restore_at_s = timebase.now_s()
         self._has_served = self.terminates = False
         self._uplinks: list[Uplink] = []
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
         self._server_waits: list[_Rank] = []
         self._server_error = ""
-        self._servers_look_at_s = timebase.now_s()
+        self._servers_look_at_s = 0.0
         # GPUs of the previous agent, for which leases will be requested again. Abandoned GPUs were reset because no
         # rank requested one, but a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
@@ -284,22 +288,23 @@ class Agent:
                     self._accept()
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
-                    self._look_at_s = 0.0
+                elif isinstance(key.data, Uplink):
+                    self._servers_look_at_s = 0.0
                 elif key.data is not None:
-                    self._servers_look_at_s = 0.0  # a server's socket is readable
+                    self._look_at_s = 0.0  # the server has answered
                 else:
                     self._receive(key.fd)
             now_s = self._time.now_s()
             if self._servers_look_at_s <= now_s or any(uplink.has_unsent for uplink in self._uplinks):
-                self._servers_look_at_s = now_s + _SERVERS_POLL_S
+                self._servers_look_at_s = now_s + _POLL_S
                 self._look_at_uplinks()
-                self._look_at_server()
             if self._look_at_s <= now_s or self.terminates:
                 self._look()
+                self._look_at_server()
             next_s = self._look_at_s
             for rank in self._ranks.values():
                 if rank.clocks is not None:
-                    if rank.look_at_s <= now_s:
+                    if rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than looking
                         rank.look_at_s = now_s + rank.clocks.look()
                     next_s = min(next_s, rank.look_at_s)
             self._next_s = next_s
@@ -345,10 +350,11 @@ class Agent:
                     rank.clocks.wake()
                     rank.look_at_s = self._time.now_s()
                 return
-            self._look_at_s = 0.0  # the message may affect all ranks
             if len(packet) > 1:
                 self._handle(rank, messages.decode_to_agent(packet), files)
-            elif packet:
+                return
+            self._look_at_s = 0.0
+            if packet:
                 if packet[0] in _TERMINATION:
                     self._revoke(rank)
             else:
@@ -361,6 +367,11 @@ class Agent:
                 os.close(file)
 
     def _handle(self, rank: _Rank, message: messages.ToAgent, files: list[int]) -> None:
+        if isinstance(message, ToClocks):
+            if rank.clocks is not None:
+                rank.clocks.receive(message)
+            return
+        self._look_at_s = 0.0  # the message may affect all ranks
         if isinstance(message, Release):
             rank.is_released = True
         elif isinstance(message, RequestStatus):
@@ -374,10 +385,7 @@ class Agent:
             self._follow_server(rank, message)
         elif isinstance(message, StartServer):
             self._start_server(rank, message, files)
-        elif not isinstance(message, RequestLease):
-            if rank.clocks is not None:
-                rank.clocks.receive(message)
-        elif rank.gpu is None and files:
+        elif isinstance(message, RequestLease) and rank.gpu is None and files:
             self._register(rank, message, files)
 
     def _register(self, rank: _Rank, message: RequestLease, files: list[int]) -> None:
@@ -506,7 +514,7 @@ class Agent:
         def open_gpu() -> Gpu:
             return with_energy(self._open_gpu(record.gpu, logs) if logs else self._open_gpu(record.gpu), self._time)
 
-        driver = GpuDriver(record, open_gpu, self._wake, self._time)
+        driver = GpuDriver(record, open_gpu, self._look_at_all, self._time)
         self._drivers[record.gpu] = driver
         return driver
 
@@ -533,8 +541,13 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             self._wake_writer.send(b"x")
 
+    def _look_at_all(self) -> None:
+        """Schedule an immediate check of all leases. Thread-safe."""
+        self._look_at_s = 0.0
+        self._wake()
+
     def _look_soon(self, rank: _Rank) -> None:
-        """Schedule an immediate check of a rank. Thread-safe."""
+        """Schedule an immediate check of a rank's marks. Thread-safe."""
         rank.look_at_s = 0.0
         self._wake()
 
@@ -579,9 +592,13 @@ class Agent:
                 self._drivers[gpu].reset()
             self._abandoned |= self._inherited
             self._inherited.clear()
+        restores = now_s >= self._restore_at_s
+        if restores:
+            self._restore_at_s = now_s + _RESTORED_EVERY_S
         for gpu, driver in [*self._drivers.items()]:
-            with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
-                driver.record.restore()
+            if restores:
+                with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
+                    driver.record.restore()
             self._let_go(gpu, driver)
 
     def _grant(self, rank: _Rank, now_s: float) -> None:

@@ -88,9 +88,14 @@ class Uplink:
         self._outbox.append((_RANK.pack(rank), _encode(message)))
 
     def look(self) -> list[tuple[int, ToRank]]:
-        """Return the messages received for ranks, send queued ones, and send a heartbeat if it is due."""
+        """Send queued messages and a heartbeat if it is due, and return the messages received for ranks."""
+        self.flush()
+        now_s = self._time.now_s()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + HEARTBEAT_S
+            self._send(b"")
         found = []
-        while True:
+        while True:  # after the last send: the file does not become readable again for what has arrived before
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -99,11 +104,6 @@ class Uplink:
             if len(frames) == 2 and len(frames[0]) == _RANK.size:
                 with contextlib.suppress(msgspec.DecodeError):  # a lost message is better than a stopped agent
                     found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
-        self.flush()
-        now_s = self._time.now_s()
-        if now_s >= self._beat_at_s:
-            self._beat_at_s = now_s + HEARTBEAT_S
-            self._send(b"")
         return found
 
     @property
