@@ -33,8 +33,9 @@ Floats = npt.NDArray[np.float64]
 # variation shows in the residuals.
 _DELAY_S = 0.0006
 _POWER_VARIATION = 0.02
-# Relative variance of power between kinds, which is not an error of the counter.
-_KIND_VARIATION = 0.1**2
+# Relative variance of power between kinds, which is not an error of the counter. It is measured if there are more
+# refreshes than unknown powers by this number.
+_KIND_VARIATION, _ENOUGH_FREE = 0.1**2, 3
 # Dividing the energy among kinds adds an error of about this size.
 _LEAST_ERROR = 0.01
 # Prior knowledge of power, as relative standard deviations: of the power while waiting from blocking power, of the
@@ -112,7 +113,19 @@ class _Refreshes:
         # makes the relative residuals larger.
         power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
         self.residuals_s: Floats = (used_j - columns @ power_w) / max(power_w[0], 1e-9)
-        self._computed_s, self._power_w = columns[:, 0], float(power_w[0])
+        self._power_w = float(power_w[0])
+        self._mean_square = self._unexplained(spent_s, used_j)
+
+    def _unexplained(self, spent_s: Floats, used_j: Floats) -> float:
+        """Return the mean square of deviations that differences between kinds do not explain [s²]."""
+        free = len(used_j) - np.linalg.matrix_rank(spent_s)
+        if free >= _ENOUGH_FREE and self._power_w > 0:
+            deviations_j = used_j - spent_s @ np.linalg.lstsq(spent_s, used_j, rcond=None)[0]
+            return float(deviations_j @ deviations_j) / free / self._power_w**2
+        computed_s = spent_s[:, :-1]
+        shares = computed_s.sum(axis=0) / max(computed_s.sum(), 1e-9)
+        unlike_s = computed_s - np.outer(computed_s.sum(axis=1), shares)
+        return float(np.mean(self.residuals_s**2) - _KIND_VARIATION * np.mean(np.sum(unlike_s**2, axis=1)))
 
     @cached_property
     def variation_s(self) -> float:
@@ -124,7 +137,7 @@ class _Refreshes:
         least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in self._parts for span, _ in part.computed)
         if self._power_w <= 0:
             return least
-        excess = np.mean(self.residuals_s**2) - 2 * _DELAY_S**2 - _KIND_VARIATION * np.mean(self._computed_s**2)
+        excess = self._mean_square - 2 * _DELAY_S**2
         passed_s = np.concatenate([np.diff(part.moments_s) for part in self._parts])
         return max(least, float(excess / np.mean(passed_s)))
 
@@ -242,12 +255,12 @@ class OnlineProfiler:
     def waiting_power_w(self) -> WaitingPower | None:
         """Return the power of the GPU outside of instructions at clocks near the highest. None if unknown.
 
-        Unlike in :meth:`rows`, there is no prior for it.
+        Unlike in :meth:`rows`, there is no prior for it. Therefore, it is unknown if the GPU hardly waits.
         """
         share = self._share() if self._seen else _ALWAYS
         near_top = {c: self._refreshes(c, share) for c in self._seen if c > (1 - _NEAR_TOP) * max(self._seen)}
         ratio = np.ones(len(self._keys))
-        found = []
+        found, most_w = [], self._blocking_power_w
         for clock_mhz, refreshes in near_top.items():
             common_w = refreshes.common_w(ratio, self._waiting_spread_w(clock_mhz))
             if common_w > 0:
@@ -261,7 +274,10 @@ class OnlineProfiler:
                     covariance = np.linalg.inv(information)
                     beyond_w = float((covariance @ matrix.T @ values)[-1])
                     found.append(WaitingPower(self._blocking_power_w + beyond_w, math.sqrt(covariance[-1, -1])))
-        return pooled(found)
+                    most_w = max(most_w, self._blocking_power_w + common_w)
+        waiting = pooled(found)
+        # A waiting GPU does not draw more than a computing one.
+        return waiting if waiting is not None and 2 * waiting.error_w < waiting.power_w < most_w else None
 
     def rows(self) -> list[MeasuredRow]:
         """Return a row for each kind and clock for which the power could be estimated, in order of the clocks."""

@@ -1,6 +1,8 @@
 """Rows measured during training: energies by kind, their errors, and ranks combined."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from perseus_ds.pipeline.span import Span
 from perseus_ds.profiler.blocking_power import WaitingPower, chosen_power_w, pooled
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, combine_rows
 
+MEASURED_ON_H100 = Path(__file__).parents[1] / "data" / "h100_at_its_power_limit.json"
 WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}
 
 
@@ -102,6 +105,23 @@ def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws(seed):
     chosen_w, _ = chosen_power_w(1.3 * gpu.model.blocking_power_w, found)
     assert chosen_w == found.power_w
     assert found.error_w < min(one.error_w for one in ranks)
+
+
+def test_a_real_gpu_at_its_power_limit_that_hardly_waits():
+    """Power varies by 10 % within a second, and 2 % of the time lie outside of instructions."""
+    measured = json.loads(MEASURED_ON_H100.read_text())
+    profiler = OnlineProfiler(measured["blocking_power_w"])
+    for visit in measured["visits"]:
+        spans = [
+            [Span(Compute(Instruction(0, Kind(kind), n)), *times_s) for n, (kind, *times_s) in enumerate(iteration)]
+            for iteration in visit["iterations"]
+        ]
+        profiler.add(visit["clock_mhz"], spans, visit["readings"])
+    assert profiler.waiting_power_w() is None
+    for row in profiler.rows():
+        power_w = row.measurement.energy_j / row.measurement.time_s
+        assert power_w == pytest.approx(690.0, rel=0.05)  # all passes reach the limit
+        assert 0.02 < row.quality.energy_relative_error < 0.06
 
 
 def test_where_nothing_waits_or_nothing_was_seen_waiting_is_not_known():
