@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import selectors
@@ -301,18 +302,20 @@ class Agent:
             if self._look_at_s <= now_s or self.terminates:
                 self._look()
                 self._look_at_server()
-            next_s = self._look_at_s
-            for rank in self._ranks.values():
-                if rank.clocks is not None:
-                    if rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than looking
-                        rank.look_at_s = now_s + rank.clocks.look()
-                    next_s = min(next_s, rank.look_at_s)
-            self._next_s = next_s
+            self._next_s = min(self._look_at_s, self._look_at_marks(now_s))
         except (OSError, RuntimeError):  # too many files or threads: try again
             self._time.sleep(_POLL_S)
         except Exception as error:  # a mistake, which must leave no clock locked
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: the agent continues after an error: {error!r}")
             self._time.sleep(_POLL_S)
+
+    def _look_at_marks(self, now_s: float) -> float:
+        """Look for the marks of ranks that are due, and return when the next ones are due [s]."""
+        followed = [rank for rank in self._ranks.values() if rank.clocks is not None]
+        for rank in followed:
+            if rank.clocks is not None and rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than looking
+                rank.look_at_s = now_s + rank.clocks.look()
+        return min((rank.look_at_s for rank in followed), default=math.inf)
 
     def _is_needed(self) -> bool:
         now_s = self._time.now_s()
@@ -560,14 +563,18 @@ class Agent:
                     other.memory.count_reset()
             self._drivers[rank.gpu].reset()
 
+    def _revoke_all(self) -> None:
+        """Reset all GPUs, because this process received SIGTERM."""
+        self.terminates = False
+        for rank in self._ranks.values():
+            self._revoke(rank)
+        for gpu in self._inherited:
+            self._drivers[gpu].reset()
+
     def _look(self) -> None:
         """Grant leases of opened GPUs, and reset GPUs with ended leases."""
         if self.terminates:
-            self.terminates = False
-            for rank in self._ranks.values():
-                self._revoke(rank)
-            for gpu in self._inherited:
-                self._drivers[gpu].reset()
+            self._revoke_all()
         now_s = self._time.now_s()
         is_ending = any(rank.is_ending(now_s) for rank in self._ranks.values())
         self._look_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
@@ -592,14 +599,16 @@ class Agent:
                 self._drivers[gpu].reset()
             self._abandoned |= self._inherited
             self._inherited.clear()
-        restores = now_s >= self._restore_at_s
-        if restores:
+        if now_s >= self._restore_at_s:
             self._restore_at_s = now_s + _RESTORED_EVERY_S
+            self._restore_records()
         for gpu, driver in [*self._drivers.items()]:
-            if restores:
-                with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
-                    driver.record.restore()
             self._let_go(gpu, driver)
+
+    def _restore_records(self) -> None:
+        for driver in self._drivers.values():
+            with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
+                driver.record.restore()
 
     def _grant(self, rank: _Rank, now_s: float) -> None:
         assert rank.gpu is not None

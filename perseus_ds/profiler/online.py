@@ -118,7 +118,7 @@ class _Refreshes:
 
     def _unexplained(self, spent_s: Floats, used_j: Floats) -> float:
         """Return the mean square of deviations that differences between kinds do not explain [s²]."""
-        free = len(used_j) - np.linalg.matrix_rank(spent_s)
+        free = len(used_j) - int(np.linalg.matrix_rank(spent_s))
         if free >= _ENOUGH_FREE and self._power_w > 0:
             deviations_j = used_j - spent_s @ np.linalg.lstsq(spent_s, used_j, rcond=None)[0]
             return float(deviations_j @ deviations_j) / free / self._power_w**2
@@ -131,15 +131,15 @@ class _Refreshes:
     def variation_s(self) -> float:
         """Variance that the counted energy gains per second, relative to the power beyond blocking power [s].
 
-        It is that of the residuals if all kinds had the same power, but at least the natural variation between
-        instructions.
+        It is that of deviations which differences between kinds do not explain, but at least the natural variation
+        between instructions.
         """
         least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in self._parts for span, _ in part.computed)
         if self._power_w <= 0:
             return least
         excess = self._mean_square - 2 * _DELAY_S**2
         passed_s = np.concatenate([np.diff(part.moments_s) for part in self._parts])
-        return max(least, float(excess / np.mean(passed_s)))
+        return max(least, excess / float(np.mean(passed_s)))
 
     @cached_property
     def power_error(self) -> float:
