@@ -22,7 +22,6 @@ FOLDERS = [
     "policy",
     "profiler",
     "optimizer",
-    "clocks",
     "gpu",
     "protocol",
     "measures",

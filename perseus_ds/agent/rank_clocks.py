@@ -15,8 +15,7 @@ from perseus_ds.agent.fallback import Fallback
 from perseus_ds.agent.follower import Follower
 from perseus_ds.errors import GpuBusyError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.gpu.counter_log import CounterLog
-from perseus_ds.gpu.energy_counter import answer_to_a_step, counter_period_s
+from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step, counter_period_s
 from perseus_ds.protocol.job_messages import (
     Follow,
     Latencies,

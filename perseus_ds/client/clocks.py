@@ -6,50 +6,23 @@ as messages, without waiting for answers. Only before training does it wait for 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from perseus_ds.client.lease import Lease
 from perseus_ds.client.marks import Marks
 from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.counter_log import Refreshes
+from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.protocol import messages
 from perseus_ds.protocol.job_messages import FromClient
 from perseus_ds.protocol.layout import PAUSED, POSITIONS, RankMemory
-from perseus_ds.protocol.messages import Answer, Ask, Connect, Question, ServerStarted, StartServer, ToClient, ToClocks
+from perseus_ds.protocol.messages import Answer, Ask, Connect, Question, ServerStarted, StartServer, ToClient
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _ANSWERS_WITHIN_S, _SERVER_STARTS_WITHIN_S, _LOOK_S = 10.0, 120.0, 0.05
-
-
-class Link(Protocol):
-    """The connection to the agent, which may be lost and restored.
-
-    Attributes:
-        grants: Number of agents that have granted the lease.
-    """
-
-    grants: int
-
-    def send(self, message: ToClocks | Connect | StartServer, file: int | None = None) -> None:
-        """Send a message and an optional file without waiting. It is lost if there is no agent."""
-
-    def received(self) -> list[ToClient]:
-        """Return the messages received since the last call."""
-
-    def wake(self) -> None:
-        """Have the agent read the shared memory."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until there may be a message from the agent, or until the timeout."""
-
-    def problem(self) -> GpuError | None:
-        """Start another agent if it is lost, and return an error if it has been lost for long."""
-
-    def close(self, timeout_s: float = 3.0) -> bool:
-        """End the lease. Returns True if the agent has restored the default clock."""
 
 
 class AgentClocks:
@@ -57,22 +30,20 @@ class AgentClocks:
 
     Attributes:
         memory: Memory shared with the agent.
-        is_closed: Whether the default clock is restored permanently.
         mark_error: Error after which no more marks are written. None if marks are written.
     """
 
-    def __init__(self, link: Link, memory: RankMemory, marks: Marks, gpu: str, timebase: Timebase = REAL_TIME) -> None:
+    def __init__(self, link: Lease, memory: RankMemory, marks: Marks, gpu: str, timebase: Timebase = REAL_TIME) -> None:
         """Begin at default clocks.
 
         Args:
-            link: Connection to the agent.
+            link: Connection to the agent, which may be lost and restored.
             memory: Memory shared with the agent.
             marks: Writes the marks.
             gpu: Product name of the GPU.
             timebase: Timebase of the marks.
         """
         self.memory = memory
-        self.is_closed = False
         self.mark_error: GpuError | None = None
         self._link = link
         self._marks = marks
@@ -168,7 +139,7 @@ class AgentClocks:
             self.mark_error = error
 
     def may_idle(self) -> None:
-        """Return to default clocks unless an iteration begins within 2 s."""
+        """Return to default clocks in 2 s, unless an iteration begins before."""
         self._idle(self._time.now_s())
 
     def pause(self) -> None:
@@ -229,7 +200,6 @@ class AgentClocks:
 
     def close(self) -> None:
         """Restore the default clock permanently. Has no effect when called again."""
-        self.is_closed = True
         self._link.close()
 
 

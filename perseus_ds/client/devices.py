@@ -13,7 +13,7 @@ from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease
 from perseus_ds.client.marks import marks_of
 from perseus_ds.client.memory import SharedMemory
-from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.client.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.base import KnownGpu
@@ -189,4 +189,8 @@ def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Return the peak memory of this process's tensors on its GPU. None if they are not on a GPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    # Several times faster than max_memory_allocated(), which sorts all statistics by name.
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(statistics["allocated_bytes"]["all"]["peak"]) if statistics else 0

@@ -52,21 +52,23 @@ class InputShapes:
     Attributes:
         first: Number of the first forward. 0 before it.
         total: Sum of the numbers of all forwards so far, which does not depend on their order.
-        length: Mean length of the inputs of all forwards so far.
     """
 
     def __init__(self) -> None:
-        self.first = 0.0
-        self.total = 0.0
-        self.length = math.nan
+        self.first = self.total = self._lengths = 0.0
         self._forwards = 0
 
-    def add(self, shape: float, length: float = math.nan) -> bool:
+    def add(self, inputs: Hashable) -> bool:
         """Add the inputs of a forward. Returns True if it is the first one."""
-        is_first = self.total == 0.0
-        if is_first:
-            self.first, self.length = shape, length
+        shape = number_of_inputs(inputs)
         self.total += shape
+        self._lengths += length_of_inputs(inputs)
         self._forwards += 1
-        self.length += (length - self.length) / self._forwards
-        return is_first
+        if self._forwards == 1:
+            self.first = shape
+        return self._forwards == 1
+
+    @property
+    def length(self) -> float:
+        """Mean length of the inputs of all forwards so far. NaN before the first one, or if it is unknown."""
+        return self._lengths / self._forwards if self._forwards else math.nan

@@ -216,7 +216,7 @@ class Lease:
             end_s = self._time.now_s() + timeout_s
             with contextlib.suppress(OSError, GpuError):
                 self._connection.send(messages.encode(Release()))
-                while self._is_connected and not self._is_released and self._time.now_s() < end_s:
+                while self._connection is not None and not self._is_released and self._time.now_s() < end_s:
                     message = self._receive()
                     self._is_released = isinstance(message, Released)
                     if message is None:
@@ -225,10 +225,6 @@ class Lease:
                         self._inbox.append(message)
             self._disconnect()
         return self._is_released
-
-    @property
-    def _is_connected(self) -> bool:
-        return self._connection is not None
 
     def _request(self, job: str | None) -> None:
         """Wait until the lease is granted."""
@@ -339,7 +335,10 @@ class Lease:
         while self._outbox and self._connection is not None:
             try:
                 packet, files = self._outbox[0]
-                socket.send_fds(self._connection, [packet], files)
+                if files:
+                    socket.send_fds(self._connection, [packet], files)
+                else:  # several times faster
+                    self._connection.send(packet)
             except BlockingIOError:
                 return
             except OSError:  # the next _receive() handles it

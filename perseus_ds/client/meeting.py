@@ -28,7 +28,7 @@ from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import clocks_of, execution_on, open_gpu
-from perseus_ds.clocks.timers import Execution, SimulatedExecution
+from perseus_ds.client.timers import Execution, SimulatedExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.gpu.base import KnownGpu

@@ -16,22 +16,22 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.inputs import InputShapes, check_lengths, length_of_inputs, number_of_inputs
+from perseus_ds.client.inputs import InputShapes, check_lengths
 from perseus_ds.client.measuring import measure_counter, measure_gpu
 from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, meet
-from perseus_ds.clocks.timers import Execution, FinishedIteration, SimulatedExecution
+from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, times_of
+from perseus_ds.client.timers import Execution, FinishedIteration, SimulatedExecution
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -39,7 +39,7 @@ from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.pipeline.span import Span, encode
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.description import decode_welcome
-from perseus_ds.protocol.job_messages import Follow, Program, Report, Times
+from perseus_ds.protocol.job_messages import Follow, Program, Report
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.protocol.messages import Connect
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -48,8 +48,6 @@ from perseus_ds.units import log_printable, printable
 T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
 logger.addFilter(log_printable)
-NOTHING: AbstractContextManager[None] = nullcontext()
-"""No-op context for operations that are not measured and change no clock."""
 UNPLANNED = Follow(Program(DEFAULT_CLOCKS), 0, 0, 0, "observe")
 """Message that applies to iterations for which the server has sent none."""
 _FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
@@ -70,6 +68,7 @@ class _Ran(NamedTuple):
     fields: dict[str, Any]
 
 
+@lru_cache(maxsize=1024)
 def key_of(order: Hashable) -> int:
     """Return a number that identifies an order, the same in every process."""
     digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
@@ -327,9 +326,8 @@ class PerseusRuntime:
 
     def _add_inputs(self, inputs: Hashable) -> None:
         """Add the shapes of a forward's inputs. The shapes of the first forward may select the plan."""
-        shape = number_of_inputs(inputs)
-        if self._shapes.add(shape, length_of_inputs(inputs)) and self._key in self._by_shape:
-            self._choose_by_shape(shape)
+        if self._shapes.add(inputs) and self._key in self._by_shape:
+            self._choose_by_shape(self._shapes.first)
 
     def capture(self) -> CapturedIteration | None:
         """Return the recorder for an iteration that is being captured into a CUDA graph.
@@ -350,10 +348,6 @@ class PerseusRuntime:
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Return the context manager for one instruction of an iteration. See :meth:`operation`."""
         return self.operation(Compute(instruction), inputs)
-
-    def tail_begins(self) -> None:
-        """Keep the clock of the tail for 2 s, because the user's code continues the tail and may take longer."""
-        self.clocks.may_idle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -561,11 +555,6 @@ class PerseusRuntime:
             self.clocks.send(msg.Spans(iteration, content[begin : begin + _MOST_SPANS_BYTES // 18 * 18]))
 
 
-def times_of(follow: Follow, iteration: int) -> Times:
-    """Return the times that are measured in an iteration."""
-    return follow.otherwise if iteration % follow.every else follow.times
-
-
 def computed_and_tail_s(spans: Sequence[Span]) -> dict[str, float]:
     """Return the end of the last pass of an iteration, and the time from then to the tail's end [s]."""
     computed_s = ended_s = 0.0
@@ -576,105 +565,3 @@ def computed_and_tail_s(spans: Sequence[Span]) -> dict[str, float]:
             else:
                 computed_s = max(computed_s, span.end_s)
     return {"computed_s": computed_s, "tail_s": max(0.0, ended_s - computed_s)}
-
-
-class OperationHooks:
-    """One context manager for all operations, which do not overlap. Creating one for each is slower.
-
-    Attributes:
-        times_all: Whether all operations of this iteration are timed, transfers included.
-        is_needed: Whether any operation of this iteration is timed or marked.
-    """
-
-    def __init__(self, timers: Execution, clocks: AgentClocks) -> None:
-        self._timers = timers
-        self._clocks = clocks
-        # Positions of instructions in the program, and those of the last iteration in the order of execution. Most
-        # iterations are alike, and comparing objects is faster than looking them up.
-        self._positions: dict[Instruction, int] = {}
-        self._ran: list[tuple[Instruction, int | None]] = []
-        self._next = 0
-        self._stream: tuple[Operation, ...] = ()
-        self._followed: Program | None = None
-        # By the identity of a stream, the stream and the places of its operations.
-        self._places: dict[int, tuple[tuple[Operation, ...], dict[Operation, int]]] = {}
-        self._operation: Operation | None = None
-        self._position: int | None = None
-        self._times_passes = self.times_all = self.is_needed = True
-
-    def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
-        """Begin an iteration, before any of its operations is issued."""
-        self._next = 0
-        self.follow(follow, iteration, stream)
-        self._timers.start_iteration()
-        self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
-
-    def follow(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
-        """Mark and time the rest of an iteration according to a message."""
-        times = times_of(follow, iteration)
-        self._times_passes = times != "none" or self._timers.needs_all
-        self.times_all = times == "all" or self._timers.needs_all
-        if follow.program is not self._followed or stream is not self._stream:
-            instructions = (op.instruction for op in stream if isinstance(op, Compute))
-            self._positions = {each: n for n, each in enumerate(instructions)} if follow.program.clocks_mhz else {}
-            self._ran = []
-            self._followed, self._stream = follow.program, stream
-        self.is_needed = self._times_passes or bool(self._positions)
-
-    def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
-        """Return the place of each operation in a stream."""
-        if id(stream) not in self._places:
-            self._places[id(stream)] = stream, {operation: place for place, operation in enumerate(stream)}
-        return self._places[id(stream)][1]
-
-    def around(self, operation: Operation) -> AbstractContextManager[None]:
-        """Return the context manager for an operation. It is a no-op if the operation is not timed or marked."""
-        if type(operation) is not Compute:
-            if not self.times_all:
-                return NOTHING
-            self._operation, self._position = operation, None
-            return self
-        position: int | None = None
-        if self._positions:
-            place, ran, instruction = self._next, self._ran, operation.instruction
-            self._next = place + 1
-            if place < len(ran) and ran[place][0] is instruction:
-                position = ran[place][1]
-            else:
-                position = self._positions.get(instruction)
-                ran[place:] = [(instruction, position)]
-        if position is None and not self._times_passes:
-            return NOTHING
-        self._operation, self._position = operation, position
-        return self
-
-    def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
-        """Execute the passes of this iteration by replaying a graph."""
-        if list(self._positions) != captured.instructions[: len(self._positions)]:
-            self._clocks.change_order(DEFAULT_CLOCKS)  # the graph's marks are those of another order
-        if captured.times.last is not None:
-            captured.times.last.spans()  # this replay overwrites them
-        replayed = replay()
-        if self._times_passes:
-            self._timers.replayed(captured.times)
-        return replayed
-
-    def __enter__(self) -> None:
-        """Begin to mark and time an operation."""
-        if self._position is not None:
-            self._clocks.mark(2 * self._position)
-        operation = self._operation
-        assert operation is not None, "it is known around what"
-        if self._times_passes if type(operation) is Compute else self.times_all:
-            self._timers.begin(operation)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Finish marking and timing an operation."""
-        operation = self._operation
-        assert operation is not None, "it is known around what"
-        if self._times_passes if type(operation) is Compute else self.times_all:
-            self._timers.end(operation)
-        if self._position is not None:
-            self._clocks.mark(2 * self._position + 1)

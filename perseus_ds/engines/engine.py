@@ -37,11 +37,11 @@ import torch.distributed as dist
 
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
-from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.devices import gpu_of
 from perseus_ds.client.inputs import check_lengths
 from perseus_ds.client.meeting import EngineFacts, local_rank, own_versions
-from perseus_ds.client.runtime import NOTHING, PerseusRuntime
+from perseus_ds.client.operations import NOTHING, CapturedIteration
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
 from perseus_ds.engines.hooks import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
@@ -56,9 +56,9 @@ _DISABLED_JOBS: weakref.WeakSet[Any] = weakref.WeakSet()
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
 _MAY_DIFFER = {"output_dir", "frontier", "simulated"}
 _NOT_CAPTURED = (
-    "a CUDA graph of whole iterations was captured that cannot be followed, so that they run at default clocks. To "
-    "follow them takes a GPU of NVIDIA, a torch whose torch.cuda.Event has external=True, and at least one iteration "
-    "before the capture"
+    "a CUDA graph of a whole iteration was captured, but Perseus cannot mark its passes, so its replays run at default "
+    "clocks. Plans for captured iterations need an NVIDIA GPU, a torch that accepts torch.cuda.Event(external=True), "
+    "and at least one iteration before the capture"
 )
 # Engines share the GPU of the process, so an engine that evaluates must be able to pause the one that trains.
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -246,7 +246,7 @@ class Session:
         if iteration is not None and self.runtime is not None:
             iteration.enter_context(self.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
             if self._captured is None:
-                self.runtime.tail_begins()
+                self.runtime.clocks.may_idle()  # the user's code continues the tail, and may take longer
         self.operation = _no_operation
 
     def end_iteration(self) -> None:
@@ -380,7 +380,6 @@ class Session:
         return self.runtime
 
     def _start(self) -> None:
-        self._others = 0
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(
             self.engine.facts(), models=models, versions=self.engine.versions(), steps=self.engine.steps()

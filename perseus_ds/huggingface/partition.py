@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.client.devices import place_of
 from perseus_ds.client.lease import Lease
-from perseus_ds.clocks.timers import FlopCounter
+from perseus_ds.client.timers import FlopCounter
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.device_models import DEVICES, DeviceModel

@@ -20,7 +20,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import ProfileConfig
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.counter_log import Refreshes
+from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute

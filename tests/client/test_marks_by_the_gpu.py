@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from run_log import wait_until
 
-from perseus_ds.client.captured import CapturedIteration
-from perseus_ds.client.marks import StreamMarks
+from perseus_ds.client.marks import HIP, StreamMarks, StreamWrites
 from perseus_ds.client.memory import SharedMemory
-from perseus_ds.client.stream_writes import HIP, StreamWrites
-from perseus_ds.clocks.timers import GraphTimes
+from perseus_ds.client.operations import CapturedIteration
+from perseus_ds.client.timers import GraphTimes
 from perseus_ds.errors import GpuError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute

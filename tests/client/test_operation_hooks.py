@@ -3,7 +3,7 @@
 import pytest
 from pipelines import one_f_one_b
 
-from perseus_ds.client.runtime import OperationHooks
+from perseus_ds.client.operations import OperationHooks
 from perseus_ds.pipeline.schedule import Compute, Load
 from perseus_ds.protocol.job_messages import Follow, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS

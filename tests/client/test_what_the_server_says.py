@@ -8,7 +8,7 @@ from virtual.gpu import RecordingGpu
 from virtual.time import VirtualTime
 
 from perseus_ds.client.runtime import PerseusRuntime
-from perseus_ds.clocks.timers import HostExecution
+from perseus_ds.client.timers import HostExecution
 from perseus_ds.protocol.job_messages import Follow, Observed, Program, Say
 
 

@@ -4,8 +4,8 @@ import pytest
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.counter_log import CounterLog
 from perseus_ds.gpu.device_models import DEVICES
+from perseus_ds.gpu.energy_counter import CounterLog
 from perseus_ds.gpu.simulated import SimulatedGpu
 
 

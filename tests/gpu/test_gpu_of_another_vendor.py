@@ -12,8 +12,7 @@ from virtual.time import VirtualTime
 from perseus_ds.agent.controller import ClockController
 from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu, GpuState
-from perseus_ds.gpu.counter_log import CounterLog
-from perseus_ds.gpu.energy_counter import with_energy
+from perseus_ds.gpu.energy_counter import CounterLog, with_energy
 
 
 class AcmeError(Exception):

@@ -8,8 +8,7 @@ from typing import Any
 from gpu_checks.load import full_load
 from gpu_checks.results import Results
 
-from perseus_ds.gpu.counter_log import CounterLog
-from perseus_ds.gpu.energy_counter import answer_to_a_step
+from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 

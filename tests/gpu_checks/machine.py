@@ -29,9 +29,8 @@ from one_rank_server import OneRankServer
 from perseus_ds.artifacts.evidence import Machine
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease
-from perseus_ds.client.marks import Marks, StreamMarks
-from perseus_ds.client.stream_writes import CUDA, StreamWrites
-from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.client.marks import CUDA, Marks, StreamMarks, StreamWrites
+from perseus_ds.client.timers import CudaExecution
 from perseus_ds.gpu.nvml import index_of_cuda_device
 from perseus_ds.protocol.job_messages import Program, RankFailed
 from perseus_ds.timebase import REAL_TIME

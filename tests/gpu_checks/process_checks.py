@@ -16,8 +16,8 @@ from typing import Any
 from gpu_checks.checks import place_of
 from gpu_checks.results import Results
 
-from perseus_ds.client.captured import CapturedIteration
 from perseus_ds.client.lease import SignalForwarder
+from perseus_ds.client.operations import CapturedIteration
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.job_messages import Program

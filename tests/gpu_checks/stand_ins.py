@@ -22,9 +22,8 @@ from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine
 from perseus_ds.client.devices import gpu_of
-from perseus_ds.client.marks import StreamMarks
-from perseus_ds.client.stream_writes import CUDA, StreamWrites
-from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.client.marks import CUDA, StreamMarks, StreamWrites
+from perseus_ds.client.timers import CudaExecution
 from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu

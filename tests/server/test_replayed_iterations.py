@@ -12,9 +12,8 @@ from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanJudged, Predicted
-from perseus_ds.client.captured import CapturedIteration
-from perseus_ds.client.runtime import OperationHooks
-from perseus_ds.clocks.timers import CudaExecution, GraphTimes, Replay, Span
+from perseus_ds.client.operations import CapturedIteration, OperationHooks
+from perseus_ds.client.timers import CudaExecution, GraphTimes, Replay, Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.job_messages import Follow, Program

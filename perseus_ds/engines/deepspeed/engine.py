@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from perseus_ds.artifacts.layout import Part
 from perseus_ds.client.meeting import EngineFacts
-from perseus_ds.client.runtime import NOTHING
+from perseus_ds.client.operations import NOTHING
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
@@ -86,7 +86,7 @@ class DeepSpeedEngine(Engine):
         own = getattr(getattr(next(iter(module.forward_funcs), None), "stage", None), "layout_parts", None)
         return EngineFacts(
             pipeline=tuple(grid.pp_group),
-            copies=_copies_of(grid),
+            copies=tuple(dist.get_process_group_ranks(grid.get_data_parallel_group())),
             device=torch.device(engine.device),
             fingerprint=fingerprint([engine.module], engine.module.activation_checkpoint_interval),
             micro_batch_size=engine.micro_batch_size,
@@ -153,11 +153,13 @@ class DeepSpeedEngine(Engine):
         self._reader.begin_iteration()
         samples = self._engine.global_samples + self._engine.train_batch_size()
         try:
-            with self._session.iteration(order, samples), ExitStack() as commands:
-                if self._session.follows_operations:
-                    commands.enter_context(_watched(pipe_schedule, self._surround))
+            with self._session.iteration(order, samples):
+                if self._session.follows_operations:  # nothing in the engine's execution of commands is replaced
+                    steps, surround = pipe_schedule.steps, self._surround
+                    pipe_schedule.steps = lambda: (_Step(step, surround) for step in steps())
                 yield
         finally:
+            vars(pipe_schedule).pop("steps", None)
             if not self._in_batch:
                 self._end_iteration()
 
@@ -193,11 +195,6 @@ class DeepSpeedEngine(Engine):
             return ()
 
 
-def _copies_of(grid: Any) -> tuple[int, ...]:
-    """Return the global ranks that train the stage of this rank on other data, itself included."""
-    return tuple(dist.get_process_group_ranks(grid.get_data_parallel_group()))
-
-
 def _parts_of(module: Any) -> list[Part]:
     """Return the layers of this rank's stage of a ``PipelineModule``, some of which may be functions."""
     parts = []
@@ -216,22 +213,8 @@ def _commands_of(pipe_schedule: Any) -> list[Any]:
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
 
 
-@contextmanager
-def _watched(pipe_schedule: Any, surround: Callable[[Any], AbstractContextManager[None]]) -> Iterator[None]:
-    """Wrap each command of a schedule from when the engine takes it until it takes the next one.
-
-    Nothing in the engine's execution of commands is replaced.
-    """
-    hooks = Hooks()
-    hooks.surround(pipe_schedule, "steps", lambda steps: (_Step(step, surround) for step in steps()))
-    try:
-        yield
-    finally:
-        hooks.remove()
-
-
 class _Step(list[Any]):
-    """The commands of one step."""
+    """The commands of one step, each surrounded from when the engine takes it until it takes the next one."""
 
     def __init__(self, commands: Any, surround: Callable[[Any], AbstractContextManager[None]]) -> None:
         super().__init__(commands)

@@ -49,8 +49,8 @@ _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
 # Maximum number of known orders. Beyond it, the one that was not used for longest is recorded anew when it recurs.
 _MOST_ORDERS = 64
 _CAPTURED_FIRST = (
-    "a CUDA graph was captured of an iteration whose order is not known, and runs at default clocks: at least one "
-    "iteration has to run before it is captured (cuda_graph_warmup_steps)"
+    "a CUDA graph of an iteration was captured before Perseus has recorded the order of its passes, so its replays run "
+    "at default clocks. Let at least one iteration run before the capture (cuda_graph_warmup_steps)"
 )
 
 
@@ -68,8 +68,8 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
         name = getattr(function, "__name__", type(function).__name__)
         if target is not core and name not in (*_PIPELINED, _SINGLE):
             raise ConfigError(
-                f"perseus: expected megatron.core, what its get_forward_backward_func() returns, or a "
-                f"FullCudaGraphWrapper, got {name}."
+                "perseus: expected the module megatron.core, the function returned by its get_forward_backward_func(), "
+                f"or a FullCudaGraphWrapper; got {name}."
             )
         if _attached() is None:
             check_megatron(core, schedules, parallel_state)
@@ -200,7 +200,7 @@ class MegatronEngine(Engine):
         del self._core.perseus
 
     def _single_stage(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        self._warn("the pipeline has a single stage, where no instruction waits for another: there is nothing to plan")
+        self._warn("the pipeline has a single stage, so that no instruction waits for another and no clock is planned")
         return method(*args, **kwargs)
 
     def _iteration(self, name: str, method: Method, *args: Any, **kwargs: Any) -> Any:

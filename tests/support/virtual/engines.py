@@ -4,7 +4,7 @@ import torch
 
 from perseus_ds.client import measuring, runtime
 from perseus_ds.client.meeting import rank_facts
-from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.client.timers import CudaExecution
 from perseus_ds.protocol.description import JobDescription, encode
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.server import JobServer

@@ -25,7 +25,7 @@ from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, Record
 from perseus_ds.client.measuring import measure_counter, measure_gpu
 from perseus_ds.client.meeting import EngineFacts, rank_facts
 from perseus_ds.client.runtime import PerseusRuntime
-from perseus_ds.clocks.timers import CudaExecution, HostExecution
+from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu

@@ -7,7 +7,7 @@ import torch
 from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
-from perseus_ds.clocks.timers import CudaExecution, FlopCounter, HostExecution, SimulatedExecution
+from perseus_ds.client.timers import CudaExecution, FlopCounter, HostExecution, SimulatedExecution
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange

@@ -1,0 +1,165 @@
+"""Marks and times the operations of an iteration, one by one or captured into a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import TypeVar
+
+from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.timers import Execution, GraphTimes
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Operation
+from perseus_ds.protocol.job_messages import Follow, Program, Times
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
+
+T = TypeVar("T")
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""No-op context for operations that are not measured and change no clock."""
+
+
+def times_of(follow: Follow, iteration: int) -> Times:
+    """Return the times that are measured in an iteration."""
+    return follow.otherwise if iteration % follow.every else follow.times
+
+
+class OperationHooks:
+    """One context manager for all operations, which do not overlap. Creating one for each is slower.
+
+    Attributes:
+        times_all: Whether all operations of this iteration are timed, transfers included.
+        is_needed: Whether any operation of this iteration is timed or marked.
+    """
+
+    def __init__(self, timers: Execution, clocks: AgentClocks) -> None:
+        self._timers = timers
+        self._clocks = clocks
+        # Slots of instructions under the program, and those of the last iteration in the order of execution. Most
+        # iterations are alike, and comparing objects is faster than looking them up.
+        self._slots: dict[Instruction, int] = {}
+        self._ran: list[tuple[Instruction, int | None]] = []
+        self._next = 0
+        self._stream: tuple[Operation, ...] = ()
+        self._followed: Program | None = None
+        # By the identity of a stream, the stream and the places of its operations.
+        self._places: dict[int, tuple[tuple[Operation, ...], dict[Operation, int]]] = {}
+        # The current operation, if it is timed, and the slot of its start, if it is marked.
+        self._timed: Operation | None = None
+        self._slot: int | None = None
+        self._times_passes = self.times_all = self.is_needed = True
+
+    def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
+        """Begin an iteration, before any of its operations is issued."""
+        self._next = 0
+        self.follow(follow, iteration, stream)
+        self._timers.start_iteration()
+        self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
+
+    def follow(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
+        """Mark and time the rest of an iteration according to a message."""
+        times = times_of(follow, iteration)
+        self._times_passes = times != "none" or self._timers.needs_all
+        self.times_all = times == "all" or self._timers.needs_all
+        if follow.program is not self._followed or stream is not self._stream:
+            instructions = (op.instruction for op in stream if isinstance(op, Compute))
+            self._slots = {each: 2 * n for n, each in enumerate(instructions)} if follow.program.clocks_mhz else {}
+            self._ran = []
+            self._followed, self._stream = follow.program, stream
+        self.is_needed = self._times_passes or bool(self._slots)
+
+    def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
+        """Return the place of each operation in a stream."""
+        if id(stream) not in self._places:
+            self._places[id(stream)] = stream, {operation: place for place, operation in enumerate(stream)}
+        return self._places[id(stream)][1]
+
+    def around(self, operation: Operation) -> AbstractContextManager[None]:
+        """Return the context manager for an operation. It is a no-op if the operation is not timed or marked."""
+        if type(operation) is not Compute:
+            if not self.times_all:
+                return NOTHING
+            self._timed, self._slot = operation, None
+            return self
+        slot: int | None = None
+        if self._slots:
+            place, ran, instruction = self._next, self._ran, operation.instruction
+            self._next = place + 1
+            if place < len(ran) and ran[place][0] is instruction:
+                slot = ran[place][1]
+            else:
+                slot = self._slots.get(instruction)
+                ran[place:] = [(instruction, slot)]
+        if slot is None and not self._times_passes:
+            return NOTHING
+        self._timed, self._slot = operation if self._times_passes else None, slot
+        return self
+
+    def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
+        """Execute the passes of this iteration by replaying a graph."""
+        if list(self._slots) != captured.instructions[: len(self._slots)]:
+            self._clocks.change_order(DEFAULT_CLOCKS)  # the graph's marks are those of another order
+        if captured.times.last is not None:
+            captured.times.last.spans()  # this replay overwrites them
+        replayed = replay()
+        if self._times_passes:
+            self._timers.replayed(captured.times)
+        return replayed
+
+    def __enter__(self) -> None:
+        """Begin to mark and time an operation."""
+        if self._slot is not None:
+            self._clocks.mark(self._slot)
+        if self._timed is not None:
+            self._timers.begin(self._timed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Finish marking and timing an operation."""
+        if self._timed is not None:
+            self._timers.end(self._timed)
+        if self._slot is not None:
+            self._clocks.mark(self._slot + 1)
+
+
+class CapturedIteration:
+    """The operations of an iteration, which are captured and not executed.
+
+    A graph marks the same slots in each replay, under any plan. So every instruction is marked, and its position is its
+    place in the order in which instructions were captured.
+
+    Attributes:
+        instructions: Instructions in that order.
+        inputs: Known shapes of the inputs of forwards.
+        times: Times of the operations in a replay.
+    """
+
+    def __init__(self, clocks: AgentClocks, times: GraphTimes) -> None:
+        self.instructions: list[Instruction] = []
+        self.inputs: list[Hashable] = []
+        self.times = times
+        self._clocks = clocks
+
+    @contextmanager
+    def operation(self, operation: Operation, inputs: Hashable = None) -> Iterator[None]:
+        """Context manager for capturing one operation. See ``PerseusRuntime.operation``."""
+        if not isinstance(operation, Compute):
+            with self.times.around(operation):
+                yield
+            return
+        instruction, position = operation.instruction, len(self.instructions)
+        self.instructions.append(instruction)
+        if inputs and instruction.kind is Kind.FORWARD:
+            self.inputs.append(inputs)
+        self._clocks.mark(2 * position)
+        with self.times.around(operation):
+            yield
+        if instruction.kind is not Kind.TAIL:  # it ends after the graph
+            self._clocks.mark(2 * position + 1)
+
+    @property
+    def tail_stage(self) -> int | None:
+        """Stage of the tail, which begins after all passes were captured. None if some were not."""
+        last = self.instructions[-1] if self.instructions else None
+        return last.stage if last is not None and last.kind is Kind.TAIL else None

@@ -1,1 +1,0 @@
-"""Timing of operations on the device: events and timers."""
