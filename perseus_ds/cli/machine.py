@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from perseus_ds.agent.gpu_records import note_reset
-from perseus_ds.client.lease import Lease, leases
-from perseus_ds.client.memory import SharedMemory
+from perseus_ds.client.lease import Lease, SharedMemory, leases
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 from perseus_ds.errors import ConfigError, GpuBusyError, GpuError
 from perseus_ds.gpu.energy_counter import counter_period_s

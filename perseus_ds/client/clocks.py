@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from perseus_ds.client.lease import Lease
+from perseus_ds.client.lease import Lease, SharedMemory
 from perseus_ds.client.marks import Marks
-from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes

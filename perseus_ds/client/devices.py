@@ -10,9 +10,8 @@ import torch
 
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.client.clocks import AgentClocks
-from perseus_ds.client.lease import Lease
+from perseus_ds.client.lease import Lease, SharedMemory
 from perseus_ds.client.marks import marks_of
-from perseus_ds.client.memory import SharedMemory
 from perseus_ds.client.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError

@@ -8,8 +8,10 @@ starts no thread.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -22,7 +24,6 @@ from pathlib import Path
 
 import msgspec
 
-from perseus_ds.client.memory import SharedMemory
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
@@ -375,6 +376,41 @@ def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
                     _, pids = found.get(gpu, (agent, ()))
                     found[gpu] = agent, (*pids, pid)
     return found
+
+
+class SharedMemory:
+    """Anonymous memory of a fixed size that another process can map by its file descriptor.
+
+    It stays mapped until the process ends, because GPUs write into it and captured graphs hold its address.
+
+    Attributes:
+        file: File descriptor for other processes.
+        address: Its address in this process.
+        length: Its size [bytes].
+        view: Its contents.
+    """
+
+    def __init__(self, length: int, name: str = "perseus-ds") -> None:
+        """Create it, filled with zeros.
+
+        Raises:
+            GpuError: The system has no memory for it.
+        """
+        self.length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # Otherwise, a later write to a full tmpfs would end the process with SIGBUS.
+            os.posix_fallocate(self.file, 0, self.length)
+            # Neither the agent nor this process may truncate it.
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._map = mmap.mmap(self.file, self.length)
+        except OSError as error:
+            raise GpuError(
+                f"Perseus could not allocate {self.length / 2**10:.0f} KiB of shared memory: {error.strerror}. "
+                "Free memory or raise the memory limit of the job."
+            ) from error
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
 class SignalForwarder:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from perseus_ds.client.memory import SharedMemory
+from perseus_ds.client.lease import SharedMemory
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol.layout import BEGUN_OFFSET, ENDED_OFFSET, MARKS_OFFSET, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase

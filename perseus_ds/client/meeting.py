@@ -185,7 +185,10 @@ def rank_facts(
         versions={**facts.versions, **own_versions()},
         micro_batch_size=facts.micro_batch_size,
         engine=facts.engine,
-        parts={stage: _json(parts) for stage, parts in facts.parts.items()},
+        parts={
+            stage: json.dumps([part.model_dump(mode="json") for part in parts]).encode()
+            for stage, parts in facts.parts.items()
+        },
         tied=facts.tied,
         node=f"{socket.gethostname()} {places.boot_id()}",
         gpu=gpu.name,
@@ -236,12 +239,8 @@ def _start_server(
     check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
     content = described.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
     assert opened.clocks is not None
-    return opened.clocks.start_server(config.server.host or _host(), config.server.port or 0, content)
-
-
-def _host() -> str:
-    """Return the host name at which other ranks reach this node."""
-    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    host = config.server.host or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    return opened.clocks.start_server(host, config.server.port or 0, content)
 
 
 def load_of(gpu: KnownGpu | None, device: torch.device) -> Callable[[float], None]:
@@ -262,10 +261,6 @@ def load_of(gpu: KnownGpu | None, device: torch.device) -> Callable[[float], Non
             time.sleep(seconds)
 
     return compute
-
-
-def _json(parts: Sequence[Part]) -> bytes:
-    return json.dumps([part.model_dump(mode="json") for part in parts]).encode()
 
 
 def local_rank() -> int:

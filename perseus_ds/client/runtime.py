@@ -244,7 +244,7 @@ class PerseusRuntime:
         if self._closed:
             yield
             return
-        self._take_in()
+        self._receive()
         self._send_reports()
         if self._simulated is not None and self._worked and self._simulated.seconds_per_flop is None:
             self._await_calibration()
@@ -253,7 +253,7 @@ class PerseusRuntime:
             self._streams[self._key] = self.schedule.ranks[0]
             self._numbers.setdefault((self._key, 0.0), 0)
         if self._key in self._unread and read is not None:
-            self._read(read)
+            self._send_schedule(read)
         iteration = self.clocks.memory.iteration + 1
         self._send_lengths(iteration, begun=iteration)
         if self._key not in self._by_shape:
@@ -289,7 +289,7 @@ class PerseusRuntime:
         self._ended_s = self._time.now_s()
         self._unsent.append(_Ran(finished, self.follow, self._stream, fields))
         self._send_lengths(iteration + 1, begun=iteration)
-        self._take_in()
+        self._receive()
         self._send_reports()
 
     @property
@@ -399,7 +399,7 @@ class PerseusRuntime:
         end_s = self._time.now_s() + _SUMMARY_S
         while self._is_rank_0 and not self._has_summary and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
-            self._take_in()
+            self._receive()
         self.clocks.close()
 
     # Messages from the server.
@@ -409,9 +409,9 @@ class PerseusRuntime:
         end_s = self._time.now_s() + _FIRST_S
         while 0 not in self._follows and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
-            self._take_in()
+            self._receive()
 
-    def _take_in(self) -> None:
+    def _receive(self) -> None:
         for message in self.clocks.received():
             match message:
                 case Follow() if message.only_iteration:
@@ -419,25 +419,24 @@ class PerseusRuntime:
                 case Follow():
                     self._follows.setdefault(message.program.number, []).append(message)
                     if message.program.number == 0:
-                        self._show(message)
+                        self._shown.append((message.shown_from, message.phase in _PROFILED))
                 case msg.Orders():
-                    self._number_orders(message)
+                    self._numbers = {(key, shape): number for key, shape, number in message.numbers}
+                    self._by_shape = {key for key, shape, _ in message.numbers if shape}
+                    self._others = message.others
                 case msg.ReadSchedule():
                     self._unread.add(message.key)
-                case msg.Calibrate():
-                    self._calibrate(message)
+                case msg.Calibrate() if self._simulated is not None:
+                    flops = dict(zip(self._simulated.flops, message.flops, strict=False))
+                    self._simulated.calibrate(message.seconds_per_flop, flops)
                 case msg.Say():
-                    self._say(message)
+                    self._print(message)
                 case msg.Observed():
-                    self._tell_monitor(message)
+                    self._write_to_monitor(message)
                 case msg.Summarised():
                     self._has_summary = True
         if self.clocks.memory.iteration == 0 and 0 in self._follows:
             self.follow = self._follows[0][-1]
-
-    def _show(self, message: Follow) -> None:
-        """Store from which iteration the phase of a message is shown, and forget earlier messages."""
-        self._shown.append((message.shown_from, message.phase in _PROFILED))
         while len(self._shown) > 1 and self._shown[1][0] <= self.clocks.memory.iteration:
             del self._shown[0]
 
@@ -446,9 +445,9 @@ class PerseusRuntime:
         end_s = self._time.now_s() + _FIRST_S
         while self._simulated is not None and self._simulated.seconds_per_flop is None and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
-            self._take_in()
+            self._receive()
         self._time.sleep(10 * _POLL_S)
-        self._take_in()
+        self._receive()
 
     def _following(self, iteration: int) -> Follow:
         """Return the message that applies to an iteration of the current order, and forget earlier ones."""
@@ -465,11 +464,6 @@ class PerseusRuntime:
             return UNPLANNED  # the positions are not known
         return follow
 
-    def _number_orders(self, orders: msg.Orders) -> None:
-        self._numbers = {(key, shape): number for key, shape, number in orders.numbers}
-        self._by_shape = {key for key, shape, _ in orders.numbers if shape}
-        self._others = orders.others
-
     def _choose_by_shape(self, shape: float) -> None:
         """Select the order of the iteration by the shape of its first inputs."""
         number = self._numbers.get((self._key, shape), DEFAULT_CLOCKS)
@@ -479,8 +473,8 @@ class PerseusRuntime:
             self.clocks.change_order(number)
             self._hooks.follow(self.follow, self.clocks.memory.iteration, self._stream)
 
-    def _read(self, read: Callable[[], Schedule]) -> None:
-        """Send the schedule of the current order."""
+    def _send_schedule(self, read: Callable[[], Schedule]) -> None:
+        """Read and send the schedule of the current order."""
         self._unread.discard(self._key)
         try:
             schedule = read()
@@ -493,12 +487,7 @@ class PerseusRuntime:
         self._streams[self._key] = schedule.ranks[0]
         self.clocks.send(msg.ScheduleRead(self._key, content))
 
-    def _calibrate(self, message: msg.Calibrate) -> None:
-        if self._simulated is not None:
-            flops = dict(zip(self._simulated.flops, message.flops, strict=False))
-            self._simulated.calibrate(message.seconds_per_flop, flops)
-
-    def _say(self, message: msg.Say) -> None:
+    def _print(self, message: msg.Say) -> None:
         if message.warns:
             logger.warning("%s", message.text)
             return
@@ -507,7 +496,7 @@ class PerseusRuntime:
         except Exception:  # for example a closed terminal, an unsupported character, or a full disk
             return
 
-    def _tell_monitor(self, observed: msg.Observed) -> None:
+    def _write_to_monitor(self, observed: msg.Observed) -> None:
         if self._monitor is None or not dist.is_initialized():  # DeepSpeed's monitor reads its rank
             return
         try:

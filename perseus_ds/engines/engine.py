@@ -531,7 +531,7 @@ def _print_instead_of_traceback(
     if raised is not error:
         before(kind, raised, traceback)
         return
-    if _is_first_to_say(text := f"{kind.__module__}.{kind.__qualname__}: {error}"):
+    if _is_first_to_print(text := f"{kind.__module__}.{kind.__qualname__}: {error}"):
         print(text, file=sys.stderr, flush=True)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's summary, at the end of the output, shows it
             with contextlib.suppress(OSError):
@@ -540,7 +540,7 @@ def _print_instead_of_traceback(
     raise SystemExit(2)
 
 
-def _is_first_to_say(text: str) -> bool:
+def _is_first_to_print(text: str) -> bool:
     """Return True if no other rank of the job has printed the same text."""
     key = f"perseus/error/{hashlib.sha256(text.encode()).hexdigest()}"
     if dist.is_initialized():

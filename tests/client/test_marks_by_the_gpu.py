@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from run_log import wait_until
 
+from perseus_ds.client.lease import SharedMemory
 from perseus_ds.client.marks import HIP, StreamMarks, StreamWrites
-from perseus_ds.client.memory import SharedMemory
 from perseus_ds.client.operations import CapturedIteration
 from perseus_ds.client.timers import GraphTimes
 from perseus_ds.errors import GpuError

@@ -9,8 +9,8 @@ from torch import nn
 
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.engines.deepspeed.engine import _parts_of
-from perseus_ds.engines.megatron.parts import parts_of_chunk
-from perseus_ds.engines.torch_pipelining.parts import parts_of_module
+from perseus_ds.engines.megatron.engine import parts_of_chunk
+from perseus_ds.engines.torch_pipelining.engine import parts_of_module
 
 WIDTH = 4
 

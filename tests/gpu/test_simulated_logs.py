@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual.time import VirtualTime
 
-from perseus_ds.client.memory import SharedMemory
+from perseus_ds.client.lease import SharedMemory
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, Workload
 from perseus_ds.gpu.simulated import Log, SimulatedGpu

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from gpu_checks.results import Results, add_times
 
+from perseus_ds.client.lease import SharedMemory
 from perseus_ds.client.marks import StreamWrites
-from perseus_ds.client.memory import SharedMemory
 
 _SLOTS = 64
 _LENGTH_S = 0.002

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from perseus_ds.agent.process import Agent
-from perseus_ds.client.memory import SharedMemory
+from perseus_ds.client.lease import SharedMemory
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory

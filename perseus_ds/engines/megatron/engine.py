@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Part, kind_of_layer
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
@@ -32,7 +33,6 @@ from perseus_ds.engines.engine import (
 )
 from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
-from perseus_ds.engines.megatron.parts import parts_of_chunk, ties_embedding, unwrapped
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
@@ -209,7 +209,7 @@ class MegatronEngine(Engine):
             with self._session.evaluation():
                 return method(*args, **kwargs)
         with reported_once():
-            if not self._look_at(kwargs):
+            if not self._prepare(kwargs):
                 return method(*args, **kwargs)
         chunks = len(self._model)
         group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
@@ -228,7 +228,7 @@ class MegatronEngine(Engine):
             finally:
                 self._expected = ()
 
-    def _look_at(self, kwargs: Mapping[str, Any]) -> bool:
+    def _prepare(self, kwargs: Mapping[str, Any]) -> bool:
         """Store the model and its settings, and return True if its training can be planned.
 
         Raises:
@@ -247,7 +247,8 @@ class MegatronEngine(Engine):
         self._config = self._schedules.get_model_config(self._model[0])
         self._micro_batch_size = kwargs["micro_batch_size"]
         self._inputs = (kwargs["seq_length"], kwargs["micro_batch_size"]), kwargs.get("decoder_seq_length")
-        if problem := self._problem(communicator):
+        if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
+            problem = f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
             if self._session.config.mode != "auto":
                 raise ScheduleError(f"perseus: {problem}.")
             self._warn(f"{problem}: training continues at default clocks")
@@ -256,12 +257,6 @@ class MegatronEngine(Engine):
         self._pp_group = own() if communicator is None else communicator.pp_group
         self._surround_optimizers()
         return True
-
-    def _problem(self, communicator: Any) -> str | None:
-        """Return the reason why the training cannot be planned. None if it can."""
-        if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
-            return f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
-        return None
 
     def _first_iteration(self, order: tuple[str, int, int, int | None], train: Callable[[], V]) -> V:
         """Train at default clocks, and record the order."""
@@ -385,14 +380,10 @@ class MegatronEngine(Engine):
                 self._session.end_iteration()
 
     def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            _warn_on_rank_0(message)
+        """Print a warning once, on rank 0."""
+        if message not in self._warned and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning("perseus: %s.", message)
         self._warned.add(message)
-
-
-def _warn_on_rank_0(message: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("perseus: %s.", message)
 
 
 def _kind_of(forward: Forward | None, backward: Backward | None) -> tuple[Kind, int | None]:
@@ -410,6 +401,36 @@ def _by_name(function: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 @functools.cache
 def _parameters(function: Method) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
+
+
+def parts_of_chunk(chunk: Any) -> list[Part] | None:
+    """Return the parts of a model chunk in order. None if it is not structured like Megatron-Core's GPT."""
+    module = unwrapped(chunk)
+    if not all(hasattr(module, name) for name in ("pre_process", "post_process", "decoder")):
+        return None
+    parts = [_part(EMBEDDING, module.embedding)] if module.pre_process else []
+    parts += [
+        _part(kind_of_layer([type(layer.mlp)]) if hasattr(layer, "mlp") else type(layer).__name__, layer)
+        for layer in module.decoder.layers
+    ]
+    parts += [_part(MTP, layer) for layer in getattr(getattr(module, "mtp", None), "layers", ())]
+    return parts + ([_part(HEAD, module.output_layer)] if module.post_process else [])
+
+
+def ties_embedding(chunk: Any) -> bool:
+    """Return whether the embedding and the head share a weight."""
+    return bool(getattr(unwrapped(chunk), "share_embeddings_and_output_weights", False))
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Return a model chunk without its wrappers, such as ``DistributedDataParallel``."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _part(kind: str, module: torch.nn.Module) -> Part:
+    return Part(kind=kind, parameters=sum(parameter.numel() for parameter in module.parameters()))
 
 
 OLDEST_MEGATRON = "0.14.0"
