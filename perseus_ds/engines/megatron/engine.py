@@ -69,7 +69,7 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
         if target is not core and name not in (*_PIPELINED, _SINGLE):
             raise ConfigError(
                 "perseus: expected the module megatron.core, the function returned by its get_forward_backward_func(), "
-                f"or a FullCudaGraphWrapper; got {name}."
+                f"or a FullCudaGraphWrapper, got {name}."
             )
         if _attached() is None:
             check_megatron(core, schedules, parallel_state)
@@ -200,7 +200,7 @@ class MegatronEngine(Engine):
         del self._core.perseus
 
     def _single_stage(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        self._warn("the pipeline has a single stage, so that no instruction waits for another and no clock is planned")
+        self._warn("the pipeline has a single stage, so no instruction waits for another, and there is nothing to plan")
         return method(*args, **kwargs)
 
     def _iteration(self, name: str, method: Method, *args: Any, **kwargs: Any) -> Any:
