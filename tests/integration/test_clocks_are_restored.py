@@ -40,7 +40,9 @@ def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(t
         assert all(clock in planned for clock in asked), "clocks are requested in the planned order"
 
 
-@pytest.mark.parametrize("block", [{"mode": "observe"}, {"mode": "auto", "required": True}])
+@pytest.mark.parametrize(
+    "block", [{"mode": "observe"}, pytest.param({"mode": "auto", "required": True}, marks=pytest.mark.extended)]
+)
 def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, block):
     """Only the agent calls it, even for the GPU's name, clocks and permissions at the start."""
     stub = make_stub_nvml(2)
@@ -62,7 +64,8 @@ def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, 
 @pytest.mark.parametrize(
     ("run_job", "how"),
     [
-        *((run, how) for how in ("term", "kill")),
+        (run, "kill"),
+        pytest.param(run, "term", marks=pytest.mark.extended),
         *(pytest.param(launch, how, marks=pytest.mark.extended) for how in ("exit", "exception", "kill")),
     ],
 )

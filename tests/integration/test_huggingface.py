@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
 SCRIPT = Path(__file__).with_name("huggingface_job.py")
+WEIGHTS = Path(__file__).with_name("token_weights_job.py")
 TIED = {"gemma2", "qwen3"}
 
 
@@ -44,6 +45,14 @@ def assert_trained_alike(tmp_path, families):
 @pytest.mark.parametrize("families", [["mixtral", "qwen3"], ["gemma2", "gpt_neox", "llama", "olmo2"]])
 def test_stages_train_like_the_whole_model(families, tmp_path):
     assert_trained_alike(tmp_path, families)
+
+
+def test_each_trained_token_has_the_same_weight_however_tokens_are_spread_over_micro_batches_and_ranks(tmp_path):
+    for rank, engines in enumerate(run_script(tmp_path, 4, WEIGHTS, tmp_path).ranks):
+        for engine, difference in engines.items():
+            assert difference["gradients"] <= 1e-5, (rank, engine)
+            if engine == "deepspeed" or difference["is_last"]:
+                assert difference["losses"] <= 1e-5, (rank, engine)
 
 
 TRAIN = str(Path(__file__).parents[2] / "examples" / "huggingface" / "train.py")

@@ -9,10 +9,9 @@ import pytest
 from frontiers import save_random_plan
 from job import assert_untouched, block_in, in_modes, run_jobs, run_script
 from run_log import iterations, records
-from schedule_job import STAGES_PER_RANK
+from schedule_job import JOBS, STAGES_PER_RANK
 from schedule_job import __file__ as script
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch_jobs import JOBS
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile

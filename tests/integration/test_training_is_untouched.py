@@ -55,7 +55,7 @@ def assert_kept(finished, plan):
     assert all(sides.count(side) == 2 for side in sides)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.extended), "dualpipev"])
 def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_runs, schedule):
     job = job_of(schedule)
     finished = run(tmp_path / "observe", perseus={"mode": "observe"}, **job)
@@ -63,7 +63,8 @@ def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_
     assert_attached(finished, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("dualpipev", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_runs, schedule):
     job = job_of(schedule)
     block = {"mode": "profile", "profile": QUICK_PROFILE}

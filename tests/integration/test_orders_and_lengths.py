@@ -1,0 +1,117 @@
+"""Iterations of other numbers of micro-batches and other lengths run under plans, and training has the same bits."""
+
+import random
+
+import pytest
+from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs
+from megatron_job import __file__ as megatron_script
+from run_log import events, iterations, records
+from schedule_job import __file__ as torch_script
+
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
+POLICY = {"name": "energy_optimal"}
+COUNTS = [4, 2]
+SHORT = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
+# Iterations of each length follow others, and last for several refreshes of the counter.
+LONG = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_latency_s": 0.001}
+
+
+def on_deepspeed(folder, simulated, *, mode="auto", steps, until=None, **job):
+    """Train with and without Perseus, assert equal bits, and return the records."""
+    perseus = {"mode": mode, "profile": QUICK_PROFILE, "cache": False, "policy": POLICY, "simulated": simulated}
+    planned = run(folder / "with", 2, perseus=perseus, steps=steps, **({"until": until} if until else {}), **job)
+    steps = len(planned.ranks[0]["losses"])
+    assert_same_training(planned, run(folder / "without", 2, steps=steps, **job))
+    return planned.records()
+
+
+def by_script(script, folder, job, simulated=SHORT, **end):
+    """Train with another engine, with and without Perseus, assert equal bits, and return the records."""
+    auto = {**job, **end, "perseus": block_in(folder, "auto", policy=POLICY, simulated=simulated)}
+    for of_rank in run_jobs(folder, 2, script, {"auto": auto, "without": job}):
+        assert_untouched(of_rank)
+    return records(folder / "auto")
+
+
+def assert_each_count_has_a_plan(found):
+    """Assert that both numbers ran under plans at the end, based on the only measured profile."""
+    assert {record["order"] for record in iterations(found, "run")[-10:]} == {None, 1}
+    assert len(events(found, "profile")) == 1
+    (planned,) = events(found, "schedule")
+    assert (planned["micro_batches"], planned["shares_profile"]) == (2, True)
+
+
+def test_counts_that_alternate_on_deepspeed(tmp_path):
+    job = {"counts": COUNTS, "work": [3, 2]}
+    assert_each_count_has_a_plan(on_deepspeed(tmp_path, SHORT, until=["run", 50], steps=10_000, **job))
+
+
+def test_counts_that_alternate_on_deepspeed_in_profile_mode(tmp_path):
+    found = on_deepspeed(tmp_path, SHORT, mode="profile", counts=COUNTS, work=[3, 2], steps=60)
+    assert len(events(found, "profile")) == 1
+    assert not events(found, "failure")
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+def test_counts_that_alternate_on_torch(tmp_path, name):
+    job = {"schedule": name, "micro_batches": max(COUNTS), "counts": COUNTS}
+    assert_each_count_has_a_plan(by_script(torch_script, tmp_path, job, until=["run", 50]))
+
+
+def test_counts_that_alternate_on_megatron(tmp_path):
+    job = {"stages": 2, "orders": [[count] for _ in range(90) for count in COUNTS]}
+    assert_each_count_has_a_plan(by_script(megatron_script, tmp_path, job))
+
+
+def lengths(known, new):
+    """Return lengths in turns, first those to profile, and then with a new one among them."""
+    return [*known * 95, *[*known, new] * 45]
+
+
+def assert_new_length_is_planned(found):
+    """Assert that the last shape had no profile of its own, and ran under a plan."""
+    *profiled, predicted = events(found, "shape")
+    assert [event["profile_error"] for event in profiled] == [None] * len(profiled)
+    assert 0 < predicted["profile_error"] < 0.05
+    assert predicted["shape"] in {record["shape"] for record in iterations(found, "run")}
+    assert not events(found, "failure")
+
+
+def test_a_length_that_was_not_profiled_on_deepspeed(tmp_path):
+    job = {"work": [3, 2], "micro_batches": 2, "buckets": lengths([16, 24, 40], 32)}
+    assert_new_length_is_planned(on_deepspeed(tmp_path, LONG, steps=len(job["buckets"]), **job))
+
+
+def test_a_length_that_was_not_profiled_on_megatron(tmp_path):
+    job = {"stages": 2, "micro_batches": 2, "lengths": lengths([4, 6, 8], 7)}
+    job["orders"] = [[2]] * len(job["lengths"])
+    assert_new_length_is_planned(by_script(megatron_script, tmp_path, job, simulated=LONG))
+
+
+def mixed(sizes, micro_batches=2):
+    """Return the sizes of the micro-batches of each step."""
+    draw = random.Random(3)
+    return [[draw.choice(sizes) for _ in range(micro_batches)] for _ in range(400)]
+
+
+def test_lengths_given_ahead_on_deepspeed(tmp_path):
+    job = {"work": [3, 2], "micro_batches": 2, "mixed": mixed([16, 24, 32, 40])}
+    found = on_deepspeed(tmp_path, LONG, until=["run", 30], steps=400, **job)
+    assert not events(found, "failure")
+    times_s = [record["predicted_time_s"] for record in iterations(found, "run")[-20:]]
+    assert max(times_s) > 1.2 * min(times_s), "each iteration is planned for its own lengths"
+
+
+MEGATRON = {"stages": 2, "micro_batches": 2, "mixed": mixed([4, 5, 6, 8]), "orders": [[2]] * 400}
+TORCH = {"schedule": "1F1B", "micro_batches": 4, "mixed": mixed([100, 200, 300], 4)}
+
+
+@pytest.mark.parametrize(
+    ("script", "job", "end"),
+    [(megatron_script, MEGATRON, {"orders": [[2, "run", 10]]}), (torch_script, TORCH, {"until": ["run", 30]})],
+    ids=["Megatron-Core", "torch"],
+)
+def test_lengths_given_ahead(tmp_path, script, job, end):
+    found = by_script(script, tmp_path, job, **end)
+    assert iterations(found, "run")
+    assert not events(found, "failure")
