@@ -1,18 +1,14 @@
 """Lost, duplicate, late and reordered messages affect only the evidence of their iterations."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import one_f_one_b
+from job_descriptions import described
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.run_records import IterationRecord, read_records
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.config import parse_block
-from perseus_ds.protocol.description import JobDescription, RankFacts
 from perseus_ds.protocol.job_messages import (
     Follow,
     Joined,
@@ -28,32 +24,15 @@ from perseus_ds.server.server import JobServer
 
 RANKS = 2
 ITERATIONS = 12
-SCHEDULE = one_f_one_b(ranks=RANKS, micro_batches=2)
-CLOCKS_MHZ = tuple(range(900, 1411, 15))
 
 
 class Job:
     """A job with fake ranks, which follow received messages and report iterations of one second."""
 
     def __init__(self, folder, **block):
-        config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
-        facts = tuple(
-            RankFacts(
-                pipeline=tuple(range(RANKS)),
-                copies=(rank,),
-                schedule=ScheduleStreams.of(replace(SCHEDULE, ranks=(SCHEDULE.ranks[rank],)))
-                .model_dump_json()
-                .encode(),
-                gpu="simulated",
-                clocks_mhz=CLOCKS_MHZ,
-                simulated=True,
-            )
-            for rank in range(RANKS)
-        )
         self.folder = folder
         self.received = [[] for _ in range(RANKS)]
-        description = JobDescription.of(config.model_dump_json().encode(), facts)
-        self.server = JobServer(description, self._send, timebase=VirtualTime())
+        self.server = JobServer(described(output_dir=str(folder), **block), self._send, timebase=VirtualTime())
         self.server.start()
         for rank in range(RANKS):
             self.server.receive(rank, Measured(0.1, 0.1, 80.0))

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from server_request import description, request
+from job_descriptions import description, request
 
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.config import parse_block

@@ -1,4 +1,4 @@
-"""Perseus on one rank: forks, invalid frontiers, closing, and child processes."""
+"""Perseus on one rank: forks, missing permission, invalid frontiers, closing, and child processes."""
 
 import os
 import signal
@@ -8,19 +8,17 @@ import psutil
 import pytest
 import torch.distributed as dist
 from frontiers import save_random_plan
+from job_descriptions import TWO_STAGES, described
 from pipelines import one_f_one_b
 from run_log import records, wait_until
-from server_request import SCHEDULE as TWO_STAGES
-from server_request import description
-from virtual.job import SLOWER
+from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.client.runtime import PerseusRuntime
-from perseus_ds.errors import ConfigError, FrontierError, PerseusError
+from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.protocol.description import decode_description
 from perseus_ds.server.server import JobServer
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
@@ -74,8 +72,24 @@ def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(runtime,
     assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
 
 
+def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):
+    job = VirtualJob(tmp_path, mode="auto", gpu={"may_lock": False})
+    assert set(job.train(5)) == {"observe"}
+    assert len(job.close()) == 5
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "this process may not set clocks" in warning
+    assert 'With "required": true this is an error' in warning
+
+
+@pytest.mark.parametrize("block", [{"mode": "auto", "required": True}, {"mode": "profile"}])
+def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, block):
+    with pytest.raises(GpuPermissionError, match="may not set clocks"):
+        VirtualJob(tmp_path, gpu={"may_lock": False}, **block)
+    assert not (tmp_path / "run.jsonl").exists()
+
+
 def server(folder, **block):
-    return JobServer(decode_description(description(folder, **block)), lambda rank, message: None)
+    return JobServer(described(output_dir=str(folder), **block), lambda rank, message: None)
 
 
 def test_a_frontier_that_is_not_there_is_an_error_before_training(tmp_path):

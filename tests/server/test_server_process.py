@@ -7,8 +7,8 @@ import time
 import msgspec
 import pytest
 import zmq
+from job_descriptions import description, request
 from msgspec import structs
-from server_request import description, request
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild

@@ -3,9 +3,9 @@
 The argument is a folder with ``job.json``. Every rank writes ``rank<N>.json`` into it, with losses by step, a hash of
 its weights and the state of Perseus, and writes its process id into ``pid<N>``. A test controls a running job by files
 in the folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow
-while ``slow`` exists. The last rank's connections to others break when ``cut`` appears. A job with ``end_by`` ends in
-that manner when ``end`` appears. A job with ``survives_term`` continues to train after SIGTERM. A job with ``followed``
-writes each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
+while ``slow`` exists. A job with ``end_by`` ends in that manner when ``end`` appears. A job with ``survives_term``
+continues to train after SIGTERM. A job with ``followed`` writes each loss to ``losses.csv``, and saves a checkpoint
+when ``save`` appears, which it then removes.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from schedule_job import STAGES_PER_RANK
+from schedule_job import STAGES_PER_RANK, with_options
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
-from torch_jobs import with_options
 from virtual.job import predicted_over_used
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile

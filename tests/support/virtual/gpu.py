@@ -57,13 +57,6 @@ class RecordingGpu(SimulatedGpu):
             raise refusal
         self.set_at.append((clock_mhz, self.timebase.now_s()))
 
-    @contextmanager
-    def computing(self):
-        """Run an instruction for the duration of the context."""
-        self.begin_work()
-        yield
-        self.finish_work(0.0)
-
 
 class FaultyGpu(SimulatedGpu):
     """A GPU whose driver fails between :meth:`begin` and :meth:`end`.
@@ -179,13 +172,11 @@ class VirtualCuda:
         device: Number of the current device.
 
     Attributes:
-        chosen: The device of each call of ``set_device``.
         events: Number of events created.
     """
 
     def __init__(self, time, gpu=None, device=0):
         self.time = time
-        self.chosen = []
         self.events = self.blocking_events = 0
         self.gpu = gpu
         self._device = device
@@ -254,9 +245,6 @@ class VirtualCuda:
 
     def current_stream(self, device):
         return self
-
-    def set_device(self, device):
-        self.chosen.append(device)
 
     def synchronize(self, device=None):
         assert device in (None, self._device)

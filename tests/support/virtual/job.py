@@ -12,7 +12,6 @@ import math
 import statistics
 import threading
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -57,7 +56,6 @@ class VirtualJob:
         shapes: Identifies the shapes of the inputs, of all forwards or of each; a test may change it.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
         read: How many times the schedule of an iteration was read after the start.
-        waits: How many times a rank had to wait for others in a collective.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class VirtualJob:
         gpu_class=SimulatedGpu,
         cuda=False,
         graphs=False,
-        time=None,
         **block,
     ):
         """Start the job, of which :meth:`train` runs the first iteration.
@@ -97,10 +94,9 @@ class VirtualJob:
             cuda: Whether passes are only launched, on a stand-in for CUDA; otherwise they are complete on return.
             graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
                 number is the time of the part of the tail that is in the graph, too [s].
-            time: Time shared with other jobs; by default the job has its own.
             block: Other keys of the ``perseus`` block.
         """
-        self.time = time or VirtualTime()
+        self.time = VirtualTime()
         self.folder = folder
         halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
         self.work_s = [
@@ -168,10 +164,6 @@ class VirtualJob:
     def cuda(self):
         """The stand-in for CUDA of rank 0."""
         return self._cuda[0]
-
-    @property
-    def waits(self):
-        return self._meetings.waits
 
     def train(self, iterations=1):
         """Run iterations and return their phases."""
@@ -265,13 +257,7 @@ class VirtualJob:
         self.server.recorder.flush()
         state = json.loads(json.dumps(self.server.state()))
         self._epoch += 1
-        keys = {
-            "epoch": self._epoch,
-            "timebase": self.time,
-            "worker": self._make_worker,
-            "lengths_worker": self._make_lengths_worker,
-        }
-        self.server = JobServer(self._description, self._send, **keys)
+        self.server = self._make_server(epoch=self._epoch)
         self.server.go_on(state)
         self.server.start()
         for rank, runtime in enumerate(self.runtimes):
@@ -291,16 +277,8 @@ class VirtualJob:
         self._iterations = [0] * len(self.gpus)
         self._done = [0] * len(self.gpus)
         facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
-        description = JobDescription.of(self._config.model_dump_json().encode(), facts)
-        self._description, self._epoch = description, 0
-        self.server = JobServer(
-            description,
-            self._send,
-            state=state,
-            timebase=self.time,
-            worker=self._make_worker,
-            lengths_worker=self._make_lengths_worker,
-        )
+        self._description, self._epoch = JobDescription.of(self._config.model_dump_json().encode(), facts), 0
+        self.server = self._make_server(state=state)
         self._clocks = [
             clocks_of(
                 gpu, self.time, self._cuda and self._cuda[rank], lambda message, rank=rank: self._tell(rank, message)
@@ -308,6 +286,22 @@ class VirtualJob:
             for rank, gpu in enumerate(self.gpus)
         ]
         self._on_all_ranks(self._begin)
+
+    def _make_server(self, **keys):
+        return JobServer(
+            self._description,
+            self._send,
+            timebase=self.time,
+            worker=self._make_worker,
+            lengths_worker=self._make_lengths_worker,
+            **keys,
+        )
+
+    def _make_worker(self, *request):
+        return self.worker(*request)
+
+    def _make_lengths_worker(self, *request):
+        return self.lengths_worker(*request)
 
     def _facts(self, rank, steps):
         pipeline, place = self._place(rank)
@@ -321,12 +315,6 @@ class VirtualJob:
             steps=steps,
         )
         return rank_facts(self._config, facts, own, gpu, self._timers(rank))
-
-    def _make_worker(self, *args):
-        return self.worker(*args)
-
-    def _make_lengths_worker(self, *args):
-        return self.lengths_worker(*args)
 
     def _tell(self, rank, message):
         self.server.receive(rank, message)
@@ -457,10 +445,8 @@ class VirtualJob:
             launched_s, delay_s = map(max, zip(*sides, strict=True))
             self.time.sleep(max(0.0, launched_s + delay_s + self._transfer_s - self.time.now_s()))
 
-    @contextmanager
     def _stand_ins(self):
-        with patch("perseus_ds.client.measuring.dist", self._collectives):
-            yield
+        return patch("perseus_ds.client.measuring.dist", self._collectives)
 
     def _on_all_ranks(self, run):
         """Run a function on all ranks concurrently, and raise the first error of a rank."""
@@ -554,11 +540,7 @@ class RankLeftError(BaseException):
 
 
 class Meetings:
-    """Named meeting points of threads, to which each brings a value.
-
-    Attributes:
-        waits: How many times a rank had to wait for an answer.
-    """
+    """Named meeting points of threads, to which each brings a value."""
 
     def __init__(self, time):
         self._time = time
@@ -568,7 +550,6 @@ class Meetings:
         self._brought = {}
         self._taken = Counter()
         self._is_left = False
-        self.waits = 0
 
     def bring(self, name, who, value):
         """Arrive at a meeting without waiting for the others."""
@@ -588,25 +569,15 @@ class Meetings:
 
         Each of the ``size`` participants waits exactly once.
         """
-        self.wait_within(name, size, math.inf)
+        while not self._are_there(name, size):
+            self._size[name] = size
+            with self._waiting[name] as condition:
+                condition.wait()
         self._taken[name] += 1
         if self._taken[name] < size:
             return self._brought[name]
         del self._taken[name]
         return self._brought.pop(name)
-
-    def count_wait(self, name, size):
-        """Count a rank that begins to wait for others."""
-        self.waits += not self._are_there(name, size)
-
-    def wait_within(self, name, size, timeout_s):
-        """Wait for ``size`` participants for some time, and return whether they have arrived."""
-        end_s = self._time.now_s() + timeout_s
-        while not (are_there := self._are_there(name, size)) and (rest_s := end_s - self._time.now_s()) > 0:
-            self._size[name] = size
-            with self._waiting[name] as condition:
-                condition.wait(None if math.isinf(rest_s) else rest_s)
-        return are_there
 
     def _wake(self, name):
         if condition := self._waiting.pop(name, None):
