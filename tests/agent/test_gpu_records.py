@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, left_locked, note_reset
+from perseus_ds.agent.gpu_records import GpuRecord, left_locked, note_reset
 
 HOLD = """
 import signal, sys
@@ -58,17 +58,6 @@ def test_a_clock_counts_as_left_from_the_death_of_its_agent_until_it_is_recorded
     record.set_locked(False)
     record.close()
     assert left() == []
-
-
-def test_an_agent_of_the_same_job_recognizes_its_predecessors_gpus(hold):
-    end(hold("nvml:GPU-1"))
-    assert GpuRecord("nvml:GPU-1", "job").is_of_same_job
-
-
-def test_a_gpu_has_one_agent(hold):
-    process = hold("nvml:GPU-1")
-    with pytest.raises(GpuHeldError, match=rf"used by another job of this user \(process {process.pid}\)"):
-        GpuRecord("nvml:GPU-1", "this")
 
 
 def test_a_record_taken_by_another_agent_is_not_current(hold, tmp_path):

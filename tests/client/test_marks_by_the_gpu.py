@@ -31,14 +31,6 @@ def words(memory):
     return np.frombuffer(memory.view, np.uint32)
 
 
-def test_a_mark_follows_the_work_that_was_issued_before_it(stub_cuda, memory, words):
-    writes = StreamWrites(memory)
-    with stub_cuda.busy():
-        writes.write(stub_cuda.stream, 8, 7)
-        assert words[2] == 0, "the kernel runs"
-    assert words[2] == 7
-
-
 def test_each_stream_marks_at_its_own_pace_on_its_own_device(stub_cuda, memory, words):
     writes = StreamWrites(memory)
     streams = [stub_cuda.new_stream(0), stub_cuda.new_stream(0), stub_cuda.new_stream(1)]
@@ -49,31 +41,6 @@ def test_each_stream_marks_at_its_own_pace_on_its_own_device(stub_cuda, memory, 
         wait_until(lambda: words[1] and words[2], "marks on the other streams")
         assert words[0] == 0, "its stream is busy, independent of the others"
     assert words[:3].tolist() == [1, 1, 1]
-
-
-def test_a_mark_on_a_stream_of_another_device_than_the_current_one_is_an_error(stub_cuda, memory):
-    writes = StreamWrites(memory)
-    with pytest.raises(GpuError, match="writing a mark failed with CUDA_ERROR_INVALID_HANDLE"):
-        writes.write(stub_cuda.new_stream(1), 0, 1)
-
-
-def test_a_graph_marks_at_each_replay_and_clearing_in_stream_order_separates_iterations(stub_cuda, memory, words):
-    writes = StreamWrites(memory)
-
-    def body():
-        for position in range(3):
-            stub_cuda.delay(0.001)
-            writes.write(stub_cuda.stream, 4 * position, 9)
-
-    graph = stub_cuda.captured(body)
-    assert words[:3].tolist() == [0, 0, 0], "capturing executes nothing"
-    for number in (1, 2):
-        writes.fill(stub_cuda.stream, 0, 3)
-        writes.write(stub_cuda.stream, 400, number)
-        graph.replay()
-    stub_cuda.synchronize()
-    assert words[:3].tolist() == [9, 9, 9]
-    assert words[100] == 2
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,12 @@ import pytest
 from stub_nvml.controller import StubNvml
 
 from perseus_ds.errors import GpuError, GpuPermissionError
-from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_of_uuid
+from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device, index_of_uuid
 
 
 @pytest.fixture
 def gpu(stub_nvml_here: StubNvml) -> NvmlGpu:
     return NvmlGpu(1)
-
-
-def test_name_uuid_and_driver_are_read(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
-    assert (gpu.index, gpu.name, gpu.driver, gpu.simulated) == (
-        1,
-        "NVIDIA A100-SXM4-80GB (stub)",
-        "550.54.15-stub",
-        False,
-    )
-    assert gpu.uuid.encode() == stub_nvml_here.gpus[1].uuid
-    assert gpu_count() == 4
 
 
 @pytest.mark.parametrize(("visible", "cuda_index", "index"), [(None, 2, 2), ("3,1", 1, 1), ("GPU-1,GPU-2b6", 1, 2)])
@@ -45,14 +34,6 @@ def test_cudas_own_uuid_wins(stub_nvml_here: StubNvml, monkeypatch: pytest.Monke
     uuid = stub_nvml_here.gpus[3].uuid.decode().removeprefix("GPU-")
     assert NvmlGpu(index_of_cuda_device(0, uuid)).index == 3
     assert NvmlGpu(index_of_uuid(uuid[:6])).index == 3
-
-
-def test_the_order_of_unlike_gpus_is_not_guessed(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_nvml_here.gpus[0].name = b"NVIDIA T4"
-    with pytest.raises(GpuError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        NvmlGpu(index_of_cuda_device(0))
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert NvmlGpu(index_of_cuda_device(0)).name == "NVIDIA T4"
 
 
 def test_a_gpu_split_by_mig_is_refused(stub_nvml_here: StubNvml) -> None:

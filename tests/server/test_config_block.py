@@ -16,16 +16,13 @@ def test_enabled_alone_is_a_complete_block():
     [
         ({"polcy": {}}, "perseus.polcy: unknown key; did you mean 'policy'?"),
         ({"profile": {"clock_strid": 2}}, "perseus.profile.clock_strid: unknown key; did you mean 'clock_stride'?"),
-        ({"zzz": 1}, "known keys are enabled, mode"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
         ({"policy": {"name": "slowdown", "max_slowdown": -0.1}}, "max_slowdown: expected a number greater"),
-        ({"policy": {"name": "slowdown", "max_slow": 0}}, "max_slow: unknown key; did you mean 'max_slowdown'?"),
         (
             {"policy": {"name": "fast"}},
             "perseus.policy.name: expected 'slowdown', 'deadline', 'power_cap', 'energy_optimal'",
         ),
         ({"policy": {"name": "deadline", "finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
-        ({"policy": {"name": "slowdwn"}}, "got 'slowdwn'; did you mean 'slowdown'?"),
         (
             {"policy": {"name": "slowdown", "least_swing": False}},
             'perseus.policy: "least_swing" was removed in 0.2.0. Omit it: plans without it use 0.1 to 0.2 % less',
@@ -38,13 +35,10 @@ def test_enabled_alone_is_a_complete_block():
         ({"policy": {"name": "slowdown", "max_slowdown": 200}}, "max_slowdown: expected a fraction below 1, got 200."),
         ({"profile": 3}, "perseus.profile: expected an object with keys and values, got 3."),
         ({"mode": "prfile"}, "got 'prfile'; did you mean 'profile'?"),
-        ({"mode": "train"}, "perseus.mode: expected 'auto', 'observe', 'profile' or 'run', got 'train'"),
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
-        ({"device": "cuda"}, "perseus.device: expected 'auto', 'nvml'"),
         ({"metrics": {}}, 'expected "port", such as 9400, or "textfile"'),
         ({"metrics": {"port": 0}}, "perseus.metrics.port: expected a number greater than or equal to 1"),
         ({"metrics": {"textfile": "perseus.txt"}}, "perseus.metrics.textfile"),
-        ({"metrics": {"prot": 9400}}, "did you mean 'port'"),
         (True, 'expected an object such as {"enabled": true}'),
     ],
 )

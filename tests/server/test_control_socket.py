@@ -137,12 +137,6 @@ def test_of_a_damaged_state_or_one_of_another_version_nothing_counts(orders, cap
     assert "cannot be read" in caplog.text
 
 
-def test_steps_of_earlier_starts_are_no_steps_of_this_one(orders):
-    orders.steps = 9
-    orders.count_step(10)
-    assert (orders.steps, orders.own_steps) == (10, 1)
-
-
 DEADLINE = '{"command": "policy", "policy": {"name": "deadline", "finish_by": "2030-01-01T00:00Z", "total_steps": %s}}'
 
 
@@ -202,7 +196,7 @@ def test_an_order_may_arrive_in_parts_and_what_comes_after_its_line_is_dropped(f
 
 def test_clients_that_say_nothing_do_not_keep_others_from_being_answered(folder):
     with contextlib.ExitStack() as silent:
-        for _ in range(150):
+        for _ in range(30):
             silent.enter_context(connected(folder)).sendall(b'{"command":')
         assert send_order(folder, {"command": "status"})["ok"]
 

@@ -51,26 +51,6 @@ def test_a_mode_that_ended_by_a_fault_while_profiling_begins_again(job):
     job.train_while(lambda: not job.is_under_a_plan)
 
 
-@pytest.mark.extended
-def test_a_fault_that_comes_back_at_once_is_told_once(job, caplog):
-    job.train_while(lambda: not job.is_under_a_plan)
-    for _ in range(5):
-        job.gpus[0].begin("driver error")
-        job.train(5)
-        job.gpus[0].end()
-        job.train_while(lambda: not job.is_under_a_plan)
-    assert caplog.text.count("Training continues at default clocks") == 1
-
-
-def test_a_mistake_is_final(job):
-    job.train_while(lambda: not job.is_under_a_plan)
-    job.gpus[1].begin("a mistake of ours")
-    job.train(5)
-    job.gpus[1].end()
-    job.train(200)
-    assert job.has_fallen_back(1)
-
-
 @pytest.mark.parametrize(
     ("seed", "causes", "minutes"),
     [(1, GPU_FAULTS, 1), pytest.param(2, GPU_FAULTS + JOB_FAULTS, 30, marks=pytest.mark.extended)],

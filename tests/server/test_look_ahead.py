@@ -101,6 +101,7 @@ def test_the_profile_tells_how_passes_depend_on_lengths_and_its_rows_are_for_the
             assert row.time_s == pytest.approx(expected_s, rel=0.02)
 
 
+@pytest.mark.extended
 def test_data_parallel_pipelines_have_lengths_and_plans_of_their_own(start):
     job = start(**SLOWER, pipelines=2)
     job.train(ITERATIONS)
@@ -171,17 +172,6 @@ def test_what_are_no_lengths_is_an_error(start, lengths):
     job = start(**SLOWER)
     with pytest.raises(ValueError, match="number for each micro-batch"):
         job.runtime.next_lengths(lengths)
-
-
-def test_lengths_of_many_iterations_ahead_are_those_of_the_next_ones(start):
-    job = start(**SLOWER, ahead=100)
-    job.train(2)
-    given = job.server._look_ahead.lengths_of
-    assert [given(number, 0) for number in (1, 2, 64)] == [
-        tuple(job.lengths_of(number - 1, 0)) if number > 1 else None for number in (1, 2, 64)
-    ], "those of the first are sent when it begins"
-    assert given(65, 0) is given(101, 0) is None, "too many at once"
-    assert given(102, 0) == tuple(job.lengths_of(101, 0))
 
 
 def test_lengths_given_and_never_used_take_no_memory(start):

@@ -15,7 +15,6 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import (
     ClockRefused,
     Drifted,
-    Ended,
     Failed,
     PlanChosen,
     PlanJudged,
@@ -195,7 +194,7 @@ def test_ranks_leave_default_clocks_together_when_a_power_cap_begins(start, tmp_
     assert set(job.train(20)) == {"run"}
 
 
-@pytest.mark.parametrize("iterations", range(4, 14))
+@pytest.mark.parametrize("iterations", range(4, 14, 3))
 def test_a_power_cap_that_ends_a_comparison_before_it_has_measured_is_no_failure(start, frontier, iterations):
     job = start(mode="run", frontier=frontier, **SLOWER)
     for phase in ("default", "run", "default", "run"):
@@ -305,16 +304,6 @@ def test_records_name_the_policy_of_an_order_before_plans_run_and_of_a_checkpoin
     assert len(job.events(PolicyChanged)) == 2
 
 
-def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, frontier, caplog):
-    job = start(mode="run", frontier=frontier, **SLOWER)
-    job.train(2)
-    state = {**job.server.state(), "progress": {"plan": "many"}}
-    job.close()
-    job._start(state)
-    assert set(job.train(2)) == {"run"}
-    assert "cannot be read" in caplog.text
-
-
 def test_pause_and_resume_at_iteration_boundaries(start, frontier):
     job = start(mode="run", frontier=frontier, **SLOWER)
     job.train_until_compared()
@@ -348,27 +337,6 @@ def test_each_phase_says_what_follows_and_about_when(start):
         ahead = [record for record in iterations if record.phase == phase and record.next_in_s is not None]
         spent_s = sum(record.time_s for record in ahead[1:])
         assert ahead[0].next_in_s == pytest.approx(spent_s, rel=most_off, abs=1.2)
-
-
-def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, capsys):
-    job = start(mode="auto", **SLOWER)
-    job.train_until("run")
-    job.train(1)
-    first = re.search(r"running under plan (\d+) of .*", capsys.readouterr().out).group()
-    assert re.search(r"\+[\d.]+ % time, -[\d.]+ % energy", first)
-    job.train_until_compared()
-    job.train(30)
-    job.control(command="policy", policy={"name": "slowdown", "max_slowdown": 0.1})
-    job.train(30)
-    job.close()
-    said = capsys.readouterr().out
-    assert "training ended before" not in said
-    last = said.splitlines()[-2]
-    takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
-    assert re.search(rf"\d+ under plans: {takes}", last)
-    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
-    (end,) = job.events(Ended)
-    assert sum(plan.iterations for plan in end.plans) == end.planned > 60
 
 
 def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
@@ -416,13 +384,9 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, c
     )
 
 
-SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
-
-
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(start, factor):
-    """Iterations of 0.05 to 0.2 s with a counter that is refreshed every 100 ms."""
-    work_s = {kind: factor * time_s for kind, time_s in SHORT.items()}
+def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(start):
+    """Iterations of 0.05 s with a counter that is refreshed every 100 ms."""
+    work_s = {Kind.FORWARD: 0.0055, Kind.BACKWARD: 0.011, Kind.TAIL: 0.0005}
     job = start(mode="auto", work_s=work_s, **SLOWER)
     job.train_until("optimizing", most=800)
     profile = StageProfile.load(job.folder)
@@ -534,9 +498,6 @@ def test_the_clock_returns_to_its_default_where_nothing_is_trained_for_long_or_a
     [
         ("auto", "warm-up", r"before a plan ran, while warming up.*then comes measuring the profile"),
         ("auto", "profile", r"before a plan ran, while measuring the profile \(about \d+ more iterations\)"),
-        ("auto", "optimizing", r"before a plan ran, while computing plans"),
-        ("auto", "default", r"before a plan ran, while measuring iterations at default clocks"),
-        ("profile", "warm-up", r"before the profile was complete, while warming up"),
         ("profile", "profile", r"before the profile was complete, while measuring"),
     ],
 )
@@ -546,27 +507,6 @@ def test_a_job_that_ends_too_early_says_where_it_was(start, capsys, mode, phase,
     job.train(1)
     job.close()
     assert re.search(told, capsys.readouterr().out)
-
-
-def test_a_job_says_in_how_many_iterations_a_plan_runs(start, capsys):
-    job = start(mode="auto")
-    job.train_until("profile")
-    before = job.server.control.steps
-    job.train(1)
-    expected = int(re.search(r"a plan runs in about (\d+) iterations", capsys.readouterr().out)[1])
-    job.train_until("run")
-    assert job.server.control.steps - before == pytest.approx(expected, rel=0.5)
-
-
-def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, frontier, capsys):
-    job = start(mode="run", frontier=frontier)
-    job.train_until("default")
-    capsys.readouterr()
-    phases = job.train_until("run")
-    announced = re.search(r"at default clocks, to compare plans with: about (\d+) to (\d+)", capsys.readouterr().out)
-    least, most = map(int, announced.groups())
-    # Some iterations pass before the time of one is known.
-    assert least <= len(phases) <= most + 3
 
 
 def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_in_an_order_and_not_in_a_resumed_job(

@@ -70,6 +70,7 @@ def test_of_many_lengths_three_are_profiled_and_the_others_wait_for_them(start):
     assert len(job.events(ProfileWritten)) == 1 + sum(profiled), "the first profile is for all lengths"
 
 
+@pytest.mark.extended
 def test_a_length_far_from_those_profiled_is_profiled_itself(job):
     profiled = len(job.events(ProfileWritten))
     train(job, [*LENGTHS, 30.0] * 30)

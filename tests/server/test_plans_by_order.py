@@ -79,6 +79,7 @@ def test_profile_mode_measures_iterations_of_all_counts_for_one_profile(start):
             assert measured.energy_j == pytest.approx(row.energy_j, rel=0.06)
 
 
+@pytest.mark.extended
 def test_a_deadline_slows_down_all_counts_alike_and_is_met_just_in_time(start):
     counts = [8, 2] * 400
     typical = start(folder="default", mode="observe", micro_batches=8)
@@ -160,18 +161,6 @@ def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, 
     assert records[-1].phase == "run"
     assert records[-1].order is None
     assert Frontier.load(job.folder).provenance.micro_batches == 8
-
-
-def test_a_count_that_grows_gets_a_plan_for_each_step_that_lasts(start):
-    """A ramp of the batch size."""
-    job = start(mode="auto", micro_batches=2, **SLOWER)
-    counts = [2] * 80 + [4] * 60 + [5] * 3 + [6] * 60
-    train(job, counts)
-    records = job.close()
-    assert [event.micro_batches for event in job.events(OrderPlanned)] == [4, 6]
-    assert of_count(records, counts, 4)[-1].phase == of_count(records, counts, 6)[-1].phase == "run"
-    assert {record.phase for record in of_count(records, counts, 5)} == {"observe"}
-    assert len(job.events(ProfileWritten)) == 1
 
 
 def test_a_first_count_that_is_left_before_its_profile_is_done_keeps_no_other_from_a_plan(start):
@@ -293,14 +282,6 @@ def test_an_order_whose_mode_fails_runs_at_default_clocks_and_its_counter_is_not
     assert profiling.events(OrderPlanned)[-1].given_up == "no counter"
 
 
-def test_counters_of_other_orders_are_not_polled_after_the_first_has_failed(profiling, monkeypatch):
-    with monkeypatch.context() as broken:
-        fail_in(0, broken)
-        train(profiling, [8] * 2)
-    assert profiling.events(Failed)
-    assert not profiling.agent(0)._logged
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_two_kinds_have_the_same_number_after_many_kinds(job, monkeypatch, fails):
     train(job, [8] * 80 + [4] * 10)
@@ -327,6 +308,7 @@ def test_shapes_of_a_replaced_order_are_replaced_too(start, monkeypatch):
     assert job.runtime._follows[2][-1].phase == "observe"
 
 
+@pytest.mark.extended
 def test_all_ranks_run_the_plans_of_each_order(tmp_path):
     job = VirtualJob(tmp_path, stages_s=STAGES_S, micro_batches=8, mode="auto", **SLOWER)
     counts = itertools.cycle([8, 4])

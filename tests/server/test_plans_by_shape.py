@@ -162,17 +162,6 @@ def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_g
 
 
 @pytest.mark.extended
-def test_a_later_start_knows_how_often_training_stops_and_finds_plans_again(job):
-    alternate(job, 420)
-    state = job.restart()
-    assert state["progress"]["plan"] is None
-    assert state["progress"]["statistics"]["stops"] > 0
-    while job.phase != "run":
-        train(job, [1.0])
-    assert job.server.state()["progress"]["statistics"]["stops"] >= state["progress"]["statistics"]["stops"]
-
-
-@pytest.mark.extended
 def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job):
     alternate(job, 100)
     train(job, [float(number) for number in range(1, 10)] * 60)

@@ -54,19 +54,6 @@ def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_c
     assert len(job.events(ProfileWritten)) == 1
 
 
-def test_a_tail_that_has_become_longer_is_named_and_corrected(start):
-    job = start(mode="auto", **SLOWER)
-    job.train_until("optimizing")
-    job.work_s[0][Kind.TAIL] = 0.08
-    job.train_until_compared()
-    job.train(5)
-    records = job.close()
-    (predicted,) = job.events(Predicted)
-    assert predicted.corrected
-    assert predicted.parts == {"tail": pytest.approx(8.0, rel=0.02)}
-    assert records[-1].late == pytest.approx(0.0, abs=0.01)
-
-
 def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(start, monkeypatch):
     measured = OnlineProfiler.rows
 

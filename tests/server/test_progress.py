@@ -89,10 +89,6 @@ def test_orders_that_are_numbered_anew_after_a_restart_stay_what_they_are():
     assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20 + 10 * 20 + 5 * 20)
 
 
-def test_iterations_that_are_all_alike_are_of_no_kind():
-    assert facts_of(auto_job()).kinds == ()
-
-
 def test_a_resumed_job_goes_on_counting_and_another_job_does_not():
     first = facts_of(auto_job())
     resumed = facts_of([*auto_job(), Ended(time=BEGIN + 30), started(), planned_iteration(27)])
@@ -176,26 +172,6 @@ def test_jobs_of_a_folder_are_found_when_they_begin(tmp_path):
     write(tmp_path / "b", auto_job())
     assert [follower.folder.name for follower in jobs.followers()] == ["a", "b"]
     assert jobs.followers()[0] is first
-
-
-def test_a_job_of_many_ranks_is_told_in_few_words():
-    by_pipeline = tuple(float(number) for number in range(200))
-    asked, failed = (1400,) * 10_000, {"failed_ranks": tuple(range(16)), "more_failed_ranks": 284}
-    last = planned_iteration(
-        27, energy_by_pipeline_j=by_pipeline, clocks_asked_mhz=asked, clocks_reached_mhz=asked, **failed
-    )
-    text = told(facts_of([started(), last]))
-    assert "15: 15.00 J" in text
-    assert "; 16 to 199: 16.00 J" in text
-    assert "problem fallen back to default clocks: rank 0, 1, 2, 3, 4, 5 and 294 more" in text
-
-
-def test_clocks_by_rank_are_kept_until_a_record_has_them_again():
-    asked = (1400, 1300)
-    with_clocks = planned_iteration(7, clocks_asked_mhz=asked, clocks_reached_mhz=asked, energy_by_rank_j=(40.0, 40.0))
-    assert facts_of([started(), with_clocks, planned_iteration(8)]).clocks_asked_mhz == asked
-    at_default = planned_iteration(8, energy_by_rank_j=(40.0, 40.0))
-    assert facts_of([started(), with_clocks, at_default]).clocks_asked_mhz == ()
 
 
 def test_an_order_is_pending_until_iterations_run_by_it():

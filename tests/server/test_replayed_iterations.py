@@ -13,7 +13,7 @@ from virtual.time import VirtualTime
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanJudged, Predicted
 from perseus_ds.client.operations import CapturedIteration, OperationHooks
-from perseus_ds.client.timers import CudaExecution, GraphTimes, Replay, Span
+from perseus_ds.client.timers import CudaExecution
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.job_messages import Follow, Program
@@ -109,25 +109,3 @@ def test_waiting_for_a_slower_pipeline_within_the_graph_is_no_part_of_the_tail(s
     profile = StageProfile.load(job.folder)
     assert profile.at_highest_clock(0, Kind.TAIL).time_s == pytest.approx(0.015 + 1.2 * TAIL_S, rel=0.03)
     assert profile.info.tail_s[0] == pytest.approx(0.015 + 1.2 * TAIL_S, rel=0.2)
-
-
-class Recorded:
-    """An event recorded at a given time [s]."""
-
-    def __init__(self, at_s):
-        self.at_s, self.event = at_s, self
-
-    def elapsed_time(self, end):
-        return (end.at_s - self.at_s) * 1e3
-
-    def synchronize(self):
-        """Return immediately, because the event is complete."""
-
-
-def test_the_tail_begins_in_the_graph_and_ends_after_it():
-    forward, tail = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.TAIL))
-    graph = GraphTimes(lambda: None)
-    graph.marks = [(forward, Recorded(1.0), Recorded(2.0)), (tail, Recorded(2.0), Recorded(5.0))]
-    replay = Replay(graph, Recorded(1.0), Recorded(5.0))
-    after = [Span(tail, 6.0, 8.0)]
-    assert replay.followed_by(after) == [Span(forward, 0.0, 1.0), Span(tail, 1.0, 8.0)]

@@ -9,7 +9,6 @@ from virtual.job import SLOWER, in_order
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.server.context import BesideTraining
 from perseus_ds.server.frontiers import cached
 from perseus_ds.server.profiling import save_profile
 
@@ -100,15 +99,3 @@ def test_a_profile_that_no_longer_held_is_measured_again_by_the_next_start(start
     job.train_until("observe", most=900)
     again = start(mode="auto", **SLOWER)
     assert "profile" in again.train_until("run")
-
-
-def test_what_phases_had_running_is_not_kept_when_they_have_ended():
-    beside, ended = BesideTraining(), []
-    beside.until_closed(lambda: ended.append("job"))
-    for number in range(3):
-        with beside.running(lambda number=number: ended.append(number)):
-            assert ended == list(range(number))
-    del ended[:]
-    with beside.running(lambda: ended.append("phase")):
-        beside.close()
-        assert ended == ["phase", "job"]
