@@ -1,10 +1,12 @@
 """Training under Perseus has the same bits as without it, and the clocks of the plan."""
 
 import json
+from pathlib import Path
 
 import pytest
-from frontiers import save_random_plan
-from job import QUICK_PROFILE, launch, run
+import run_log
+from frontiers import save_random_plan, save_true_frontier
+from job import QUICK_PROFILE, block_in, launch, run, run_script
 
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -87,3 +89,25 @@ def test_an_error_of_the_start_is_printed_once_and_again_in_the_launchers_summar
     of_ranks, _, of_launcher = finished.output.partition("ChildFailedError")
     assert of_ranks.count(message) == of_launcher.count(message) == 1
     assert 'pipeline_job.py", line' not in finished.output  # no traceback of a rank
+
+
+BY_HAND = Path(__file__).with_name("handwritten_loop.py")
+
+
+def run_by_hand(folder, **block):
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({"steps": 8, "perseus": block}))
+    return run_script(folder, 2, BY_HAND, folder).ranks
+
+
+@pytest.mark.extended
+def test_a_loop_on_plain_torch_distributed_runs_under_a_plan(tmp_path):
+    save_true_frontier(tmp_path / "frontier")
+    observed = run_by_hand(tmp_path / "observed", **block_in(tmp_path, "observe"))
+    planned = run_by_hand(tmp_path / "planned", **block_in(tmp_path, "run", frontier=str(tmp_path / "frontier")))
+    assert [rank["losses"] for rank in planned] == [rank["losses"] for rank in observed]
+    assert [rank["plan"] for rank in planned] == [True, True]
+    iterations = run_log.iterations(run_log.records(tmp_path / "run"), "run")
+    assert len(iterations) >= 6, "one or two iterations calibrate the simulated GPUs"
+    # The agent may not follow the first iteration before its end.
+    assert all(r["clock_changes"] + r["clock_skips"] > 0 for r in iterations[1:])

@@ -331,11 +331,10 @@ def run_both(action, context):
 @pytest.mark.parametrize(
     ("name", "action", "function", "expected"),
     [
-        ("Interleaved1F1B", FORWARD, run_pass, (Kind.FORWARD, 8)),
         ("Interleaved1F1B", FULL_BACKWARD, run_pass, (Kind.BACKWARD, 8)),
         ("DualPipeV", OVERLAP_F_B, run_both, (Kind.FORWARD_BACKWARD, 5)),
     ],
-    ids=["forward", "backward", "forward and backward in one"],
+    ids=["backward", "forward and backward in one"],
 )
 def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block, name, action, function, expected):
     losses = []
