@@ -11,6 +11,7 @@ from fail_on_skip import FailOnSkip
 from job import ENVIRONMENT, PlainRuns
 from stub_cuda.fixtures import stub_cuda, stub_cuda_library
 from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_of_agents, stub_time
+from virtual.time import VirtualTime
 
 __all__ = [
     "make_stub_nvml",
@@ -33,6 +34,12 @@ def pytest_configure(config):
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.environ.get("CI"):
         config.pluginmanager.register(FailOnSkip())
+
+
+@pytest.fixture
+def now():
+    """A virtual time."""
+    return VirtualTime()
 
 
 @pytest.fixture

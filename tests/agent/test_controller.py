@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 from virtual.gpu import RecordingGpu, set_clock
-from virtual.time import VirtualTime
 
 from perseus_ds.agent.controller import ClockController
 from perseus_ds.errors import GpuBusyError, GpuError
@@ -61,11 +60,6 @@ class SeenLateEvent:
 
     def query(self):
         return self._time.now_s() >= self._at_s + self._held_s - 1e-9
-
-
-@pytest.fixture
-def now():
-    return VirtualTime()
 
 
 @pytest.fixture

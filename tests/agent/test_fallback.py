@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import FaultyGpu
-from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, RankRecovered, RankReport, Report
@@ -15,19 +14,8 @@ AFTER_PROBES_S = 200.0
 
 
 @pytest.fixture
-def now():
-    return VirtualTime()
-
-
-@pytest.fixture
 def gpu(now):
     return FaultyGpu.named("a100-sxm", timebase=now)
-
-
-@pytest.fixture
-def told():
-    """Messages from the agent to the server."""
-    return []
 
 
 @pytest.fixture
@@ -37,11 +25,6 @@ def clocks(gpu, now, told):
     made._link.agent.obey(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
     yield made
     made.close()
-
-
-@pytest.fixture
-def agent(clocks):
-    return clocks._link.agent
 
 
 @pytest.fixture

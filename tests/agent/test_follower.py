@@ -6,7 +6,6 @@ import math
 import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
-from virtual.time import VirtualTime
 
 from perseus_ds.protocol.job_messages import Follow, Latencies, Program, RankReport, Report
 from perseus_ds.protocol.latencies import LatencyTable
@@ -14,11 +13,6 @@ from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
 
 LATENCY_S = 0.015
 A_WHILE_S = 10.0
-
-
-@pytest.fixture
-def now():
-    return VirtualTime()
 
 
 @pytest.fixture
@@ -32,21 +26,10 @@ def cuda(request, now, gpu):
 
 
 @pytest.fixture
-def told():
-    """Messages from the agent to the server."""
-    return []
-
-
-@pytest.fixture
 def clocks(gpu, now, cuda, told):
     made = clocks_of(gpu, now, cuda, told.append)
     yield made
     made.close()
-
-
-@pytest.fixture
-def agent(clocks):
-    return clocks._link.agent
 
 
 @pytest.fixture

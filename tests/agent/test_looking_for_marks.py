@@ -2,7 +2,6 @@
 
 import pytest
 from virtual.gpu import RecordingGpu
-from virtual.time import VirtualTime
 
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.protocol.job_messages import Follow, Program
@@ -12,11 +11,6 @@ from perseus_ds.timebase import Flag
 PASS_S = 0.03
 BY_GPU = 5e-324
 """As a number of 8 bytes, the 1 that a GPU writes."""
-
-
-@pytest.fixture
-def now():
-    return VirtualTime()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import types
 import pytest
 import torch
 from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
-from virtual.time import VirtualTime
 
 from perseus_ds.client.timers import CudaExecution, FlopCounter, HostExecution, SimulatedExecution
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
@@ -15,11 +14,6 @@ from perseus_ds.server.default_clocks import most_in_step
 
 FORWARD, BACKWARD, TAIL = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))
 A100 = DEVICES["a100-sxm"]
-
-
-@pytest.fixture
-def now():
-    return VirtualTime()
 
 
 @pytest.fixture

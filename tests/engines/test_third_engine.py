@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import parse_block
-from perseus_ds.engines.engine import Engine, attach_to, sessions
+from perseus_ds.engines.engine import Engine, attach_to
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 
+pytestmark = pytest.mark.usefixtures("process_group")
 WIDTH = 8
 
 
@@ -82,15 +83,6 @@ class TrainerEngine(Engine):
             result = step()
             self.session.begin_tail(stage=0)
         return result
-
-
-@pytest.fixture(autouse=True)
-def _process_group():
-    for left in sessions():
-        left.close()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(trainer, steps):

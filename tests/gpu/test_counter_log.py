@@ -1,17 +1,11 @@
 """Average power from a counter that is refreshed about every 100 ms, in virtual time."""
 
 import pytest
-from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.gpu.energy_counter import CounterLog
 from perseus_ds.gpu.simulated import SimulatedGpu
-
-
-@pytest.fixture
-def now():
-    return VirtualTime()
 
 
 def test_power_is_told_for_any_part_of_the_time(now):

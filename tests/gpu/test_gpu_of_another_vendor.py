@@ -102,11 +102,6 @@ class AcmeGpu:
         """Do nothing, because the library needs no release."""
 
 
-@pytest.fixture
-def now() -> VirtualTime:
-    return VirtualTime()
-
-
 def test_the_page_about_gpus_shows_this_class() -> None:
     page = Path(__file__).parents[2] / "docs/add-a-gpu-vendor.md"
     assert inspect.getsource(AcmeGpu).strip() in page.read_text()

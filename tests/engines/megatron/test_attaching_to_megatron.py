@@ -22,7 +22,6 @@ from virtual.job import predicted_over_used
 
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
-from perseus_ds.engines.engine import sessions
 from perseus_ds.engines.megatron import engine as megatron_engine
 from perseus_ds.engines.megatron.engine import NEWEST_MEGATRON, OLDEST_MEGATRON, MegatronEngine, check_megatron
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
@@ -51,16 +50,12 @@ def block(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _megatron(monkeypatch):
-    for left in sessions():
-        left.close()
+def _megatron(process_group, monkeypatch):
     for module in (schedules, p2p_communication):
         monkeypatch.setattr(module, "torch", CpuTorch())
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     perseus_ds.detach(megatron.core)
-    dist.destroy_process_group()
 
 
 def group(rank, ranks):

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 
 import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
-from perseus_ds.engines.engine import Session, sessions
+from perseus_ds.engines.engine import Session
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
@@ -42,8 +42,6 @@ def block(tmp_path):
 @pytest.fixture
 def make():
     """A function that makes a schedule on one rank. Perseus is closed at the end of the test."""
-    for left in sessions():
-        left.close()
     schedules = []
 
     def make(name="GPipe", micro_batches=2, stages=1, loss_fn=nn.functional.mse_loss, **arguments):

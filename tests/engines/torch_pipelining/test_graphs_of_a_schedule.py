@@ -11,7 +11,6 @@ from virtual.job import SLOWER
 
 import perseus_ds
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.engines.engine import sessions
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.layout import PAUSED
@@ -23,8 +22,6 @@ FORWARD_S, TAIL_S = 0.1, 0.02
 
 @pytest.fixture
 def cuda(monkeypatch):
-    for left in sessions():
-        left.close()
     return cuda_of_engines(monkeypatch)
 
 

@@ -1,0 +1,16 @@
+"""A process group for engines of one rank."""
+
+import pytest
+import torch.distributed as dist
+
+from perseus_ds.engines.engine import sessions
+
+
+@pytest.fixture
+def process_group():
+    """A process group of this process only, in which Perseus is not attached."""
+    for left in sessions():
+        left.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
