@@ -89,3 +89,9 @@ def test_all_ranks_show_at_the_same_iterations_that_nothing_is_measured_whenever
     assert shown == [False] * 4 + [True] * 3 + [False] * 2
     arriving = {1: measures, 4: runs, 7: compares}
     assert [late(*filter(None, [arriving.get(iteration)])).profiled for iteration in range(1, 10)] == shown
+
+
+def test_a_rank_follows_nothing_before_the_iteration_that_the_server_names(start):
+    send = start()
+    phases = [send(Follow(Program(0), 1, 3, 3, "run")).phase, *(send().phase for _ in range(3))]
+    assert phases == ["observe", "observe", "run", "run"]

@@ -1,6 +1,5 @@
 """Training a GPT with Megatron-Core under Perseus is bitwise identical to training without it."""
 
-import itertools
 import json
 import os
 import re
@@ -72,17 +71,6 @@ def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path,
 
 
 @pytest.mark.extended
-def test_before_graphs_of_whole_iterations_are_captured_perseus_starts_at_the_end_of_the_first_one(tmp_path):
-    job = {"stages": 2, "steps": 4, "graphs": True}
-    jobs = {"with": {**job, "perseus": block_in(tmp_path, "observe")}, "without": job}
-    for of_rank in run_jobs(tmp_path, 2, script, jobs):
-        assert [phase == "start" for phase in of_rank["with"]["phases"]] == [True, False, False, False]
-        assert of_rank["with"]["losses"] == of_rank["without"]["losses"]
-        assert of_rank["with"]["weights"] == of_rank["without"]["weights"]
-    assert len(iterations(records(tmp_path / "observe"))) == 3
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("more", [[], ["--virtual-stages", "2", "--layers", "4"]], ids=["1F1B", "interleaved"])
 def test_the_example_trains_under_the_launcher_as_without_it(tmp_path, more):
     block = block_in(tmp_path / "launched", "observe")
@@ -105,28 +93,6 @@ def test_the_example_trains_under_the_launcher_as_without_it(tmp_path, more):
     assert outputs["launched"] == outputs["plain"]
     assert len(outputs["plain"]) == 4
     assert len(iterations(records(tmp_path / "launched" / "observe"))) == 3
-
-
-@pytest.mark.extended
-def test_each_order_of_a_ramp_up_has_its_own_plan(tmp_path):
-    many = [[count] for count in range(5, 15) for _ in range(2)]  # more orders than are measured at the same time
-    orders = [[4, "run", 3], *many, [3, "run", 3], [4, "run", 3]]
-    job = {"stages": 2, "evaluate_every": 10, "orders": orders}
-    auto = block_in(tmp_path, "auto", policy={"name": "energy_optimal"}, cache=True)
-    jobs = {"auto": {**job, "perseus": auto}, "without": {**job, "like_first": True}}
-    for of_rank in run_jobs(tmp_path, 2, script, jobs):
-        assert of_rank["auto"] == {**of_rank["without"], "phases": of_rank["auto"]["phases"]}
-        counts, phases = of_rank["auto"]["counts"], of_rank["auto"]["phases"]
-        # The phase is that of the previous order until the second iteration of an order has begun.
-        steady = [
-            counts[step]
-            for step, phase in enumerate(phases)
-            if phase == "run" and set(counts[max(0, step - 2) : step]) == {counts[step]}
-        ]
-        assert [count for count, _ in itertools.groupby(steady)] == [4, 3, 4]
-    # The first iteration of each order is used to read it.
-    assert len(iterations(records(tmp_path / "auto"))) == len(counts) - len(set(counts))
-    assert Frontier.load(tmp_path / "auto").provenance.micro_batches == 4
 
 
 def test_ranks_that_differ_are_an_error_on_all_of_them_before_training(tmp_path):
@@ -153,19 +119,3 @@ def test_ranks_that_differ_are_an_error_on_all_of_them_before_training(tmp_path)
     }
     # A rank without Perseus does not wait, so it may have ended before the others report that they use Perseus.
     assert second in (first, {**first, "enabled": []})
-
-
-@pytest.mark.extended
-def test_checkpoints_go_from_jobs_with_perseus_to_jobs_without_and_back(tmp_path):
-    job, folders = {"stages": 2, "steps": 3}, {name: str(tmp_path / name) for name in ("with", "without")}
-    jobs = {
-        "saved with": {**job, "save": folders["with"], "perseus": block_in(tmp_path, "observe")},
-        "saved without": {**job, "save": folders["without"]},
-        "loaded without": {**job, "load": folders["with"]},
-        "loaded with": {**job, "load": folders["without"], "perseus": block_in(tmp_path / "again", "observe")},
-    }
-    for of_rank in run_jobs(tmp_path, 2, script, jobs):
-        for what in ("losses", "weights"):
-            assert of_rank["loaded without"][what] == of_rank["loaded with"][what]
-            assert of_rank["saved with"][what] == of_rank["saved without"][what]
-        assert of_rank["loaded with"]["weights"] != of_rank["saved with"]["weights"]

@@ -2,12 +2,9 @@
 
 import json
 import math
-import signal
 
-import psutil
 import pytest
-from job import QUICK_PROFILE, assert_same_training, run, start
-from run_log import GIVE_UP_S, wait_until
+from job import QUICK_PROFILE, assert_same_training, run
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
@@ -56,27 +53,6 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
         assert len(record["energy_by_pipeline_j"]) == 2
 
 
-def is_rank(process):
-    try:
-        return "pipeline_job.py" in " ".join(process.cmdline())
-    except psutil.Error:  # it has ended
-        return False
-
-
-def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
-    slow = {**QUICK_PROFILE, "clock_stride": 1, "min_clock_mhz": 300}
-    process = start(tmp_path / "job", 2, perseus={"mode": "profile", "profile": slow}, steps=200)
-    folder = tmp_path / "job" / "perseus"
-    # Rows are saved as they are measured, so that an interrupted sweep can continue.
-    wait_until(lambda: (folder / "measured.csv").exists() or process.poll() is not None, "the first rows")
-    assert process.poll() is None
-    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
-    max(ranks, key=lambda p: p.pid).send_signal(signal.SIGKILL)
-    process.communicate(timeout=GIVE_UP_S)
-    assert process.returncode != 0
-    assert not (folder / "profile.csv").exists()
-
-
 SIMULATED = {"longest_instruction_s": 0.02}
 # The phase that follows profiling.
 AFTER = {"profile": "observe", "auto": "optimizing"}
@@ -118,18 +94,3 @@ def test_a_full_disk(tmp_path):
     perseus = both(tmp_path, "auto", after="observe", file_limit_bytes=600)
     assert not (perseus.folder / "perseus" / "profile.csv").exists()
     assert perseus.output.count("Training continues at default clocks") == 1
-
-
-def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
-    block = {"mode": "profile", "profile": QUICK_PROFILE, "simulated": SIMULATED}
-    job = {"ranks": 2, "perseus": block, "steps": 1000, "until": ["observe", 1]}
-    assert run(tmp_path / "job", **job).ranks
-    folder = tmp_path / "job" / "perseus"
-    first = StageProfile.load(folder / "measured.csv")
-    # As if killed after the last clock of a second sweep, before its profile was written.
-    (folder / "measured.csv").touch()
-    again = run(tmp_path / "job", **job)
-    assert again.ranks
-    assert "already measured" in again.output
-    passes = [m for m in StageProfile.load(folder / "measured.csv").measurements if m.kind is not Kind.TAIL]
-    assert passes == [m for m in first.measurements if m.kind is not Kind.TAIL]

@@ -89,7 +89,6 @@ def at(time_s, ranks, **limit):
 
 SCENARIOS = {
     "one GPU": [at(10, SLOWEST, power_w=300.0), at(150, SLOWEST)],
-    "one GPU that has slack": [at(10, (0,), power_w=250.0), at(150, (0,))],
     "all GPUs": [at(10, ALL, power_w=280.0), at(150, ALL)],
     "steps": [at(10 + 60 * n, SLOWEST, power_w=power_w) for n, power_w in enumerate((380.0, 300.0, 380.0, None))],
     "a ramp": [at(10 + 4 * n, ALL, power_w=475.0 - 10 * abs(15 - abs(n - 15))) for n in range(31)],

@@ -59,20 +59,6 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
 
 
 @pytest.mark.extended
-def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_first(job):
-    while job.phase != "run":
-        train(job, [1.0])
-    train(job, [1.0] * 40)
-    train(job, [2.0] * 30)
-    phases = alternate(job, 300)
-    job.close()
-    assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
-    assert "profile" not in phases[1.0], "its profile is known"
-    assert {event.shape for event in job.events(ShapePlanned)} == {0, 1}
-    assert len(job.events(ProfileWritten)) == 2
-
-
-@pytest.mark.extended
 def test_shapes_run_under_their_own_plans_in_any_order_and_one_that_is_seldom_at_default_clocks(job):
     """The next shape cannot be predicted from previous ones."""
     alternate(job, 420)

@@ -81,11 +81,11 @@ def told_by_rank_0(fact: bool) -> bool:
     return bool(told)
 
 
-def train_jobs(train: Callable[[dict[str, Any], list[dict[str, Any]]], dict[str, Any]]) -> None:
+def train_jobs(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Train the jobs of ``jobs.json`` on this rank, and write their reports to ``rank<N>.json``.
 
     Args:
-        train: Trains a job, given the job and the reports of those before; returns its report.
+        train: Trains a job and returns its report.
     """
     folder = Path(sys.argv[1])
     reports: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def train_jobs(train: Callable[[dict[str, Any], list[dict[str, Any]]], dict[str,
         # By phases, or as long as the longest job so far, whose number of steps depends on the machine.
         longest = max((len(report.get("weights", ())) for report in reports), default=0)
         steps = sys.maxsize if job.keys() & {"until", "orders"} else longest
-        reports.append(train({"steps": steps, **job}, reports))
+        reports.append(train({"steps": steps, **job}))
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(reports))
     dist.barrier()
     dist.destroy_process_group()

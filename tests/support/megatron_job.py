@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -25,7 +24,7 @@ import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
 from job_parts import hash_of, next_random_number, told_by_rank_0, train_jobs
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -88,8 +87,6 @@ def model_of(job: dict[str, Any]) -> list[Any]:
         calculate_per_token_loss=job.get("per_token", False),
         variable_seq_lengths="mixed" in job,
     )
-    if job.get("graphs"):
-        config.cuda_graph_impl = "full_iteration"  # as Megatron 0.17 calls it; nothing is captured here
     parts = []
     for chunk in range(chunks):
         part = GPTModel(
@@ -142,10 +139,8 @@ def batches(seed: int) -> Any:
         yield torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
 
 
-def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train a model and return its report."""
-    if "like_first" in job:
-        job["orders"] = [[count] for count in before[0]["counts"]]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.get("tensor", 1),
         pipeline_model_parallel_size=job["stages"],
@@ -165,8 +160,6 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         model,
     )
-    if "load" in job:
-        load(model, job["load"])
     if "versions" in job:
         megatron.core.__version__ = job["versions"][dist.get_rank()]
     if job.get("perseus") is not None:
@@ -178,11 +171,10 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
     session = getattr(megatron.core, "perseus", None)
     torch.manual_seed(11 + dist.get_rank())
     data = [batches(5 + parallel_state.get_data_parallel_rank()) for _ in model]
-    report: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "random_after": [], "phases": [], "counts": []}
+    report: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "random_after": [], "phases": []}
     for step, micro_batches in enumerate(itertools.islice(counts_of(job, session), job["steps"])):
         if session is not None:
             report["phases"].append(session.phase)
-        report["counts"].append(micro_batches)
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -197,9 +189,6 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
         report["random_after"].append(next_random_number())
         if step % job.get("evaluate_every", 1000) == 3:
             report["losses"].append(iterate(model, data, micro_batches, forward_only=True))
-    if "save" in job:
-        Path(job["save"]).mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(sharded_state(model), job["save"])
     if session is not None:
         perseus_ds.detach(megatron.core)
     report["left"] = [
@@ -260,16 +249,6 @@ def iterate(
         forward_only=forward_only,
     )
     return [repr(losses["loss"].item()) for losses in found]
-
-
-def sharded_state(model: list[Any]) -> dict[str, Any]:
-    return {f"part {number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(model)}
-
-
-def load(model: list[Any], folder: str) -> None:
-    """Load the parameters of a checkpoint."""
-    for chunk, state in zip(model, dist_checkpointing.load(sharded_state(model), folder).values(), strict=True):
-        chunk.module.load_state_dict(state)
 
 
 def gradient_norm(model: list[Any]) -> float:

@@ -145,7 +145,7 @@ def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ..
     return is_final
 
 
-def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train with one schedule and return its report."""
     pipelines = job.get("pipelines", 1)
     mesh = init_device_mesh("cpu", (pipelines, dist.get_world_size() // pipelines), mesh_dim_names=("dp", "pp"))

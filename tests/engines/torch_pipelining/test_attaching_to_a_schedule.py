@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     get_schedule_class,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
@@ -83,6 +84,7 @@ def test_detach_leaves_nothing_behind(make, block, name, stages):
     assert schedule.perseus.phase == "observe"
     assert perseus_ds.detach(schedule) is schedule
     assert [set(found) for found in attributes(schedule)] == before
+    assert not _global_optimizer_post_hooks
     assert len(iterations(block)) == 3
     train(schedule)
     assert len(iterations(block)) == 3
