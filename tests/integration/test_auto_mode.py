@@ -12,7 +12,7 @@ from perseus_ds.report.sources import find_sources
 from perseus_ds.server.frontiers import cached, store
 
 pytestmark = pytest.mark.integration
-BLOCK = {"simulated": {"longest_instruction_s": 0.02, "counter_period_s": 0.02}}
+BLOCK = {"simulated": {"counter_period_s": 0.02}}
 JOB = {"ranks": 2, "work": [4, 3, 2, 2]}
 
 

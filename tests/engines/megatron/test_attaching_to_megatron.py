@@ -244,7 +244,7 @@ def test_another_config_while_attached_and_other_objects_are_errors(block):
     perseus_ds.attach(megatron.core, block)
     with pytest.raises(ConfigError, match=r"attached to Megatron-Core already.*detach"):
         perseus_ds.attach(megatron.core, block)
-    with pytest.raises(ConfigError, match=r"expected megatron\.core.* got get_forward_backward_func\."):
+    with pytest.raises(ConfigError, match=r"expected the module megatron\.core.* got get_forward_backward_func\."):
         perseus_ds.attach(schedules.get_forward_backward_func, block)
 
 
