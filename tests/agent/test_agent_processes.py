@@ -38,7 +38,7 @@ from perseus_ds.client.lease import Lease
 job, end, *indices = sys.argv[1:]
 gpus = [NvmlGpu(int(index)) for index in indices]
 if end == "handles SIGTERM":
-    signal.signal(signal.SIGTERM, lambda number, frame: print("handled", flush=True))
+    signal.signal(signal.SIGTERM, lambda number, frame: print("handled", leases[0].memory.is_revoked, flush=True))
 leases = [Lease(gpu.address, job) for gpu in gpus]
 for gpu in gpus:
     gpu.lock_clock(1200)
@@ -257,7 +257,9 @@ def test_a_signal_to_a_rank_resets_its_clock_while_the_rank_goes_on(node: Node) 
     ranks[0].send_signal(signal.SIGTERM)
     wait_until_clocks_are(node.stub, [0, 1200, 0, 0])
     assert ranks[0].stdout is not None
-    assert ranks[0].stdout.readline() == "handled\n"
+    assert ranks[0].stdout.readline().startswith("handled")
+    ranks[0].send_signal(signal.SIGTERM)
+    assert ranks[0].stdout.readline() == "handled True\n", "it may not lock the clock again"
     assert ranks[0].poll() is None
 
 
