@@ -368,14 +368,13 @@ def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, mo
 
 @pytest.mark.parametrize("saved_with", [True, False], ids=["saved with Perseus", "saved without"])
 def test_checkpoints_go_from_jobs_with_perseus_to_jobs_without_and_back(make, block, tmp_path, saved_with):
-    with_perseus = {"perseus": {**block, "mode": "auto", "cache": False}}
-    saving = make(**with_perseus) if saved_with else make(deepspeed.initialize)
+    saving = make(perseus=block) if saved_with else make(deepspeed.initialize)
     train(saving, 2)
     saving.save_checkpoint(str(tmp_path / "checkpoint"), client_state={"mine": 5})
     expected = train(saving, 2, seed=1)
     if saved_with:
         saving.perseus.close()
-    loading = make(deepspeed.initialize) if saved_with else make(**with_perseus)
+    loading = make(deepspeed.initialize) if saved_with else make(perseus=block)
     _, client_state = loading.load_checkpoint(str(tmp_path / "checkpoint"))
     assert client_state["mine"] == 5
     assert train(loading, 2, seed=1) == expected

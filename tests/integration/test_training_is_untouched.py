@@ -57,7 +57,8 @@ def assert_kept(finished, plan):
     assert all(sides.count(side) == 2 for side in sides)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.extended), "dualpipev"])
+@pytest.mark.extended
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_runs, schedule):
     job = job_of(schedule)
     finished = run(tmp_path / "observe", perseus={"mode": "observe"}, **job)
