@@ -263,10 +263,6 @@ class Execution(ABC):
     def event(self) -> DeviceEvent:
         """Return an event that passes when the device has finished all work issued so far."""
 
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until the device has finished all work issued so far."""
-
 
 class HostExecution(Execution):
     """Operations that have ended when their call returns."""
@@ -278,9 +274,6 @@ class HostExecution(Execution):
 
     def event(self) -> DeviceEvent:
         return PassedEvent(self._now_s())
-
-    def wait(self) -> None:
-        """Return immediately, because nothing is outstanding."""
 
 
 class CudaExecution(Execution):
@@ -335,9 +328,6 @@ class CudaExecution(Execution):
     def replayed(self, graph: GraphTimes) -> None:
         assert isinstance(self._start, RecordedEvent)
         self.replay = graph.last = Replay(graph, self._start, self.event())
-
-    def wait(self) -> None:
-        self._cuda.synchronize(self._device)
 
 
 _aten = torch.ops.aten

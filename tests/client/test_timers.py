@@ -104,14 +104,6 @@ def test_no_event_is_a_blocking_one_because_the_driver_takes_few_launches_after_
     assert cuda.blocking_events == 0
 
 
-def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
-    begin_s = now.now_s()
-    launch(on_cuda, cuda, FORWARD, 0.1)
-    cuda.launch(0.7)
-    on_cuda.wait()
-    assert now.now_s() == pytest.approx(begin_s + 0.8)
-
-
 class TwoDevices:
     """CUDA with two devices, which records the stream of each event."""
 
