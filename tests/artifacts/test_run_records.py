@@ -136,21 +136,3 @@ def test_a_line_without_end_uses_no_more_memory_than_its_limit(tmp_path, monkeyp
     follower = RecordFollower(tmp_path)
     assert read(follower)[1] == [started(), default_iteration(1)]
     assert follower.unreadable > 0
-
-
-@pytest.mark.parametrize("kind", ["device", "fifo"])
-def test_what_is_no_regular_file_is_not_read(tmp_path, kind):
-    path = tmp_path / "run.jsonl"
-    if kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero")
-    with pytest.raises(OSError, match=r"run.jsonl: expected a regular file"):
-        next(RecordFollower(tmp_path).read())
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    write(tmp_path, auto_job())
-    monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORD_BYTES", 100)
-    with pytest.raises(OSError, match=r"run.jsonl: expected a regular file of at most 100 bytes"):
-        next(RecordFollower(tmp_path).read())

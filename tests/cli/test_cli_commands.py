@@ -34,11 +34,6 @@ def test_arguments_override_profile_json(run, profile, tmp_path):
     assert (provenance.micro_batches, provenance.blocking_power_w, provenance.solver) == (5, 70.0, "lowtime")
 
 
-def test_dual_pipe_v_holds_two_stages_a_rank(run, profile, tmp_path):
-    assert run("optimize", "--profile", f"{profile}", "--out", "f", "--schedule", "dualpipev")[0] == 0
-    assert len(Frontier.load(tmp_path / "f").instructions) == 1
-
-
 def test_what_profile_json_does_not_hold_must_be_given(run, tmp_path):
     synthetic_profile(2).save(tmp_path / "profile.csv")
     code, _, err = run("optimize", "profile.csv", "--out", "f")
@@ -62,16 +57,6 @@ def test_a_profile_that_does_not_fit_is_named(run, profile, words, message):
     assert code == 2
     assert message in err
     assert not Path("f").exists()
-
-
-def test_export_and_import_return_the_same_plans(run, profile, tmp_path):
-    assert run("optimize", "--profile", f"{profile}", "--out", "f", "--solver", "lowtime")[0] == 0
-    assert run("export", "--frontier", "f", "--out", "plans")[0] == 0
-    code, out, _ = run("import", "plans", "--profile", f"{profile}", "--out", "back")
-    assert code == 0
-    assert "solver imported" in out
-    ours, back = Frontier.load(tmp_path / "f"), Frontier.load(tmp_path / "back")
-    assert [p.clocks_mhz for p in ours.plans] == [p.clocks_mhz for p in back.plans]
 
 
 def test_plot_finds_what_belongs_to_a_folder(run, profile, tmp_path):

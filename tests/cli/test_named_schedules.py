@@ -72,15 +72,6 @@ def test_known_names_need_no_streams(run, tmp_path):
     assert run("plot", "p/f")[0] == 0
 
 
-def test_what_the_user_names_is_imported(run, tmp_path):
-    save(tmp_path)
-    assert (
-        run("optimize", "p", "--out", "p/f", "--plans", "6", "--micro-batches", "4", "--schedule", "pipelines:GPipe")[0]
-        == 0
-    )
-    assert run("plot", "p/f")[0] == 0
-
-
 @pytest.mark.parametrize("name", [":x", "1f1b:", "os:path.join"])
 def test_a_name_that_is_no_class_is_an_error(run, tmp_path, name):
     save(tmp_path)

@@ -101,7 +101,8 @@ def test_other_engines_have_their_own_spelling(run, tmp_path, trained, engine, s
     assert spelled in out
 
 
-def test_sizes_are_compared_in_one_table(run, trained):
+def test_sizes_are_compared_in_one_table(run, tmp_path):
+    write_job(tmp_path / "job", "Ed", "dd", "dd", "ddh")
     code, out, _ = run("partition", "job", "--pipeline-sizes", "2", "4", "3", "--virtual-stages", "1", "2")
     assert code == 0
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]

@@ -84,6 +84,14 @@ def test_doctor_finds_every_gpu_in_order_and_changes_no_clock(run, stub_nvml_her
     assert all(gpu.change_count == 0 for gpu in stub_nvml_here.gpus)
 
 
+@pytest.fixture
+def gpu(stub_nvml_here):
+    """The last GPU, while the others do not respond and so take no time."""
+    for other in stub_nvml_here.gpus[:3]:
+        other.fail("name", "gpu_is_lost")
+    return stub_nvml_here.gpus[3]
+
+
 def findings_of(stub_time, *, lock=False):
     """Return level and text of each finding on the last GPU."""
     found = examine_gpus(lock=lock, timebase=stub_time)[-1]
@@ -94,8 +102,8 @@ def findings_of(stub_time, *, lock=False):
     ("period_s", "finding"),
     [(0.05, ("ok", "counter refreshed every 50 ms")), (1e6, ("warn", "the counter did not change in 1 s"))],
 )
-def test_doctor_measures_how_often_the_counter_is_refreshed(stub_nvml_here, stub_time, period_s, finding):
-    stub_nvml_here.gpus[3].counter_period_s = period_s
+def test_doctor_measures_how_often_the_counter_is_refreshed(gpu, stub_time, period_s, finding):
+    gpu.counter_period_s = period_s
     assert findings_of(stub_time)["energy"] == finding
 
 
@@ -110,10 +118,7 @@ def test_doctor_asks_whether_the_counter_covers_the_module_or_the_gpu_in_it(stub
     assert found[2]["power"].text.startswith("250 W now"), "the power of the GPU only"
 
 
-def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here, stub_time):
-    for gpu in stub_nvml_here.gpus[:3]:  # their calls would advance the time shared by all GPUs
-        gpu.fail("name", "gpu_is_lost")
-    gpu = stub_nvml_here.gpus[3]
+def test_doctor_measures_the_lock_when_asked_and_resets(gpu, stub_nvml_here, stub_time):
     gpu.lock_latency_s = 0.015
     gpu.settle_s = 0.04
     level, text = findings_of(stub_time, lock=True)["lock"]
@@ -142,18 +147,18 @@ def test_doctor_that_is_interrupted_while_it_locks_clocks_leaves_none_locked(stu
         assert doctor.wait() != 0
 
 
-def test_doctor_locks_no_clock_of_a_gpu_that_a_job_uses(stub_nvml_here, stub_time):
+def test_doctor_locks_no_clock_of_a_gpu_that_a_job_uses(gpu, stub_time):
     lease = Lease(NvmlGpu(3).address, "a job")
     found = findings_of(stub_time, lock=True)
     assert found["agent"] == ("ok", f"process {lease.agent_pid}; leased by process {os.getpid()}")
     level, text = found["lock"]
     assert level == "info"
     assert f"is used by another job of this user (process {lease.agent_pid})" in text
-    assert stub_nvml_here.gpus[3].change_count == 0
+    assert gpu.change_count == 0
     assert lease.close(60.0)
 
 
-def test_doctor_finds_a_user_namespace_in_which_root_cannot_set_clocks(stub_nvml_here, stub_time, monkeypatch):
+def test_doctor_finds_a_user_namespace_in_which_root_cannot_set_clocks(gpu, stub_time, monkeypatch):
     assert findings_of(stub_time)["lock"][0] == "ok"
     monkeypatch.setattr(machine, "_ALL_UIDS", ["1000", "0", "1"])  # this process then is in another namespace
     level, text = findings_of(stub_time)["lock"]
@@ -171,8 +176,8 @@ def test_doctor_finds_a_user_namespace_in_which_root_cannot_set_clocks(stub_nvml
         (("name", "gpu_is_lost"), "GPU 3", ("fail", "fell off the bus")),
     ],
 )
-def test_doctor_shows_what_is_wrong_with_a_gpu(stub_nvml_here, stub_time, fault, line, finding):
-    stub_nvml_here.gpus[3].fail(*fault)
+def test_doctor_shows_what_is_wrong_with_a_gpu(gpu, stub_nvml_here, stub_time, fault, line, finding):
+    gpu.fail(*fault)
     level, text = findings_of(stub_time, lock=True)[line]
     expected, message = finding
     assert level == expected
@@ -180,9 +185,9 @@ def test_doctor_shows_what_is_wrong_with_a_gpu(stub_nvml_here, stub_time, fault,
     assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
 
 
-def test_doctor_warns_of_a_throttled_gpu_whose_clock_does_not_follow(stub_nvml_here, stub_time):
-    stub_nvml_here.gpus[3].throttle_reasons = 0x4
-    stub_nvml_here.gpus[3].limit_clock_mhz = 300
+def test_doctor_warns_of_a_throttled_gpu_whose_clock_does_not_follow(gpu, stub_time):
+    gpu.throttle_reasons = 0x4
+    gpu.limit_clock_mhz = 300
     found = findings_of(stub_time, lock=True)
     assert found["power"] == ("warn", "250 W now, clock limited by sw_power_cap")
     assert found["lock"][0] == "warn"

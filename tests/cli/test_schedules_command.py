@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from pipelines import synthetic_profile
 
@@ -28,12 +26,6 @@ def test_every_schedule_of_torch_is_compared_with_its_assumptions(run, tmp_path)
     assert "zbv: each stage is cut into 2 equal chunks" in out
     assert "40% of a backward's time and energy" in out
     assert "SIMULATED: no GPU was measured" in out
-
-
-def test_a_bubble_filled_with_weight_gradients_shortens_the_iteration(run, tmp_path):
-    assert run("schedules", "p", "--schedules", "1f1b", "zbv", "--plans", "4")[0] == 0
-    one_f_one_b, zbv = json.loads((tmp_path / "p" / "schedules.json").read_text())["schedules"]
-    assert zbv["t_min_s"] < one_f_one_b["t_min_s"]
 
 
 def test_deepspeeds_schedules_and_several_micro_batches(run, tmp_path):

@@ -18,7 +18,7 @@ from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyCh
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.cli.jobs import answer_to
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
-from perseus_ds.report.live import JobScreen, Keys, jobs_table, strip, with_footer
+from perseus_ds.report.live import JobScreen, Keys, jobs_table, with_footer
 from perseus_ds.server.control_socket import ControlServer
 from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.progress import JobLog
@@ -81,13 +81,6 @@ def test_all_facts_are_words_without_colour():
 
 def test_a_terminal_of_ascii_gets_ascii():
     assert "\n".join(rendered(JobScreen(facts_of(many_ranks(8))), encoding="ascii")).isascii()
-
-
-def test_a_strip_has_a_character_for_each_rank_and_groups_where_there_are_too_many():
-    blocks = "▁▂▃▄▅▆▇█"
-    assert strip([1, 2, 3, None], [], blocks=blocks, width=20) == "▁▅█ "
-    assert strip([1.0, 1.001], [], blocks=blocks, width=20) == "▅▅"
-    assert strip([1410] * 99 + [900], [], blocks=blocks, width=10) == "█" * 9 + "▁"
 
 
 def test_several_jobs_take_a_line_each():
@@ -282,12 +275,3 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
-
-
-def test_an_event_in_no_year_is_left_out(run, tmp_path):
-    write(tmp_path, auto_job())
-    with (tmp_path / "run.jsonl").open("a") as file:
-        file.write('{"event": "drift", "time": 1e18}\n')
-    code, out, _ = run("watch", ".", "--once")
-    assert code == 0
-    assert "1 lines of its records are invalid and were skipped" in " ".join(out.split())

@@ -1,7 +1,12 @@
-"""Sizes, data and configuration of the examples that define models, without launching ranks."""
+"""Sizes, data and configuration of the examples, without launching ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import example
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from perseus_ds.config import PerseusConfig, parse_block
@@ -80,3 +85,28 @@ def test_every_key_of_the_perseus_block_is_valid_and_none_is_missing(name):
     assert set(block) == set(PerseusConfig.model_fields)
     assert set(block["profile"]) == set(PerseusConfig().profile.__class__.model_fields)
     assert set(block["simulated"]) == set(PerseusConfig().simulated.__class__.model_fields)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt3", "wide_resnet"])
+def test_the_examples_leave_loggers_as_they_are(name):
+    """Otherwise they would not show warnings of Perseus."""
+    with initialize_config_dir(str(ROOT / "configs" / name), version_base=None):
+        hydra = compose("config", return_hydra_config=True).hydra
+    for logging in (hydra.job_logging, hydra.hydra_logging):
+        assert logging.root is None
+        assert not logging.disable_existing_loggers
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt3", *(pytest.param(name, marks=pytest.mark.extended) for name in ("bert", "huggingface"))]
+)
+def test_without_transformers_it_says_what_to_install(name):
+    script = "import runpy, sys; sys.modules['transformers'] = None; runpy.run_path(sys.argv[1])"
+    command = [sys.executable, "-c", script, ROOT / "examples" / name / "train.py"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 1
+    assert 'pip install ".[examples]"' in finished.stderr.splitlines()[-1]
+    assert "Traceback" not in finished.stderr

@@ -129,7 +129,7 @@ class StubCudaMachine:
         return Machine(simulated=True, gpu="stub of CUDA's driver", driver=None, versions=versions())
 
     def turns(self, wanted: int) -> int:
-        return min(wanted, 20)
+        return min(wanted, 5)
 
     def stream_handle(self, stream: int | None = None) -> int:
         return stream or self._cuda.stream

@@ -155,11 +155,6 @@ def test_a_check_passes_where_counter_and_events_are_right(name):
     assert result.figures
 
 
-def test_every_wave_of_the_load_is_counted():
-    ratios = [figure.value for figure in made("counter").figures if "of waves of" in figure.name]
-    assert ratios == pytest.approx([1.0] * 4, abs=0.001)
-
-
 def test_waves_are_not_judged_where_the_steady_load_reaches_the_power_limit(monkeypatch):
     monkeypatch.setattr("gpu_checks.energy_checks.steady_load", lambda machine, log: (100.0, ["sw_power_cap"]))
     result = made("counter")
@@ -246,23 +241,12 @@ def test_a_check_that_raises_or_measures_nothing_has_failed(raises, reason):
     assert (result.outcome, result.reason) == ("failed", reason)
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("raise SystemExit(3)", "its process ended with 3"),
-        ("import time; time.sleep(99)", "it did not end within 0 s"),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_a_check_that_failed(tmp_path, monkeypatch, program, reason):
-    monkeypatch.setattr(checks, "_CHILD", program)
-    monkeypatch.setattr(
-        checks,
-        "CHECKS",
-        {"spans": checks.Check("Spans", "gpu_checks.clock_checks:spans", 0.4 if "sleep" in program else 600)},
-    )
+def test_a_process_that_hangs_is_a_check_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_CHILD", "import time; time.sleep(99)")
+    monkeypatch.setattr(checks, "CHECKS", {"spans": checks.Check("Spans", "gpu_checks.clock_checks:spans", 0.4)})
     result = made_in_a_process("spans", tmp_path, HOST)
     assert result.outcome == "failed"
-    assert reason in result.reason
+    assert "it did not end within 0 s" in result.reason
     assert collected(tmp_path) is None, "no machine is known"
 
 

@@ -20,7 +20,6 @@ from perseus_ds.huggingface.stages import (
     build_stage,
     read_config,
     save_pretrained,
-    skeleton,
     stages_of,
     trained_tokens,
 )
@@ -327,7 +326,3 @@ def test_a_model_that_this_machine_has_needs_no_hub(silent_hub):
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0123")
     assert build_stage("someone/model", (2, 2), 0).is_first
-
-
-def test_a_skeleton_takes_no_memory():
-    assert all(parameter.is_meta for parameter in skeleton(tiny("llama")).parameters())

@@ -31,7 +31,7 @@ def points_of(frontier, name):
     return next(one.points for one in frontier.alternatives if one.name == name)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.builds(one_f_one_b, st.integers(2, 4), st.integers(2, 8)) | st.just(dual_pipe_v(2, 6)), st.integers(2, 9))
 def test_no_alternative_is_below_the_lower_bound(schedule, clocks):
     profile = synthetic_profile(schedule.num_stages, clocks=clocks)

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -126,18 +127,12 @@ def test_why_it_cannot_plan_is_told(job, tmp_path):
         worker.stop()
 
 
-def test_the_process_ends_with_its_parent(tmp_path):
-    profile_of(2).save(tmp_path / "profile.csv")
+def test_the_process_ends_with_its_parent(job, tmp_path):
     code = f"""
-import os, sys
-sys.path[:0] = {sys.path!r}
+import os, pickle
 from pathlib import Path
-from pipelines import one_f_one_b
-from perseus_ds.optimizer.lengths_worker import LengthsWorker, PlannedJob
-from perseus_ds.planning import PlanningSettings
-folder = Path({str(tmp_path)!r})
-job = PlannedJob(profile=folder / "profile.csv", schedule=one_f_one_b(2, 4), settings=PlanningSettings())
-worker = LengthsWorker(job, folder / "lengths.log")
+from perseus_ds.optimizer.lengths_worker import LengthsWorker
+worker = LengthsWorker(pickle.loads({pickle.dumps(job)!r}), Path({str(tmp_path / "lengths.log")!r}))
 print(worker._process.pid, flush=True)
 os._exit(0)
 """

@@ -20,7 +20,7 @@ def solve(schedule, profile):
 
 
 def test_its_plans_use_less_energy_than_the_highest_clock_at_nearly_the_same_time():
-    schedule, profile = one_f_one_b(3, 6), synthetic_profile(3)
+    schedule, profile = one_f_one_b(2, 4), synthetic_profile(2)
     frontier = optimize(schedule, profile, blocking_power_w=80.0, solver="lowtime")
     assert frontier.provenance.solver == "lowtime"
     assert frontier.plans[0].energy_j < frontier.baseline.energy_j

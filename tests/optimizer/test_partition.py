@@ -78,7 +78,7 @@ def one_clock(model):
     return replace(model, clocks_mhz=CLOCKS_MHZ[-1:], time_s=time_s, energy_j=energy_j)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(alike | models, st.integers(2, 3), st.integers(2, 4))
 def test_no_cut_as_fast_uses_less_energy_than_the_bound(model, stages, micro_batches):
     schedule = one_f_one_b(stages, micro_batches)

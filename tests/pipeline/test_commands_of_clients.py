@@ -80,14 +80,6 @@ def test_a_split_backward_is_two_kinds_of_the_same_micro_batches():
         assert {i.stage for i in instructions} == {stage}
 
 
-def test_a_split_backward_is_planned_with_clocks_of_its_own():
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    schedule = read_schedule(SplitBackward, ranks=2, micro_batches=4)
-    frontier = optimize(schedule, synthetic_profile(2, kinds=kinds, blocking_power_w=80.0), plans=5)
-    planned = {i.kind for stream in frontier.plans[0].instructions for i in stream}
-    assert set(kinds) <= planned
-
-
 def test_a_command_that_is_not_known_has_a_fixed_duration():
     schedule = read_schedule(WithUnknown, ranks=2, micro_batches=3)
     others = [[operation for operation in stream if isinstance(operation, Other)] for stream in schedule.ranks]

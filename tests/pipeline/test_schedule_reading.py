@@ -6,7 +6,7 @@ from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, o
 from perseus_ds.errors import ConfigError, ScheduleError
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load
+from perseus_ds.pipeline.schedule import Exchange, Load
 
 
 def kinds(schedule, rank):
@@ -72,15 +72,6 @@ def test_recomputation_belongs_to_the_backward_that_follows():
         for position in recomputed:
             here, following = stream[position], stream[position + 1]
             assert following == Instruction(rank, Kind.BACKWARD, here.micro_batch)
-
-
-def test_recomputation_comes_before_its_gradient_is_received():
-    stream = read_schedule(EarlyRecomputation, ranks=2, micro_batches=3).ranks[0]
-    position = next(
-        n for n, op in enumerate(stream) if isinstance(op, Compute) and op.instruction.kind is Kind.RECOMPUTE
-    )
-    assert isinstance(stream[position + 1], Exchange)
-    assert stream[position + 1].receives[0].micro_batch == stream[position].instruction.micro_batch
 
 
 class WithoutCommit(GPipe):

@@ -41,11 +41,6 @@ def compared(slowdown=0.0, saved=0.1, error=0.002, promised=0.0):
     return PlanComparison(slowdown, error, saved, error, promised)
 
 
-def test_a_block_is_eight_iterations_and_thirty_refreshes_of_the_counter_long():
-    assert [sample(time_s=0.9, iterations=n).is_as_long_as(1) for n in (7, 8)] == [False, True]
-    assert [sample(time_s=0.1, iterations=n).is_as_long_as(1) for n in (29, 31)] == [False, True]
-
-
 def test_a_block_lasts_until_enough_iterations_without_stalls_have_run():
     block = sample(time_s=0.9, iterations=7)
     block.add(31.0, 9.0)
@@ -75,12 +70,6 @@ def test_iterations_in_which_a_rank_has_failed_or_its_counter_stands_still_are_l
     found = IterationSample(PERIOD_S)
     found.add_reports(job_report({"time_s": time_s}, {"time_s": time_s, **report}))
     assert len(found.times_s) == is_kept
-
-
-def test_without_any_energy_nothing_is_compared():
-    stands_still = sample(energy_j=0.0, iterations=99)
-    assert not stands_still.is_as_long_as(1)
-    assert not stands_still.is_enough
 
 
 @given(st.floats(-0.5, 0.5), st.floats(-0.02, 0.02), st.sampled_from(ANALYSES))

@@ -32,12 +32,6 @@ def test_our_own_csv_has_time_stamps_and_values_each_of_which_holds_until_the_ne
     assert [signal.next_change_s(begin_s + s) - begin_s for s in (0, 3600, 9000)] == [3600, 7200, 10800]
 
 
-def test_a_file_with_one_number_is_a_signal_that_does_not_change(tmp_path):
-    (tmp_path / "cap").write_text("4500\n")
-    signal = read_signal(tmp_path / "cap", "cap", datetime.now(UTC))
-    assert signal.held_at(0.0) == signal.held_at(1e9) == 4500
-
-
 BAD = {
     "": "the file is empty",
     "time,value": "it has no values",
@@ -82,13 +76,6 @@ def test_a_signal_has_at_most_as_many_values_as_a_year_has_quarter_hours(monkeyp
     assert len(parse_signal(own(1, 2, 3)).values) == 3
     with pytest.raises(SignalError, match=r"^4 values, expected at most 3"):
         parse_signal(own(1, 2, 3, 4))
-
-
-def test_a_file_that_is_too_large_for_a_signal_is_not_read(tmp_path):
-    with (tmp_path / "cap.csv").open("wb") as file:
-        file.truncate(8 * 2**20 + 1)
-    with pytest.raises(SignalError, match=r"cap.csv: 8388609 bytes, at most 8388608 are read of a file of a signal"):
-        read_signal(tmp_path / "cap.csv")
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.items(), ids=lambda text: text[:20])

@@ -135,18 +135,3 @@ def test_of_several_runs_each_point_says_which_it_is_from(tmp_path):
     write_log(tmp_path / "b", [start("run"), *(record(n, "run", 1.0, 9.0, plan=0) for n in (1, 2))])
     points = measured_points([read_history(tmp_path / name) for name in "ab"])
     assert [point.label for point in points] == ["default clocks, run 'a'", "plan 0, run 'b'"]
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [start("observe")],
-        [start("observe"), record(1, "observe", 1.0, 10.0)],
-        [start("observe"), *(record(n, "observe", 1.0, None) for n in (1, 2))],
-        [start("profile"), *(record(n, "warm-up", 1.0, 10.0) for n in (1, 2))],
-    ],
-    ids=["no iterations", "only the first", "no energy", "only the warm-up of profiling"],
-)
-def test_where_no_iterations_count_there_is_no_point(tmp_path, records):
-    write_log(tmp_path, records)
-    assert measured_points([read_history(tmp_path)]) == []

@@ -4,12 +4,11 @@ import pytest
 from matplotlib.image import imread
 from run_folders import MICRO_BATCHES, write_log
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Transfer
 from perseus_ds.report.jobs import MeasuredPoint
-from perseus_ds.report.pictures import frontier_picture, profile_picture, timeline_picture
+from perseus_ds.report.pictures import frontier_picture, timeline_picture
 from perseus_ds.report.timeline import timeline
 
 
@@ -65,9 +64,3 @@ def test_plot_draws_from_files(tmp_path, job, capsys):
     write_log(tmp_path / "empty", [{"event": "start", "mode": "observe"}])
     assert main(["plot", *arguments, "--runs", f"{tmp_path / 'empty'}"]) == 2
     assert "no iterations at default clocks" in capsys.readouterr().err
-
-
-def test_a_profile_of_every_kind_of_instruction_is_drawn(tmp_path):
-    rows = [Measurement(0, kind, clock, 1400 / clock, clock / 10) for kind in Kind for clock in (1000, 1200, 1400)]
-    profile_picture(StageProfile(rows), tmp_path / "profile.png", blocking_power_w=80.0)
-    assert imread(tmp_path / "profile.png")[..., :3].std() > 0.02

@@ -10,7 +10,6 @@ from run_folders import record, write_auto_run, write_log
 from perseus_ds import units
 from perseus_ds.cli.main import main
 from perseus_ds.measures import Baseline, Typical
-from perseus_ds.report.figures import history_figure
 from perseus_ds.report.jobs import Factors, jobs_of, main_job, trend_of
 from perseus_ds.report.page import one_percent_slower, other_plans, tiles
 from perseus_ds.report.sources import find_sources, read_history
@@ -115,11 +114,6 @@ def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
     assert kept / len(history.steps) < 500
 
 
-def test_many_phases_are_not_all_drawn(tmp_path):
-    write_log(tmp_path, [START, *(record(n, f"phase {n}", 2.0, 100.0) for n in range(1, 100))])
-    assert len(history_figure([read_history(tmp_path)], None)["data"]) == 40
-
-
 def test_the_trend_shows_a_saving_that_fades(tmp_path):
     reference = Baseline(Typical(9, 1.0, 100.0), "observe")
     ran = [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | {"ended": 1000.0 + 36 * n} for n in range(101)]
@@ -162,14 +156,3 @@ def test_the_terminal_shows_the_tiles_of_the_page(tmp_path, job, capsys):
             assert re.sub(r"\s", " ", text) in shown
             assert re.sub(r"\s", " ", text) in page
     assert "SIMULATED" in shown
-
-
-def test_the_page_says_what_its_files_are(tmp_path, job):
-    write_auto_run(tmp_path, job)
-    assert main(["report", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    files = page[page.index("Sources") :]
-    for name in ("run.jsonl", "timeline.json", "frontier.json", "profile.csv"):
-        assert f"{tmp_path / name}</code>" in files
-    assert "solver exact" in files
-    assert len(re.findall(r"<code>[0-9a-f]{12}…</code>", files)) == 4

@@ -1,6 +1,7 @@
 """The contents of the report, complete and with missing inputs."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -277,3 +278,29 @@ def test_each_kind_of_instruction_is_drawn_in_lines_of_its_own(tmp_path):
     optimize(schedule, profile, blocking_power_w=50, plans=3).save(tmp_path)
     page = text_of(report(tmp_path))
     assert [page.count(f"</svg>{kind}</span>") for kind in kinds] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "LONG"],
+        ["report", "run", "--out", "LONG"],
+        ["verify", "run", "--certificates", "LONG"],
+        ["watch", "LONG"],
+    ],
+)
+def test_an_argument_whose_name_is_too_long_is_an_error(folder, monkeypatch, capsys, words):
+    monkeypatch.chdir(folder.parent)
+    assert main([word.replace("LONG", "x" * 300) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert f": {'x' * 300}" in err
+    assert "File name too long" in err
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "trace", "plot", "watch"])
+def test_a_folder_whose_name_is_not_utf_8_is_shown(folder, monkeypatch, command):
+    renamed = folder.rename(folder.with_name(os.fsdecode(b"run\xff")))
+    monkeypatch.chdir(renamed)
+    assert main([command, "."]) == 0
+    page = {"report": "report.html", "compare": "comparison.html"}.get(command)
+    assert page is None or r"run\udcff" in (renamed / page).read_text(encoding="utf-8")

@@ -31,13 +31,6 @@ def test_bars_and_waits_fill_the_iteration_of_every_rank(job):
             assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(parts))
 
 
-def test_waits_are_named_after_what_comes_next(job):
-    waits = timeline(job.dag, job.profile, job.frontier.baseline).waits
-    names = [str(wait) for wait in waits if wait.rank == RANKS - 1]
-    assert names[0] == f"waiting for activation of micro-batch 0 from stage {RANKS - 2} to stage {RANKS - 1}"
-    assert names[-1] == "waiting for the end of the iteration"
-
-
 def test_a_measured_iteration_is_divided_into_transfers_and_waiting(job):
     plan = job.frontier.plans[2]
     predicted = timeline(job.dag, job.profile, plan)
