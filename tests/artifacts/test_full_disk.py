@@ -70,12 +70,12 @@ def test_new_and_old_files_are_never_read_together(tmp_path, frontier, monkeypat
         save(tmp_path, frontier)
     move, seen = os.replace, []
 
-    def look(temporary, path):
+    def move_and_record(temporary, path):
         begins = path.with_name("profile.csv" if path.stem == "profile" else "frontier.json")
         seen.append(begins.exists())
         move(temporary, path)
 
-    monkeypatch.setattr("os.replace", look)
+    monkeypatch.setattr("os.replace", move_and_record)
     PROFILE.save(tmp_path / "profile.csv")
     frontier.save(tmp_path)
     assert seen == [False] * 5

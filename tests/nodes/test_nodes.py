@@ -146,10 +146,9 @@ def assert_ran_as_on_one_node(cluster, plain_runs, **job):
     assert len(iterations(nodes[0])) == len(losses)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_job_of_several_nodes_by_torchrun(make_cluster, plain_runs, count):
+def test_a_job_of_four_nodes_by_torchrun(make_cluster, plain_runs):
     """No disk is shared, and the plan is only on rank 0's node. Each node has its own agent."""
-    cluster = make_cluster(count)
+    cluster = make_cluster(4)
     first = cluster.nodes[0]
     started = start_under_a_plan(cluster)
     for node in cluster.nodes:

@@ -119,7 +119,7 @@ def test_a_process_plans_one_iteration_after_the_other(job, tmp_path):
     assert worker.error
 
 
-def test_why_it_cannot_plan_is_told(job, tmp_path):
+def test_why_it_cannot_plan_is_reported(job, tmp_path):
     worker = LengthsWorker(replace(job, profile=tmp_path / "other.csv"), tmp_path / "lengths.log")
     try:
         assert "other.csv" in received(worker)

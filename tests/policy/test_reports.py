@@ -16,7 +16,7 @@ def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
     forward = Instruction(0, Kind.FORWARD, 0)
     watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
 
-    def told(pipelines):
+    def drift_of(pipelines):
         reports = reports_of(*({"drift": drift} for drift in pipelines), pipelines=range(len(pipelines)))
         return JobReport.of(reports).drift
 
@@ -24,11 +24,11 @@ def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
     assert reported_drift(spans, {forward: 1400}, expected)["drift"] == pytest.approx(0.1)
     assert reported_drift(spans, {}, expected) == {"drift": 0.0}
     seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
-    assert [watch.has_drifted(told(pipelines)) for pipelines in seen] == [n in (3, 4, 7) for n in range(8)]
+    assert [watch.has_drifted(drift_of(pipelines)) for pipelines in seen] == [n in (3, 4, 7) for n in range(8)]
 
 
-@pytest.mark.parametrize(("spread", "tells"), [(0.0, True), (0.02, True), (0.3, False)])
-def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
+@pytest.mark.parametrize(("spread", "is_drift"), [(0.0, True), (0.02, True), (0.3, False)])
+def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, is_drift):
     """Forwards take 10 % longer than profiled, backwards (half as many) as long as profiled."""
     draw, kinds = random.Random(1), {Kind.FORWARD: (20, 1.1), Kind.BACKWARD: (10, 1.0)}
     drawn = [
@@ -39,8 +39,8 @@ def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
     clocks_mhz = {span.operation.instruction: 1400 for span in drawn}
     reported = reported_drift(drawn, clocks_mhz, {(0, kind, 1400): 0.005 for kind in kinds})
     report = JobReport.of(reports_of(reported))
-    assert (report.drift > 0.05) == tells
-    assert (report.drift_beside_pace > 0.02) == tells
+    assert (report.drift > 0.05) == is_drift
+    assert (report.drift_beside_pace > 0.02) == is_drift
     assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
 
 
