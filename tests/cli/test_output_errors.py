@@ -1,7 +1,12 @@
 """Outputs that cannot be written are reported before anything is computed."""
 
+import shutil
+
 import pytest
-from pipelines import synthetic_profile
+from pipelines import one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.frontier import export_zeus
+from perseus_ds.optimizer import optimize
 
 COMMANDS = {
     "optimize": ["optimize", "run", "--plans", "4"],
@@ -14,12 +19,21 @@ COMMANDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A profile, a frontier and its plans for Zeus."""
+    folder = tmp_path_factory.mktemp("made")
+    profile = synthetic_profile(2, blocking_power_w=80.0, micro_batches=3)
+    frontier = optimize(one_f_one_b(2, 3), profile, plans=4)
+    profile.save(folder / "run" / "profile.csv")
+    frontier.save(folder / "run")
+    export_zeus(frontier, folder / "plans")
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def files(run):
-    """In the current folder, a profile, a frontier and its plans for Zeus."""
-    synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save("run/profile.csv")
-    assert run("optimize", "run", "--out", "run", "--plans", "4")[0] == 0
-    assert run("export", "run", "--out", "plans")[0] == 0
+def files(made, tmp_path):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
