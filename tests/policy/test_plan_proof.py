@@ -143,6 +143,7 @@ def test_a_comparison_goes_on_until_it_is_certain_known_or_long_enough():
     assert decide(compared(slowdown=0.008, error=0.005)) is None
     assert decide(compared(slowdown=0.0, error=0.003)).kept
     assert not decide(compared(slowdown=0.02, error=0.003)).kept
+    assert decide(compared(slowdown=0.03, error=0.005)).is_late, "its error is too large for the estimate to decide"
     assert decide(compared(slowdown=0.008, error=0.003)).kept, "known well enough: the estimate decides"
     few = PlanComparison(0.008, 0.003, 0.1, 0.003, freedom=3)
     assert decide(few) is None, "the same errors of four blocks are less certain"
