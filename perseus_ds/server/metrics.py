@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ from pydantic import BaseModel
 from perseus_ds.config import MetricsConfig
 from perseus_ds.server.progress import PHASES, JobFacts, PipelineFacts, PlanFacts
 
-logger = logging.getLogger("perseus_ds")
 _PERIOD_S = 5.0
 _CLOSE_S = 2.0
 _CLIENT_TIMEOUT_S = 5.0
@@ -70,7 +68,7 @@ class MetricsReporter:
         try:
             server = _Server((host, port), type("_Handler", (MetricsHandler,), fields))
         except OSError as error:
-            self._fail(f"nothing is served at {host}:{port} ({error})")
+            self._on_error(f"nothing is served at {host}:{port} ({error})")
             return
         with server:
             while not self._stopping.wait(_PAUSE_S):
@@ -85,13 +83,9 @@ class MetricsReporter:
                 write_to_textfile(str(path), self._registry)
             except OSError as error:
                 if works:
-                    self._fail(f"{path} cannot be written ({error})")
+                    self._on_error(f"{path} cannot be written ({error})")
                 works = False
             self._stopping.wait(_PERIOD_S)
-
-    def _fail(self, problem: str) -> None:
-        logger.warning("perseus: metrics: %s. Training continues without them.", problem)
-        self._on_error(problem)
 
 
 class _Server(ThreadingHTTPServer):
