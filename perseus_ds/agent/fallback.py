@@ -82,6 +82,6 @@ class Fallback:
         fault = GpuError if isinstance(error, GpuError) else type(error)
         if self._fault is not fault:
             self._fault, self._probes = fault, 0
-            self._tell(RankFailed(str(error).rstrip("."), may_pass))
+            self._tell(RankFailed(str(error).rstrip(".")))
         self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
         self._probes += 1

@@ -106,7 +106,7 @@ class RankClocks:
         self._fallback.look()
         if self._memory.is_revoked and not self._was_revoked:
             self._was_revoked = True
-            self._tell(RankFailed("this process received a termination signal, and its clock was reset", False))
+            self._tell(RankFailed("this process received a termination signal, and its clock was reset"))
         self._complete()
         return next_s
 

@@ -299,14 +299,9 @@ class Command(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankFailed(msgspec.Struct, tag=True, frozen=True):
-    """A rank has fallen back to default clocks.
-
-    Attributes:
-        may_pass: Whether the rank may recover later.
-    """
+    """A rank has fallen back to default clocks."""
 
     error: str
-    may_pass: bool = True
 
 
 class RankRecovered(msgspec.Struct, tag=True, frozen=True):
