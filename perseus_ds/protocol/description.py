@@ -130,24 +130,7 @@ def places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:
 
 
 encode = msgspec.msgpack.Encoder().encode
-_description = msgspec.msgpack.Decoder(JobDescription)
-_facts = msgspec.msgpack.Decoder(RankFacts)
-_welcome = msgspec.msgpack.Decoder(Welcome)
-
-
-def decode_description(content: bytes) -> JobDescription:
-    """Decode a description written by :data:`encode`. Raises ``msgspec.DecodeError`` if it is invalid."""
-    found: JobDescription = _description.decode(content)
-    return found
-
-
-def decode_facts(content: bytes) -> RankFacts:
-    """Decode facts written by :data:`encode`. Raises ``msgspec.DecodeError`` if they are invalid."""
-    found: RankFacts = _facts.decode(content)
-    return found
-
-
-def decode_welcome(content: bytes) -> Welcome:
-    """Decode an answer written by :data:`encode`. Raises ``msgspec.DecodeError`` if it is invalid."""
-    found: Welcome = _welcome.decode(content)
-    return found
+# Each raises a ``msgspec.DecodeError`` if the content is invalid.
+decode_description = msgspec.msgpack.Decoder(JobDescription).decode
+decode_facts = msgspec.msgpack.Decoder(RankFacts).decode
+decode_welcome = msgspec.msgpack.Decoder(Welcome).decode

@@ -6,6 +6,7 @@ client's process received. The interpreter writes the latter (``signal.set_wakeu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -296,23 +297,7 @@ ToAgent: TypeAlias = FindGpu | RequestLease | Release | RequestStatus | Connect 
 ToClient: TypeAlias = Found | Granted | Refused | Released | Status | Answer | Refreshes | ServerStarted | ToRank
 
 encode = msgspec.msgpack.Encoder().encode
-_to_agent = msgspec.msgpack.Decoder(ToAgent)
-_to_client = msgspec.msgpack.Decoder(ToClient)
-
-
-def decode_to_agent(packet: bytes) -> ToAgent:
-    """Return the message in a packet from a client.
-
-    Raises a ``msgspec.DecodeError`` if the packet is invalid.
-    """
-    message: ToAgent = _to_agent.decode(packet)
-    return message
-
-
-def decode_to_client(packet: bytes) -> ToClient:
-    """Return the message in a packet from an agent.
-
-    Raises a ``msgspec.DecodeError`` if the packet is invalid.
-    """
-    message: ToClient = _to_client.decode(packet)
-    return message
+decode_to_agent: Callable[[bytes], ToAgent] = msgspec.msgpack.Decoder(ToAgent).decode
+"""Return the message in a packet from a client. Raises a ``msgspec.DecodeError`` if the packet is invalid."""
+decode_to_client: Callable[[bytes], ToClient] = msgspec.msgpack.Decoder(ToClient).decode
+"""Return the message in a packet from an agent. Raises a ``msgspec.DecodeError`` if the packet is invalid."""

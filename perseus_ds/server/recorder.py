@@ -124,12 +124,12 @@ class Recorder:
         """
         self._compare_limits(seen.reports.limits)
         record = self.last = self._of_job(seen, run, order, shape)
-        self._writer.write_soon(record)
+        self._writer.write(record, _TOGETHER_S)
         if self._has_monitor:
             prefix = "Perseus/simulated" if self._simulated else "Perseus"
             values = ((tag, getattr(record, name)) for tag, name in _MONITOR_TAGS.items())
             figures = tuple((f"{prefix}/{tag}", float(value)) for tag, value in values if value is not None)
-            self._send(Observed(figures, seen.samples))
+            self._send(Observed(figures, seen.messages[0].report.samples))
         if self._steps_per_print and record.iteration % self._steps_per_print == 0:
             self._print(record)
 
@@ -295,13 +295,9 @@ class RecordWriter:
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
 
-    def write(self, record: Record) -> None:
-        """Enqueue a record to be written immediately. Thread-safe."""
-        self._waiting.put((record, 0.0))
-
-    def write_soon(self, record: Record) -> None:
-        """Enqueue a record to be written within half a second. Thread-safe."""
-        self._waiting.put((record, _TOGETHER_S))
+    def write(self, record: Record, within_s: float = 0.0) -> None:
+        """Enqueue a record to be written within a time [s]. Thread-safe."""
+        self._waiting.put((record, within_s))
 
     def end(self) -> None:
         """End the thread after all records are written."""
@@ -318,27 +314,23 @@ class RecordWriter:
             written.wait(timeout_s)
 
     def _write_all(self) -> None:
-        written: list[threading.Event] = []
+        flushes: list[threading.Event] = []
         is_over = False
         for records in self._of_earlier_starts():
             self._log.add(records)
             # What is written now is read, and added to the log, at the end of the file.
-            lines, events, is_over = self._made(self._enqueued(), is_read_later=True)
-            written += events
-            if lines:
-                self._append(lines)
+            arrived = [self._waiting.get() for _ in range(self._waiting.qsize())]
+            is_over = self._write_together(arrived, flushes, is_read_later=True)
             if is_over:
                 break
-        else:
-            self.has_read = True
-        for event in written:
-            event.set()
-        while not is_over:
-            lines, written, is_over = self._made(self._next_together())
-            if lines:
-                self._append(lines)
-            for event in written:
-                event.set()
+        self.has_read = not is_over
+        while True:
+            for flush in flushes:
+                flush.set()
+            flushes.clear()
+            if is_over:
+                break
+            is_over = self._write_together(self._next_together(), flushes)
 
     def _of_earlier_starts(self) -> Iterator[list[Record]]:
         try:
@@ -348,10 +340,6 @@ class RecordWriter:
             pass  # there is no earlier start
         except Exception as error:  # records of this start are still useful
             self._warn(f"the records of earlier starts cannot be read ({error!r})")
-
-    def _enqueued(self) -> list[_Waiting]:
-        """Return the records that have arrived, without waiting for others."""
-        return [self._waiting.get() for _ in range(self._waiting.qsize())]
 
     def _next_together(self) -> list[_Waiting]:
         """Wait for the next record, and for others that arrive while it may be delayed."""
@@ -365,14 +353,14 @@ class RecordWriter:
                 end_s = min(end_s, time.monotonic() + may_wait_s)
         return found
 
-    def _made(
-        self, together: list[_Waiting], *, is_read_later: bool = False
-    ) -> tuple[list[bytes], list[threading.Event], bool]:
-        """Return the lines of records, the events to set once they are written, and whether to end."""
-        lines, written = [], []
+    def _write_together(
+        self, together: list[_Waiting], flushes: list[threading.Event], *, is_read_later: bool = False
+    ) -> bool:
+        """Write records, add the events to set afterwards to ``flushes``, and return whether to end."""
+        lines = []
         for waiting in together:
             if isinstance(waiting, threading.Event):
-                written.append(waiting)
+                flushes.append(waiting)
             elif waiting is not None:
                 try:
                     lines.append(to_line(waiting[0]).encode())
@@ -380,7 +368,9 @@ class RecordWriter:
                         self._log.add([waiting[0]])
                 except Exception as error:  # the following records are still useful
                     self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
-        return lines, written, None in together
+        if lines:
+            self._append(lines)
+        return None in together
 
     def _append(self, lines: list[bytes]) -> None:
         """Write lines, after those that could not be written because the disk was full."""
@@ -490,29 +480,30 @@ def common_begins_s(job: Job, seen: Seen) -> list[float]:
 def begin_after_s(first: Sequence[Span], second: Sequence[Span]) -> float:
     """Return how much later ``second`` began than ``first``, estimated from their transfers [s]."""
     sent, received, both = [], [], []
-    ends_s: dict[Transfer, tuple[float, bool]] = {}
-    for span in first:
-        if isinstance(span.operation, Exchange | Launch | Wait):
-            for transfer in span.operation.transfers:
-                is_launch = isinstance(span.operation, Launch)
-                ends_s[transfer] = (span.start_s if is_launch else span.end_s), is_launch
-    for span in second:
-        if isinstance(span.operation, Exchange | Launch | Wait):
-            for transfer in span.operation.transfers:
-                if transfer in ends_s:
-                    end_s, is_launch = ends_s[transfer]
-                    difference_s = end_s - (span.start_s if isinstance(span.operation, Launch) else span.end_s)
-                    if isinstance(span.operation, Exchange) and not is_launch:
-                        both.append(difference_s)
-                    elif transfer.source < transfer.target:
-                        sent.append(difference_s)
-                    else:
-                        received.append(difference_s)
+    ends_s = {transfer: (end_s, is_launch) for transfer, end_s, is_launch, _ in _ends_of_transfers(first)}
+    for transfer, end_s, _, is_exchange in _ends_of_transfers(second):
+        if transfer in ends_s:
+            other_end_s, is_launch = ends_s[transfer]
+            if is_exchange and not is_launch:
+                both.append(other_end_s - end_s)
+            elif transfer.source < transfer.target:
+                sent.append(other_end_s - end_s)
+            else:
+                received.append(other_end_s - end_s)
     if both:
         return statistics.median(both)
     if sent and received:
         return (max(sent) + min(received)) / 2
     return 0.0
+
+
+def _ends_of_transfers(spans: Sequence[Span]) -> Iterator[tuple[Transfer, float, bool, bool]]:
+    """Yield each transfer, when it ended or was launched [s], and whether it was launched or an exchange."""
+    for span in spans:
+        if isinstance(operation := span.operation, Exchange | Launch | Wait):
+            is_launch = isinstance(operation, Launch)
+            for transfer in operation.transfers:
+                yield transfer, span.start_s if is_launch else span.end_s, is_launch, isinstance(operation, Exchange)
 
 
 def known_of_all(values: Sequence[int | None]) -> list[int]:
