@@ -502,7 +502,8 @@ def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
             if config.needs_clocks:
                 gpu.check_lock_permission()
         if config.mode == "run" and dist.get_rank() == 0:
-            frontier = read_frontier(Path(str(config.frontier)), gpu)
+            real_gpu = None if gpu is None or gpu.simulated else gpu.name
+            frontier = read_frontier(Path(str(config.frontier)), real_gpu)
             if (ranks := engine.pipeline_ranks()) is not None:
                 check_ranks(len(frontier.instructions), ranks)
 

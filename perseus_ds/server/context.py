@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,32 +14,6 @@ from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME, Timebase
-
-
-class BesideTraining:
-    """Resources that a job uses during training, such as threads and processes."""
-
-    def __init__(self) -> None:
-        self._ends: list[Callable[[], object]] = []
-
-    @contextmanager
-    def running(self, end: Callable[[], object]) -> Iterator[None]:
-        """Return a context manager that calls ``end`` on exit, or earlier if the job closes."""
-        self._ends.append(end)
-        try:
-            yield
-        finally:
-            self._ends.remove(end)
-            end()
-
-    def until_closed(self, end: Callable[[], object]) -> None:
-        """Call ``end`` when the job closes."""
-        self._ends.append(end)
-
-    def close(self) -> None:
-        """Release all resources. Each ``end`` must be safe to call repeatedly."""
-        for end in reversed(self._ends):
-            end()
 
 
 @dataclass(frozen=True)
@@ -55,7 +28,6 @@ class ModeContext:
         send: Sends a message to a rank.
         timebase: Timebase of the server.
         worker: Computes plans in another process.
-        beside: Resources that are released when the job closes.
         order: Number of the order.
         shape: Number of the shape.
         resumes: State of an earlier start of the job, if there is one. The first mode removes it.
@@ -69,7 +41,6 @@ class ModeContext:
     send: Callable[[int, ToRank], None]
     timebase: Timebase = REAL_TIME
     worker: Callable[..., OptimizeWorker] = OptimizeWorker
-    beside: BesideTraining = field(default_factory=BesideTraining)
     order: int = 0
     shape: int = 0
     resumes: list[Mapping[str, Any]] = field(default_factory=list)

@@ -14,6 +14,7 @@ from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.protocol.job_messages import Calibrate
 from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
+from perseus_ds.server.job import Job
 
 SETTLED = 1
 """Number of iterations ignored after a change of clocks, because the first one begins at the previous clocks."""
@@ -33,8 +34,8 @@ class DefaultIterations:
         last_s: Time of the last iteration [s]; None before the first.
     """
 
-    def __init__(self, counter_period_s: float) -> None:
-        self.sample = IterationSample(counter_period_s)
+    def __init__(self, job: Job) -> None:
+        self.sample = IterationSample(job.counter_period_s())
         self.conditions: Conditions = ()
         self._latest: deque[Seen] = deque(maxlen=_KEPT)
         self._iterations = 0
@@ -91,24 +92,14 @@ async def measure_default(
             least, most = (max(1, math.ceil(time_s / default.last_s)) for time_s in left_s)
             say(f"measuring iterations at default clocks, to compare plans with: about {least} to {most}")
         run = Run("default", times="all", next_phase=NextPhase("run", default.remaining_s()))
-        await _one_iteration(run, default)
+        await default_iteration(run, default)
 
 
-async def _one_iteration(run: Run, default: DefaultIterations) -> None:
+async def default_iteration(run: Run, default: DefaultIterations) -> None:
     """Wait for the next iteration, and add it if it ran at default clocks."""
     seen = await iteration(run)
     if seen.run is not None and seen.run.clocks == run.clocks:
         default.add(seen)
-
-
-async def run_at_default_clocks(
-    default: DefaultIterations, phase: str, until: Callable[[], bool], next_phase: Callable[[], NextPhase]
-) -> None:
-    """Run iterations at default clocks until a condition holds, and add them to ``default``."""
-    is_over = False
-    while not is_over:
-        await _one_iteration(Run(phase, times="all", next_phase=next_phase()), default)
-        is_over = until()
 
 
 async def observe() -> None:

@@ -15,14 +15,13 @@ from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
-from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.optimizer.lengths import LengthsPlanner
 from perseus_ds.optimizer.lengths_worker import PlannedJob
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import DefaultIterations, run_at_default_clocks
-from perseus_ds.server.iterations import NextPhase
+from perseus_ds.server.default_clocks import DefaultIterations, default_iteration
+from perseus_ds.server.iterations import NextPhase, Run
 from perseus_ds.server.job import Job
 
 # A clock changes about 15 ms after its request. Until then, instructions do not run at the planned clock.
@@ -30,25 +29,25 @@ _SWITCH_COST_J = 0.5
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
-def read_frontier(path: Path, gpu: KnownGpu | None = None) -> Frontier:
+def read_frontier(path: Path, real_gpu: str | None) -> Frontier:
     """Return the frontier of a file on rank 0's node.
 
+    Args:
+        path: The file.
+        real_gpu: Product name of the GPU that runs the plans. None if it is simulated.
+
     Raises:
-        PerseusError: The file does not exist, is invalid, or was measured on simulated GPUs and ``gpu`` is real.
+        PerseusError: The file does not exist, is invalid, or was measured on simulated GPUs, unlike ``real_gpu``.
     """
     if not path.exists():
         raise ConfigError(f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".')
     frontier = Frontier.load(path)
-    if gpu is not None and not gpu.simulated:
-        _check_real(frontier, path, gpu.name)
-    return frontier
-
-
-def _check_real(frontier: Frontier, path: Path, gpu: str) -> None:
-    if frontier.provenance.simulated:
+    if real_gpu is not None and frontier.provenance.simulated:
         raise PlanError(
-            f'{path} was measured on simulated GPUs, this job runs on {gpu}. Measure a profile here: "mode": "profile".'
+            f"{path} was measured on simulated GPUs, this job runs on {real_gpu}. "
+            'Measure a profile here: "mode": "profile".'
         )
+    return frontier
 
 
 def load_frontier(job: Job, path: Path) -> Frontier:
@@ -57,9 +56,7 @@ def load_frontier(job: Job, path: Path) -> Frontier:
     Raises:
         PerseusError: The file is invalid, or its plans do not fit the schedule or the GPUs of the job.
     """
-    frontier = read_frontier(path)
-    if not job.simulated:
-        _check_real(frontier, path, job.facts[0].gpu)
+    frontier = read_frontier(path, None if job.simulated else job.facts[0].gpu)
     check_instructions(frontier.instructions, job.schedule.instructions)
     job.check_clocks([clock for plan in frontier.plans for clocks in plan.clocks_mhz for clock in clocks])
     return frontier
@@ -98,19 +95,25 @@ def store(source: Path, cache: Path) -> None:
         shutil.rmtree(outdated, ignore_errors=True)
 
 
+def _cache_of(job: Job) -> Path | None:
+    """Return the folder of the cache with files of an earlier run of a job, if there is one."""
+    if not job.config.cache:
+        return None
+    folder = cached(job.profile_key())
+    return folder if all((folder / name).is_file() for name in _FILES) else None
+
+
 def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
     """Return the cached frontier of an earlier run of this job, if it still fits."""
     job = context.job
     try:
-        source = cached(job.profile_key())
-        if not job.config.cache or not all((source / name).is_file() for name in _FILES):
+        if (source := _cache_of(job)) is None:
             return None
         job.output_dir.mkdir(parents=True, exist_ok=True)
         write_together((job.output_dir / name, (source / name).read_bytes()) for name in _FILES)
         frontier = load_frontier(job, job.output_dir / "frontier.json")
     except (PerseusError, OSError) as error:
-        if job.config.cache:
-            context.recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
+        context.recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
     context.recorder.say(f"using plans profiled by an earlier run ({source})")
     return frontier
@@ -147,7 +150,7 @@ def has_own_profile(context: ModeContext) -> bool:
 def has_frontier_of_an_earlier_run(job: Job) -> bool:
     """Return whether the cache has a frontier of an earlier run. It may not fit the job."""
     try:
-        return job.config.cache and all((cached(job.profile_key()) / name).is_file() for name in _FILES)
+        return _cache_of(job) is not None
     except OSError:
         return False
 
@@ -191,15 +194,15 @@ async def optimise(context: ModeContext, default: DefaultIterations, switch_cost
     settings = PlanningSettings(switch_cost_j=_SWITCH_COST_J, switch_cost_s=price_s, least_dwell_s=dwell_s)
     request = OptimizeRequest(profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings)
     worker = context.worker(request, job.output_dir / "optimize.log")
-    with context.beside.running(worker.stop):
-        await run_at_default_clocks(
-            default,
-            "optimizing",
-            until=lambda: worker.poll() is not None,
-            next_phase=lambda: NextPhase("default", worker.remaining_s()),
-        )
-    result = worker.poll()
-    if result is not None and result.error is not None:
+    result = None
+    try:
+        while result is None:
+            run = Run("optimizing", times="all", next_phase=NextPhase("default", worker.remaining_s()))
+            await default_iteration(run, default)
+            result = worker.poll()
+    finally:
+        worker.stop()
+    if result.error is not None:
         raise PerseusError(f"optimising failed: {result.error}")
     return load_frontier(job, job.output_dir / "frontier.json")
 

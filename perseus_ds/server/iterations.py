@@ -112,18 +112,30 @@ class Run:
         measured = self.times, self.every, self.otherwise, self.logs_energy
         return self.phase, self.clocks, self.plan, measured, id(self.block)
 
-    def program(self, number: int, pipeline: int, pipeline_rank: int, schedule: Schedule) -> Program:
-        """Return the clocks of one rank in iterations of an order."""
-        if self.plans is None:
+    def program(self, number: int, pipeline: int, rank: int, schedule: Schedule) -> Program:
+        """Return the clocks of a pipeline's rank in iterations of an order.
+
+        Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the
+        end of an iteration, they have the clock that the next one starts with.
+        """
+        if self.plans is None or (self.by_length and self.lengths is None):
             return Program(number, self.clock_mhz)
-        if self.by_length:
-            if self.lengths is None:
-                return Program(number)
-            instructions = self.plans.frontier.instructions[pipeline_rank]
-            found, stream = self.lengths.pipelines[pipeline], schedule.instructions[pipeline_rank]
-            return _program_of_lengths(number, found, pipeline_rank, instructions, stream)
-        plan = self.plans.of_pipeline(pipeline)
-        return program_of(number, plan, pipeline_rank, schedule, self.plans)
+        plan: FrequencyPlan | PipelinePlan
+        if self.lengths is not None:
+            plan, instructions = self.lengths.pipelines[pipeline], self.plans.frontier.instructions[rank]
+        else:
+            plan = self.plans.of_pipeline(pipeline)
+            instructions = plan.instructions[rank]
+        own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
+        if len(set(own_mhz)) == 1:
+            return Program(number, own_mhz[0])
+        clock_of = dict(zip(instructions, own_mhz, strict=True))
+        clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
+        if isinstance(plan, PipelinePlan):
+            spans_s = _spans_by_length_s(dict(zip(instructions, plan.spans_s[rank], strict=True)), stream)
+        else:
+            spans_s = _spans_s(plan, self.plans, stream)
+        return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
 
     def with_lengths(self, plan: IterationPlan) -> Run:
         """Return the run of a single iteration under the plan for its lengths."""
@@ -142,38 +154,6 @@ class Run:
         return replace(self, lengths=plan, forecast=forecast)
 
 
-def program_of(number: int, plan: FrequencyPlan, rank: int, schedule: Schedule, plans: Plans) -> Program:
-    """Return the program of a rank under a plan.
-
-    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the end
-    of an iteration, they have the clock that the next one starts with.
-    """
-    clock_of = dict(zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True))
-    first_mhz = plan.clocks_mhz[rank][0]
-    if len(set(plan.clocks_mhz[rank])) == 1:
-        return Program(number, first_mhz)
-    clocks_mhz = _filled([clock_of.get(instruction) for instruction in schedule.instructions[rank]])
-    spans_s = tuple(_spans_s(plan, plans, schedule.instructions[rank]))
-    return Program(number, first_mhz, clocks_mhz, spans_s, plan.time_s)
-
-
-def _program_of_lengths(
-    number: int, plan: PipelinePlan, rank: int, instructions: Sequence[Instruction], stream: Sequence[Instruction]
-) -> Program:
-    """Return the program of a rank under a plan by length. Gaps are filled as in :func:`program_of`."""
-    own_mhz, own_spans_s = plan.clocks_mhz[rank], plan.spans_s[rank]
-    if len(set(own_mhz)) == 1:
-        return Program(number, own_mhz[0])
-    clock_of = dict(zip(instructions, own_mhz, strict=True))
-    span_of = dict(zip(instructions, own_spans_s, strict=True))
-    spans_s, end_s = [], 0.0
-    for instruction in stream:
-        start_s, end_s = span_of.get(instruction, (end_s, end_s))
-        spans_s.append((start_s, end_s))
-    clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
-    return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
-
-
 def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
     known = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz is not None]
     last = max(position for position, clock_mhz in enumerate(clocks_mhz) if clock_mhz is not None)
@@ -182,6 +162,17 @@ def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
         latest_mhz = latest_mhz if clock_mhz is None else clock_mhz
         found.append(latest_mhz)
     return (*found, *[known[0]] * (len(clocks_mhz) - last - 1))
+
+
+def _spans_by_length_s(
+    span_of: Mapping[Instruction, tuple[float, float]], stream: Sequence[Instruction]
+) -> list[tuple[float, float]]:
+    """Return start and end of each instruction of a rank [s]. Those without a span take no time."""
+    spans_s, end_s = [], 0.0
+    for instruction in stream:
+        start_s, end_s = span_of.get(instruction, (end_s, end_s))
+        spans_s.append((start_s, end_s))
+    return spans_s
 
 
 def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
@@ -245,24 +236,10 @@ class Seen:
         """Time of the slowest rank [s]."""
         return self.reports.time_s
 
-    @property
-    def stopped_s(self) -> float:
-        """Time from the end of the previous iteration to the start of this one [s]."""
-        return self.messages[0].report.stopped_s
-
-    @property
-    def samples(self) -> int:
-        """Number of samples that the job has processed after it."""
-        return self.messages[0].report.samples
-
     def set(self, rank: int, fields: Mapping[str, float]) -> None:
         """Set fields of a rank's report that the server has computed."""
         self.ranks.set(rank, fields)
         self.__dict__.pop("reports", None)
-
-    def ran(self, run: Run) -> bool:
-        """Return whether all ranks ran ``run``."""
-        return self.run is not None and self.run.key == run.key
 
     def spans(self, rank: int) -> list[Span]:
         """Return the operations of a rank, relative to the iteration's start. Empty if not measured."""
@@ -288,13 +265,12 @@ def iteration(run: Run) -> Awaitable[Seen]:
     return _Iteration(run)
 
 
-async def iteration_of(run: Run, stops: Callable[[], bool] = lambda: False) -> Seen | None:
-    """Wait for the next iteration in which all ranks run ``run``. None if ``stops`` returns True first."""
-    while not stops():
+async def iteration_of(run: Run) -> Seen:
+    """Wait for the next iteration in which all ranks run ``run``."""
+    while True:
         seen = await iteration(run)
-        if seen.ran(run):
+        if seen.run is not None and seen.run.key == run.key:
             return seen
-    return None
 
 
 Mode: TypeAlias = Coroutine[Run, Seen, Any]

@@ -87,7 +87,8 @@ class Job:
         places, tensor_parallel = places_of(ranks)
         schedules = [ScheduleStreams.model_validate_json(each).to_schedule() for each in description.schedules]
         streams = [schedules[number] for number in description.schedule_of]
-        first = next(facts.pipeline for facts in ranks)
+        facts = ranks[0]
+        first = facts.pipeline
         schedule = replace(streams[first[0]], ranks=tuple(streams[rank].ranks[0] for rank in first))
         for rank, (own, place) in enumerate(zip(streams, places, strict=True)):
             if own.ranks[0] != schedule.ranks[place.pipeline_rank]:
@@ -95,8 +96,10 @@ class Job:
                     f"Rank {rank} runs other operations than rank {first[place.pipeline_rank]}, which has the same "
                     "place in its pipeline: all pipelines of a job have to run the same schedule."
                 )
-        facts = ranks[0]
-        parts = [{stage: _parts(content) for stage, content in ranks[rank].parts.items()} for rank in first]
+        parts = [
+            {stage: [Part.model_validate(part) for part in json.loads(own)] for stage, own in ranks[rank].parts.items()}
+            for rank in first
+        ]
         info = ProfileInfo(
             simulated=facts.simulated,
             gpu=facts.gpu,
@@ -238,7 +241,3 @@ class Job:
 
     def _slowest(self, of: Callable[[Measured], float]) -> float:
         return max((of(state.measured) for state in self.states if state.measured is not None), default=0.0)
-
-
-def _parts(content: bytes) -> list[Part]:
-    return [Part.model_validate(part) for part in json.loads(content)]

@@ -94,6 +94,7 @@ class JobControl:
         own_steps: Steps since the server started.
         progress: Progress under plans, kept from an earlier start or from previous plans until there are plans to run.
         signals: The signals of the policy; None before they are followed.
+        record: Records an event of the job. Thread-safe.
         effect_of: Returns the predicted effect of a policy, or None until plans run. Thread-safe.
         kind_times: Times of the last iterations, by order and shape.
     """
@@ -120,7 +121,7 @@ class JobControl:
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
         self.kind_times = KindTimes()
-        self.on_order: Callable[[OrderGiven], None] = lambda order: None
+        self.record: Callable[[Event], None] = lambda event: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines
         self._job_status = job_status
@@ -139,11 +140,11 @@ class JobControl:
                 self.policy = self.policy.policy
             return self.policy
 
-    def record_policy(self, record: Callable[[Event], None]) -> None:
+    def record_policy(self) -> None:
         """Record the policy if it differs from the last recorded one."""
         if self.policy != self._recorded:
             self._recorded = self.policy
-            record(PolicyChanged(policy=self.policy.model_dump(mode="json")))
+            self.record(PolicyChanged(policy=self.policy.model_dump(mode="json")))
 
     def count_step(self, step: int) -> None:
         """Count a completed step."""
@@ -155,22 +156,6 @@ class JobControl:
         with self._lock:
             due = [Straggler(p, slowdown) for p, (step, slowdown) in self._reported.items() if self.steps >= step]
         return max(due, key=lambda straggler: straggler.slowdown, default=None)
-
-    def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
-        """Report a straggler.
-
-        Raises:
-            ValueError: There is no such pipeline, or the slowdown is below 1.
-        """
-        if not 0 <= pipeline < self._pipelines:
-            raise ValueError(f"pipeline: there is no pipeline {pipeline}, expected 0 to {self._pipelines - 1}.")
-        if not 1 <= slowdown < math.inf:
-            raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
-        with self._lock:
-            if slowdown == 1:
-                self._reported.pop(pipeline, None)
-            else:
-                self._reported[pipeline] = (self.steps + after_iterations, slowdown)
 
     def carry_out(self, order: AnyOrder) -> dict[str, Any]:
         """Carry out an order and return the answer.
@@ -184,9 +169,9 @@ class JobControl:
             return {"status": {**asked, **job}}
         done = self._done(order, job)
         if isinstance(order, SetPolicy | Reduce):
-            self.on_order(OrderGiven(policy=self.policy.model_dump(mode="json")))
+            self.record(OrderGiven(policy=self.policy.model_dump(mode="json")))
         elif isinstance(order, Pause | Resume):
-            self.on_order(OrderGiven(paused=self.paused))
+            self.record(OrderGiven(paused=self.paused))
         return {"done": done + (". However, this job runs no plans now" if _runs_no_plans(job) else "")}
 
     def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume, job: Mapping[str, Any]) -> str:
@@ -202,10 +187,15 @@ class JobControl:
             but = f". However, {effect.problem}" if effect is not None and effect.problem else ""
             return f"policy {order.policy.name} from the next iterations on{but}"
         if isinstance(order, SetStraggler):
-            self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
-            if order.slowdown == 1:
-                return f"pipeline {order.pipeline} is treated as recovered"
-            return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"
+            pipeline, slowdown = order.pipeline, order.slowdown
+            if pipeline >= self._pipelines:
+                raise ValueError(f"pipeline: there is no pipeline {pipeline}, expected 0 to {self._pipelines - 1}.")
+            with self._lock:
+                if slowdown == 1:
+                    self._reported.pop(pipeline, None)
+                    return f"pipeline {pipeline} is treated as recovered"
+                self._reported[pipeline] = (self.steps + order.after_iterations, slowdown)
+            return f"pipeline {pipeline} is expected to take {slowdown:g} times as long"
         self.paused = isinstance(order, Pause)
         if not self.paused:
             return "under plans again"
@@ -245,12 +235,10 @@ class JobControl:
             Whether the policy is the one of that start.
         """
         try:
-            return self._take_up(_Kept.model_validate(state))
+            kept = _Kept.model_validate(state)
         except ValueError as error:  # saved by another version, or damaged
             logger.warning("perseus: what an earlier start kept cannot be read (%r); it is ignored.", error)
             return False
-
-    def _take_up(self, kept: _Kept) -> bool:
         with self._lock:
             self._reported = {p: entry for p, entry in kept.stragglers.items() if p < self._pipelines}
             self.paused, self.steps = kept.paused, kept.steps

@@ -97,7 +97,9 @@ class Kind:
         profile: Path of the profile of its passes; None before there is one.
     """
 
-    def __init__(self, number: int, context: ModeContext, mode: Mode, key: int, shape: Shape | None = None) -> None:
+    def __init__(
+        self, number: int, context: ModeContext, mode: Mode | None, key: int, shape: Shape | None = None
+    ) -> None:
         self.number = number
         self.context = context
         self.key = key
@@ -105,7 +107,7 @@ class Kind:
         self.wanted = UNPLANNED
         self.came = self.iterations = self.confused = 0
         self.profile: Path | None = None
-        self._mode: Mode | None = mode
+        self._mode = mode
 
     @property
     def is_planned(self) -> bool:
@@ -141,6 +143,7 @@ class Kind:
         """End the mode. Iterations of this kind then run at default clocks."""
         if self._mode is not None:
             self._mode.close()
+            self.context.look_ahead.stop(self.context.order)
         self._mode, self.wanted = None, UNPLANNED
 
 
@@ -196,48 +199,40 @@ class Kinds:
     Attributes:
         first: The first order of the job.
         first_key: Its key; None before it is known.
+        streams: By key of a known order, the operations of each pipeline rank.
         latest: The kind with a mode that occurred last.
     """
 
     def __init__(
         self,
         context: ModeContext,
-        run: Callable[[Kind], None],
+        send_run: Callable[[Kind], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Create the first kind. :meth:`begin` starts its mode.
+        """Create the first kind. :meth:`advance` starts its mode.
 
         Args:
             context: Context of the job.
-            run: Sends the run that a kind requests to the ranks.
+            send_run: Sends the run that a kind requests to the ranks.
             on_error: Called with an error that has ended the mode of the first order.
         """
         self._context = context
-        self._run = run
+        self._send_run = send_run
         self._on_error = on_error
         self._plans_orders = context.job.config.mode == "auto"
-        # In these modes all orders are treated alike.
-        self._is_one = context.job.config.mode in ("observe", "profile")
-        self.first = self.latest = Kind(0, context, _begin(context), 0)
+        self._treats_orders_alike = context.job.config.mode in ("observe", "profile")
+        self.first = self.latest = Kind(0, context, mode_of(context), 0)
         self.first_key: int | None = None
         self._orders: dict[int, Kind] = {}
         self._frequent: Frequent[int] = Frequent()
         self._shapes: dict[int, _Shapes] = {}
         self._numbers = self._order_numbers = 0
-        self._streams: dict[int, tuple[Any, ...]] = {}
+        self.streams: dict[int, tuple[Any, ...]] = {}
         # By key and rank, the schedules of requested orders that are not yet complete.
         self._read: dict[int, dict[int, Schedule]] = {}
         self._wanted: set[int] = set()
         self._has_said = False
         self._others = 0
-
-    def begin(self) -> None:
-        """Start the job's mode."""
-        self._advance(self.first, None)
-
-    def streams_of(self, key: int) -> tuple[Any, ...]:
-        """Return the operations of each pipeline rank in an order. Empty if unknown."""
-        return self._streams.get(key, ())
 
     @property
     def requested(self) -> list[int]:
@@ -255,7 +250,7 @@ class Kinds:
                         numbers.append((key, shape.firsts[rank], each.number))
                 if not any(each.is_planned for each in self._shapes[key].planned.values()):
                     numbers.append((key, -1.0, DEFAULT_CLOCKS))
-        return Orders(tuple(numbers), 0 if self._is_one else DEFAULT_CLOCKS)
+        return Orders(tuple(numbers), 0 if self._treats_orders_alike else DEFAULT_CLOCKS)
 
     def kinds(self) -> list[Kind]:
         """Return all kinds that have plans or may get them."""
@@ -267,9 +262,9 @@ class Kinds:
         if not self._orders:
             self.first_key = self.first.key = key if self.first_key is None else self.first_key
             self._orders[self.first_key] = self.first
-            self._streams[self.first_key] = self._context.job.schedule.ranks
-            self._tell_orders()
-        if self._is_one:
+            self.streams[self.first_key] = self._context.job.schedule.ranks
+            self._send_orders()
+        if self._treats_orders_alike:
             return (self.first if self._is_measured_with_first(key) else None), None, None
         kind = self._of_order(key)
         if kind is None:
@@ -290,19 +285,39 @@ class Kinds:
             return True
         self._others += 1
         self._say_that_orders_differ("all of them are profiled")
-        if key not in self._streams:
+        if key not in self.streams:
             if key not in self._orders:
                 self._read_schedule(key)
             return False
         return self.first.wanted.phase not in ("calibrate", "warm-up") or self._others > _LASTS_AFTER
 
-    def advance(self, kind: Kind | None, seen: Seen) -> None:
-        """Pass an iteration to the mode of its kind."""
-        if kind is not None and kind.is_planned:
-            self.latest = kind
-            self._advance(kind, seen)
+    def advance(self, kind: Kind, seen: Seen | None) -> None:
+        """Pass an iteration to the mode of its kind, or None to start it.
 
-    def has_read(self, rank: int, message: ScheduleRead) -> None:
+        An error ends only this kind, unless it is the first.
+        """
+        if not kind.is_planned:
+            return
+        if seen is not None:
+            self.latest = kind
+        try:
+            kind.advance(seen)
+        except StopIteration as ended:
+            self._ends(kind, ended.value)
+            return
+        except Exception as error:
+            if kind is self.first:
+                kind.close()
+                self._on_error(error)
+            elif kind.shape is not None:
+                self._give_up_shape(kind, str(error).rstrip("."))
+            else:
+                self._give_up_order(kind.key, error)
+            return
+        if kind.is_planned:
+            self._send_run(kind)
+
+    def add_schedule(self, rank: int, message: ScheduleRead) -> None:
         """Add the schedule of an order, as read by a rank."""
         if message.key not in self._wanted:
             return
@@ -331,9 +346,9 @@ class Kinds:
         self._shapes.clear()
         self._orders = {} if self.first_key is None else {self.first_key: self.first}
         self.latest = self.first
-        self._tell_orders()
+        self._send_orders()
         self.first.begin_again(_after(self._context, iterations))
-        self._run(self.first)
+        self._send_run(self.first)
 
     def progress(self) -> dict[str, Any]:
         """Return the progress under plans to be kept, without a plan if there are several kinds."""
@@ -345,7 +360,7 @@ class Kinds:
     def close(self) -> None:
         """End all modes."""
         for kind in self.kinds():
-            kind.close()
+            self._close(kind)
 
     # Orders.
 
@@ -387,7 +402,7 @@ class Kinds:
         if unused in self._shapes:
             for kind in self._shapes.pop(unused).planned.values():
                 self._close(kind)
-        self._tell_orders()
+        self._send_orders()
         return True
 
     def _profile(self) -> Path | None:
@@ -401,8 +416,8 @@ class Kinds:
 
     def _begin_order(self, key: int, schedule: Schedule) -> None:
         """Start the mode of an order whose schedule is known."""
-        self._streams[key] = schedule.ranks
-        if self._is_one:
+        self.streams[key] = schedule.ranks
+        if self._treats_orders_alike:
             return
         self._order_numbers += 1
         profile = self._profile()
@@ -411,10 +426,11 @@ class Kinds:
         has_profile = profile is not None and share_profile(job, profile)
         kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
         kind.came = self._frequent.iterations
-        self._announce_order(context.order, schedule.micro_batches, shares_profile=has_profile)
+        planned = OrderPlanned(order=context.order, micro_batches=schedule.micro_batches, shares_profile=has_profile)
+        self._context.recorder.announce(planned)
         self._orders[key] = kind
-        self._tell_orders()
-        self._advance(kind, None)
+        self._send_orders()
+        self.advance(kind, None)
 
     def _give_up_order(self, key: int, error: Exception) -> None:
         if key in self._orders:
@@ -422,17 +438,10 @@ class Kinds:
         else:
             self._order_numbers += 1
             context = replace(self._context, order=self._order_numbers)
-            self._orders[key] = Kind(DEFAULT_CLOCKS, context, _nothing(), key)
-            self._orders[key].close()
-        self._announce_order(self._orders[key].context.order, None, given_up=str(error).rstrip("."))
-        self._tell_orders()
-
-    def _announce_order(
-        self, number: int, micro_batches: int | None, *, shares_profile: bool = False, given_up: str | None = None
-    ) -> None:
-        self._context.recorder.announce(
-            OrderPlanned(order=number, micro_batches=micro_batches, shares_profile=shares_profile, given_up=given_up)
-        )
+            self._orders[key] = Kind(DEFAULT_CLOCKS, context, None, key)
+        given_up = OrderPlanned(order=self._orders[key].context.order, given_up=str(error).rstrip("."))
+        self._context.recorder.announce(given_up)
+        self._send_orders()
 
     # Shapes.
 
@@ -478,7 +487,7 @@ class Kinds:
         if unused is None:
             return False
         self._close(shapes.planned.pop(unused))
-        self._tell_orders()
+        self._send_orders()
         return True
 
     def _waits_for_profiles(self, shapes: _Shapes) -> bool:
@@ -500,13 +509,13 @@ class Kinds:
         self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
         kind = shapes.planned[shape] = Kind(self._next_number(), context, mode, order.key, shape)
         kind.came = shapes.frequent.iterations
-        self._tell_orders()
-        self._advance(kind, None)
+        self._send_orders()
+        self.advance(kind, None)
 
     def _give_up_shape(self, kind: Kind, why: str) -> None:
         self._close(kind)
         self._context.recorder.announce(ShapePlanned(shape=kind.context.shape, given_up=why))
-        self._tell_orders()
+        self._send_orders()
 
     # Both.
 
@@ -518,25 +527,6 @@ class Kinds:
             self._numbers = self._numbers % MOST_NUMBERS + 1
         return self._numbers
 
-    def _advance(self, kind: Kind, seen: Seen | None) -> None:
-        """Advance the mode of a kind. An error ends only this kind, unless it is the first."""
-        try:
-            kind.advance(seen)
-        except StopIteration as ended:
-            self._ends(kind, ended.value)
-            return
-        except Exception as error:
-            if kind is self.first:
-                kind.close()
-                self._on_error(error)
-            elif kind.shape is not None:
-                self._give_up_shape(kind, str(error).rstrip("."))
-            else:
-                self._give_up_order(kind.key, error)
-            return
-        if kind.is_planned:
-            self._run(kind)
-
     def _ends(self, kind: Kind, first: float | None) -> None:
         """Divide a kind by shape, or give it up, because its passes no longer have common times."""
         if kind.shape is not None:
@@ -544,28 +534,19 @@ class Kinds:
             return
         kind.close()
         self._shapes[kind.key] = _Shapes(first)
-        self._tell_orders()
+        self._send_orders()
 
     def _close(self, kind: Kind) -> None:
         """End the mode of a kind, and return its ranks to default clocks."""
         kind.close()
-        self._run(kind)
+        self._send_run(kind)
 
-    def _tell_orders(self) -> None:
+    def _send_orders(self) -> None:
         for rank in range(self._context.job.world_size):
             self._context.send(rank, self.orders_for(rank))
-
-
-async def _begin(context: ModeContext) -> Any:
-    """Run the job's mode, which is determined when it starts."""
-    return await mode_of(context)
 
 
 async def _after(context: ModeContext, iterations: int) -> Any:
     """Train at default clocks for some iterations and until no rank fails, then run the job's mode."""
     await wait_until_none_has_failed(iterations)
     return await mode_of(context)
-
-
-async def _nothing() -> None:
-    """The mode of an order that cannot be planned."""

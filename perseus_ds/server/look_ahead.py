@@ -16,7 +16,7 @@ from perseus_ds.optimizer.lengths_worker import LengthsWorker, PlannedJob
 
 _KEPT = 128
 """Number of past iterations, and of future ones, whose lengths and plans are kept."""
-_LATE_IN_A_ROW = 10
+_MISSED_IN_A_ROW = 10
 
 
 class LookAhead:
@@ -100,7 +100,7 @@ class LookAhead:
         """Record whether an iteration ran without its plan, and print once if plans keep being late."""
         planner = self._planners.get(order)
         if planner is not None and len(self._given.get(iteration, ())) == self._pipelines:
-            planner.note(is_missed=is_missed or iteration not in planner.plans, say=self._say)
+            planner.count_missed(is_missed=is_missed or iteration not in planner.plans, say=self._say)
 
     def start(self, job: PlannedJob, log_path: Path, order: int) -> None:
         """Start a process that plans iterations of an order.
@@ -141,7 +141,7 @@ class _Planner:
         self._worker = worker
         self._micro_batches = micro_batches
         self._requested: int | None = None
-        self._late = 0
+        self._missed = 0
 
     def new_plans(self, known: Mapping[int, tuple[Lengths, ...]]) -> list[int]:
         """Request plans for iterations with known lengths, and return the iterations with new plans."""
@@ -171,9 +171,9 @@ class _Planner:
     def _fits(self, lengths: tuple[Lengths, ...]) -> bool:
         return all(len(of_pipeline) == self._micro_batches for of_pipeline in lengths)
 
-    def note(self, *, is_missed: bool, say: Callable[[str], None]) -> None:
-        self._late = self._late + 1 if is_missed else 0
-        if self._late == _LATE_IN_A_ROW:
+    def count_missed(self, *, is_missed: bool, say: Callable[[str], None]) -> None:
+        self._missed = self._missed + 1 if is_missed else 0
+        if self._missed == _MISSED_IN_A_ROW:
             why = self._worker.error or (
                 "planning takes longer than an iteration: give lengths more iterations ahead, if they are known"
             )

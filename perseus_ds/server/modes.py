@@ -61,18 +61,7 @@ def mode_of(context: ModeContext) -> Mode:
 
 def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
     """Return the mode of another order, whose profile may be known."""
-    frontier = frontier_of_an_earlier_run(context)
-    return _profile_and_run_order(context, frontier, has_profile=has_profile)
-
-
-async def _profile_and_run_order(
-    context: ModeContext, frontier: Frontier | None, *, has_profile: bool, kept: Mapping[str, Any] | None = None
-) -> float | None:
-    """Profile and run one order, and stop planning it by length at the end."""
-    try:
-        return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
-    finally:
-        context.look_ahead.stop(context.order)
+    return _profile_and_run(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
 
 
 async def _observe(context: ModeContext) -> None:
@@ -103,10 +92,10 @@ async def _run(context: ModeContext) -> None:
             correct_profile(context, frontier, default)
             compared = True
         result = await runner.run_while_kept()
-        if isinstance(result, Verdict) and not runner.hurry(result):
+        if isinstance(result, Verdict) and not runner.speed_up(result):
             iterations = back_off.next(context.control.steps)
             runner.drop(result, f"training continues at default clocks, tried again in {iterations} iterations")
-            await back_off_for(iterations, runner.would_be_capped)
+            await back_off_for(iterations, runner.selector.would_be_capped)
 
 
 async def _profile(context: ModeContext) -> None:
@@ -125,7 +114,7 @@ async def _auto(context: ModeContext) -> float | None:
         has_profile = frontier is None and state is None and has_own_profile(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
-    return await _profile_and_run_order(context, frontier, has_profile=has_profile, kept=kept)
+    return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
 
 
 def mode_of_shape(
@@ -197,17 +186,17 @@ async def _profile_and_run(
         result = await runner.run_while_kept(lambda: keep_for_later_runs(context))
         if isinstance(result, Verdict):
             if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
-                frontier = await optimise(context, _default_iterations(context), switch_cost.time_s)
+                frontier = await optimise(context, DefaultIterations(context.job), switch_cost.time_s)
                 runner = None
                 continue
-            if runner.hurry(result):
+            if runner.speed_up(result):
                 continue
             is_stale = _is_stale(context, runner.frontier, runner.default)
             explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
             then = f"tried again in {iterations} iterations" if iterations else "profiling again"
             runner.drop(result, f"training continues at default clocks, {then}")
-            await back_off_for(iterations, runner.would_be_capped)
+            await back_off_for(iterations, runner.selector.would_be_capped)
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
         if result is Outcome.PROFILE_OUTDATED:
             control.plans_are_dropped(runner.selector.state_for_other_plans())
@@ -228,12 +217,12 @@ async def _with_plans(
     Returns:
         A runner of these plans; None if shapes of inputs vary between iterations.
     """
-    default = _default_iterations(context)
+    default = DefaultIterations(context.job)
     if frontier is None:
         frontier = await optimise(context, default, switch_cost.time_s)
     by_length = plan_by_length(context, frontier)
     if by_length:
-        default = _default_iterations(context)  # previous iterations had any lengths
+        default = DefaultIterations(context.job)  # previous iterations had any lengths
     if kept is not None:
         default.restore(kept)
     await measure_default(default, context.recorder.say)
@@ -249,16 +238,12 @@ async def _with_plans(
 
 async def _measure_again(context: ModeContext, runner: PlanRunner) -> DefaultIterations:
     """Measure default clocks to compare plans with, unless they would exceed a power cap."""
-    default = _default_iterations(context)
+    default = DefaultIterations(context.job)
     while not (default.sample.is_enough or runner.becomes_capped()):
-        await measure_default(default, context.recorder.say, runner.would_be_capped)
+        await measure_default(default, context.recorder.say, runner.selector.would_be_capped)
     if default.sample.is_enough:
         runner.compare_with(default)
     return default
-
-
-def _default_iterations(context: ModeContext) -> DefaultIterations:
-    return DefaultIterations(context.job.counter_period_s())
 
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:

@@ -66,7 +66,6 @@ def correct_profile(
     job, sample = context.job, default.sample
     if is_predicted(job, frontier, sample):
         return False
-    gpus_per_rank = job.gpus_per_rank
     now = PartTimes.of([default.spans(rank) for rank in job.shown])
     corrected: StageProfile | None = None
     if before is None:
@@ -76,7 +75,7 @@ def correct_profile(
         factors, by_time = difference(profile, now, PartTimes.of(before.spans).instructions, sample.time_s)
         # If parts differ but are not corrected, default clocks differ from the highest clock of the profile.
         if not factors or by_time is not None:
-            corrected = _by_power(job, by_time or profile, sample, gpus_per_rank) or by_time
+            corrected = _by_power(job, by_time or profile, sample) or by_time
         if corrected is not None:
             corrected.save(job.profile_path)
     event = Predicted(
@@ -85,7 +84,7 @@ def correct_profile(
         energy_j=round(sample.energy_j, 6),
         energy_error=round(sample.energy_error, 5),
         predicted_time_s=round(frontier.baseline.time_s, 6),
-        predicted_energy_j=round(gpus_per_rank * frontier.baseline.energy_j, 6),
+        predicted_energy_j=round(job.gpus_per_rank * frontier.baseline.energy_j, 6),
         parts={name: round(factor, 4) for name, factor in factors.items()},
         corrected=corrected is not None,
     )
@@ -104,7 +103,7 @@ def _predicted_s(frontier: Frontier) -> dict[Key, float]:
     return {key: times_s[(*key, clock)] for key, clock in keys.items() if (*key, clock) in times_s}
 
 
-def _by_power(job: Job, profile: StageProfile, sample: IterationSample, gpus_per_rank: int) -> StageProfile | None:
+def _by_power(job: Job, profile: StageProfile, sample: IterationSample) -> StageProfile | None:
     """Return a profile with corrected power, given correct times. None if the power does not differ."""
     power_w, ranks = profile.info.blocking_power_w or 0.0, len(job.schedule.ranks)
     try:
@@ -113,7 +112,7 @@ def _by_power(job: Job, profile: StageProfile, sample: IterationSample, gpus_per
         return None
     waiting_j = power_w * ranks * sample.time_s
     beyond_j = predicted.energy_j - power_w * ranks * predicted.time_s
-    measured_j = sample.energy_j / gpus_per_rank
+    measured_j = sample.energy_j / job.gpus_per_rank
     if not _is_off(measured_j, waiting_j + beyond_j, sample.energy_error):
         return None
     factor = (measured_j - waiting_j) / beyond_j

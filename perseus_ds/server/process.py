@@ -16,9 +16,10 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,7 +33,6 @@ from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.protocol import description as described
-from perseus_ds.protocol.description import JobDescription
 from perseus_ds.protocol.job_messages import Say, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess, Status
@@ -42,7 +42,7 @@ from perseus_ds.server.server import JobServer
 from perseus_ds.timebase import REAL_TIME
 
 STATE_FILE = "state.json"
-_HEARTBEAT_S, _STATE_S, _LOOK_S = 0.5, 1.0, 0.1
+_HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 """Times without messages from agents after which the server ends: before the first message, during training, and after
 the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
@@ -78,9 +78,6 @@ class ServerRequest(msgspec.Struct, frozen=True):
     output_dir: str = ""
 
 
-decode_request = msgspec.msgpack.Decoder(ServerRequest).decode
-
-
 class ServerProcess:
     """Transfers messages between agents and the :class:`~perseus_ds.server.server.JobServer`."""
 
@@ -104,12 +101,17 @@ class ServerProcess:
         self._socket = self._listen()
         job = described.decode_description(request.description)
         os.chdir(job.folder)
-        job, warning = self._in_own_folder(job)
-        self.server = JobServer(job, self._send, epoch=request.epoch)
-        if warning:
-            self.server.recorder.warn(warning)
-        if (state := self._load()) is not None:
-            self.server.go_on(state)
+        config = PerseusConfig.model_validate_json(job.config)
+        folder = FolderLock()
+        self._parts.callback(folder.release)
+        output_dir, warning = own_folder(config, folder, request.output_dir)
+        config = config.model_copy(update={"output_dir": output_dir})
+        job = msgspec.structs.replace(job, config=config.model_dump_json().encode())
+        self._state_path = Path(output_dir) / STATE_FILE
+        state, problem = _read_state(self._state_path)
+        self.server = JobServer(job, self._send, state=state, epoch=request.epoch)
+        for text in filter(None, (warning, problem)):
+            self.server.recorder.warn(text)
         self._state = b""
         self._files = ThreadPoolExecutor(1, "perseus-state")
         self._parts.callback(self._files.shutdown, wait=False)
@@ -123,7 +125,8 @@ class ServerProcess:
     def address(self) -> str:
         """Address at which agents reach it."""
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0")
-        return f"tcp://{_bracketed(self._request.host)}:{port}"
+        host = f"[{self._request.host}]" if ":" in self._request.host else self._request.host
+        return f"tcp://{host}:{port}"
 
     def _listen(self) -> zmq.Socket[bytes]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -151,31 +154,6 @@ class ServerProcess:
             ) from None
         return listener
 
-    def _in_own_folder(self, job: JobDescription) -> tuple[JobDescription, str]:
-        """Return the job with a folder that no other job uses, and a warning if it is not the configured one.
-
-        Raises:
-            ConfigError: Another job uses the folder.
-        """
-        config = PerseusConfig.model_validate_json(job.config)
-        folder = FolderLock()
-        self._parts.callback(folder.release)
-        output_dir, warning = own_folder(config, folder, self._request.output_dir)
-        config = config.model_copy(update={"output_dir": output_dir})
-        return msgspec.structs.replace(job, config=config.model_dump_json().encode()), warning
-
-    def _load(self) -> dict[str, Any] | None:
-        """Return the state that an earlier start of the job has saved, if there is one."""
-        path = self.server.job.output_dir / STATE_FILE
-        try:
-            found = json.loads(path.read_text())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            self.server.recorder.warn(f"{path} cannot be read ({error}); the job begins anew")
-            return None
-        return found if isinstance(found, dict) else None
-
     def _save(self) -> Future[None]:
         """Begin to save the state for a later start of the job, on a thread, because the folder may be slow."""
         content = json.dumps({"epoch": self._request.epoch, **self.server.state()}).encode()
@@ -184,7 +162,7 @@ class ServerProcess:
     def _write(self, content: bytes) -> None:
         if content != self._state:
             with contextlib.suppress(OSError):  # a full disk: it is tried again
-                write_atomically(self.server.job.output_dir / STATE_FILE, content.decode() + "\n")
+                write_atomically(self._state_path, content.decode() + "\n")
                 self._state = content
 
     def serve(self) -> None:
@@ -195,15 +173,15 @@ class ServerProcess:
         poller.register(self._socket, zmq.POLLIN)
         while not self.server.is_over and self._is_needed():
             with self._lock:
-                plans = self.server.files
-            for file in plans:
+                files = self.server.look_ahead.files
+            for file in files:
                 poller.register(file, zmq.POLLIN)
-            poller.poll(int(1000 * _LOOK_S))
-            for file in plans:
+            poller.poll(int(1000 * _POLL_S))
+            for file in files:
                 poller.unregister(file)
             with self._lock:
-                self._take_in()
-                with self._survived():
+                self._receive()
+                with self._surviving_errors():
                     self.server.tick()
                 self._beat()
                 self._flush()
@@ -240,7 +218,7 @@ class ServerProcess:
         if isinstance(order, Status):  # outside the lock, because the disk may be slow
             self.server.recorder.flush()
         with self._lock:
-            return self.server.carry_out(order)
+            return self.server.control.carry_out(order)
 
     def _is_needed(self) -> bool:
         silent_s = REAL_TIME.now_s() - self._heard_s
@@ -248,9 +226,9 @@ class ServerProcess:
             return silent_s < _ENDED_S
         return silent_s < (_NO_AGENT_S if self._has_heard else _FIRST_AGENT_S)
 
-    def _take_in(self) -> None:
+    def _receive(self) -> None:
         """Process the received messages for a short time, so that heartbeats are sent in between."""
-        end_s = REAL_TIME.now_s() + _LOOK_S
+        end_s = REAL_TIME.now_s() + _POLL_S
         while REAL_TIME.now_s() < end_s:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -272,13 +250,13 @@ class ServerProcess:
                     logging.getLogger("perseus_ds").warning("perseus: a message of rank %d is none: %s", rank, error)
                     continue
                 before, self._agent_of[rank] = self._agent_of.get(rank, agent), agent
-                with self._survived():
+                with self._surviving_errors():
                     self.server.receive(rank, message)
                     if agent != before:  # messages to the rank may be lost
-                        self.server.tell_again(rank)
+                        self.server.resend(rank)
 
     @contextlib.contextmanager
-    def _survived(self) -> Iterator[None]:
+    def _surviving_errors(self) -> Iterator[None]:
         """Return a context manager in which an error ends only the job's mode, which begins again later."""
         try:
             yield
@@ -331,16 +309,23 @@ class _Keys:
 class _ToRank0(logging.Handler):
     """Sends the warnings of this process to rank 0, which logs them."""
 
-    def __init__(self, server: JobServer) -> None:
+    def __init__(self, send: Callable[[int, ToRank], None]) -> None:
         super().__init__(logging.WARNING)
-        self._server = server
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._server.say_warning(record.getMessage())
+        self._send(0, Say(record.getMessage(), warns=True))
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _read_state(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """Return the state that an earlier start of the job has saved, if there is one, and a warning if it is damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError) as error:
+        return None, f"{path} cannot be read ({error}); the job begins anew"
+    return found if isinstance(found, dict) else None, ""
 
 
 def main() -> None:
@@ -350,7 +335,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
         os.dup2(null, stream)
-    request = decode_request(sys.stdin.buffer.read())
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ServerRequest)
     try:
         process = ServerProcess(request)
         welcome = described.encode(process.server.welcome())
@@ -364,7 +349,7 @@ def main() -> None:
     answer.close()
     if started.kind:
         os._exit(1)  # threads of a server that has failed must not keep the process alive
-    logging.getLogger("perseus_ds").addHandler(_ToRank0(process.server))
+    logging.getLogger("perseus_ds").addHandler(_ToRank0(process._send))
     process.serve()
     zmq.Context.instance().destroy(_LINGER_MS)  # until rank 0 has the last messages
     os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again

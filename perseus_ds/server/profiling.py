@@ -95,7 +95,6 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
     while len(taken) < _MOST_TIMES_AS_LONG * least:
         left_s = taken[-1].time_s * max(1, least - len(taken)) if taken else None
         seen = await iteration_of(Run("warm-up", times="all", next_phase=NextPhase("profile", left_s)))
-        assert seen is not None
         taken.append(seen)
         if len(taken) >= least:
             drift = np.abs(seen.ranks.column("time_s") / taken[-2].ranks.column("time_s") - 1)

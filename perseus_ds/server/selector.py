@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.run_records import Event, PlanChosen, PolicyChanged, PowerCapChanged
+from perseus_ds.artifacts.run_records import PlanChosen, PolicyChanged, PowerCapChanged
 from perseus_ds.policy.decisions import (
     MARGIN,
     Assignment,
@@ -25,12 +25,10 @@ from perseus_ds.policy.decisions import (
     reduction_of,
 )
 from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy, ReducePolicy, without_reduction
-from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.policy.signals import Signal
+from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import Seen
-from perseus_ds.server.job import Job
-from perseus_ds.server.job_control import Effect, JobControl, Straggler, cost_in_words
-from perseus_ds.timebase import Timebase
+from perseus_ds.server.job_control import Effect, Straggler, cost_in_words
 
 logger = logging.getLogger("perseus_ds")
 _APART = 1.06
@@ -122,43 +120,22 @@ class PlanSelector:
         default_power_w: Power of all GPUs at default clocks, as measured in this job [W]; None if unknown.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        frontier: Frontier,
-        control: JobControl,
-        *,
-        timebase: Timebase,
-        record: Callable[[Event], None],
-        say: Callable[[str], None],
-        kind: Hashable = None,
-    ) -> None:
-        """Decide on the first assignment.
-
-        Args:
-            job: The job.
-            frontier: The plans.
-            control: The user's control of the job. The progress kept by an earlier start is taken from it.
-            timebase: Provides the date.
-            record: Records an event of the job.
-            say: Prints a line for the whole job.
-            kind: Order and shape of the iterations that are planned.
-        """
-        self._kind = kind
+    def __init__(self, context: ModeContext, frontier: Frontier) -> None:
+        """Decide on the first assignment. The progress kept by an earlier start is taken from the job's control."""
+        self._kind = context.order, context.shape
         self._frontier = frontier
         self._asked: tuple[Any, ...] = ()
         self._assigned = Assignment()
-        self._control = control
-        self._timebase = timebase
-        self._record = record
-        self._say = say
-        self._gpus_per_rank = job.gpus_per_rank
-        self._stragglers = StragglerWatch(1 + max(place.pipeline for place in job.places))
+        self._control = context.control
+        self._timebase = context.timebase
+        self._recorder = context.recorder
+        self._gpus_per_rank = context.job.gpus_per_rank
+        self._stragglers = StragglerWatch(1 + max(place.pipeline for place in context.job.places))
         self.statistics = RunStatistics()
         self.default_power_w: float | None = None
         self._lateness = 0.0
         self._numbers = 0
-        self._ordered: PolicyConfig = control.policy
+        self._ordered: PolicyConfig = self._control.policy
         self._problem = ""
         self._decision: Decision | None = None
         self.in_force = Assignment()
@@ -170,14 +147,31 @@ class PlanSelector:
             chosen = self._assign(plan, paused=self._control.paused, capped=self.would_be_capped())
         self._numbers = 1
         self.in_force = replace(chosen, number=1)
-        self._record(PlanChosen.model_validate(self.status()))
+        self._recorder.event(PlanChosen.model_validate(self.status()))
 
     def learn(self, seen: Seen) -> None:
         """Update the statistics with an iteration under plans."""
         plans = seen.run.plans if seen.run is not None else None
-        if plans is not None and plans.frontier is self._frontier:
-            self.statistics.add_stop(seen.stopped_s)
-            self._learn(seen.reports, seen.ranks, plans.assignment)
+        if plans is None or plans.frontier is not self._frontier:
+            return
+        promised, ran = self._frontier.plans[plans.assignment.plan], plans.assignment.plans
+        self.statistics.add_stop(seen.messages[0].report.stopped_s)
+        self.statistics.add_iteration(
+            time_s=seen.time_s,
+            energy_j=seen.reports.energy_j,
+            promised_time_s=promised.time_s,
+            promised_energy_j=promised.energy_j * self._gpus_per_rank,
+        )
+        computed_s = seen.ranks.column("computed_s")
+        if len(ran) > 1 and computed_s.min() > 0:
+            # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
+            # itself.
+            tail_s = float(seen.ranks.column("tail_s").min())
+            own_s = seen.ranks.by_pipeline(computed_s).tolist()
+            promised_s = [self._frontier.plans[plan].time_s for plan in ran]
+            self._stragglers.update(
+                [(one_s + tail_s) / plan_s for one_s, plan_s in zip(own_s, promised_s, strict=True)]
+            )
 
     def decide(self) -> bool:
         """Decide on the following iterations, and return whether the assignment has changed."""
@@ -186,7 +180,7 @@ class PlanSelector:
             return False
         self._numbers += 1
         self.in_force = replace(chosen, number=self._numbers)
-        self._record(PlanChosen.model_validate(self.status()))
+        self._recorder.event(PlanChosen.model_validate(self.status()))
         return True
 
     def status(self) -> dict[str, Any]:
@@ -216,15 +210,15 @@ class PlanSelector:
         policy = control.policy_now()
         if policy != self._ordered:
             self._ordered, self._problem, self._lateness = policy, "", 0.0
-        control.record_policy(self._record)
+        control.record_policy()
         before, self._decision = self._decision, self._decide(policy)
         decision = self._decision
         self._record_cap(policy, decision.cap, before.cap if before is not None else None)
         # The part before the first colon has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
             self._problem = decision.problem
-            self._record(PolicyChanged(problem=decision.problem))
-            self._say(decision.problem)
+            self._recorder.event(PolicyChanged(problem=decision.problem))
+            self._recorder.say(decision.problem)
         return self._assign(
             decision.plan,
             paused=control.paused or decision.failed,
@@ -240,8 +234,10 @@ class PlanSelector:
             if (asked := reduction_of(policy, now, self._signals)) is not None:
                 duration_s = asked.until_s - now.timestamp()
                 cost = cost_in_words(self.effect_of(policy), asked.power_fraction, duration_s, asked.until_s)
-                self._say(f"{cap.signal} asks for {cost}")
-        self._record(PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else ""))
+                self._recorder.say(f"{cap.signal} asks for {cost}")
+        self._recorder.event(
+            PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else "")
+        )
 
     def _is_capped(self, decision: Decision) -> bool:
         """Return True if default clocks would exceed the power cap in force."""
@@ -286,42 +282,18 @@ class PlanSelector:
             self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
         return self._assigned
 
-    def hurry(self, late: float) -> bool:
+    def speed_up(self, late: float) -> bool:
         """Request plans that are faster by a fraction, and return whether there are any."""
         now = self.in_force
-        hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
-        if hurried.plans == now.plans:
+        faster = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
+        if faster.plans == now.plans:
             return False
         self._lateness = (1 + self._lateness) * (1 + late) - 1
         return True
 
-    def do_not_hurry(self) -> None:
-        """Return to the policy's own plans."""
+    def return_to_policy(self) -> None:
+        """Return to the policy's own plans, which may be slower."""
         self._lateness = 0.0
-
-    def _learn(self, reports: JobReport, ranks: RankReports, ran: Assignment) -> None:
-        promised = self._frontier.plans[ran.plan]
-        self.statistics.add_iteration(
-            time_s=reports.time_s,
-            energy_j=reports.energy_j,
-            promised_time_s=promised.time_s,
-            promised_energy_j=promised.energy_j * self._gpus_per_rank,
-        )
-        if len(ran.plans) < 2:
-            return
-        computed_s = ranks.column("computed_s")
-        if computed_s.min() > 0:
-            # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
-            # itself.
-            tail_s = float(ranks.column("tail_s").min())
-            self._stragglers.update(
-                [
-                    (own_s + tail_s) / self._frontier.plans[plan].time_s
-                    for pipeline, (own_s, plan) in enumerate(
-                        zip(ranks.by_pipeline(computed_s).tolist(), ran.plans, strict=True)
-                    )
-                ]
-            )
 
     def _expected(self, plan: int) -> tuple[float, float]:
         """Return time [s] and energy of all GPUs [J] of an iteration, from the profile and measurements."""

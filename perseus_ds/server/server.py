@@ -29,7 +29,7 @@ from perseus_ds.protocol.description import JobDescription, Welcome
 from perseus_ds.protocol.job_messages import Follow, Measured, RankReport, Say, Spans, Times, ToRank, ToServer
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.server import modes
-from perseus_ds.server.context import BesideTraining, ModeContext
+from perseus_ds.server.context import ModeContext
 from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.default_clocks import BackOff
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
@@ -51,7 +51,7 @@ _KNOWN_AFTER_S = 5.0
 """Time in which a message reaches all ranks, even on a busy machine."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
-_TOLD_EVERY = 10
+_RESENT_EVERY = 10
 """Number of iterations between two messages to a rank that does not follow the last run."""
 
 
@@ -74,6 +74,7 @@ class JobServer:
         job: The job.
         control: The user's control of the job.
         recorder: Records iterations and events.
+        look_ahead: Lengths of future iterations. When one of its files is readable, :meth:`tick` has something to do.
         has_ended: Whether the job has ended and all records are written.
         is_over: Whether all ranks have left in addition.
     """
@@ -94,7 +95,7 @@ class JobServer:
         Args:
             description: Description of the job.
             send: Sends a message to a rank.
-            state: State of an earlier start of the job, as returned by :meth:`state`.
+            state: State of an earlier start of the job, as returned by :meth:`state`, if there is one.
             epoch: Number of earlier servers of the running job.
             timebase: Timebase of the server.
             worker: Computes plans in another process.
@@ -119,20 +120,18 @@ class JobServer:
         info = self.job.info.model_copy(update={"streams": ScheduleStreams.of(self.job.schedule)})
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
         self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
-        self.control.on_order = self.recorder.event
-        self._beside = BesideTraining()
+        self.control.record = self.recorder.event
         pipelines = 1 + max(place.pipeline for place in self.job.places)
-        self._look_ahead = LookAhead(pipelines, self.recorder.say, lengths_worker)
-        self._beside.until_closed(self._look_ahead.close)
+        self.look_ahead = LookAhead(pipelines, self.recorder.say, lengths_worker)
         self._context = ModeContext(
-            self.job, self.recorder, self.control, self._look_ahead, self._send_for_mode, timebase, worker, self._beside
+            self.job, self.recorder, self.control, self.look_ahead, self._send_for_mode, timebase, worker
         )
         self._serial = epoch << 32  # agents still know the serials of earlier servers
         self._runs: dict[int, Run] = {0: UNPLANNED}
         self._sent: dict[int, _Sent] = {}
         self._profiled_limit = msg.SetProfiledLimit(None)
         # By rank, the iteration after which the runs were sent again.
-        self._told_again: dict[int, int] = {}
+        self._resent_after: dict[int, int] = {}
         self._open: dict[int, dict[int, RankReport]] = {}
         self._contents: dict[tuple[int, int], bytes] = {}
         self._completed = 0
@@ -140,16 +139,17 @@ class JobServer:
         self._time_s = 0.0  # of the last iteration
         self._conditions = LimitConditions()
         # The number of steps that the engine has done before the first iteration.
-        self._steps_before = 0
+        self._steps_before = self.control.steps = first.steps or 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
         self._left_s: float | None = None
         self.is_over = False
         self.has_ended = False
-        self._kinds = Kinds(self._context, self._run, self.has_failed)
-        self._check(state)
+        self._check()
+        self._kinds = Kinds(self._context, self._send_run, self.has_failed)
+        if state is not None:
+            self._restore(state)
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Restore a :meth:`state` of an earlier start of the job. Must be called before :meth:`start`."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
         kept, issued = state.get("control"), state.get("iteration")
         if state.get("job") != self.job.started().job or not isinstance(kept, Mapping):
             return
@@ -167,12 +167,8 @@ class JobServer:
         elif (steps := self.job.facts[0].steps) is not None:
             self._steps_before = self.control.steps = steps
 
-    def _check(self, state: Mapping[str, Any] | None) -> None:
+    def _check(self) -> None:
         config = self.job.config
-        if state is not None:
-            self.go_on(state)
-        elif (steps := self.job.facts[0].steps) is not None:
-            self._steps_before = self.control.steps = steps
         modes.check(self._context)
         if config.mode in ("run", "auto"):
             try:
@@ -181,11 +177,10 @@ class JobServer:
                 if not (self.job.output_dir / FILE_NAME).exists():
                     raise
                 self._notes.append(f"{error} This job continues under the fastest plan")
-            self.control.signals = SignalWatch(self._time, self._signal_failed)
-            self._beside.until_closed(self.control.signals.close)
+            self.control.signals = SignalWatch(self._time, self._signal_has_failed)
             self.control.signals.follow(self.control.policy)
 
-    def _signal_failed(self, problem: str) -> None:
+    def _signal_has_failed(self, problem: str) -> None:
         self.recorder.warn(problem)
         self.recorder.event(Failed(event="signal", error=problem))
 
@@ -208,13 +203,8 @@ class JobServer:
             self.recorder.warn(self._warning)
         for note in self._notes:
             self.recorder.say(note)
-        self.control.record_policy(self.recorder.event)
-        self._kinds.begin()
-
-    @property
-    def phase(self) -> str:
-        """Phase of the following iterations."""
-        return self.next.phase
+        self.control.record_policy()
+        self._kinds.advance(self._kinds.first, None)
 
     @property
     def next(self) -> Run:
@@ -242,7 +232,7 @@ class JobServer:
         state = self.job.states[rank]
         match message:
             case RankReport():
-                self._take_in(rank, message)
+                self._add_report(rank, message)
             case Spans():
                 found = self._contents.get((message.iteration, rank), b"")
                 self._contents[message.iteration, rank] = found + message.content
@@ -252,16 +242,18 @@ class JobServer:
             case msg.Latencies():
                 state.latencies = LatencyTable({(mhz, rises): seen_s for mhz, rises, seen_s in message.samples_s})
             case msg.RankFailed():
-                self._say_to(rank, f"perseus: {message.error}. Training continues at default clocks.")
+                text = f"perseus: {message.error}. Training continues at default clocks."
+                self._send(rank, Say(text, warns=True))
                 self.recorder.event(Failed(rank=rank, error=message.error))
             case msg.RankRecovered():
-                self._say_to(rank, "perseus: the driver works again. This rank runs under plans again.")
+                text = "perseus: the driver works again. This rank runs under plans again."
+                self._send(rank, Say(text, warns=True))
                 self.recorder.event(Recovered(rank=rank))
             case msg.Lengths():
                 pipeline = self.job.places[rank].pipeline
-                self._look_ahead.give(message.iteration, pipeline, message.lengths, self._issued)
+                self.look_ahead.give(message.iteration, pipeline, message.lengths, self._issued)
             case msg.ScheduleRead():
-                self._kinds.has_read(rank, message)
+                self._kinds.add_schedule(rank, message)
             case msg.Worked():
                 state.flops = message.passes
             case Measured():
@@ -270,7 +262,10 @@ class JobServer:
                 self._steps_before = message.steps - message.after
                 self.control.steps = message.steps
             case msg.Command():
-                self._carry_out(message.content)
+                try:
+                    self.control.carry_out(parse_order(json.loads(message.content)))
+                except (PerseusError, ValueError) as error:
+                    self.recorder.warn(str(error))
             case msg.Joined():
                 state.is_here, state.has_left = True, False  # its agent was stopped, if it had left
                 self._issued = max(self._issued, message.issued)
@@ -280,7 +275,7 @@ class JobServer:
                     and not any(other.has_left for other in self.job.states)
                 ):
                     self._left_s = None
-                self.tell_again(rank)
+                self.resend(rank)
             case msg.Left():
                 state.has_left, state.is_here = True, False
                 if self._left_s is None:
@@ -296,20 +291,16 @@ class JobServer:
         if not self.has_ended and (all_left or late_s > _LAST_REPORTS_S):
             self.has_ended = True
             self._kinds.close()
-            self._beside.close()
-            for number in [*self._sent]:
-                self._tell(number, UNPLANNED, self.job)
+            self.look_ahead.close()
+            if self.control.signals is not None:
+                self.control.signals.close()
             self.recorder.close()
             self._send(0, msg.Summarised())
         self.is_over = all_left
 
-    def lose(self, rank: int) -> None:
-        """Stop sending to a rank whose agent is gone."""
-        self.job.states[rank].is_here = False
-
     # Iterations.
 
-    def _take_in(self, rank: int, message: RankReport) -> None:
+    def _add_report(self, rank: int, message: RankReport) -> None:
         state, number = self.job.states[rank], message.report.iteration
         self._issued = max(self._issued, message.report.issued)
         state.late_s, state.default_mhz = message.late_s, message.default_mhz
@@ -347,11 +338,11 @@ class JobServer:
             ranks=ranks,
             messages=messages,
             contents=contents,
-            streams=self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ()),
+            streams=self._kinds.streams.get(key) or (self.job.schedule.ranks if number == 1 else ()),
             pipeline_ranks=[place.pipeline_rank for place in self.job.places],
             ended=first.ended,
             conditions=self._conditions.add(float(ranks.column("time_s").max()), ranks.limits()),
-            relative=self._look_ahead.relative(number),
+            relative=self.look_ahead.relative(number),
         )
         self.control.count_step(seen.number)
         self._time_s = seen.time_s
@@ -360,9 +351,11 @@ class JobServer:
         kind, order, shape = self._kinds.route(seen, key)
         if kind is not None:
             is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
-            self._look_ahead.has_ended(number, kind.context.order, is_missed=is_missed)
+            self.look_ahead.has_ended(number, kind.context.order, is_missed=is_missed)
         recorded = run or self._runs.get(messages[0].report.serial) or UNPLANNED
-        self.recorder.add(seen, _without_plan(recorded) if messages[0].has_failed else recorded, order, shape)
+        if messages[0].has_failed:
+            recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan
+        self.recorder.add(seen, recorded, order, shape)
         if run is not None and run.phase not in MEASURING:
             forecast = run.forecast
             slowdown = 1.0 if forecast is None else forecast.time_s / forecast.default_time_s
@@ -370,9 +363,9 @@ class JobServer:
         if run is not None and not (order or shape):
             self._timelines.add(seen, run, self.job)
         if kind is not None:
-            self._tell_those_behind(kind, number, messages)
-        if not self.has_ended and self._left_s is None:
-            self._kinds.advance(kind, seen)
+            self._resend_to_those_behind(kind, number, messages)
+            if not self.has_ended and self._left_s is None:
+                self._kinds.advance(kind, seen)
 
     def _ranks_of(self, messages: list[RankReport]) -> RankReports:
         numbers = np.array(
@@ -397,14 +390,11 @@ class JobServer:
             return None
         return known[0]
 
-    def _run(self, kind: Kind) -> None:
+    def _send_run(self, kind: Kind) -> None:
         """Send the run that a kind requests to the ranks, for the next iterations that none can have begun."""
-        wanted = kind.wanted
-        self._tell(kind.number, wanted, kind.context.job, is_first=kind is self._kinds.first)
-
-    def _tell(self, number: int, wanted: Run, job: Job, *, is_first: bool = False) -> None:
+        number, wanted, job = kind.number, kind.wanted, kind.context.job
         times, every = wanted.times, wanted.every
-        if is_first and not wanted.by_length and self._timelines.wants(wanted):
+        if kind is self._kinds.first and not wanted.by_length and self._timelines.wants(wanted):
             times, every = "all", 1
         key = (*wanted.key, times, every)
         sent = self._sent.get(number)
@@ -419,11 +409,9 @@ class JobServer:
             if state.is_here:
                 self._send(rank, follows(rank, from_iteration))
         if wanted.by_length:
-            for kind in self._kinds.kinds():
-                if kind.number == number:
-                    for iteration in self._look_ahead.plans_of(kind.context.order):
-                        if iteration >= from_iteration:
-                            self._tell_planned(kind, iteration)
+            for iteration in self.look_ahead.plans_of(kind.context.order):
+                if iteration >= from_iteration:
+                    self._send_planned(kind, iteration)
 
     def _new_serial(self, wanted: Run) -> int:
         """Return a new serial, by which ranks report what they ran."""
@@ -468,17 +456,17 @@ class JobServer:
 
     def _plan_ahead(self) -> None:
         """Request plans for iterations with known lengths, and send new plans to the ranks."""
-        for order, iteration in self._look_ahead.new_plans(self._issued):
+        for order, iteration in self.look_ahead.new_plans(self._issued):
             for kind in self._kinds.kinds():
                 if kind.context.order == order:
-                    self._tell_planned(kind, iteration)
+                    self._send_planned(kind, iteration)
 
-    def _tell_planned(self, kind: Kind, iteration: int) -> None:
+    def _send_planned(self, kind: Kind, iteration: int) -> None:
         """Send the plan for one iteration, if it is planned by length and no rank has begun it."""
         sent = self._sent.get(kind.number)
         if sent is not None and iteration < sent.from_iteration:
             sent = sent.before
-        plan = self._look_ahead.plans_of(kind.context.order).get(iteration)
+        plan = self.look_ahead.plans_of(kind.context.order).get(iteration)
         if sent is None or not sent.wanted.by_length or plan is None or iteration <= self._issued:
             return
         run = sent.wanted.with_lengths(plan)
@@ -489,11 +477,6 @@ class JobServer:
             if state.is_here:
                 self._send(rank, msgspec.structs.replace(follows(rank, iteration), only_iteration=iteration))
 
-    @property
-    def files(self) -> list[int]:
-        """File descriptors that are readable when :meth:`tick` has something to do."""
-        return self._look_ahead.files
-
     def _from_iteration(self) -> int:
         """Return the first iteration that no rank begins before it receives a message sent now.
 
@@ -502,18 +485,18 @@ class JobServer:
         issued = self._issued
         return issued + 2 if issued else 1
 
-    def _tell_those_behind(self, kind: Kind, number: int, messages: list[RankReport]) -> None:
+    def _resend_to_those_behind(self, kind: Kind, number: int, messages: list[RankReport]) -> None:
         """Send the runs again to ranks that did not follow the last run of a kind."""
         sent = self._sent.get(kind.number)
         if sent is None or sent.wanted.by_length or number <= sent.from_iteration + 1:
             return
         for rank, message in enumerate(messages):
             is_behind = not message.serial == message.report.serial == sent.serial
-            if is_behind and number >= self._told_again.get(rank, -_TOLD_EVERY) + _TOLD_EVERY:
-                self._told_again[rank] = number
-                self.tell_again(rank)
+            if is_behind and number >= self._resent_after.get(rank, -_RESENT_EVERY) + _RESENT_EVERY:
+                self._resent_after[rank] = number
+                self.resend(rank)
 
-    def tell_again(self, rank: int) -> None:
+    def resend(self, rank: int) -> None:
         """Send all kinds, their runs and requests to a rank, to which a message may have been lost."""
         self._send(rank, self._kinds.orders_for(rank))
         for key in self._kinds.requested:
@@ -529,8 +512,6 @@ class JobServer:
             self._profiled_limit = message
         self._send(rank, message)
 
-    # Faults and orders.
-
     def has_failed(self, error: Exception) -> None:
         """Record that the job's mode has failed, and restart it after a number of iterations."""
         logger.debug("perseus: the mode ended", exc_info=error)
@@ -540,20 +521,6 @@ class JobServer:
         self.recorder.event(Failed(error=str(error)))
         self._kinds.begin_again(iterations)
 
-    def carry_out(self, order: Any) -> dict[str, Any]:
-        """Carry out a validated order and return the answer.
-
-        Raises:
-            ValueError: The order cannot be carried out.
-        """
-        return self.control.carry_out(order)
-
-    def _carry_out(self, content: bytes) -> None:
-        try:
-            self.control.carry_out(parse_order(json.loads(content)))
-        except (PerseusError, ValueError) as error:
-            self.recorder.warn(str(error))
-
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, its next run and the record of its last iteration."""
         last, following = self.recorder.last, self.next
@@ -561,23 +528,12 @@ class JobServer:
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now
 
-    def say_warning(self, text: str) -> None:
-        """Have rank 0 log a warning. Thread-safe."""
-        self._send(0, Say(text, warns=True))
-
-    def _say_to(self, rank: int, text: str) -> None:
-        self._send(rank, Say(text, warns=True))
-
 
 def _with_what_is_kept(measured: Measured, kept: Measured | None) -> Measured:
     """Complete measurements that lack the blocking power with those of an earlier start."""
     if kept is None or math.isfinite(measured.blocking_power_w):
         return measured
     return Measured(measured.period_s, kept.settle_s, kept.blocking_power_w)
-
-
-def _without_plan(run: Run) -> Run:
-    return Run(run.phase, next_phase=run.next_phase)
 
 
 def _with_permission(job: Job) -> tuple[Job, str]:

@@ -93,26 +93,23 @@ class PlanRunner:
             default: Iterations of this job at default clocks; None if savings are relative to the profile.
             by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
         """
+        self._context = context
         self._job = context.job
         self._recorder = context.recorder
         self.frontier = frontier
-        self.profiles_again = False
+        self.by_length = by_length
+        self.profiles_again = self.has_drifted = self.drifts_by_shape = False
         # Whether the last comparison kept the plan and the next one is not due, and the number of iterations until
         # then.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
         # The limits of GPUs under which default clocks were measured.
-        self._conditions: Conditions = () if default is None else default.conditions
+        self._conditions: Conditions = ()
         self._drift = DriftWatch(context.job.config.max_drift)
-        self.has_drifted = False
-        self.drifts_by_shape = False
-        self._default = None if default is None else default.sample
-        self._comparisons = context.comparisons
-        self._look_ahead, self._order, self.by_length = context.look_ahead, context.order, by_length
-        self._kind = {"order": context.order, "shape": context.shape}
+        self._default: IterationSample | None = None
         # Error probability of each analysis of the current comparison.
         self._probability: float | None = None
         # Whether default clocks have just been measured.
-        self._is_fresh = default is not None
+        self._is_fresh = False
         self._incomparable = 0
         self._turns = 0
         # Ratio of iteration times to the profile, because inputs have other shapes.
@@ -121,17 +118,9 @@ class PlanRunner:
         self._begun: IterationSample | None = None
         self._compared_plan: int | None = None
         self._dag = Dag.build(context.job.schedule)
-        self.selector = PlanSelector(
-            context.job,
-            frontier,
-            context.control,
-            timebase=context.timebase,
-            record=self._recorder.event,
-            say=self._recorder.say,
-            kind=(context.order, context.shape),
-        )
+        self.selector = PlanSelector(context, frontier)
         if default is not None:
-            self.selector.default_power_w = default.sample.power_w
+            self.compare_with(default)
         beginning = f"running under plan {self.selector.in_force.plan} of the frontier's {len(frontier.plans)}"
         if (forecast := self._planned().forecast) is not None:
             slower, saved = forecast.time_s / forecast.default_time_s, 1 - forecast.energy_j / forecast.default_energy_j
@@ -187,16 +176,12 @@ class PlanRunner:
             typical_s = time_s / iterations if iterations else 0.0
             left_s = max(_TRIAL_S - time_s, (_TRIAL_ITERATIONS - iterations) * typical_s)
             seen = await iteration(self._planned(NextPhase("default", left_s)))
-            self._take_in(seen)
+            self._add_iteration(seen)
             iterations, time_s = iterations + 1, time_s + seen.time_s
-
-    def would_be_capped(self) -> bool:
-        """Return whether default clocks would exceed the power cap of the current policy."""
-        return self.selector.would_be_capped()
 
     def becomes_capped(self) -> bool:
         """Apply a cap that default clocks would exceed, if there is one. Return whether one is in force."""
-        if self.would_be_capped():
+        if self.selector.would_be_capped():
             self.selector.decide()
         return self._is_capped
 
@@ -244,7 +229,7 @@ class PlanRunner:
 
         There is no verdict if something has to be measured again, or if default clocks would exceed a cap.
         """
-        self._probability = self._probability or error_probability(next(self._comparisons))
+        self._probability = self._probability or error_probability(next(self._context.comparisons))
         proof = PlanProof(self._probability)
         if self._is_fresh:
             proof.add(self.default)
@@ -279,9 +264,9 @@ class PlanRunner:
             if is_planned or self.selector.in_force.paused:
                 run = self._planned(next_phase, block)
             else:
-                run = self._at_default(next_phase, block)
+                run = self._at_default("default", next_phase, block)
             seen = await iteration(run)
-            if outcome := self._take_in(seen):
+            if outcome := self._add_iteration(seen):
                 return outcome
             if self._incomparable >= _INCOMPARABLE:
                 return Outcome.DEFAULT_OUTDATED
@@ -304,7 +289,7 @@ class PlanRunner:
                 watched, number = self._sample_of_plans(), assignment.number
             is_watched = not capped and not assignment.paused
             seen = await iteration(self._planned(block=watched if is_watched else None))
-            if outdated := self._take_in(seen):
+            if outdated := self._add_iteration(seen):
                 return outdated
             iterations -= not assignment.paused
             if watched.is_as_long_as(_WATCHED_BLOCKS):
@@ -314,12 +299,12 @@ class PlanRunner:
                 watched = self._sample_of_plans()
         return None
 
-    def hurry(self, verdict: Verdict) -> bool:
+    def speed_up(self, verdict: Verdict) -> bool:
         """Try a faster plan after one that takes longer than promised. Return True if there is one."""
         self._turns += 1
         if not verdict.is_late or self._turns >= _MOST_TURNS:
             return False
-        if not self.selector.hurry(verdict.comparison.late):
+        if not self.selector.speed_up(verdict.comparison.late):
             return False
         self.selector.decide()
         self.say_compared(verdict, "a faster plan is tried next")
@@ -328,7 +313,7 @@ class PlanRunner:
     def drop(self, verdict: Verdict, then: str) -> None:
         """Drop a plan for some time. It, or another policy's plan, may save energy later."""
         self.say_compared(verdict, then)
-        self.selector.do_not_hurry()
+        self.selector.return_to_policy()
         self._turns = 0
 
     def say_compared(self, verdict: Verdict, then: str) -> None:
@@ -338,9 +323,10 @@ class PlanRunner:
         figures = {name: round(value, 5) for name, value in figures.items() if name != "freedom"}
         decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
         plan = self._compared_plan if self._compared_plan is not None else self.selector.in_force.plan
-        self._recorder.announce(PlanJudged.model_validate({"plan": plan, **self._kind, **decided, **figures}))
+        kind = {"order": self._context.order, "shape": self._context.shape}
+        self._recorder.announce(PlanJudged.model_validate({"plan": plan, **kind, **decided, **figures}))
 
-    def _take_in(self, seen: Seen) -> Outcome | None:
+    def _add_iteration(self, seen: Seen) -> Outcome | None:
         """Process an iteration, decide on the following ones, and return why plans are outdated, if so."""
         run = seen.run
         self.selector.learn(seen)
@@ -404,10 +390,9 @@ class PlanRunner:
             period_s, self.selector.in_force.promised_slowdown, self.selector.in_force.promised_power
         )
 
-    def _at_default(self, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
-        """Return a run at default clocks, to compare plans with."""
+    def _at_default(self, phase: str, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
         return Run(
-            "default",
+            phase,
             times=self._times,
             next_phase=next_phase,
             status=self._status(),
@@ -419,17 +404,10 @@ class PlanRunner:
         """Return a run of the assignment in force."""
         assignment = self.selector.in_force
         if assignment.paused:
-            return Run(
-                "pause",
-                times=self._times,
-                next_phase=next_phase,
-                status=self._status(),
-                progress=self._progress,
-                block=block,
-            )
+            return self._at_default("pause", next_phase, block)
         if self.by_length:
             fastest = self.frontier.plans[min(assignment.plans)]
-            self._look_ahead.set_slowdown(self._order, fastest.time_s / self.frontier.t_min_s - 1)
+            self._context.look_ahead.set_slowdown(self._context.order, fastest.time_s / self.frontier.t_min_s - 1)
         return Run(
             "run",
             plans=Plans(self.frontier, assignment, self._dag),

@@ -76,7 +76,7 @@ def test_the_answer_says_what_it_costs():
 
 def test_a_job_without_plans_says_that_it_does_not_know_yet():
     control, given_orders = JobControl(SlowdownPolicy(), 1), []
-    control.on_order = given_orders.append
+    control.record = given_orders.append
     assert "not known yet" in control.carry_out(order(0.8))["done"]
     assert given_orders[0].policy["name"] == "reduce"
 

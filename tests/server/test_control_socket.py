@@ -16,7 +16,7 @@ from virtual.time import VirtualTime
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy
 from perseus_ds.server import control_socket
-from perseus_ds.server.control_socket import ControlServer, send_order
+from perseus_ds.server.control_socket import ControlServer, parse_order, send_order
 from perseus_ds.server.job_control import JobControl
 
 
@@ -104,7 +104,7 @@ POLICIES = [
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["name"])
 def test_state_survives_a_restart_but_for_a_policy_changed_in_the_config(orders, policy):
     orders.policy = POLICY.validate_python(policy)
-    orders.set_straggler(1, 1.4)
+    orders.carry_out(parse_order({"command": "straggler", "pipeline": 1, "slowdown": 1.4}))
     orders.steps = 70
     state = json.loads(json.dumps(orders.state()))
     same, changed = job_control(), job_control(SlowdownPolicy(max_slowdown=0.1))

@@ -119,7 +119,7 @@ def test_whatever_arrives_of_a_job_that_warms_up_each_iteration_that_is_complete
     for iteration, rank in arriving:
         job.server.receive(rank, job.report(rank, iteration))
     same.run(complete(arriving))
-    assert (job.server.phase, job.server.control.steps) == (same.server.phase, same.server.control.steps)
+    assert (job.server.next.phase, job.server.control.steps) == (same.server.next.phase, same.server.control.steps)
     assert [r.iteration for r in job.end()] == [r.iteration for r in same.end()]
 
 
@@ -129,7 +129,7 @@ def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play
     """It is recorded, but not used for the measurement."""
     job = play(mode="profile", profile={"warm_up": 3})
     iteration = 0
-    while job.server.phase != "profile":
+    while job.server.next.phase != "profile":
         iteration += 1
         job.run([iteration])
     ran, advance = [], job.server._kinds.advance
@@ -178,11 +178,10 @@ def test_a_rank_that_joins_again_is_told_what_to_run_from_an_iteration_on_that_n
     """A rank joins again with a new agent."""
     job = play(mode="profile", profile={"warm_up": 3})
     iteration = 0
-    while job.server.phase != "profile":
+    while job.server.next.phase != "profile":
         iteration += 1
         job.run([iteration])
     job.received[1].clear()
-    job.server.lose(1)
     job.server.receive(1, Joined(iteration + 5))
     found = job.follow(1, iteration + 7)
     assert found.program.first_mhz == job.server.next.clock_mhz

@@ -151,7 +151,7 @@ def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, 
         raise GpuError("the driver is gone for a moment")
 
     with monkeypatch.context() as broken:
-        broken.setattr(PlanRunner, "_take_in", fail)
+        broken.setattr(PlanRunner, "_add_iteration", fail)
         train(job, [8])
     counts = [4] * 40 + [8] * 120
     train(job, counts)
@@ -229,10 +229,10 @@ def test_a_long_schedule_fits_into_a_message(start, monkeypatch):
     long, sent = one_f_one_b(ranks=1, micro_batches=2000), []
     assert len(ScheduleStreams.of(long).model_dump_json()) > LONGEST
     job.read_order = lambda *_: long
-    has_read = job.server._kinds.has_read
-    monkeypatch.setattr(job.server._kinds, "has_read", lambda *read: has_read(*read) or sent.append(encode(read[1])))
+    add = job.server._kinds.add_schedule
+    monkeypatch.setattr(job.server._kinds, "add_schedule", lambda *read: add(*read) or sent.append(encode(read[1])))
     train(job, [8, 4, 4, 4])
-    assert job.server._kinds.streams_of(key_of(4)) == long.ranks
+    assert job.server._kinds.streams[key_of(4)] == long.ranks
     assert len(sent[0]) < LONGEST / 2
     assert job.events(OrderPlanned) == []
     monkeypatch.setattr(runtime, "_MOST_SCHEDULE_BYTES", 100)
@@ -248,7 +248,7 @@ def test_a_schedule_that_was_lost_is_requested_again_from_a_rank_that_joins_agai
     job._tell = tell
     job._tell(0, Joined(job.runtime.clocks.memory.iteration))
     train(job, [4, 4])
-    assert job.server._kinds.streams_of(key_of(4))
+    assert key_of(4) in job.server._kinds.streams
 
 
 @pytest.fixture

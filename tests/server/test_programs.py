@@ -8,7 +8,8 @@ from pipelines import one_f_one_b
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.server.iterations import Plans, program_of
+from perseus_ds.policy.decisions import Assignment
+from perseus_ds.server.iterations import Plans, Run
 
 TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 SCHEDULE = one_f_one_b(ranks=2, micro_batches=1)
@@ -17,8 +18,9 @@ STREAMS = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream i
 
 def program(rank, clocks_mhz, times_s):
     plan = FrequencyPlan(STREAMS, clocks_mhz, 0.7, 1.0)
-    plans = Plans(SimpleNamespace(instruction_times_s=times_s), None, Dag.build(SCHEDULE))
-    return program_of(5, plan, rank, SCHEDULE, plans)
+    frontier = SimpleNamespace(instruction_times_s=times_s, plans=(plan,))
+    plans = Plans(frontier, Assignment(plans=(0,)), Dag.build(SCHEDULE))
+    return Run("run", plans=plans).program(5, 0, rank, SCHEDULE)
 
 
 def times_at(*clocks_mhz):

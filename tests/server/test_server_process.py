@@ -52,7 +52,7 @@ def hears(process, uplink, within_s):
     end_s = time.monotonic() + within_s
     while not uplink.is_heard and time.monotonic() < end_s:
         uplink.look()
-        process._take_in()
+        process._receive()
         process._beat()
         time.sleep(0.01)
     return process._has_heard and uplink.is_heard
@@ -71,7 +71,7 @@ def test_what_is_no_message_is_passed_over(process, connect):
     assert hears(process, uplink, within_s=60.0)
     end_s = time.monotonic() + 60.0
     while not process.server.job.states[0].is_here and time.monotonic() < end_s:
-        process._take_in()
+        process._receive()
     assert process.server._issued == 3
 
 
@@ -79,7 +79,7 @@ def test_an_agent_passes_over_what_is_no_message_of_the_server(process, connect)
     uplink = connect(PUBLIC_KEY, SECRET_KEY)
     uplink.join(0, lambda: 3)
     assert hears(process, uplink, within_s=60.0)
-    process._take_in()
+    process._receive()
     (agent,) = process._agents
     process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
@@ -96,7 +96,7 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
     assert hears(process, second, within_s=60.0)
 
     def received():
-        process._take_in()
+        process._receive()
         process._flush()
         return [type(message) for _, message in second.look()]
 
@@ -127,7 +127,7 @@ def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
 
     monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
     monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
-    process._take_in()
+    process._receive()
     assert len(taken) < 20
 
 
@@ -203,7 +203,7 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
     def serve():
         while not ends.is_set():
             with process._lock:
-                process._take_in()
+                process._receive()
                 process._flush()
             ends.wait(0.01)
 

@@ -12,6 +12,7 @@ from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.policies import SlowdownPolicy
 from perseus_ds.protocol.description import Place
+from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.selector import PlanSelector
@@ -31,14 +32,16 @@ class Job:
         self.control = JobControl(policy, 1, timebase=self.time)
         self.control.progress = progress or {}
         self.events, self.said = [], []
-        self.selector = PlanSelector(
+        self.control.record = self.events.append
+        context = ModeContext(
             SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),)),
-            FRONTIER,
+            SimpleNamespace(event=self.events.append, say=self.said.append),
             self.control,
+            look_ahead=None,
+            send=None,
             timebase=self.time,
-            record=self.events.append,
-            say=self.said.append,
         )
+        self.selector = PlanSelector(context, FRONTIER)
 
     def iterate(self, time_ratio=1.0, power_ratio=1.0):
         """Run an iteration and return its plan, or None for default clocks."""

@@ -131,7 +131,7 @@ class VirtualJob:
     @property
     def phase(self):
         """Phase of the next iterations, as decided by the server."""
-        return self.server.phase
+        return self.server.next.phase
 
     @property
     def under_way(self):
@@ -239,7 +239,7 @@ class VirtualJob:
     def control(self, **order):
         """Have the server execute a command of ``perseus-ds control``, and return the answer."""
         self.server.recorder.flush()
-        return self.server.carry_out(parse_order(order))
+        return self.server.control.carry_out(parse_order(order))
 
     def restart(self, steps=None):
         """End the job, start it again in the same folder from its saved state, and return that state.
@@ -257,8 +257,7 @@ class VirtualJob:
         self.server.recorder.flush()
         state = json.loads(json.dumps(self.server.state()))
         self._epoch += 1
-        self.server = self._make_server(epoch=self._epoch)
-        self.server.go_on(state)
+        self.server = self._make_server(epoch=self._epoch, state=state)
         self.server.start()
         for rank, runtime in enumerate(self.runtimes):
             self.agent(rank).forget_server()
