@@ -26,7 +26,7 @@ class PlanError(PerseusError, ValueError):
 
 
 class SignalError(PerseusError, ValueError):
-    """The file of a signal (price, carbon intensity or power cap over time) is invalid."""
+    """The file of a signal (a power cap or fraction of power over time) is invalid."""
 
 
 class DeadlineError(PerseusError, ValueError):

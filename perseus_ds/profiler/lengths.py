@@ -48,8 +48,8 @@ class LengthModel:
     def __init__(self, profiles: Mapping[float, StageProfile]) -> None:
         if len(profiles) < FEWEST_LENGTHS:
             raise ProfileError(
-                f"Profiles of {len(profiles)} lengths do not tell how passes depend on it: expected {FEWEST_LENGTHS}. "
-                "Measure more lengths."
+                f"Profiles of {len(profiles)} lengths do not determine how passes depend on the length: expected "
+                f"{FEWEST_LENGTHS} or more. Measure more lengths."
             )
         self._profiles = dict(sorted(profiles.items()))
         self._longest = max(profiles)
