@@ -24,7 +24,7 @@ from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts, Partit
 from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Exchange, Launch, Schedule
+from perseus_ds.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Balance:
         job = self.job
         if len(job.memory_bytes) != job.ranks:
             return None
-        rows = [[1.0, *self._held_by(stages)] for stages in _stages_of_ranks(job.schedule)]
+        rows = [[1.0, *self._held_by(stages)] for stages in job.schedule.stages_of_ranks]
         if np.linalg.matrix_rank(rows) < 3:
             return None
         (least, a_parameter, a_layer), _ = nnls(np.array(rows), np.array(job.memory_bytes, float))
@@ -131,7 +131,7 @@ class Balance:
         if self.memory is None:
             return []
         weights = np.array(self.memory)
-        ranks = _stages_of_ranks(self.job.schedule)
+        ranks = self.job.schedule.stages_of_ranks
         return [float(np.array([1.0, *self._held_by(stages, layout)]) @ weights) for stages in ranks]
 
     def partition(self, known: Mapping[str, Cut], *, memory_bytes: float | None = None) -> Partition:
@@ -201,8 +201,6 @@ class Balance:
             self.job.profile.at_highest_clock(*key).time_s for key in self.job.profile.keys if key[1] is Kind.TAIL
         ]
         tail_s = fmean(tails_s) * self.job.ranks / len(schedule.ranks) if tails_s else 0.0
-        operations = (operation for stream in schedule.ranks for operation in stream)
-        transfers = {t for op in operations if isinstance(op, Exchange | Launch) for t in op.transfers}
         mean_s = {
             payload: fmean(known)
             for payload in ("activation", "grad")
@@ -212,8 +210,8 @@ class Balance:
         loads_s = {0: own.load_s.get(0, 0.0), schedule.num_stages - 1: own.load_s.get(last, 0.0)}
         return FixedDurations(
             load_s=loads_s,
-            transfer_s={(t.payload, t.source, t.target): mean_s.get(t.payload, 0.0) for t in transfers},
-            tail_s={i.stage: tail_s for stream in schedule.instructions for i in stream if i.kind is Kind.TAIL},
+            transfer_s={(t.payload, t.source, t.target): mean_s.get(t.payload, 0.0) for t in schedule.transfers},
+            tail_s={stage: tail_s for stage, kind in schedule.keys if kind is Kind.TAIL},
         )
 
     def _may_hold(self, schedule: Schedule) -> npt.NDArray[np.bool_]:
@@ -222,7 +220,7 @@ class Balance:
         Raises:
             ConfigError: If the embedding and the head must share a rank but cannot.
         """
-        ranks = _stages_of_ranks(schedule)
+        ranks = schedule.stages_of_ranks
         if self.tied_on_one_rank and not any({0, schedule.num_stages - 1} <= set(stages) for stages in ranks):
             raise ConfigError(
                 f"--tied-on-one-rank: {schedule.name} has the first and the last stage on different ranks. Choose a "
@@ -248,7 +246,3 @@ def may_hold(layout: Layout, schedule: Schedule) -> npt.NDArray[np.bool_]:
 
 def _is_layer(kind: str) -> bool:
     return kind.split(maxsplit=1)[0] not in (EMBEDDING, HEAD)
-
-
-def _stages_of_ranks(schedule: Schedule) -> list[list[int]]:
-    return [sorted({instruction.stage for instruction in stream}) for stream in schedule.instructions]

@@ -226,7 +226,7 @@ class _Search:
         self.is_planned = is_planned and sum(map(len, schedule.instructions)) <= _MOST_PLANNED
         self.stages = schedule.num_stages
         self.kinds = costs.kinds
-        if others := {i.kind for stream in schedule.instructions for i in stream} - {*self.kinds, Kind.TAIL}:
+        if others := {kind for _, kind in schedule.keys} - {*self.kinds, Kind.TAIL}:
             raise ConfigError(
                 f"{schedule.name} has instructions {', '.join(sorted(others))}; layers are measured as "
                 f"{' and '.join(self.kinds)}. Choose a schedule of these, such as 1f1b."
@@ -254,8 +254,7 @@ class _Search:
         self.paths = np.zeros((0, self.stages, len(self.kinds)))
         self.rest_s = np.zeros(0)
         self.evaluated = 0
-        held = [sorted({i.stage for i in stream}) for stream in schedule.instructions]
-        for stages in held if self.is_large else [[stage] for stage in range(self.stages)]:
+        for stages in schedule.stages_of_ranks if self.is_large else [[stage] for stage in range(self.stages)]:
             for slower in (1.05, 3.0):
                 times_s = np.tile(self.before_s[:, -1] / self.stages, (self.stages, 1))
                 times_s[stages] *= slower

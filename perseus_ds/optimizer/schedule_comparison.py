@@ -17,7 +17,7 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import Progress
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Exchange, Launch, Payload, Schedule
+from perseus_ds.pipeline.schedule import Payload, Schedule
 from perseus_ds.planning import PlanningSettings
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -131,8 +131,7 @@ class _Recut:
             self._assume(
                 f"each stage is cut into {self.chunks} equal chunks, each with 1/{self.chunks} of its time and energy"
             )
-        keys = sorted({(i.stage, i.kind) for stream in self.schedule.instructions for i in stream})
-        rows = [row for stage, kind in keys for row in self._rows(stage, kind)]
+        rows = [row for stage, kind in self.schedule.keys for row in self._rows(stage, kind)]
         info = self.profile.info.model_copy(
             update={
                 "schedule": self.schedule.name,
@@ -173,7 +172,7 @@ class _Recut:
         """Return the rows, with shares, that make up an instruction of a profile's stage."""
         has = [kind for measured, kind in self.profile.keys if measured == stage]
         recomputed = [(stage, Kind.RECOMPUTE, 1.0)] if Kind.RECOMPUTE in has else []
-        recomputes = any(i.kind is Kind.RECOMPUTE for stream in self.schedule.instructions for i in stream)
+        recomputes = any(kind is Kind.RECOMPUTE for _, kind in self.schedule.keys)
         if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and recomputed and not recomputes:
             self._assume("recomputation, measured as a separate instruction, is part of the backward")
         else:
@@ -208,24 +207,19 @@ class _Recut:
         return self._sum(stage, Kind.TAIL, sources)
 
     def _tails_s(self) -> dict[int, float]:
-        tails = sorted({i.stage for stream in self.schedule.instructions for i in stream if i.kind is Kind.TAIL})
         return {
             stage: sum(share * self.fixed.tail_s.get(source, 0.0) for source, share in self._tail_shares(stage))
-            for stage in tails
+            for stage, kind in self.schedule.keys
+            if kind is Kind.TAIL
         }
 
     def _tail_shares(self, stage: int) -> list[tuple[int, float]]:
         """Return the shares of the profile's tails that make up the tail of a stage's rank."""
         shares: defaultdict[int, float] = defaultdict(float)
-        for held in self._stages_of_rank[stage]:
+        for held in next(stages for stages in self.schedule.stages_of_ranks if stage in stages):
             for source in self._sources(held):
                 shares[source] += 1 / self.chunks
         return list(shares.items())
-
-    @property
-    def _stages_of_rank(self) -> dict[int, list[int]]:
-        held = [sorted({i.stage for i in stream}) for stream in self.schedule.instructions]
-        return {stage: stages for stages in held for stage in stages}
 
     def _load_s(self, stage: int) -> float:
         # Only the ends of the pipeline load data: the first chunk of the first stage and the last chunk of the last.
@@ -233,9 +227,7 @@ class _Recut:
         return self.fixed.load_s.get(source, 0.0)
 
     def _transfers_s(self) -> dict[Boundary, float]:
-        operations = (operation for stream in self.schedule.ranks for operation in stream)
-        transfers = {t for op in operations if isinstance(op, (Exchange, Launch)) for t in op.transfers}
-        boundaries = sorted({(t.payload, t.source, t.target) for t in transfers})
+        boundaries = sorted({(t.payload, t.source, t.target) for t in self.schedule.transfers})
         return {boundary: self._transfer_s(*boundary) for boundary in boundaries}
 
     def _transfer_s(self, payload: Payload, source: int, target: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from operator import attrgetter
 
@@ -77,8 +76,8 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     if is_held:
         flow_w = np.stack([r.flow_w[: network.decisions] for r in solved], axis=1)
         price_w = _between(flow_w, time_s, event_s[-1])
-        free = _FreePlans(event_s[-1], problem.table.clock_mhz[options], price_w)
-        return _held(network, free, deadline_s, progress), bounds
+        clock_mhz = problem.table.clock_mhz[options]
+        return _held(network, event_s[-1], clock_mhz, price_w, deadline_s, progress=progress), bounds
     return [problem.plan(choice) for choice in options.T], bounds
 
 
@@ -99,39 +98,41 @@ def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
     options = choose_clocks(network, event_s)
     if not _is_held(problem):
         return problem.plan(options[:, 0])
-    free = _FreePlans(own_s, problem.table.clock_mhz[options], relaxed.flow_w[: network.decisions, None])
-    return _held(network, free, own_s, lambda what, done: None)[0]
+    price_w = relaxed.flow_w[: network.decisions, None]
+    return _held(network, own_s, problem.table.clock_mhz[options], price_w, own_s)[0]
 
 
-@dataclass(frozen=True)
-class _FreePlans:
-    """Plans without a dwell time.
+def _held(
+    network: Network,
+    free_s: Floats,
+    clock_mhz: Indices,
+    price_w: Floats,
+    deadline_s: Floats,
+    *,
+    progress: Progress = lambda what, done: None,
+) -> list[FrequencyPlan]:
+    """Return plans that respect the dwell time, given plans without one at some of the deadlines.
 
-    Attributes:
-        time_s: Their deadlines, shape (plans,) [s].
-        clock_mhz: Their clocks, shape (decisions, plans).
-        price_w: Price of a second of each decision in the relaxed problem, shape (decisions, plans) [W].
+    Args:
+        network: The events.
+        free_s: Deadlines of the plans without a dwell time, shape (free plans,) [s].
+        clock_mhz: Their clocks, shape (decisions, free plans).
+        price_w: Price of a second of each decision in the relaxed problem, shape (decisions, free plans) [W].
+        deadline_s: Deadlines of the plans to return, ascending [s].
+        progress: Called with the completed fraction.
     """
-
-    time_s: Floats
-    clock_mhz: Indices
-    price_w: Floats
-
-
-def _held(network: Network, free: _FreePlans, deadline_s: Floats, progress: Progress) -> list[FrequencyPlan]:
-    """Return plans that respect the dwell time, given plans without one at some of the deadlines."""
     problem = network.problem
     ladder = dwell_ladder(problem.settings.least_dwell_s)
-    by_time = np.argsort(free.time_s, kind="stable")
+    by_time = np.argsort(free_s, kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
-        deadline_s = free.time_s[by_time]
+        deadline_s = free_s[by_time]
         by_time = by_time[searched_of(len(by_time))]
-    begun = list(zip(free.clock_mhz.T[by_time], free.price_w.T[by_time], strict=True))
+    begun = list(zip(clock_mhz.T[by_time], price_w.T[by_time], strict=True))
     found: list[HeldPlan] = []
     for number, dwell_s in enumerate(ladder):
         search = RunSearch(network, dwell_s, change_energy_j(problem))
-        own = [(search.sequences(clock_mhz), price_w) for clock_mhz, price_w in begun]
+        own = [(search.sequences(clocks), prices_w) for clocks, prices_w in begun]
 
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))

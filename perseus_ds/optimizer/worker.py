@@ -70,19 +70,12 @@ class OptimizeRequest:
     settings: PlanningSettings
 
 
-@dataclass(frozen=True)
-class OptimizeResult:
-    """The result of a process that has ended.
+class OptimizeWorker:
+    """A process that computes plans on one thread, at a lower priority than its parent's.
 
     Attributes:
-        error: The reason why there is no frontier, or None if there is one.
+        error: Reason why the process ended without a frontier. Otherwise empty.
     """
-
-    error: str | None = None
-
-
-class OptimizeWorker:
-    """A process that computes plans on one thread, at a lower priority than its parent's."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
         """Start the process, with its stderr redirected to the log.
@@ -90,8 +83,8 @@ class OptimizeWorker:
         Raises:
             OSError: If the log or a temporary file cannot be written, or the process cannot be started.
         """
+        self.error = ""
         self._log_path = log_path
-        self._result: OptimizeResult | None = None
         self._begin_s = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed after the process has ended
         # Files instead of pipes: a pipe would block the training thread until the process has read a long request.
@@ -100,24 +93,22 @@ class OptimizeWorker:
             order.seek(0)
             self._process = start(__name__, stdin=order, stdout=self._output, stderr=log)
 
-    def poll(self) -> OptimizeResult | None:
-        """Return the result, or None while the process runs."""
-        if self._result is None and (code := self._process.poll()) is not None:
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, with a frontier or an error."""
+        if not self._output.closed and (code := self._process.poll()) is not None:
             self._output.seek(0)
             output = self._output.read()
             self._output.close()
-            error = None
             if code == _FAILED:
-                error = json.loads(output.splitlines()[-1])
+                self.error = json.loads(output.splitlines()[-1])
             elif code:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
-            self._result = OptimizeResult(error)
-        return self._result
+                self.error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
+        return self._output.closed
 
     def remaining_s(self) -> float | None:
-        """Return the estimated time until there is a result [s], or None if it is unknown."""
-        if self._result is not None:
+        """Return the estimated time until the process ends [s], or None if it is unknown."""
+        if self.has_ended():
             return 0.0
         lines = os.pread(self._output.fileno(), _MOST_PROGRESS, 0).split(b"\n")[:-1]
         try:
@@ -130,7 +121,7 @@ class OptimizeWorker:
         """End the process if it is still running."""
         self._process.kill()
         self._process.wait()
-        self.poll()
+        self.has_ended()
 
 
 def main() -> int:

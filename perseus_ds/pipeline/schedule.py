@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.instruction import Instruction, Kind
 
 Payload = Literal["activation", "grad"]
 
@@ -126,6 +126,21 @@ class Schedule:
     def instructions(self) -> tuple[tuple[Instruction, ...], ...]:
         """The compute instructions of every rank, in program order."""
         return tuple(tuple(op.instruction for op in stream if isinstance(op, Compute)) for stream in self.ranks)
+
+    @property
+    def keys(self) -> list[tuple[int, Kind]]:
+        """The (stage, kind) of all instructions, ascending."""
+        return sorted({(i.stage, i.kind) for stream in self.instructions for i in stream})
+
+    @property
+    def stages_of_ranks(self) -> list[list[int]]:
+        """The stages of every rank, ascending."""
+        return [sorted({i.stage for i in stream}) for stream in self.instructions]
+
+    @property
+    def transfers(self) -> set[Transfer]:
+        """The transfers between all stages."""
+        return {t for stream in self.ranks for op in stream if isinstance(op, _Transfers) for t in op.transfers}
 
     @property
     def num_stages(self) -> int:

@@ -15,8 +15,7 @@ from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
-from perseus_ds.optimizer.lengths import LengthsPlanner
-from perseus_ds.optimizer.lengths_worker import PlannedJob
+from perseus_ds.optimizer.lengths import LengthsPlanner, PlannedJob
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.context import ModeContext
@@ -194,16 +193,16 @@ async def optimise(context: ModeContext, default: DefaultIterations, switch_cost
     settings = PlanningSettings(switch_cost_j=_SWITCH_COST_J, switch_cost_s=price_s, least_dwell_s=dwell_s)
     request = OptimizeRequest(profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings)
     worker = context.worker(request, job.output_dir / "optimize.log")
-    result = None
+    has_ended = False
     try:
-        while result is None:
+        while not has_ended:
             run = Run("optimizing", times="all", next_phase=NextPhase("default", worker.remaining_s()))
             await default_iteration(run, default)
-            result = worker.poll()
+            has_ended = worker.has_ended()
     finally:
         worker.stop()
-    if result.error is not None:
-        raise PerseusError(f"optimising failed: {result.error}")
+    if worker.error:
+        raise PerseusError(f"optimising failed: {worker.error}")
     return load_frontier(job, job.output_dir / "frontier.json")
 
 

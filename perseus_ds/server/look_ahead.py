@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from perseus_ds.optimizer.lengths import IterationPlan, Lengths
-from perseus_ds.optimizer.lengths_worker import LengthsWorker, PlannedJob
+from perseus_ds.optimizer.lengths import IterationPlan, Lengths, LengthsWorker, PlannedJob
 
 _KEPT = 128
 """Number of past iterations, and of future ones, whose lengths and plans are kept."""

@@ -19,7 +19,7 @@ import numpy as np
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.optimizer.lengths_worker import LengthsWorker
+from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import check_deadline
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number

@@ -16,8 +16,7 @@ from run_log import wait_until
 
 from perseus_ds.artifacts.profile import ByLength, PassByLength, StageProfile
 from perseus_ds.errors import ProfileError
-from perseus_ds.optimizer.lengths import LengthsPlanner
-from perseus_ds.optimizer.lengths_worker import LengthsWorker, PlannedJob
+from perseus_ds.optimizer.lengths import LengthsPlanner, LengthsWorker, PlannedJob
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.solver import solve_exact
 from perseus_ds.pipeline.instruction import Kind
@@ -92,7 +91,7 @@ def test_spans_are_those_of_the_plan():
 
 
 def test_a_profile_that_does_not_know_lengths_is_an_error():
-    with pytest.raises(ProfileError, match="depend on lengths"):
+    with pytest.raises(ProfileError, match="by_length"):
         LengthsPlanner(one_f_one_b(2, 4), synthetic_profile(2, blocking_power_w=80.0))
 
 
@@ -131,7 +130,7 @@ def test_the_process_ends_with_its_parent(job, tmp_path):
     code = f"""
 import os, pickle
 from pathlib import Path
-from perseus_ds.optimizer.lengths_worker import LengthsWorker
+from perseus_ds.optimizer.lengths import LengthsWorker
 worker = LengthsWorker(pickle.loads({pickle.dumps(job)!r}), Path({str(tmp_path / "lengths.log")!r}))
 print(worker._process.pid, flush=True)
 os._exit(0)

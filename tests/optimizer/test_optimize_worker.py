@@ -26,17 +26,18 @@ def request(tmp_path, schedule=None, **changes):
     return OptimizeRequest(profile=profile, out=tmp_path / "f", schedule=schedule, settings=settings)
 
 
-def result_of(worker):
-    return wait_until(worker.poll, "the result")
+def error_of(worker):
+    wait_until(worker.has_ended, "its end")
+    return worker.error
 
 
 def test_it_writes_the_frontier_that_optimize_returns(tmp_path):
     schedule = dual_pipe_v(2, 4)
     worker = OptimizeWorker(request(tmp_path, schedule, switch_cost_j=0.5), tmp_path / "optimize.log")
-    result = result_of(worker)
+    assert not error_of(worker)
     worker.stop()
-    assert result.error is None
-    assert worker.poll() is result
+    assert worker.has_ended()
+    assert not worker.error
     frontier = Frontier.load(tmp_path / "f")
     expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8, switch_cost_j=0.5)
     assert frontier.plans == expected.plans
@@ -51,7 +52,7 @@ def test_it_takes_one_thread_and_says_how_long_it_will_take(tmp_path, monkeypatc
     worker = OptimizeWorker(request(tmp_path, one_f_one_b(4, 32), plans=60), tmp_path / "optimize.log")
     (process,) = set(psutil.Process().children()) - set(before)
     estimates, threads = [], set()
-    while worker.poll() is None:
+    while not worker.has_ended():
         estimates.append(worker.remaining_s())
         with contextlib.suppress(psutil.NoSuchProcess):
             threads.add(process.num_threads())
@@ -64,15 +65,13 @@ def test_it_takes_one_thread_and_says_how_long_it_will_take(tmp_path, monkeypatc
 
 def test_a_failure_is_a_result_with_its_reason(tmp_path):
     order = request(tmp_path, profile=tmp_path / "nowhere.csv")
-    result = result_of(OptimizeWorker(order, tmp_path / "optimize.log"))
-    assert "nowhere.csv: no such profile" in result.error
+    assert "nowhere.csv: no such profile" in error_of(OptimizeWorker(order, tmp_path / "optimize.log"))
 
 
 def test_a_process_that_dies_names_its_log(tmp_path):
     worker = OptimizeWorker(request(tmp_path, one_f_one_b(8, 64)), tmp_path / "optimize.log")
     worker.stop()
-    result = result_of(worker)
-    assert result.error == (
+    assert error_of(worker) == (
         f"the optimiser's process ended by signal 9 without a result, see {tmp_path / 'optimize.log'}"
     )
     worker.stop()
@@ -91,8 +90,8 @@ def folder_with_other_modules(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("folder_with_other_modules")
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "")
-    result = result_of(OptimizeWorker(request(tmp_path), tmp_path / "optimize.log"))
-    assert result.error is None, (tmp_path / "optimize.log").read_text()
+    worker = OptimizeWorker(request(tmp_path), tmp_path / "optimize.log")
+    assert not error_of(worker), (tmp_path / "optimize.log").read_text()
 
 
 def test_it_has_low_priority_and_imports_neither_torch_nor_deepspeed(tmp_path):

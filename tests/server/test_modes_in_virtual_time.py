@@ -235,7 +235,7 @@ def test_where_a_cap_allows_no_comparison_instructions_that_drift_are_profiled_a
 
 
 def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeypatch, caplog):
-    monkeypatch.setattr(WorkerAtOnce, "problem", "no such profile")
+    monkeypatch.setattr(WorkerAtOnce, "error", "no such profile")
     job = start(mode="auto")
     job.train_until("observe")
     job.train(3)

@@ -30,7 +30,6 @@ from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.lengths import LengthsPlanner
-from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 from perseus_ds.protocol.description import JobDescription
@@ -479,28 +478,26 @@ class WorkerAtOnce:
     """Does the work of ``OptimizeWorker`` in this process.
 
     Attributes:
-        problem: Error to report; a test may set it.
+        error: Reason why there is no frontier; a test may set it.
     """
 
-    problem = None
+    error = ""
 
     def __init__(self, request, log_path):
         self._request = request
-        self._result = None
+        self._is_done = False
 
     def remaining_s(self):
         return None
 
-    def poll(self):
-        if self.problem is not None:
-            return OptimizeResult(self.problem)
-        if self._result is None:
+    def has_ended(self):
+        if not (self.error or self._is_done):
             request = self._request
             profile = StageProfile.load(request.profile)
             frontier = optimize(request.schedule, profile, request.settings, plans=20)
             frontier.save(request.out)
-            self._result = OptimizeResult()
-        return self._result
+            self._is_done = True
+        return True
 
     def stop(self):
         """No process to end."""
