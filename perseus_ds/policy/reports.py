@@ -8,7 +8,7 @@ import statistics
 import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -21,48 +21,14 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.pipeline.span import Span
 
-
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's report of an iteration, as numbers. Booleans are 0 or 1.
-
-    Attributes:
-        time_s: Iteration time [s].
-        energy_j: Energy of this rank's GPU [J]. NaN if it cannot be read.
-        clock_changes: Number of clock changes of this rank's GPU.
-        clock_skips: Number of clock changes that were skipped because they were too short, or a later one was due.
-        failed: Whether this rank has fallen back to default clocks.
-        asked_mhz: Requested clock when the GPU's clock was last read [MHz]. NaN at default clocks.
-        reached_mhz: Clock that was read then [MHz].
-        computed_s: Time from the iteration's start to the end of this rank's last pass [s]. 0 if unknown.
-        tail_s: Duration of its tail, including waits [s]. 0 if unknown.
-        drift: Deviation of its instruction times from the profile beyond their own variation, as a fraction. NaN if it
-            was not computed.
-        pace_low: Upper bound of the lowest ratio, over all kinds, of measured time to time in the profile. NaN if it
-            was not computed.
-        pace_high: Lower bound of the highest such ratio. It is below ``pace_low`` if all kinds may have the same ratio.
-        limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
-        limit_mhz: Highest clock that its GPU reaches if something else limits it, such as heat [MHz]. Infinite
-            otherwise.
-        shapes: Integer below 2^48 that differs if the shapes of the inputs of this rank's forwards differ, and between
-            ranks.
-    """
-
-    time_s: float
-    energy_j: float
-    clock_changes: int = 0
-    clock_skips: int = 0
-    failed: bool = False
-    asked_mhz: float = math.nan
-    reached_mhz: float = math.nan
-    computed_s: float = 0.0
-    tail_s: float = 0.0
-    drift: float = math.nan
-    pace_low: float = math.nan
-    pace_high: float = math.nan
-    limit_w: float = math.inf
-    limit_mhz: float = math.inf
-    shapes: float = 0.0
+Floats = npt.NDArray[np.float64]
+# The number that a rank reports for its shapes is below this.
+SHAPES = 2**48
+# A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
+_SURE = 3.0
+_DRIFTS_IN_A_ROW = 2
+# Time after which a GPU that heat has slowed down no longer counts as hot.
+_HOT_S = 3600.0
 
 
 class GpuLimit(NamedTuple):
@@ -80,8 +46,6 @@ class GpuLimit(NamedTuple):
 
 Conditions: TypeAlias = tuple[tuple[int, float], ...]
 """Power limit of each limited rank [W], or 0 if heat slows its GPU down."""
-# Time after which a GPU that heat has slowed down no longer counts as hot.
-_HOT_S = 3600.0
 
 
 class LimitConditions:
@@ -149,18 +113,17 @@ class JobReport:
         cls, ranks: RankReports, conditions: Conditions = (), relative: tuple[float, float] = (1.0, 1.0)
     ) -> JobReport:
         """Return the summary of all ranks' reports, with the given conditions and relative time and energy."""
-        energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
-        if not math.isnan(ranks.column("drift")[0]):
-            drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
+        if not math.isnan(ranks.drift[0]):
+            drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.drift))
             pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
         return cls(
-            time_s=float(ranks.column("time_s").max()),
-            energy_j=float(energies_j.sum()),
-            least_energy_j=float(energies_j.min()),
-            failed=bool(ranks.column("failed").any()),
-            shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
+            time_s=float(ranks.time_s.max()),
+            energy_j=float(ranks.energy_j.sum()),
+            least_energy_j=float(ranks.energy_j.min()),
+            failed=bool(ranks.failed.any()),
+            shapes=float(int(ranks.shapes.astype(np.int64).sum()) % SHAPES),
             drift=drift,
             drift_most=drift_most,
             pace=pace,
@@ -173,46 +136,60 @@ class JobReport:
         )
 
 
+@dataclass
 class RankReports:
-    """The reports of all ranks of one iteration.
+    """Reports of all ranks about an iteration, as an array of shape (ranks,) for each figure.
 
-    Args:
-        numbers: Array of shape (ranks, fields of :class:`RankReport`).
-        pipeline_of_rank: Data-parallel pipeline of each rank. None if there is only one.
+    Attributes:
+        pipeline: Data-parallel pipeline of each rank.
+        time_s: Iteration time [s].
+        energy_j: Energy of the GPU [J]. NaN if it cannot be read.
+        clock_changes: Number of clock changes of the GPU.
+        clock_skips: Number of clock changes that were skipped because they were too short, or a later one was due.
+        failed: Whether the rank has fallen back to default clocks.
+        asked_mhz: Requested clock when the GPU's clock was last read [MHz]. NaN at default clocks.
+        reached_mhz: Clock that was read then [MHz].
+        computed_s: Time from the iteration's start to the end of the rank's last pass [s]. 0 if unknown.
+        tail_s: Duration of its tail, including waits [s]. 0 if unknown.
+        limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
+        limit_mhz: Highest clock that its GPU reaches if something else limits it, such as heat [MHz]. Infinite
+            otherwise.
+        shapes: Integer below 2^48 that differs if the shapes of the inputs of the rank's forwards differ, and between
+            ranks.
+        drift: Deviation of its instruction times from the profile beyond their own variation, as a fraction. NaN if it
+            was not computed.
+        pace_low: Upper bound of the lowest ratio, over all kinds, of measured time to time in the profile. NaN if it
+            was not computed.
+        pace_high: Lower bound of the highest such ratio. It is below ``pace_low`` if all kinds may have the same ratio.
     """
 
-    def __init__(self, numbers: npt.NDArray[np.float64], pipeline_of_rank: npt.NDArray[np.int64] | None = None) -> None:
-        self._numbers = numbers
-        self.pipeline_of_rank = np.zeros(len(numbers), np.int64) if pipeline_of_rank is None else pipeline_of_rank
+    pipeline: npt.NDArray[np.int64]
+    time_s: Floats
+    energy_j: Floats
+    clock_changes: Floats
+    clock_skips: Floats
+    failed: Floats
+    asked_mhz: Floats
+    reached_mhz: Floats
+    computed_s: Floats
+    tail_s: Floats
+    limit_w: Floats
+    limit_mhz: Floats
+    shapes: Floats
 
-    def column(self, field: str) -> npt.NDArray[np.float64]:
-        """Return a field of all ranks, shape (ranks,)."""
-        return self._numbers[:, _PLACES[field]]
+    def __post_init__(self) -> None:
+        self.drift, self.pace_low, self.pace_high = np.full((3, len(self.time_s)), np.nan)
 
-    def set(self, rank: int, fields: Mapping[str, float]) -> None:
-        """Set fields of a rank's report."""
-        for name, value in fields.items():
-            self._numbers[rank, _PLACES[name]] = value
-
-    def by_pipeline(self, of_ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def by_pipeline(self, of_ranks: Floats) -> Floats:
         """Return the largest value of each pipeline, shape (pipelines,)."""
-        largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
-        np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
+        largest = np.full(self.pipeline.max() + 1, -np.inf)
+        np.fmax.at(largest, self.pipeline, of_ranks)
         return largest
 
     def limits(self) -> tuple[GpuLimit, ...]:
         """Return the limits of GPUs that are lower than during profiling."""
-        power_w, clock_mhz = self.column("limit_w"), self.column("limit_mhz")
-        ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
-        return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)
-
-
-_PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
-# The number that a rank reports for its shapes is below this.
-SHAPES = 2**48
-# A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
-_SURE = 3.0
-_DRIFTS_IN_A_ROW = 2
+        ranks = np.flatnonzero(np.isfinite(np.minimum(self.limit_w, self.limit_mhz))).tolist()
+        return tuple(GpuLimit(rank, float(self.limit_w[rank]), float(self.limit_mhz[rank])) for rank in ranks)
 
 
 def shapes_number(rank: int, shapes: float) -> int:
@@ -224,14 +201,14 @@ def shapes_number(rank: int, shapes: float) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
 
 
-def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _typical_and_most(pipelines: Floats) -> tuple[float, float]:
     """Return the lower median and the maximum."""
     return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
 
 
 def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
     """Return the pace, and the typical and largest deviation of a pipeline from it."""
-    low, high = ranks.column("pace_low"), ranks.column("pace_high")
+    low, high = ranks.pace_low, ranks.pace_high
     known = (low > 0) & (high > 0)  # bounds of very unsure ratios may be negative
     if not known.any():
         return math.nan, 0.0, 0.0
@@ -243,7 +220,7 @@ def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
 def reported_drift(
     spans: Sequence[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
 ) -> dict[str, float]:
-    """Return the fields of a rank's report about the deviation from the profile.
+    """Return the figures of :class:`RankReports` about a rank's deviation from the profile.
 
     Times of one stage and kind vary about their median. This variation determines the uncertainty of the medians.
 

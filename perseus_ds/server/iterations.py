@@ -238,7 +238,8 @@ class Seen:
 
     def set(self, rank: int, fields: Mapping[str, float]) -> None:
         """Set fields of a rank's report that the server has computed."""
-        self.ranks.set(rank, fields)
+        for name, value in fields.items():
+            getattr(self.ranks, name)[rank] = value
         self.__dict__.pop("reports", None)
 
     def spans(self, rank: int) -> list[Span]:

@@ -97,7 +97,7 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
         seen = await iteration_of(Run("warm-up", times="all", next_phase=NextPhase("profile", left_s)))
         taken.append(seen)
         if len(taken) >= least:
-            drift = np.abs(seen.ranks.column("time_s") / taken[-2].ranks.column("time_s") - 1)
+            drift = np.abs(seen.ranks.time_s / taken[-2].ranks.time_s - 1)
             if drift.max() <= _STEADY:
                 break
     # The first iteration allocates memory and exchanges shapes.

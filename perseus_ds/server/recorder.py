@@ -184,15 +184,15 @@ class Recorder:
 
     def _of_job(self, seen: Seen, run: Run, order: int | None, shape: int | None) -> IterationRecord:
         reports = seen.ranks
-        energies_j = reports.column("energy_j")
+        energies_j = reports.energy_j
         energy_j = float(energies_j.sum())
         has_energy = math.isfinite(energy_j)
-        drift = reports.column("drift")
+        drift = reports.drift
         if run.phase not in _UNDER_PLANS:
             self._drift = None
         elif np.isfinite(drift).any():
             self._drift = float(np.nanmax(drift))
-        failed = np.flatnonzero(reports.column("failed")).tolist()
+        failed = np.flatnonzero(reports.failed).tolist()
         forecast, following = run.forecast, run.next_phase
         return IterationRecord(
             simulated=self._simulated,
@@ -203,9 +203,9 @@ class Recorder:
             order=order,
             shape=shape,
             limited=bool(self._limits),
-            time_s=_rounded(reports.column("time_s").max()),
+            time_s=_rounded(reports.time_s.max()),
             energy_j=_rounded(energy_j) if has_energy else None,
-            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline_of_rank, energies_j)))
+            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline, energies_j)))
             if has_energy
             else None,
             predicted_time_s=forecast and _rounded(forecast.time_s),
@@ -214,8 +214,8 @@ class Recorder:
             default_energy_j=forecast and _rounded(forecast.default_energy_j),
             default_measured=forecast is not None and forecast.default_measured,
             drift=None if self._drift is None else _rounded(self._drift),
-            clock_changes=int(reports.column("clock_changes").sum()),
-            clock_skips=int(reports.column("clock_skips").sum()),
+            clock_changes=int(reports.clock_changes.sum()),
+            clock_skips=int(reports.clock_skips.sum()),
             failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
             next_phase=following and following.phase,
@@ -225,7 +225,7 @@ class Recorder:
 
     def _by_rank(self, reports: RankReports) -> dict[str, Any]:
         """Return the fields with figures by rank of an iteration's record. Empty if it has none."""
-        energies_j = reports.column("energy_j")
+        energies_j = reports.energy_j
         if np.isfinite(energies_j).all():
             self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
         self._iterations += 1
@@ -234,8 +234,8 @@ class Recorder:
         known_j, self._energies_j = self._energies_j, None
         return {
             "energy_by_rank_j": None if known_j is None else tuple(np.round(known_j, 6).tolist()),
-            "clocks_asked_mhz": _clocks(reports.column("asked_mhz")),
-            "clocks_reached_mhz": _clocks(reports.column("reached_mhz")),
+            "clocks_asked_mhz": _clocks(reports.asked_mhz),
+            "clocks_reached_mhz": _clocks(reports.reached_mhz),
         }
 
     def _print(self, record: IterationRecord) -> None:

@@ -162,11 +162,11 @@ class PlanSelector:
             promised_time_s=promised.time_s,
             promised_energy_j=promised.energy_j * self._gpus_per_rank,
         )
-        computed_s = seen.ranks.column("computed_s")
+        computed_s = seen.ranks.computed_s
         if len(ran) > 1 and computed_s.min() > 0:
             # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
             # itself.
-            tail_s = float(seen.ranks.column("tail_s").min())
+            tail_s = float(seen.ranks.tail_s.min())
             own_s = seen.ranks.by_pipeline(computed_s).tolist()
             promised_s = [self._frontier.plans[plan].time_s for plan in ran]
             self._stragglers.update(

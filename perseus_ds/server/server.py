@@ -11,10 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -341,7 +343,7 @@ class JobServer:
             streams=self._kinds.streams.get(key) or (self.job.schedule.ranks if number == 1 else ()),
             pipeline_ranks=[place.pipeline_rank for place in self.job.places],
             ended=first.ended,
-            conditions=self._conditions.add(float(ranks.column("time_s").max()), ranks.limits()),
+            conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits()),
             relative=self.look_ahead.relative(number),
         )
         self.control.count_step(seen.number)
@@ -368,19 +370,24 @@ class JobServer:
                 self._kinds.advance(kind, seen)
 
     def _ranks_of(self, messages: list[RankReport]) -> RankReports:
-        numbers = np.array(
-            [
-                (
-                    message.report.time_s, message.energy_j, message.changes, message.skips, message.has_failed,
-                    message.asked_mhz, message.reached_mhz, message.report.computed_s, message.report.tail_s,
-                    np.nan, np.nan, np.nan, message.limit_w, message.limit_mhz,
-                    shapes_number(rank, message.report.shapes),
-                )
-                for rank, message in enumerate(messages)
-            ],
-            np.float64,
-        )  # fmt: skip
-        return RankReports(numbers, np.array([place.pipeline for place in self.job.places], np.int64))
+        def by_rank(figure: str) -> npt.NDArray[np.float64]:
+            return np.array([*map(attrgetter(figure), messages)], np.float64)
+
+        return RankReports(
+            pipeline=np.array([place.pipeline for place in self.job.places]),
+            time_s=by_rank("report.time_s"),
+            energy_j=by_rank("energy_j"),
+            clock_changes=by_rank("changes"),
+            clock_skips=by_rank("skips"),
+            failed=by_rank("has_failed"),
+            asked_mhz=by_rank("asked_mhz"),
+            reached_mhz=by_rank("reached_mhz"),
+            computed_s=by_rank("report.computed_s"),
+            tail_s=by_rank("report.tail_s"),
+            limit_w=by_rank("limit_w"),
+            limit_mhz=by_rank("limit_mhz"),
+            shapes=np.array([shapes_number(rank, m.report.shapes) for rank, m in enumerate(messages)], np.float64),
+        )
 
     def _run_of(self, serials: set[int]) -> Run | None:
         """Return the run for the serials that clients and agents followed. None if they differ."""

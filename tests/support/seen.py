@@ -1,20 +1,31 @@
 """Iterations of a job as seen by its server, made of the ranks' figures."""
 
-import dataclasses
+import math
 
 import numpy as np
 
 from perseus_ds.pipeline.span import encode
-from perseus_ds.policy.reports import JobReport, RankReport, RankReports
+from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.server.iterations import Run, Seen
+
+USUAL = {
+    "time_s": 1.0,
+    "energy_j": 100.0,
+    **dict.fromkeys(("clock_changes", "clock_skips", "failed", "computed_s", "tail_s", "shapes"), 0.0),
+    **dict.fromkeys(("asked_mhz", "reached_mhz"), math.nan),
+    **dict.fromkeys(("limit_w", "limit_mhz"), math.inf),
+}
 
 
 def reports_of(*fields, pipelines=None):
     """Return the reports of ranks, one for each dict of fields."""
-    reports = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}) for field in fields]
-    numbers = [[float(number) for number in dataclasses.astuple(report)] for report in reports]
-    return RankReports(np.array(numbers), None if pipelines is None else np.array(pipelines))
+    figures = {name: np.array([field.get(name, usual) for field in fields], float) for name, usual in USUAL.items()}
+    reports = RankReports(pipeline=np.array(pipelines or [0] * len(fields)), **figures)
+    for rank, field in enumerate(fields):
+        for name in field.keys() - figures.keys():
+            getattr(reports, name)[rank] = field[name]
+    return reports
 
 
 def job_report(*fields):
