@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from perseus_ds.pipeline.dag import Boundary
+from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Schedule, Transfer, Wait
 from perseus_ds.pipeline.span import Span
@@ -62,40 +62,29 @@ def medians(found: Iterable[tuple[K, float]]) -> dict[K, float]:
     return {key: statistics.median(numbers) for key, numbers in sorted(by_key.items())}
 
 
-def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
-    """Return the median load of each stage [s]."""
-    return medians((s.operation.stage, s.time_s) for s in all_spans(ranks) if isinstance(s.operation, Load))
-
-
-def other_durations_s(ranks: Sequence[Iterations]) -> dict[tuple[str, int], float]:
-    """Return the median duration of each command unknown to perseus-ds, by command and stage [s]."""
-    others = ((s.operation, s.time_s) for s in all_spans(ranks) if isinstance(s.operation, Other))
-    return medians(((other.command, other.stage), time_s) for other, time_s in others)
-
-
-def transfer_durations_s(ranks: Sequence[Iterations]) -> dict[Boundary, float]:
-    """Return the median transfer over each boundary and direction, without waiting for the other rank [s].
+def fixed_durations(ranks: Sequence[Iterations]) -> FixedDurations:
+    """Return the median durations of loads, transfers and commands unknown to perseus-ds, without tails.
 
     Both sides of a transfer end together. The side that begins last does not wait, so the shorter of the two spans is
     the duration of the transfer itself.
     """
-    shorter: dict[tuple[int, Transfer], float] = {}
+    loads_s: list[tuple[int, float]] = []
+    others_s: list[tuple[tuple[str, int], float]] = []
+    shorter_s: dict[tuple[int, Transfer], float] = {}
     for rank in ranks:
         for number, spans in enumerate(rank):
             for span in spans:
-                if isinstance(span.operation, Exchange):
-                    for transfer in span.operation.transfers:
-                        key = (number, transfer)
-                        shorter[key] = min(span.time_s, shorter.get(key, span.time_s))
-    return medians(((t.payload, t.source, t.target), time_s) for (_, t), time_s in shorter.items())
-
-
-def tail_durations_s(iterations: Iterations) -> dict[int, float]:
-    """Return the median tail of each stage of a rank [s], including waits.
-
-    Ranks begin their tails together.
-    """
-    return medians(tail for spans in iterations for tail in tails_s(spans).items())
+                match span.operation:
+                    case Load(stage=stage):
+                        loads_s.append((stage, span.time_s))
+                    case Other(command=command, stage=stage):
+                        others_s.append(((command, stage), span.time_s))
+                    case Exchange(transfers=transfers):
+                        for transfer in transfers:
+                            key = number, transfer
+                            shorter_s[key] = min(span.time_s, shorter_s.get(key, span.time_s))
+    transfers_s = (((t.payload, t.source, t.target), time_s) for (_, t), time_s in shorter_s.items())
+    return FixedDurations(load_s=medians(loads_s), transfer_s=medians(transfers_s), other_s=medians(others_s))
 
 
 def tails_s(spans: Iterable[Span]) -> dict[int, float]:
@@ -137,11 +126,6 @@ def _is_tail(span: Span) -> bool:
     return isinstance(span.operation, Compute) and span.operation.instruction.kind is Kind.TAIL
 
 
-def all_spans(ranks: Sequence[Iterations]) -> list[Span]:
-    """Return the operations of all iterations of all ranks."""
-    return [span for rank in ranks for spans in rank for span in spans]
-
-
 def launches_transfers(schedule: Schedule) -> bool:
     """Return True if ranks continue after they have launched a transfer."""
     return any(isinstance(operation, Launch) for stream in schedule.ranks for operation in stream)
@@ -170,8 +154,8 @@ def launched_transfer_durations_s(schedule: Schedule, iterations: Iterable[Passe
             if made_by in passes and needed_by in passes:
                 made_s = passes[made_by][1]
                 free_s = made_s if after is None else passes[after][1]
-                lasts_s = max(0.0, passes[needed_by][0] - max(made_s, free_s))
-                found[transfer.payload, transfer.source, transfer.target][free_s > made_s].append(lasts_s)
+                duration_s = max(0.0, passes[needed_by][0] - max(made_s, free_s))
+                found[transfer.payload, transfer.source, transfer.target][free_s > made_s].append(duration_s)
     return {key: statistics.median(waited or hidden) for key, (waited, hidden) in sorted(found.items())}
 
 

@@ -19,12 +19,9 @@ from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.fixed_durations import (
     Iterations,
     Key,
-    all_spans,
-    load_durations_s,
+    fixed_durations,
     medians,
-    other_durations_s,
     shortest_tail_s,
-    transfer_durations_s,
 )
 from perseus_ds.server.context import ModeContext
 from perseus_ds.server.default_clocks import DefaultIterations
@@ -138,13 +135,14 @@ class PartTimes:
         """Return the times of one pipeline, given its ranks' operations by iteration."""
         instructions: dict[Key, float] = medians(
             ((span.operation.instruction.stage, span.operation.instruction.kind), span.time_s)
-            for span in all_spans(ranks)
+            for rank in ranks
+            for spans in rank
+            for span in spans
             if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL
         )
         iterations = zip(*ranks, strict=True)
         tail_s = statistics.median([shortest_tail_s(spans) for spans in iterations] or [0.0])
-        fixed = FixedDurations(load_durations_s(ranks), transfer_durations_s(ranks), other_s=other_durations_s(ranks))
-        return cls(instructions, tail_s, fixed)
+        return cls(instructions, tail_s, fixed_durations(ranks))
 
 
 def difference(

@@ -21,7 +21,6 @@ from perseus_ds.config import ProfileConfig
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes
-from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.pipeline.span import Span
@@ -30,15 +29,13 @@ from perseus_ds.profiler.blocking_power import chosen_power_w, pooled
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.fixed_durations import (
+    fixed_durations,
     launched_transfer_durations_s,
     launches_transfers,
-    load_durations_s,
     medians,
-    other_durations_s,
     passes_of,
     shortest_tail_s,
-    tail_durations_s,
-    transfer_durations_s,
+    tails_s,
     with_tail,
     without_gaps,
 )
@@ -155,20 +152,15 @@ def _by_length(context: ModeContext, iterations: Sequence[Seen]) -> ByLength | N
 def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) -> ProfileInfo:
     """Return the description of the job with its measured properties and fixed durations."""
     default_mhz = [int(state.default_mhz) for state in job.states if state.default_mhz]
+    tail_s = medians(tail for own in pipeline for spans in own for tail in tails_s(spans).items())
+    fixed = replace(fixed_durations(pipeline), tail_s=tail_s)
     if launches_transfers(job.schedule):
         begins_s = [common_begins_s(job, seen) for seen in measured]
         iterations = (
             zip([own[number] for own in pipeline], begins, strict=True) for number, begins in enumerate(begins_s)
         )
         transfer_s = launched_transfer_durations_s(job.schedule, map(passes_of, iterations))
-    else:
-        transfer_s = transfer_durations_s(pipeline)
-    fixed = FixedDurations(
-        load_s=load_durations_s(pipeline),
-        transfer_s=transfer_s,
-        tail_s=medians(tail for own in pipeline for tail in tail_durations_s(own).items()),
-        other_s=other_durations_s(pipeline),
-    )
+        fixed = replace(fixed, transfer_s=transfer_s)
     rest = {
         "blocking_power_w": job.blocking_power_w(),
         "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,

@@ -6,12 +6,12 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
 from perseus_ds.pipeline.span import Span
 from perseus_ds.profiler.fixed_durations import (
+    fixed_durations,
     launched_transfer_durations_s,
     launches_transfers,
-    load_durations_s,
+    medians,
     passes_of,
-    tail_durations_s,
-    transfer_durations_s,
+    tails_s,
     without_gaps,
 )
 
@@ -25,17 +25,17 @@ def tail(stage, *times):
 def test_the_duration_of_a_transfer_is_the_shorter_of_its_two_sides():
     sender = [Span(Exchange(sends=(ACTIVATION,)), 1.0, 1.1)]
     receiver = [Span(Exchange(receives=(ACTIVATION,)), 0.2, 1.1)]
-    assert transfer_durations_s([[sender], [receiver]]) == {("activation", 0, 1): pytest.approx(0.1)}
+    assert fixed_durations([[sender], [receiver]]).transfer_s == {("activation", 0, 1): pytest.approx(0.1)}
 
 
 def test_the_tail_of_a_stage_is_the_sum_of_its_parts():
     iterations = [tail(0, (5.0, 5.1), (5.1, 5.3)), tail(0, (7.0, 7.2), (7.2, 7.6)), tail(0, (9.0, 9.2), (9.2, 9.3))]
-    assert tail_durations_s(iterations) == pytest.approx({0: 0.3})
+    assert medians(tail for spans in iterations for tail in tails_s(spans).items()) == pytest.approx({0: 0.3})
 
 
 def test_loads_are_medians_by_stage():
     spans = [[Span(Load(0, m), m, m + t) for m, t in enumerate((0.1, 0.2, 0.9))]]
-    assert load_durations_s([spans]) == {0: pytest.approx(0.2)}
+    assert fixed_durations([spans]).load_s == {0: pytest.approx(0.2)}
 
 
 def test_gaps_are_added_to_loads_transfers_and_tails_except_the_gap_before_the_tail():
