@@ -16,14 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile import Floats, Measurement, StageProfile
 from perseus_ds.client.devices import place_of
 from perseus_ds.client.lease import Lease
 from perseus_ds.client.timers import FlopCounter
@@ -38,7 +37,6 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-Floats = npt.NDArray[np.float64]
 Passes = dict[Kind, tuple[Floats, Floats]]
 """By kind, the time [s] and energy [J] at each clock."""
 logger = logging.getLogger("perseus_ds")

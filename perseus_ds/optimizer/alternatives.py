@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, drop_dominated
 from perseus_ds.artifacts.profile import ClockOptions
-from perseus_ds.optimizer.problem import Floats, InstructionGroup, OptionIndices, Problem
+from perseus_ds.optimizer.problem import Floats, Indices, InstructionGroup, Problem
 from perseus_ds.pipeline.instruction import Kind
 
 THROTTLED = 0.07
@@ -162,14 +162,14 @@ def _power_w(options: ClockOptions) -> Floats:
 def _envpipe(problem: Problem) -> AlternativePoint:
     fastest = problem.fastest
     efficient = fastest + np.array([g.options.energy_j.argmin() for g in problem.groups])[problem.group]
-    choice: OptionIndices = np.where(_is_critical(problem, fastest), fastest, efficient)
+    choice: Indices = np.where(_is_critical(problem, fastest), fastest, efficient)
     while problem.time_s(choice) > problem.t_min_s * (1 + _SAME):
         choice = choice - (_is_critical(problem, choice) & (choice > fastest))
     plan = problem.plan(choice)
     return AlternativePoint(plan.time_s, plan.energy_j, "efficient clocks off the critical path")
 
 
-def _is_critical(problem: Problem, choice: OptionIndices) -> npt.NDArray[np.bool_]:
+def _is_critical(problem: Problem, choice: Indices) -> npt.NDArray[np.bool_]:
     """Return which decisions have no slack."""
     durations = problem.durations_s(choice)
     finish_s = problem.dag.finish_s(durations)

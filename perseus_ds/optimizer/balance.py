@@ -93,9 +93,7 @@ class Balance:
     @cached_property
     def costs(self) -> LayerCosts:
         """The costs of the parts, with the job's own transfers and tails."""
-        info = self.job.profile.info
-        tails = [row for row in self.job.profile.measurements if row.kind is Kind.TAIL]
-        costs = self.kinds.of_parts(self.job.layout.parts, self.job.profile, info.fixed_durations, tails)
+        costs = self.kinds.of_parts(self.job.layout.parts, self.job.profile)
         if self.memory is None:
             return costs
         _, a_parameter, a_layer = self.memory

@@ -15,11 +15,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from perseus_ds.artifacts.layout import Layout, Part
-from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts
 from perseus_ds.optimizer.problem import Floats
-from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 
 _LEAST_ERROR, _UNKNOWN_ERROR = 1e-3, 0.02
@@ -47,12 +46,9 @@ class KindCosts:
     time_covariance: Mapping[Kind, Floats]
     energy_covariance: Mapping[Kind, Floats]
 
-    def of_parts(
-        self, parts: Sequence[Part], info_of: StageProfile, fixed: FixedDurations, tails: Sequence[Measurement] = ()
-    ) -> LayerCosts:
-        """Return the costs of the parts of a model on the GPU of a profile."""
-        number = np.array([self.kinds.index(part.kind) for part in parts])
-        info = info_of.info
+    def of_parts(self, parts: Sequence[Part], profile: StageProfile) -> LayerCosts:
+        """Return the costs of the parts of a model, with the GPU, fixed durations and tails of a profile."""
+        number, info = np.array([self.kinds.index(part.kind) for part in parts]), profile.info
         return LayerCosts(
             clocks_mhz=self.clocks_mhz,
             time_s={kind: values[number] for kind, values in self.time_s.items()},
@@ -63,8 +59,8 @@ class KindCosts:
             blocking_power_w=info.blocking_power_w or 0.0,
             gpu=info.gpu or "unknown GPU",
             simulated=bool(info.simulated),
-            fixed=fixed,
-            tails=tuple(tails),
+            fixed=info.fixed_durations,
+            tails=tuple(row for row in profile.measurements if row.kind is Kind.TAIL),
         )
 
     def errors(

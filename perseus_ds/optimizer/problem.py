@@ -21,8 +21,6 @@ from perseus_ds.planning import PlanningSettings
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
-OptionIndices = npt.NDArray[np.intp]
-"""For every decision, in the order of ``Problem.node``, its index into :class:`OptionTable`."""
 Clocks = tuple[tuple[int, ...], ...]
 """The clocks of a plan, by rank and in program order [MHz]."""
 Progress = Callable[[str, float], None]
@@ -67,7 +65,8 @@ class Problem:
 
         energy(choice, time) = blocking_power * ranks * time + sum of effective energies.
 
-    A *decision* is an instruction that has a clock to choose.
+    A *decision* is an instruction that has a clock to choose. A *choice* has an index into :class:`OptionTable` for
+    every decision, in the order of ``node``.
 
     Attributes:
         settings: The settings, with the profile's blocking power if none was given.
@@ -143,12 +142,12 @@ class Problem:
         return OptionTable(self.groups)
 
     @property
-    def fastest(self) -> OptionIndices:
+    def fastest(self) -> Indices:
         """The choice with every instruction at its fastest measured clock."""
         return self.table.begin[self.group]
 
     @property
-    def most_frugal(self) -> OptionIndices:
+    def most_frugal(self) -> Indices:
         """The choice with every instruction at its least effective energy."""
         return self.table.last[self.group]
 
@@ -157,13 +156,13 @@ class Problem:
         """Makespan with every instruction at its fastest measured clock [s]."""
         return self.time_s(self.fastest)
 
-    def durations_s(self, choice: OptionIndices) -> Seconds:
+    def durations_s(self, choice: Indices) -> Seconds:
         """Return the duration of every node of the DAG [s]."""
         durations = self.fixed_s.copy()
         durations[self.node] = self.table.time_s[choice]
         return durations
 
-    def time_s(self, choice: OptionIndices) -> float:
+    def time_s(self, choice: Indices) -> float:
         """Return the iteration time [s]."""
         return self.dag.makespan_s(self.durations_s(choice))
 
@@ -191,7 +190,7 @@ class Problem:
         nodes = [self.node[own].tolist() for own in self.rank_decisions]
         return tuple(tuple(self.dag.nodes[node].work for node in of_rank) for of_rank in nodes)
 
-    def plan(self, choice: OptionIndices) -> FrequencyPlan:
+    def plan(self, choice: Indices) -> FrequencyPlan:
         """Return the plan of a choice, with time and energy computed from the measured rows."""
         clock_mhz = self.table.clock_mhz[choice]
         clocks_mhz = tuple(tuple(clock_mhz[own].tolist()) for own in self.rank_decisions)

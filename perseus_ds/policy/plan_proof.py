@@ -27,13 +27,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import stdtrit
 
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import Floats
 from perseus_ds.measures import STALL, Typical
 from perseus_ds.policy.reports import JobReport
 
@@ -58,8 +57,6 @@ _WELL_KNOWN = 0.03
 _COMES_AGAIN = 3
 # The counter changes within an iteration that lasts at least this number of its periods.
 _SURELY_REFRESHED = 3
-
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -116,9 +113,9 @@ class IterationSample:
         It is omitted if a rank had fallen back, could not read its energy counter, or had a counter that did not
         change. If the lengths of its micro-batches are known, time and energy are scaled to the profile's length.
         """
-        stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
+        is_stuck = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
         is_known = math.isfinite(reports.energy_j) and math.isfinite(reports.relative_time)
-        if is_known and not (stands_still or reports.failed):
+        if is_known and not (is_stuck or reports.failed):
             self.shapes[reports.shapes] += 1
             self.add(reports.time_s / reports.relative_time, reports.energy_j / reports.relative_energy)
 
@@ -206,7 +203,7 @@ class IterationSample:
         return is_long and iterations >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
 
 
-def under_plan_minus_default(levels: Numbers) -> tuple[Numbers, Numbers]:
+def under_plan_minus_default(levels: Floats) -> tuple[Floats, Floats]:
     """Return the mean difference of planned blocks from the adjacent default ones, and its error.
 
     Args:
@@ -216,12 +213,12 @@ def under_plan_minus_default(levels: Numbers) -> tuple[Numbers, Numbers]:
         The mean difference, and its standard error according to the variation of the differences.
     """
     default, planned = levels[..., ::2], levels[..., 1::2]
-    differences: Numbers = planned - (default[..., :-1] + default[..., 1:]) / 2
+    differences: Floats = planned - (default[..., :-1] + default[..., 1:]) / 2
     blocks = differences.shape[-1]
     # Neighbouring differences share a block at default clocks. If each level has the variance v, differences have the
     # variance 1.5 v, neighbours the covariance v / 4, and the mean has v (1 / blocks + (blocks - 1 / 2) / blocks²).
     variance = differences.var(axis=-1, ddof=1) / (1.5 - 0.5 / blocks)
-    error: Numbers = np.sqrt(variance * (1 / blocks + (blocks - 0.5) / blocks**2))
+    error: Floats = np.sqrt(variance * (1 / blocks + (blocks - 0.5) / blocks**2))
     return np.mean(differences, axis=-1), error
 
 
@@ -407,9 +404,6 @@ class Verdict:
         return cls(comparison, kept, is_late, reason)
 
 
-Answer: TypeAlias = Literal["keep", "drop", "more"]
-
-
 class PlanProof:
     """One comparison of a plan with default clocks, block by block.
 
@@ -435,17 +429,13 @@ class PlanProof:
         planned = (len(self.blocks) - 1) // 2
         return 2 * next((pairs for pairs in ANALYSES if pairs > planned), ANALYSES[-1]) + 1 - len(self.blocks)
 
-    def add(self, block: IterationSample) -> Answer:
-        """Add the next block, and return whether to keep the plan, drop it, or run one more block."""
+    def add(self, block: IterationSample) -> None:
+        """Add the next block, and decide if an interim analysis is due."""
         is_analysed = self.blocks_to_analysis == 1
         self.blocks.append(block)
-        if not is_analysed:
-            return "more"
-        is_last = len(self.blocks) // 2 == ANALYSES[-1]
-        self.verdict = Verdict.of(PlanComparison.of_blocks(self.blocks), self._probability, is_last=is_last)
-        if self.verdict is None:
-            return "more"
-        return "keep" if self.verdict.kept else "drop"
+        if is_analysed:
+            is_last = len(self.blocks) // 2 == ANALYSES[-1]
+            self.verdict = Verdict.of(PlanComparison.of_blocks(self.blocks), self._probability, is_last=is_last)
 
 
 # New plans are computed only for lateness above this fraction of an iteration plus _SURELY_LATE standard errors.

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import ClockTimes
+from perseus_ds.artifacts.profile import Floats
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.pipeline.span import Span
 
-Floats = npt.NDArray[np.float64]
 # The number that a rank reports for its shapes is below this.
 SHAPES = 2**48
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.

@@ -1,7 +1,7 @@
 """Signals: power caps or fractions of power over time, read from files that may change.
 
-A file contains one number, or CSV with the columns ``time`` and ``value``. A thread on rank 0 reads it again when it
-changes.
+A file contains one number, or CSV with the columns ``time`` and ``value``. A thread of the job's server reads it again
+when it changes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _from_csv(text: str) -> Signal:
         raise SignalError("it has no values.")
     if len(begins_s) == 1:
         raise SignalError("it has only one value, so its end is unknown. Add a second row.")
-    return Signal(tuple(begins_s), tuple(values), begins_s[-1] + _usual_step_s(begins_s))
+    usual_step_s = min(statistics.multimode(after_s - begin_s for begin_s, after_s in itertools.pairwise(begins_s)))
+    return Signal(tuple(begins_s), tuple(values), begins_s[-1] + usual_step_s)
 
 
 def _entry(row: Sequence[str]) -> tuple[float, float]:
@@ -159,12 +160,6 @@ def _entry(row: Sequence[str]) -> tuple[float, float]:
     if not _FIRST_S <= begin_s < _END_S:
         raise SignalError(f"expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {time!r}.")
     return begin_s, number
-
-
-def _usual_step_s(begins_s: Sequence[float]) -> float:
-    return min(
-        statistics.multimode(after_s - begin_s for begin_s, after_s in itertools.pairwise(begins_s)), default=0.0
-    )
 
 
 def _number(text: str) -> float | None:
@@ -192,7 +187,7 @@ def _text(time_s: float) -> str:
 
 
 class SignalWatch:
-    """Keeps the last valid values of a policy's signals, so that training threads never read a file.
+    """Keeps the last valid values of a policy's signals, so that decisions never wait for a file system.
 
     Attributes:
         signals: Last valid values, by file.
@@ -202,7 +197,7 @@ class SignalWatch:
         """Create a watch without files.
 
         Args:
-            timebase: Timebase of the rank.
+            timebase: Timebase of the server.
             on_problem: Called on another thread with the problem of a file that has changed.
         """
         self.signals: Mapping[str, Signal] = {}
@@ -223,7 +218,7 @@ class SignalWatch:
             SignalError: A file cannot be used. The signals are unchanged.
         """
         uses = signal_files(policy)
-        found = {file: self._read_beside(file, use) for file, use in uses.items()}
+        found = {file: self._read_with_timeout(file, use) for file, use in uses.items()}
         with self._changed:
             self._known = {file: signature for file, (signature, _) in found.items()}
             # The previous policy may make one more decision.
@@ -248,7 +243,7 @@ class SignalWatch:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _read_beside(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
+    def _read_with_timeout(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
         """Read a file on another thread, because a file system may hang."""
         done = Flag(self._timebase)
         found: list[tuple[_Signature | None, Signal] | SignalError] = []
@@ -285,13 +280,10 @@ class SignalWatch:
                     return
                 known, uses = self._known, self._uses
             for path, use in uses.items():
-                self._look(path, use, known)
+                self._read_if_changed(path, use, known)
 
-    def _look(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
-        """Read a file that has changed.
-
-        An invalid one may be half written, so it is reported only if it persists.
-        """
+    def _read_if_changed(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
+        """Read a file if it has changed. An invalid one may be half written, so it is reported only if it persists."""
         signature = _signature(path)
         if signature == known[path]:
             return

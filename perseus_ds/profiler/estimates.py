@@ -26,11 +26,9 @@ import numpy.typing as npt
 from scipy.linalg import cho_factor, cho_solve
 from scipy.linalg.lapack import dpotrf, dpotrs
 
-from perseus_ds.artifacts.profile import Measurement, RowQuality, StageProfile
+from perseus_ds.artifacts.profile import Floats, Measurement, RowQuality, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
-
-Floats = npt.NDArray[np.float64]
 
 # On A100, A40, H100 and H200 the knee is near 980 MHz, and 300 MHz above it the voltage is 15 to 40 % higher. These are
 # the values to try, and the likely value and its spread, which are prior knowledge.

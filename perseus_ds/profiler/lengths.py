@@ -15,16 +15,14 @@ from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile import ByLength, Measurement, PassByLength, RowQuality, StageProfile
+from perseus_ds.artifacts.profile import ByLength, Floats, Measurement, PassByLength, RowQuality, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 
 K = TypeVar("K", bound=Hashable)
-Floats = npt.NDArray[np.float64]
 
 FEWEST_LENGTHS = 3
 """Number of measured lengths below which a formula of three terms has no error bars."""
@@ -111,8 +109,7 @@ class LengthModel:
 
     def _terms(self, lengths: Iterable[float]) -> Floats:
         """Return the three terms of the formula for each length, shape (lengths, 3)."""
-        relative = np.fromiter(lengths, np.float64) / self._longest
-        return np.column_stack([np.ones_like(relative), relative, relative**2])
+        return np.vander(np.fromiter(lengths, np.float64) / self._longest, 3, increasing=True)
 
     def _fixed(self, length: float) -> FixedDurations:
         """Return the fixed durations for a length, fitted as a constant part and a part per token."""
@@ -144,8 +141,7 @@ def fit_by_length(times: Mapping[tuple[int, Kind], Sequence[tuple[float, float]]
         lengths, times_s = np.array(measured, float).reshape(-1, 2).T
         if len(lengths) <= FEWEST_LENGTHS or np.std(lengths) < _LEAST_VARIATION * length:
             continue
-        relative = lengths / length
-        terms = np.column_stack([np.ones_like(relative), relative, relative**2])
+        terms = np.vander(lengths / length, 3, increasing=True)
         weights = 1 / times_s
         for _ in range(_ROBUST_FITS):  # a pass that was delayed by something else has little weight
             parts, _ = nnls(terms * weights[:, None], times_s * weights)
