@@ -188,6 +188,11 @@ class ProfileInfo(FileModel):
     by_length: ByLength | None = None
 
     @property
+    def quality(self) -> dict[tuple[int, Kind, int], RowQuality]:
+        """The quality of each row, by stage, kind and clock."""
+        return {(row.stage, row.kind, row.clock_mhz): row for row in self.rows}
+
+    @property
     def fixed_durations(self) -> FixedDurations:
         """Durations of loads, tails, transfers and unknown commands, which have no clock to choose."""
         return FixedDurations(

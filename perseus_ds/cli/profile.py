@@ -147,7 +147,7 @@ class Merge:
                     )
 
         def measured(profile: StageProfile) -> list[MeasuredRow]:
-            known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+            known = profile.info.quality
             return [
                 MeasuredRow(
                     row,

@@ -137,7 +137,7 @@ def _estimate(
     """Return time [s] and energy [J] of each kind of part at a clock, and their covariances."""
     held, values, errors = [], [], []
     for layout, profile in jobs:
-        quality = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+        quality = profile.info.quality
         for stage, counts in enumerate(_held(layout, kinds)):
             if (stage, kind) not in profile.keys:
                 continue

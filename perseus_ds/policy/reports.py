@@ -86,8 +86,6 @@ class JobReport:
             computed.
         drift_beside_pace: As ``drift``, without a factor that all instructions have in common.
         drift_beside_pace_most: As ``drift_most``, without this factor.
-        limits: Limits of the GPUs that are lower than during profiling.
-        conditions: Equal for iterations that may be compared, see :class:`LimitConditions`.
         relative_time: Time at default clocks predicted for the lengths of its micro-batches, relative to an iteration
             of the profile's length. 1 if iterations are not planned by length, NaN if the prediction is unknown.
         relative_energy: The same for energy.
@@ -103,16 +101,12 @@ class JobReport:
     pace: float = math.nan
     drift_beside_pace: float = 0.0
     drift_beside_pace_most: float = 0.0
-    limits: tuple[GpuLimit, ...] = ()
-    conditions: Conditions = ()
     relative_time: float = 1.0
     relative_energy: float = 1.0
 
     @classmethod
-    def of(
-        cls, ranks: RankReports, conditions: Conditions = (), relative: tuple[float, float] = (1.0, 1.0)
-    ) -> JobReport:
-        """Return the summary of all ranks' reports, with the given conditions and relative time and energy."""
+    def of(cls, ranks: RankReports, relative: tuple[float, float] = (1.0, 1.0)) -> JobReport:
+        """Return the summary of all ranks' reports, with the given relative time and energy."""
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
         if not math.isnan(ranks.drift[0]):
@@ -129,8 +123,6 @@ class JobReport:
             pace=pace,
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
-            limits=ranks.limits(),
-            conditions=conditions,
             relative_time=relative[0],
             relative_energy=relative[1],
         )

@@ -134,7 +134,7 @@ class AdaptiveSampler:
         """Return the possible saving by each clock, as a fraction of the energy of all instructions."""
         profile = StageProfile(rows)
         fitted = estimate_all(profile, candidates)
-        found = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
+        found = fitted.info.quality
         total_j = sum(profile.at_highest_clock(*key).energy_j for key in profile.keys)
         gains: dict[int, float] = defaultdict(float)
         for stage, kind in fitted.keys:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -236,7 +236,7 @@ _FEWEST_CLOCKS = 3
 _LARGEST_ERROR = 0.01
 
 
-def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
+def denoise(profile: StageProfile, clocks_mhz: Collection[int]) -> StageProfile:
     """Return the most likely profile, given measured rows.
 
     Args:
@@ -250,7 +250,7 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
     """
     everything = estimate_all(profile, clocks_mhz)
     measured = {(m.stage, m.kind, m.clock_mhz) for m in profile.measurements}
-    error = {(row.stage, row.kind, row.clock_mhz): row.energy_relative_error or 0.0 for row in everything.info.rows}
+    error = {key: row.energy_relative_error or 0.0 for key, row in everything.info.quality.items()}
     of_measured: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for stage, kind, clock_mhz in measured & error.keys():
         of_measured[stage, kind].append(error[stage, kind, clock_mhz])
@@ -258,9 +258,9 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
     return everything.where(lambda *row: row in measured or error[row] <= allowed[row[:2]])
 
 
-def estimate_all(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
+def estimate_all(profile: StageProfile, clocks_mhz: Collection[int]) -> StageProfile:
     """Return the same as :func:`denoise`, but with a row for every clock, regardless of its error."""
-    known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+    known = profile.info.quality
     by_kind: dict[Kind, list[int]] = defaultdict(list)
     for stage, kind in profile.keys:
         by_kind[kind].append(stage)
@@ -273,22 +273,18 @@ def estimate_all(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfi
             measurements += kept
             qualities += [known[m.stage, kind, m.clock_mhz] for m in kept if (m.stage, kind, m.clock_mhz) in known]
         if fitted:
-            for row, quality in _estimate_kind(profile, kind, fitted, sorted(set(clocks_mhz)), known):
+            for row, quality in _estimate_kind(profile, kind, fitted, clocks_mhz):
                 measurements.append(row)
                 qualities.append(quality)
     return StageProfile(measurements, profile.info.model_copy(update={"rows": qualities}))
 
 
 def _estimate_kind(
-    profile: StageProfile,
-    kind: Kind,
-    stages: list[int],
-    clocks_mhz: list[int],
-    known: dict[tuple[int, Kind, int], RowQuality],
+    profile: StageProfile, kind: Kind, stages: list[int], clocks_mhz: Collection[int]
 ) -> list[tuple[Measurement, RowQuality]]:
     asked = np.array(sorted({*clocks_mhz, *(int(c) for s in stages for c in profile.options(s, kind).clock_mhz)}))
-    estimates = estimate(*_series(profile, kind, stages, known), asked.astype(float))
-    result = []
+    estimates = estimate(*_series(profile, kind, stages), asked.astype(float))
+    known, result = profile.info.quality, []
     for stage, (time_s, time_error), (power_w, power_error) in zip(stages, *estimates, strict=True):
         measured = set(profile.options(stage, kind).clock_mhz.tolist())
         energy_error = np.hypot(time_error, power_error)
@@ -312,11 +308,9 @@ def _estimate_kind(
     return result
 
 
-def _series(
-    profile: StageProfile, kind: Kind, stages: list[int], known: dict[tuple[int, Kind, int], RowQuality]
-) -> tuple[list[Samples], list[Samples]]:
+def _series(profile: StageProfile, kind: Kind, stages: list[int]) -> tuple[list[Samples], list[Samples]]:
     """Return the measured times and powers, by stage."""
-    times, powers = [], []
+    known, times, powers = profile.info.quality, [], []
     for stage in stages:
         options = profile.options(stage, kind)
         rows = [known.get((stage, kind, int(clock))) for clock in options.clock_mhz]

@@ -81,7 +81,7 @@ class LengthModel:
         """Return times and energies of each pass: values and relative errors, shape (lengths, 2)."""
         found: dict[tuple[int, Kind, int], list[tuple[Measurement, RowQuality | None]]] = defaultdict(list)
         for profile in self._profiles.values():
-            known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+            known = profile.info.quality
             for row in profile.measurements:
                 key = row.stage, row.kind, row.clock_mhz
                 found[key].append((row, known.get(key)))

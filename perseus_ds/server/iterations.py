@@ -229,7 +229,7 @@ class Seen:
     @cached_property
     def reports(self) -> JobReport:
         """Figures of the whole job, from the reports of its ranks."""
-        return JobReport.of(self.ranks, self.conditions, self.relative)
+        return JobReport.of(self.ranks, self.relative)
 
     @property
     def time_s(self) -> float:

@@ -122,7 +122,7 @@ class Recorder:
             order: Number of its order, if orders have separate plans.
             shape: Number of the shape of its inputs, if shapes have separate plans.
         """
-        self._compare_limits(seen.reports.limits)
+        self._compare_limits(seen.ranks.limits())
         record = self.last = self._of_job(seen, run, order, shape)
         self._writer.write(record, _TOGETHER_S)
         if self._has_monitor:

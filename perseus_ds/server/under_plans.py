@@ -352,7 +352,7 @@ class PlanRunner:
         a comparison is not possible.
         """
         reports = seen.reports
-        if reports.conditions != self._conditions and not self._is_capped:
+        if seen.conditions != self._conditions and not self._is_capped:
             return Outcome.DEFAULT_OUTDATED
         if seen.run is None or seen.run.plans is None or math.isnan(reports.drift):
             return None
