@@ -31,7 +31,7 @@ class MetricsConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _goes_somewhere(self) -> Self:
+    def _check_destination(self) -> Self:
         if self.port is None and self.textfile is None:
             raise ValueError(
                 'expected "port", such as 9400, or "textfile", such as "/var/lib/node_exporter/perseus.prom"'
@@ -146,7 +146,7 @@ class PerseusConfig(StrictModel):
         return self.mode in ("profile", "run") or (self.mode == "auto" and self.required)
 
     @model_validator(mode="after")
-    def _run_needs_a_frontier(self) -> Self:
+    def _check_frontier(self) -> Self:
         # Only rank 0's node can determine whether the file exists.
         if self.enabled and self.mode == "run" and self.frontier is None:
             raise ValueError('"mode": "run" needs "frontier": the frontier.json that "perseus-ds optimize" wrote')

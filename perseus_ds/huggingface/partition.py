@@ -132,14 +132,14 @@ class _Part:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (self._ids if stage.is_first else self._hidden,), {}
         if layers:
             self._module = stage.model.base_model.layers[layers.start]
-            self._take_arguments()
+            self._record_arguments()
         if checkpointing:
             checkpoint_activations(stage.model)
         own = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
         self.parameters = sum(parameter.numel() for parameter in self._module.parameters())
         self.held_bytes = max(self._held_bytes(own), self._hidden.nbytes)
 
-    def _take_arguments(self) -> None:
+    def _record_arguments(self) -> None:
         """Record the arguments of the layer in the model's own forward, to call it alone."""
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         hook = self._module.register_forward_pre_hook(

@@ -40,7 +40,7 @@ from perseus_ds.planning import PlanningSettings
 Lengths = tuple[float, ...]
 """The length of the input of each micro-batch, such as its tokens."""
 Spans = tuple[tuple[float, float], ...]
-_PARENT_ENDED_S = 5.0
+_PARENT_POLL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def main() -> int:
             planner = LengthsPlanner(job.schedule, StageProfile.load(job.profile), job.settings)
             while os.getppid() == parent:
                 # Processes that the parent has forked keep the connection open after its end.
-                if connection.poll(_PARENT_ENDED_S):
+                if connection.poll(_PARENT_POLL_S):
                     connection.send(planner.plan(*connection.recv()))
         except (PerseusError, ValueError) as error:
             connection.send(str(error))

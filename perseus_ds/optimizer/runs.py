@@ -423,7 +423,7 @@ class RunSearch:
                 if not self._add_path(duration_s):
                     return None
                 fresh = np.array([len(self._fixed_s) - 1])
-            search.take(fresh, self._fixed_s[fresh])
+            search.add_paths(fresh, self._fixed_s[fresh])
             if not search.raise_clocks(limit_s):
                 return None
             # Paths are many. While most are unknown, repeated lowering would lead from one late path to the next.
@@ -465,7 +465,7 @@ class _ClockSearch:
         self._path_s = np.zeros((0, self.count, width))
         self._length_s = np.zeros(0)
 
-    def take(self, paths: Indices, fixed_s: Floats) -> None:
+    def add_paths(self, paths: Indices, fixed_s: Floats) -> None:
         """Add paths, given the time of each that is not spent in instructions."""
         path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
         for rank, changed_s, parts in zip(self._ranks, self._changed_s, self._parts, strict=True):

@@ -28,8 +28,8 @@ from perseus_ds.policy.signals import Signal
 MARGIN = 0.005
 # An energy counter is refreshed about every 0.1 s. If a plan draws exactly the cap, the largest of several averages of
 # ten iterations may be this much below the real power.
-_READING = 0.002
-_REMEMBERED = 10
+_READING_ERROR = 0.002
+_KEPT_ITERATIONS = 10
 _LAST_KINDS = 100
 _LEAST_POWERS = 4
 _LARGEST = 10**18
@@ -145,10 +145,10 @@ class RunStatistics(FileModel):
         self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
     ) -> None:
         """Add the measured time [s] and energy [J] of an iteration, and those of the policy's plan."""
-        self.times = (*self.times[1 - _REMEMBERED :], time_s / promised_time_s)
+        self.times = (*self.times[1 - _KEPT_ITERATIONS :], time_s / promised_time_s)
         if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
             power_w = energy_j / time_s, promised_energy_j / promised_time_s
-            self.powers = (*self.powers[1 - _REMEMBERED :], power_w)
+            self.powers = (*self.powers[1 - _KEPT_ITERATIONS :], power_w)
 
     @property
     def time_ratio(self) -> float:
@@ -299,23 +299,23 @@ def reduction_of(policy: ReducePolicy, now: datetime, signals: Mapping[str, Sign
     """Return the reduction that a policy or its signal requests now. None for no reduction."""
     now_s = now.timestamp()
     until_s = math.inf if policy.until is None else policy.until.timestamp()
-    asked = [Reduction(policy.fraction_until(now), until_s)]
+    requested = [Reduction(policy.fraction_until(now), until_s)]
     if policy.signal is not None and (signal := signals.get(policy.signal)) is not None:
-        asked.append(Reduction(signal.fraction_at(now_s), signal.next_change_s(now_s), policy.signal))
-    least = min(asked, key=lambda one: one.power_fraction)
+        requested.append(Reduction(signal.fraction_at(now_s), signal.next_change_s(now_s), policy.signal))
+    least = min(requested, key=lambda one: one.power_fraction)
     return least if least.power_fraction < 1 else None
 
 
 def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> Decision:
     """Return the plan of the base policy, or a slower one that meets the reduction."""
-    asked = decide(policy.policy, frontier, situation)
+    chosen = decide(policy.policy, frontier, situation)
     reduction = reduction_of(policy, situation.now, situation.signals)
     if reduction is None:
-        return asked
+        return chosen
     watts = reduction.power_fraction * situation.default_power_w
     capped = _under_cap(watts, reduction.signal, frontier, situation)
-    cap = asked.cap if asked.cap is not None and asked.cap.watts < watts else capped.cap
-    return replace(asked, plan=max(asked.plan, capped.plan), problem=capped.problem or asked.problem, cap=cap)
+    cap = chosen.cap if chosen.cap is not None and chosen.cap.watts < watts else capped.cap
+    return replace(chosen, plan=max(chosen.plan, capped.plan), problem=capped.problem or chosen.problem, cap=cap)
 
 
 def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
@@ -375,7 +375,7 @@ def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situati
     cap, plan, before = PowerCap(watts, signal=signal), fastest_below(watts * (1 - MARGIN)), situation.before
     if before is not None and before.cap is not None and before.cap.watts == watts:
         cap, running = replace(before.cap, signal=signal), before.plan
-        if powers_w[running] > watts * (1 - _READING):
+        if powers_w[running] > watts * (1 - _READING_ERROR):
             headroom = 2 * cap.headroom if cap.raised else cap.headroom
             cap, plan = replace(cap, headroom=headroom, raised=False), max(running, plan)
         elif (faster := fastest_below(watts * (1 - cap.headroom))) < running:

@@ -54,7 +54,7 @@ _SURE = 4.0
 # If iterations are faster than promised by this fraction, default clocks may be faster than they were, too.
 _FASTER = 0.03
 _WELL_KNOWN = 0.03
-_COMES_AGAIN = 3
+_RECURRING = 3
 # The counter changes within an iteration that lasts at least this number of its periods.
 _SURELY_REFRESHED = 3
 
@@ -130,7 +130,7 @@ class IterationSample:
     @property
     def mixes_shapes(self) -> bool:
         """Whether there are inputs of several shapes, of which at least one recurs often."""
-        return self.varies_in_shape and max(self.shapes.values()) >= max(_COMES_AGAIN, len(self.times_s) / 10)
+        return self.varies_in_shape and max(self.shapes.values()) >= max(_RECURRING, len(self.times_s) / 10)
 
     @property
     def varies_in_shape(self) -> bool:
@@ -439,13 +439,13 @@ class PlanProof:
 
 
 # New plans are computed only for lateness above this fraction of an iteration plus _SURELY_LATE standard errors.
-_MATTERS = 0.008
+_LEAST_LATE = 0.008
 # Lateness above this fraction has another cause than clock changes.
 _MOST_LATE = 0.1
 _SURELY_LATE = 3.0
 _MOST_PLANS = 3
 # New plans are computed only if the switch cost grows by this factor.
-_HIGHER = 1.2
+_LEAST_GROWTH = 1.2
 
 
 class SwitchCost:
@@ -473,8 +473,8 @@ class SwitchCost:
         late = comparison.slowdown - comparison.promised_slowdown
         changes = max(plan.changes_by_rank)
         self._plans += 1
-        least = _MATTERS + _SURELY_LATE * comparison.slowdown_error
+        least = _LEAST_LATE + _SURELY_LATE * comparison.slowdown_error
         if not least <= late <= _MOST_LATE or self._plans == _MOST_PLANS or not changes:
             return False
         known_s, self.time_s = self.time_s, self.time_s + late * default_s / changes
-        return self.time_s > _HIGHER * known_s
+        return self.time_s > _LEAST_GROWTH * known_s

@@ -95,7 +95,7 @@ class PowerCapPolicy(_Policy):
     )
 
     @model_validator(mode="after")
-    def _has_one_cap(self) -> Self:
+    def _check_cap(self) -> Self:
         if (self.watts is None) == (self.signal is None):
             raise ValueError('expected either "watts" or "signal", a file with a cap that varies over time')
         return self
@@ -131,7 +131,7 @@ class ReducePolicy(_Policy):
     policy: Policy = Field(default_factory=SlowdownPolicy, description="Base policy, any other one.")
 
     @model_validator(mode="after")
-    def _asks_for_something(self) -> Self:
+    def _check_request(self) -> Self:
         if (self.power_fraction is None) != (self.until is None):
             raise ValueError('"power_fraction" and "until" must be given together')
         if self.power_fraction is None and self.signal is None:

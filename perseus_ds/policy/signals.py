@@ -33,9 +33,9 @@ _FIRST_YEAR, _LAST_YEAR = 1970, 2200
 _FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
 _LONGEST_MESSAGE = 600
 _POLL_S = 1.0
-_PATIENCE_S = 10.0
+_READ_TIMEOUT_S = 10.0
 _Signature = tuple[int, int, int]
-_NEVER: _Signature = (0, 0, 0)
+_NO_SIGNATURE: _Signature = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,9 @@ class SignalWatch:
                 done.set()
 
         self._timebase.thread(read, "perseus-signal").start()
-        done.wait(_PATIENCE_S)
+        done.wait(_READ_TIMEOUT_S)
         if not found:
-            raise SignalError(f"{file}: the signal cannot be read: no answer for {_PATIENCE_S:.0f} s.")
+            raise SignalError(f"{file}: the signal cannot be read: no answer for {_READ_TIMEOUT_S:.0f} s.")
         if isinstance(found[0], SignalError):
             raise found[0]
         return found[0]
@@ -290,7 +290,7 @@ class SignalWatch:
         try:
             signal = self._read(path, use)
         except SignalError as error:
-            if signature == self._suspects.get(path, _NEVER):
+            if signature == self._suspects.get(path, _NO_SIGNATURE):
                 known[path] = signature
                 self._on_problem(f"{error} The last valid values stay in use")
             self._suspects[path] = signature

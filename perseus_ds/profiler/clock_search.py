@@ -72,25 +72,25 @@ class AdaptiveSampler:
         self._blocking_power_w = blocking_power_w
         self._budget = budget
         self._reached_mhz = default_mhz or self._clocks[-1]
-        self._asked: set[int] = set()
+        self._requested: set[int] = set()
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
         """Return the clocks to measure next, the highest first [MHz]. Empty if the search is finished."""
         sums = _sums_by_clock(rows)
-        left = self._budget - len(self._asked)
+        left = self._budget - len(self._requested)
         chosen = (self._descend(sums) or self._refine(rows, sums))[: max(0, left)]
-        self._asked.update(chosen)
+        self._requested.update(chosen)
         return sorted(chosen, reverse=True)
 
     def likely_next(self, rows: Sequence[Measurement]) -> int | None:
         """Return the next clock if the descent continues [MHz]. None if unknown."""
-        likely = self._descend(_sums_by_clock(rows)) if len(self._asked) < self._budget else []
+        likely = self._descend(_sums_by_clock(rows)) if len(self._requested) < self._budget else []
         return likely[0] if likely else None
 
     def _descend(self, sums: dict[int, tuple[float, float]]) -> list[int]:
-        if not self._asked:
+        if not self._requested:
             return self._clocks[-1:]
-        lowest = min(self._asked)
+        lowest = min(self._requested)
         if lowest == self._clocks[0] or self._descended(sums):
             return []
         below = [clock for clock in self._clocks if clock < lowest]
@@ -115,18 +115,18 @@ class AdaptiveSampler:
         """Return the clocks between measured ones that may improve plans the most."""
         if len(sums) < 3:
             return []
-        candidates = [c for c in self._clocks if c not in self._asked and c > min(self._asked)]
+        candidates = [c for c in self._clocks if c not in self._requested and c > min(self._requested)]
         chosen: list[int] = []
         gain = self._possible_gains(rows, candidates)
         while gain and len(chosen) < _BATCH:
             best = max(gain, key=lambda clock: gain[clock])
             # The error bars of a fit to few rows are too small, so half of the budget is always used.
-            if gain[best] < _SMALLEST_GAIN and 2 * len(self._asked) >= self._budget:
+            if gain[best] < _SMALLEST_GAIN and 2 * len(self._requested) >= self._budget:
                 break
             chosen.append(best)
             # The next clock is chosen from another gap between measured clocks.
-            below = max(c for c in self._asked if c < best)
-            above = min(c for c in self._asked if c > best)
+            below = max(c for c in self._requested if c < best)
+            above = min(c for c in self._requested if c > best)
             gain = {c: p for c, p in gain.items() if not below < c < above}
         return chosen
 
@@ -140,7 +140,7 @@ class AdaptiveSampler:
         for stage, kind in fitted.keys:
             options = fitted.options(stage, kind)
             cost_j = options.effective_energy_j(self._blocking_power_w)
-            measured = np.isin(options.clock_mhz, list(self._asked))
+            measured = np.isin(options.clock_mhz, list(self._requested))
             order = np.flatnonzero(measured)[np.lexsort((cost_j[measured], options.time_s[measured]))]
             hull = order[lower_hull(options.time_s[order], cost_j[order])]
             # The lines between its corners are the lowest effective energies of mixtures of clocks.
@@ -200,7 +200,7 @@ class ClockSearch:
         while clocks := self._sampler.next_clocks([row.measurement for row in self._rows.values()]):
             known = [clock for clock in clocks if clock in self._earlier]
             for clock in known:
-                self._take(self._earlier.pop(clock))
+                self._add_rows(self._earlier.pop(clock))
             self.resumed += len(known)
             if unknown := [clock for clock in clocks if clock not in known]:
                 return unknown
@@ -218,7 +218,7 @@ class ClockSearch:
             OSError: The rows cannot be written.
         """
         combined, self._incomplete = combine_rows(by_rank, self._info.blocking_power_w or 0.0)
-        self._take(combined)
+        self._add_rows(combined)
         for one in self._incomplete:
             self._rows.pop((one.stage, one.kind, one.clock_mhz), None)
         self.measured(self._info).save(self._directory / "measured.csv")
@@ -244,7 +244,7 @@ class ClockSearch:
         rows = [row for _, row in sorted(self._rows.items())]
         return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
 
-    def _take(self, rows: Iterable[MeasuredRow]) -> None:
+    def _add_rows(self, rows: Iterable[MeasuredRow]) -> None:
         self._rows |= {(r.measurement.stage, r.measurement.kind, r.measurement.clock_mhz): r for r in rows}
 
     def _rows_of_an_interrupted_search(self) -> dict[int, list[MeasuredRow]]:
