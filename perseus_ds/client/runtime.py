@@ -35,8 +35,7 @@ from perseus_ds.client.timers import Execution, FinishedIteration, SimulatedExec
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
-from perseus_ds.pipeline.span import Span, encode
+from perseus_ds.pipeline.schedule import Compute, Operation, Schedule, Span, encode_spans
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.description import decode_welcome
 from perseus_ds.protocol.job_messages import Follow, Program, Report
@@ -539,7 +538,7 @@ class PerseusRuntime:
         self.clocks.send(report)
 
     def _send_spans(self, iteration: int, spans: Sequence[Span], stream: tuple[Operation, ...]) -> None:
-        content = encode(spans, self._hooks.places_of(stream))
+        content = encode_spans(spans, self._hooks.places_of(stream))
         for begin in range(0, len(content), _MOST_SPANS_BYTES // 18 * 18):
             self.clocks.send(msg.Spans(iteration, content[begin : begin + _MOST_SPANS_BYTES // 18 * 18]))
 

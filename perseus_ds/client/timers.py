@@ -22,8 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Exchange, Operation, Span
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _POLL_S = 0.0005

@@ -19,8 +19,7 @@ from perseus_ds.artifacts.plan import ClockTimes
 from perseus_ds.artifacts.profile import Floats
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Span
 
 # The number that a rank reports for its shapes is below this.
 SHAPES = 2**48

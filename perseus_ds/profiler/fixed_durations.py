@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Schedule, Transfer, Wait
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Schedule, Span, Transfer, Wait
 
 Key = tuple[int, Kind]
 K = TypeVar("K", bound=Any)

@@ -22,8 +22,7 @@ from perseus_ds.artifacts.profile import Incomplete, Key, Measurement, RowQualit
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.blocking_power import WaitingPower, pooled
 from perseus_ds.profiler.fixed_durations import tails_s
 

@@ -143,7 +143,7 @@ class SetProfiledLimit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Spans(msgspec.Struct, tag=True, frozen=True):
-    """Operations of an iteration, sent before its report. See :mod:`perseus_ds.pipeline.span`."""
+    """Operations of an iteration, sent before its report. See :mod:`perseus_ds.pipeline.schedule`."""
 
     iteration: int
     content: bytes

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.policy.reports import Conditions
 from perseus_ds.profiler.fixed_durations import without_gaps

@@ -23,8 +23,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.optimizer.lengths import IterationPlan, PipelinePlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.pipeline.span import Span, decode
+from perseus_ds.pipeline.schedule import Schedule, Span, decode_spans
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.policy.reports import Conditions, JobReport, RankReports
@@ -246,7 +245,7 @@ class Seen:
         """Return the operations of a rank, relative to the iteration's start. Empty if not measured."""
         if not self.streams:
             return []
-        return decode(self.contents.get(rank, b""), self.streams[self.pipeline_ranks[rank]])
+        return decode_spans(self.contents.get(rank, b""), self.streams[self.pipeline_ranks[rank]])
 
     def begun_s(self, rank: int) -> float:
         """Return when it started on a rank's GPU, in the time of its node [s]."""

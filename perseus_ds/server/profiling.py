@@ -22,8 +22,7 @@ from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.blocking_power import chosen_power_w, pooled
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep

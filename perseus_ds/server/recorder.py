@@ -34,8 +34,7 @@ from perseus_ds.artifacts.run_records import (
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile, Work
 from perseus_ds.artifacts.validation import MOST_OPERATIONS
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Transfer, Wait
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Span, Transfer, Wait
 from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.protocol.job_messages import Observed, Say, ToRank
 from perseus_ds.server.iterations import Run, Seen

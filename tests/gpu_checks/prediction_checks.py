@@ -16,8 +16,7 @@ from perseus_ds.artifacts.run_records import IterationRecord, read_records
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Span
 
 _KEPT = 20
 _FEWEST = 5

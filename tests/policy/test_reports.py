@@ -7,8 +7,7 @@ import pytest
 from seen import reports_of
 
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, LimitConditions, reported_drift
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Span, Transfer, Wait
 from perseus_ds.profiler.fixed_durations import (
     fixed_durations,
     launched_transfer_durations_s,

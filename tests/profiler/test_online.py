@@ -14,8 +14,7 @@ from perseus_ds.artifacts.profile import Measurement, RowQuality
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.blocking_power import WaitingPower, chosen_power_w, pooled
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, combine_rows
 

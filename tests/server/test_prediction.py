@@ -8,8 +8,7 @@ from virtual.job import SLOWER, in_order
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
 from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten, changes, read_records
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Transfer
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Exchange, Span, Transfer
 from perseus_ds.profiler.online import OnlineProfiler
 from perseus_ds.server.prediction import PartTimes, difference
 from perseus_ds.server.progress import JobLog

@@ -11,8 +11,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, Started, read_records, to_line
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Transfer, Wait
-from perseus_ds.pipeline.span import Span
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
 from perseus_ds.policy.decisions import Forecast
 from perseus_ds.protocol.description import Place, RankFacts
 from perseus_ds.protocol.job_messages import Observed, Say

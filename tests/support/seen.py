@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from perseus_ds.pipeline.span import encode
+from perseus_ds.pipeline.schedule import encode_spans
 from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.server.iterations import Run, Seen
@@ -59,7 +59,9 @@ def seen(*fields, number=1, run=Run("observe"), pipelines=None, spans=None, begu
             )
             for rank in ranks
         ],
-        contents={rank: encode(own, place) for rank, (own, place) in enumerate(zip(spans or (), places, strict=True))},
+        contents={
+            rank: encode_spans(own, place) for rank, (own, place) in enumerate(zip(spans or (), places, strict=True))
+        },
         streams=streams,
         pipeline_ranks=[*ranks],
         ended=1000.0 + number,
