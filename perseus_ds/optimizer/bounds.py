@@ -364,7 +364,6 @@ class _Finder:
         return before[0]
 
     def joined(self, alike: _Alike, pairs: list[tuple[_Path, _Path]]) -> PathPairs:
-        """Combine pairs with the same options into arrays."""
         rank, groups, fixed_s, _ = alike
         options = [self.problem.groups[group] for group in groups]
         times_s, lengths_s, costs_j = [], [], []

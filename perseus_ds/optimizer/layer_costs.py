@@ -13,6 +13,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 from scipy.optimize import nnls
+from scipy.sparse.csgraph import connected_components
 
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import StageProfile
@@ -165,17 +166,11 @@ def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
     """Return the groups of kinds that cannot be distinguished from these stages."""
     unseen = np.eye(len(kinds)) - np.linalg.pinv(held) @ held  # projects onto cost changes that no stage shows
     linked = np.abs(unseen) > 1e-6
-    groups: list[list[str]] = []
-    left = {n for n in range(len(kinds)) if linked[n, n]}
-    while left:
-        group: set[int] = set()
-        grown = {min(left)}
-        while grown - group:
-            group |= grown
-            grown = {int(n) for member in group for n in np.flatnonzero(linked[member])}
-        left -= group
-        groups.append([kinds[n] for n in sorted(group)])
-    return groups
+    _, group_of = connected_components(linked, directed=False)
+    return [
+        [kinds[n] for n in np.flatnonzero(group_of == group).tolist()]
+        for group in np.unique(group_of[linked.diagonal()])
+    ]
 
 
 def _separation_error(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:

@@ -552,7 +552,6 @@ def shares_of(cut: Sequence[int]) -> Floats:
 
 
 def _sums(values: Floats) -> Floats:
-    """Return the cumulative sums of values, beginning with 0."""
     return np.concatenate([np.zeros_like(values[..., :1]), values.cumsum(axis=-1)], axis=-1)
 
 

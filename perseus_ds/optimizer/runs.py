@@ -191,7 +191,6 @@ class _Rank:
         return duration_s
 
     def energy_j(self, clocks: Indices) -> Floats:
-        """Return the effective energy of each sequence [J]."""
         result: Floats = self.cost_j[np.arange(len(self.decisions)), clocks].sum(axis=-1)
         return result
 

@@ -141,5 +141,4 @@ def main() -> int:
 
 
 def _write_progress(section: str, done: float) -> None:
-    """Write the completed fraction, 0 to 1, as a line."""
     print(f"{(_SECTIONS.index(section) + done) / len(_SECTIONS):.3f}", file=sys.__stdout__, flush=True)

@@ -193,7 +193,6 @@ def shapes_number(rank: int, shapes: float) -> int:
 
 
 def _typical_and_most(pipelines: Floats) -> tuple[float, float]:
-    """Return the lower median and the maximum."""
     return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
 
 

@@ -89,7 +89,6 @@ def read_signal(path: Path, use: SignalUse = "cap", now: datetime | None = None)
 
 
 def _check(signal: Signal, use: SignalUse, now: datetime | None) -> None:
-    """Check that a signal meets the requirements of :func:`read_signal`."""
     if use == "fraction":
         if wrong := [value for value in signal.values if not 0 < value <= 1]:
             raise SignalError(

@@ -309,7 +309,6 @@ def _estimate_kind(
 
 
 def _series(profile: StageProfile, kind: Kind, stages: list[int]) -> tuple[list[Samples], list[Samples]]:
-    """Return the measured times and powers, by stage."""
     known, times, powers = profile.info.quality, [], []
     for stage in stages:
         options = profile.options(stage, kind)

@@ -21,6 +21,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.profiler.fixed_durations import medians
 
 _LEAST_SPREAD = 0.05
 """If the waiting of ranks differs by less than this share of an iteration, blocking power is not fitted."""
@@ -92,22 +93,22 @@ def _blocking_power_w(waits: Sequence[float], powers_w: Sequence[float]) -> floa
 
 
 def _fixed(iterations: Sequence[MeasuredIteration], durations_s: dict[tuple[int, Kind], list[float]]) -> FixedDurations:
-    loads_s: dict[int, list[float]] = defaultdict(list)
-    transfers_s: dict[Boundary, list[float]] = defaultdict(list)
+    loads_s: list[tuple[int, float]] = []
+    transfers_s: list[tuple[Boundary, float]] = []
     for iteration in iterations:
         sides: dict[Transfer, list[MeasuredOperation]] = defaultdict(list)
         for operation in _operations([iteration]):
             match operation.work:
                 case Load(stage=stage):
-                    loads_s[stage].append(operation.end_s - operation.start_s)
+                    loads_s.append((stage, operation.end_s - operation.start_s))
                 case Transfer() as transfer:
                     sides[transfer].append(operation)
         for transfer, both in sides.items():
             if len(both) == 2:  # neither side waits after both have begun
                 taken_s = min(op.end_s for op in both) - max(op.start_s for op in both)
-                transfers_s[transfer.payload, transfer.source, transfer.target].append(max(0.0, taken_s))
+                transfers_s.append(((transfer.payload, transfer.source, transfer.target), max(0.0, taken_s)))
     return FixedDurations(
-        load_s={stage: statistics.median(taken_s) for stage, taken_s in loads_s.items()},
-        transfer_s={boundary: statistics.median(taken_s) for boundary, taken_s in transfers_s.items()},
+        load_s=medians(loads_s),
+        transfer_s=medians(transfers_s),
         tail_s={stage: statistics.median(v) for (stage, kind), v in durations_s.items() if kind is Kind.TAIL},
     )
