@@ -75,7 +75,7 @@ _MOST_AT_ONCE = 4_000_000
 """Maximum number of instructions times clocks for which clocks are chosen together, to limit memory."""
 
 
-def change_energy_j(problem: Problem) -> float:
+def _least_saving_j(problem: Problem) -> float:
     """Return the minimum energy that a clock change must save [J]."""
     return max(problem.settings.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
 
@@ -120,7 +120,7 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
                 np.tile(places.astype(float), (len(own), 1)),
                 np.full(len(own), float(len(chain))),
                 dwell_s=np.zeros(len(clocks)),
-                change_j=_NOT * mean_j * late + _LATE * mean_j * is_late[here].T[:, :, None] + change_energy_j(problem),
+                change_j=_NOT * mean_j * late + _LATE * mean_j * is_late[here].T[:, :, None] + _least_saving_j(problem),
                 places=places,
                 most_cuts=_CUTS if change_s else 1,
             )
@@ -213,18 +213,14 @@ class HeldPlan:
 class RunSearch:
     """Finds plans in which each run lasts at least the dwell time."""
 
-    def __init__(self, network: Network, dwell_s: DwellTimes, change_j: float = 0.0) -> None:
+    def __init__(self, network: Network, dwell_s: DwellTimes) -> None:
         """Set up the search.
-
-        Args:
-            network: The events.
-            dwell_s: The dwell time.
-            change_j: Minimum energy that a clock change must save [J].
 
         Raises:
             ProfileError: If a rank's instructions have no clock in common.
         """
-        self._network, self._change_j, self._change_s = network, change_j, network.problem.settings.switch_cost_s
+        self._network, self._change_s = network, network.problem.settings.switch_cost_s
+        self._change_j = _least_saving_j(network.problem)
         chains = network.problem.rank_decisions
         self.ranks = [_Rank(network, chain, dwell_s) for chain in chains if len(chain)]
         self._is_decided = [bool(len(chain)) for chain in chains]
@@ -253,7 +249,7 @@ class RunSearch:
         """
         searched = searched_of(len(deadline_s))
         time_s = deadline_s[searched]
-        found = self.shapes(time_s, free)
+        found = self._shapes(time_s, free)
         begun = [_cheapest(plans) for plans in zip(*found, strict=True)]
         known = [*start, *(plan for plan in begun if plan is not None)]
         result: list[HeldPlan | None] = []
@@ -270,7 +266,7 @@ class RunSearch:
             result.append(_cheapest([best, *tried]))
         return result
 
-    def shapes(self, deadline_s: Floats, free: Sequence[tuple[Sequences, Floats]] = ()) -> list[list[HeldPlan | None]]:
+    def _shapes(self, deadline_s: Floats, free: Sequence[tuple[Sequences, Floats]]) -> list[list[HeldPlan | None]]:
         """Return the plans from which the search starts, by shape and deadline, as described at the top."""
         times_s = deadline_s.tolist()
         result = [[self._held(self._one_clock(-1), time_s, exchange=True) for time_s in times_s]]

@@ -16,7 +16,7 @@ from perseus_ds.optimizer.bounds import Bounds, Tangent
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Floats, Indices, OptionTable, Problem, Progress
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
-from perseus_ds.optimizer.runs import HeldPlan, RunSearch, change_energy_j, choose_clocks, dwell_ladder, searched_of
+from perseus_ds.optimizer.runs import HeldPlan, RunSearch, choose_clocks, dwell_ladder, searched_of
 from perseus_ds.optimizer.search import (
     Descent,
     durations_at,
@@ -131,7 +131,7 @@ def _held(
     begun = list(zip(clock_mhz.T[by_time], price_w.T[by_time], strict=True))
     found: list[HeldPlan] = []
     for number, dwell_s in enumerate(ladder):
-        search = RunSearch(network, dwell_s, change_energy_j(problem))
+        search = RunSearch(network, dwell_s)
         own = [(search.sequences(clocks), prices_w) for clocks, prices_w in begun]
 
         def report(done: float, before: int = number) -> None:
