@@ -5,7 +5,7 @@ its input. A plan is the rounded optimum of the relaxed problem at one deadline.
 are not computed, nor are rhythms, which do not exist if all micro-batches differ. This takes about a tenth of the time
 of a frontier of two plans, and costs at most 0.02 % more energy (``benchmarks/varying.py``).
 
-A training job plans in a separate process (:class:`LengthsWorker`), which handles one request after another. It is
+A job's server plans in a separate process (:class:`LengthsWorker`), which handles one request after another. It is
 started in the same way as that of :mod:`~perseus_ds.optimizer.worker`, and ends when its parent does.
 """
 

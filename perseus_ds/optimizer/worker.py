@@ -1,6 +1,6 @@
 """Computes plans in a separate process.
 
-The process reads a request from stdin and writes its progress to stdout. A training job starts the process with
+The process reads a request from stdin and writes its progress to stdout. A job's server starts the process with
 :class:`OptimizeWorker` and polls it. The request contains the schedule, so the process imports no class that is named
 in a file, and it runs without the current folder on the module search path.
 """
@@ -87,7 +87,7 @@ class OptimizeWorker:
         self._log_path = log_path
         self._begin_s = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed after the process has ended
-        # Files instead of pipes: a pipe would block the training thread until the process has read a long request.
+        # Files instead of pipes: a pipe would block the server until the process has read a long request.
         with tempfile.TemporaryFile() as order, open_without_links(log_path, append=False) as log:
             pickle.dump(request, order)
             order.seek(0)
