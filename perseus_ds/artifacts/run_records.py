@@ -317,18 +317,18 @@ class LimitsChanged(Event):
 
     def in_words(self) -> str:
         text = limits_in_words(self.limits, self.more)
-        return f"limited below what was profiled: {text}" if text else "no GPU is limited any more"
+        return f"limited more than during profiling: {text}" if text else "no GPU is limited more than during profiling"
 
 
 class Drifted(Event):
-    """Instructions take longer or shorter than profiled."""
+    """Instruction times differ from the profile."""
 
     event: Literal["drift"] = "drift"
     drift: float = 0.0
     then: str = ""
 
     def in_words(self) -> str:
-        return f"instructions take {self.drift:.0%} longer or shorter than profiled; {self.then}"
+        return f"instruction times differ from the profile by up to {self.drift:.0%}; {self.then}"
 
 
 class ClockRefused(Event):

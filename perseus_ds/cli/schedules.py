@@ -146,21 +146,22 @@ def choose_schedules(
 
 def schedules_text(table: ScheduleTable) -> str:
     """Return the table to print, with explanations of its columns and the assumptions."""
-    first = table.schedules[0]
+    first, worst_gap = table.schedules[0], max(one.worst_gap for one in table.schedules)
     width = max(len("schedule"), *(len(one.name) for one in table.schedules))
     lines = [
         f"Predicted from {table.profile}{table.subject}; one pipeline, one GPU for each rank.",
         "",
         f"{'':{width}}   micro-   held by   fastest plan, at T_min        plan of least energy, at T*   "
-        "each micro-batch",
+        "per micro-batch",
         f"{'schedule':{width}}  batches    a rank   time [s]  energy [J]  saved   time [s]  energy [J]  saved      "
         "time    energy",
         *(_line(one, first, width) for one in table.schedules),
         "",
-        "held by a rank: micro-batches whose activations the fullest rank holds, one of its n stages counting as 1/n.",
-        "saved: energy, against the same schedule at the highest clock.",
-        f"each micro-batch: the fastest plan against {first.label}, at the highest clock.",
-        f"No plan can use more than {max(one.worst_gap for one in table.schedules):.2%} less energy in its time.",
+        "held by a rank: largest number of micro-batches of which a rank holds activations at a time. One of its n "
+        "stages counts as 1/n.",
+        "saved: energy, relative to the same schedule at the highest clock.",
+        f"per micro-batch: the fastest plan, relative to {first.label}, at the highest clock.",
+        f"The energy of each plan is at most {worst_gap:.2%} above the optimum for its iteration time.",
     ]
     assumed = {one.name: one.assumptions for one in table.schedules if one.assumptions}
     if assumed:

@@ -39,8 +39,8 @@ def test_a_power_limit_is_named_within_two_iterations_and_once(start, capsys):
     job.train(2)
     assert limits(job)[1:] == [()]
     said = capsys.readouterr().out
-    assert said.count("limited below what was profiled: rank 0's GPU to 299.2 W") == 1
-    assert said.count("no GPU is limited any more") == 1
+    assert said.count("limited more than during profiling: rank 0's GPU to 299.2 W") == 1
+    assert said.count("no GPU is limited more than during profiling") == 1
 
 
 def test_heat_is_named_with_the_clock_that_it_allows(start, capsys):
