@@ -62,8 +62,6 @@ STALL = 1.5
 """An iteration that takes more than this many times the median of its series contains a stall."""
 _PARTS = 8
 _SECOND_S = 1.0
-# The begin and the end of a window each have a uniformly distributed error of up to one refresh of the counter.
-_REFRESH_ERROR = math.sqrt(2 / 12)
 
 
 @dataclass(frozen=True)
@@ -133,17 +131,13 @@ def _power_w(known: Iterable[tuple[float, float]]) -> float:
     return float(sum(energies_j) / sum(times_s))
 
 
-def refresh_error(time_s: float, counter_period_s: float) -> float:
-    """Return the relative standard error of a mean power that results from the counter's refreshes."""
-    return _REFRESH_ERROR * counter_period_s / time_s
-
-
 def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_period_s: float) -> float:
     """Return the relative standard error of the mean power.
 
     It is estimated from the mean powers of the parts of the window.
     """
-    by_refresh = refresh_error(sum(time_s for time_s, _ in known), counter_period_s)
+    # The begin and the end of the window each have a uniformly distributed error of up to one refresh of the counter.
+    by_refresh = math.sqrt(2 / 12) * counter_period_s / sum(time_s for time_s, _ in known)
     size = len(known) // _PARTS
     if not size:
         return by_refresh
@@ -158,8 +152,6 @@ class PowerFigures(NamedTuple):
     """Power of all GPUs over a second, as defined at the top of this module.
 
     Attributes:
-        highest_w: Highest power over a second [W].
-        lowest_w: Lowest power over a second [W].
         change_w: Largest change from one second to the next [W].
         window_s: Mean length of these seconds, which consist of whole iterations [s].
     """
@@ -222,7 +214,6 @@ class Baseline:
     """Iterations at default clocks with which other iterations are compared.
 
     Attributes:
-        typical: Their typical iteration.
         phase: The phase in which they ran, or None if the profile predicts them.
         run: The name of the run that they belong to, or None for the same run.
     """
@@ -261,13 +252,7 @@ class IterationKind(NamedTuple):
 
 
 class LastingKind(NamedTuple):
-    """Identifies a kind of iterations over all starts of a job.
-
-    Attributes:
-        micro_batches: Number of micro-batches, or None if it is unknown.
-        order: Number of the order if ``micro_batches`` is unknown, otherwise 0.
-        shape: Number of the input shape.
-    """
+    """Identifies a kind of iterations over all starts of a job, as in ``KindSummary``."""
 
     micro_batches: int | None
     order: int
@@ -280,10 +265,7 @@ class Measured:
 
     Attributes:
         plan: The plan's index on the frontier, or None for all plans of a kind other than the first.
-        kind: The order and input shape of the iterations.
         ran: Number of iterations under the plan, including those that do not count.
-        typical: The typical iteration under the plan.
-        baseline: The iterations at default clocks.
     """
 
     plan: int | None
@@ -315,6 +297,14 @@ class Measured:
             return None
         return (1 - self.saved) * math.hypot(self.typical.energy_error, self.baseline.typical.energy_error)
 
+    @property
+    def saving(self) -> Saving | None:
+        """The saving of all ``ran`` iterations, or None if their energy is unknown."""
+        ours, theirs = self.typical, self.baseline.typical
+        if ours.energy_j is None or not theirs.energy_j:
+            return None
+        return Saving(1, ours.time_s, ours.energy_j, theirs.time_s, theirs.energy_j).times(self.ran)
+
 
 @dataclass(frozen=True)
 class Saving:
@@ -325,17 +315,6 @@ class Saving:
     energy_j: float
     default_s: float
     default_j: float
-
-    @classmethod
-    def of(cls, measured: Iterable[Measured]) -> Saving | None:
-        """Return the saving of all plans together, or None if no energy is known."""
-        found = [(one.ran, one.typical, one.baseline.typical) for one in measured]
-        known = [
-            cls(1, ours.time_s, ours.energy_j, theirs.time_s, theirs.energy_j).times(ran)
-            for ran, ours, theirs in found
-            if ours.energy_j is not None and theirs.energy_j
-        ]
-        return sum(known[1:], known[0]) if known else None
 
     def __add__(self, other: Saving) -> Saving:
         return Saving(*map(operator.add, astuple(self), astuple(other)))
@@ -653,8 +632,8 @@ class JobMeasures:
         """Return the saving of the planned iterations of each kind for which it is known."""
         found = dict(self._saved_before)
         for measured in self.plans(others):
-            kind, saving = self.lasting(measured.kind), Saving.of([measured])
-            if saving is not None:
+            if (saving := measured.saving) is not None:
+                kind = self.lasting(measured.kind)
                 found[kind] = found[kind] + saving if kind in found else saving
         return found
 

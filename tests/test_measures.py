@@ -4,7 +4,7 @@ import pytest
 from live_records import default_iteration, planned_iteration, started
 
 from perseus_ds.artifacts.run_records import PlanJudged, ProfileWritten
-from perseus_ds.measures import IterationKind, JobMeasures, PowerBySecond, Saving, Typical
+from perseus_ds.measures import IterationKind, JobMeasures, PowerBySecond, Typical
 
 
 def measures(*records):
@@ -144,7 +144,7 @@ def test_what_was_saved_is_so_many_typical_iterations_those_of_earlier_frontiers
     assert [one.ran for one in found.plans()] == [5]
     assert found.saving().saved_j == pytest.approx(11 * 20.0 + 5 * 10.0)
     assert found.planned == 16
-    assert Saving.of([]) is None
+    assert measures().saving() is None
 
 
 def test_plans_of_an_earlier_frontier_are_forgotten_with_the_first_iteration_under_another():

@@ -22,7 +22,6 @@ class Figure(FileModel):
     """One measured figure with its limits, if any.
 
     Attributes:
-        name: Description of the figure.
         unit: Unit, such as ``ms``, or empty for a number or a ratio.
     """
 
@@ -66,7 +65,6 @@ class CheckResult(FileModel):
     Attributes:
         title: One sentence that states what the check shows.
         outcome: ``passed``, or ``failed`` if a figure is beyond its limits or the check could not run.
-        reason: Reason of a failure, otherwise None.
     """
 
     name: Text

@@ -88,7 +88,6 @@ class AlternativePoint:
 
     Attributes:
         energy_j: Energy of one pipeline with one GPU per rank [J].
-        setting: Description of the setting.
     """
 
     time_s: float
@@ -125,7 +124,6 @@ class Frontier:
         plans: The plans, the fastest first. The last one is the energy optimum ``T*``.
         t_min_s: Makespan with every instruction at its fastest measured clock [s].
         baseline: The plan with every instruction at the highest measured clock, the cost without Perseus.
-        provenance: The inputs from which the frontier was computed.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule for which the plans were made, or None if the file does not contain it.
         alternatives: Simple alternatives to the plans, computed for reports and not by jobs.

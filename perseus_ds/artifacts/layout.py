@@ -49,7 +49,6 @@ class Layout(FileModel):
     """The parts of each stage, with stages in the order of the model.
 
     Attributes:
-        stages: The parts of each stage.
         tied: Whether the embedding and the head share a weight.
     """
 

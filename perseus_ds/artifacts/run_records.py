@@ -1,10 +1,8 @@
 """``run.jsonl``: records of a job's iterations and events.
 
-The file is written line by line, and read while it grows. Every rank reports each iteration (see
-:mod:`perseus_ds.policy.reports`). Rank 0 combines the reports into an :class:`IterationRecord` and writes it to
-``run.jsonl`` as one JSON object per line, together with the job's events. Values that can be computed from a record,
-such as a saving, are its properties and are not stored. The keys are described in ``docs/file-formats.md``. An event
-also has a description in words.
+The job's server writes an :class:`IterationRecord` for each iteration, and the job's events, as one JSON object per
+line. The file is read while it grows. Values that can be computed from a record, such as a saving, are its properties
+and are not stored. The keys are described in ``docs/file-formats.md``. An event also has a description in words.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import stat
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,6 +35,13 @@ FILE_NAME = "run.jsonl"
 MOST_FAILED_RANKS = 16
 """Maximum number of failed ranks that a record lists. The number of further ones is ``more_failed_ranks``."""
 _MOST_IN_WORDS = 5
+# Descriptions of NVML's reasons for a low clock.
+_REASONS = {
+    "sw_power_cap": "power limit",
+    "hw_power_brake_slowdown": "power brake of the machine",
+    "sw_thermal_slowdown": "too hot",
+    "hw_thermal_slowdown": "too hot",
+}
 NO_ORDER = 255
 """The number of all orders without plans, which run at default clocks."""
 
@@ -340,16 +345,8 @@ class ClockRefused(Event):
     reached_mhz: int | None = None
     reasons: tuple[str, ...] = ()
 
-    MEANINGS: ClassVar[Mapping[str, str]] = {
-        "sw_power_cap": "power limit",
-        "hw_power_brake_slowdown": "power brake of the machine",
-        "sw_thermal_slowdown": "too hot",
-        "hw_thermal_slowdown": "too hot",
-    }
-    """Descriptions of NVML's reasons."""
-
     def in_words(self) -> str:
-        reasons = [f"{self.MEANINGS[name]}, {name}" if name in self.MEANINGS else name for name in self.reasons]
+        reasons = [f"{_REASONS[name]}, {name}" if name in _REASONS else name for name in self.reasons]
         why = f" ({'; '.join(reasons)})" if reasons else ""
         if self.clock_mhz is None:
             locked = ", though the driver reports no limit: its clock may be locked (nvidia-smi -q -d CLOCK)"
@@ -379,10 +376,12 @@ class Recovered(Event):
         return f"rank {self.rank} runs under plans again"
 
 
-class PlanSummary(BaseModel):
-    """Iterations under one plan, compared with the same iterations at default clocks."""
-
+class _Summary(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class PlanSummary(_Summary):
+    """Iterations under one plan, compared with the same iterations at default clocks."""
 
     plan: int
     iterations: int
@@ -394,7 +393,7 @@ class PlanSummary(BaseModel):
         return f"plan {self.plan}: {self.iterations} iterations, {_less_or_more(self.slowdown, self.saved)}"
 
 
-class KindSummary(BaseModel):
+class KindSummary(_Summary):
     """Iterations with the same order of passes and the same input shape.
 
     Attributes:
@@ -406,8 +405,6 @@ class KindSummary(BaseModel):
         slowdown: Increase of the time of the planned iterations, as a fraction of their time at default clocks.
         saved: Decrease of their energy, as a fraction of their energy at default clocks.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     micro_batches: int | None = None
     order: int = 0
@@ -433,7 +430,7 @@ class KindSummary(BaseModel):
         return f"{text}, {_less_or_more(self.slowdown, self.saved)}"
 
 
-class WholeSummary(BaseModel):
+class WholeSummary(_Summary):
     """Saving of a job in all its steps, including profiling and comparisons, relative to default clocks.
 
     Attributes:
@@ -444,8 +441,6 @@ class WholeSummary(BaseModel):
         gained: Time saved, as a fraction of the time that default clocks would have taken.
         stalls: Number of iterations that were not compared because they contain a stall.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     steps: int
     saved_j: float
@@ -589,12 +584,7 @@ def from_line(line: str | bytes) -> Record:
     return IterationRecord.model_validate({key: value and bounded(value) for key, value in raw.items() if key in known})
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return all records of a file, as :func:`iterate_records`."""
-    return list(iterate_records(path))
-
-
-def iterate_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a ``run.jsonl``, except a truncated last one.
 
     Args:

@@ -17,7 +17,6 @@ class ComparedSchedule(FileModel):
     """One schedule with one number of micro-batches.
 
     Attributes:
-        ranks: Number of pipeline ranks.
         stages: Number of stages on all ranks.
         held_by_stage: Maximum number of micro-batches for which each stage holds activations.
         held_by_rank: Maximum number of micro-batches that each rank holds, counted for all of its layers.

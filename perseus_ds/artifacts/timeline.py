@@ -144,9 +144,7 @@ class TimelineFile(FileModel):
     """The contents of ``timeline.json``.
 
     Attributes:
-        simulated: Whether the GPU is simulated.
         job: Description of the job with its schedule and layout, or None in files of earlier versions.
-        iterations: The measured iterations.
     """
 
     format: Literal["perseus-ds timeline"] = "perseus-ds timeline"

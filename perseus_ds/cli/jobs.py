@@ -84,7 +84,23 @@ class Status(Job):
     """print the status as a JSON object"""
 
     def execute(self) -> int:
-        return _order(self.run, {"command": "status"}, as_json=self.json)
+        from pydantic import ValidationError
+        from rich.console import Console
+
+        from perseus_ds.cli.output import terminal
+        from perseus_ds.report.live import JobScreen
+        from perseus_ds.server.progress import JobFacts
+
+        status = _send(self.run, {"command": "status"})["status"]
+        if self.json:
+            print(json.dumps(status))
+            return 0
+        try:
+            facts = JobFacts.model_validate(status)
+        except ValidationError:
+            raise ConfigError("the job runs another version of Perseus; use --json to print its answer.") from None
+        Console(file=terminal()).print(JobScreen(facts))
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +191,12 @@ class Resume(Job):
         return _order(self.run, {"command": "resume"})
 
 
-def _order(run: Path, order: dict[str, Any], *, as_json: bool = False) -> int:
+def _order(run: Path, order: dict[str, Any]) -> int:
+    print(_send(run, order)["done"])
+    return 0
+
+
+def _send(run: Path, order: dict[str, Any]) -> dict[str, Any]:
     from perseus_ds.server.control_socket import parse_order, send_order
 
     try:
@@ -184,27 +205,4 @@ def _order(run: Path, order: dict[str, Any], *, as_json: bool = False) -> int:
         raise ConfigError(
             re.sub(r"(?m)^order: (?:policy\.)?([a-z_]+):", lambda key: f"{flag_of(key[1])}:", str(error))
         ) from None
-    answer = send_order(run, order)
-    if "status" in answer:
-        _print_status(answer["status"], as_json=as_json)
-    if "done" in answer:
-        print(answer["done"])
-    return 0
-
-
-def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
-    from pydantic import ValidationError
-    from rich.console import Console
-
-    from perseus_ds.cli.output import terminal
-    from perseus_ds.report.live import JobScreen
-    from perseus_ds.server.progress import JobFacts
-
-    if as_json:
-        print(json.dumps(status))
-        return
-    try:
-        facts = JobFacts.model_validate(status)
-    except ValidationError:
-        raise ConfigError("the job runs another version of Perseus; use --json to print its answer.") from None
-    Console(file=terminal()).print(JobScreen(facts))
+    return send_order(run, order)

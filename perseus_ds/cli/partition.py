@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
 from perseus_ds.cli.values import (
-    OPTIONAL,
     BlockingPower,
     Count,
+    Counts,
     OptionalAmount,
     OptionalCount,
     Paths,
     ScheduleName,
     Text,
-    several,
 )
 from perseus_ds.errors import ConfigError
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from perseus_ds.optimizer.partition import Cut, EvaluatedCut
     from perseus_ds.optimizer.partition import Partition as Cuts
     from perseus_ds.pipeline.schedule import Schedule
-
-Sizes = Annotated[list[int], several(int, at_least=1), OPTIONAL]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +51,9 @@ class Partition:
     """further runs of the same model with other layouts, to distinguish kinds of layers"""
     layout: Text = None
     """layout to compare with: Megatron-Core's string, the number of parts of each stage, such as 9,8,8,7, or even"""
-    pipeline_sizes: Sizes = field(default_factory=list)
+    pipeline_sizes: Counts = field(default_factory=list)
     """numbers of pipeline ranks to compare, with the same number of GPUs"""
-    virtual_stages: Sizes = field(default_factory=list)
+    virtual_stages: Counts = field(default_factory=list)
     """numbers of stages per rank to compare"""
     tied_on_one_rank: bool = False
     """keep the embedding and the head on one rank, for a shared weight"""

@@ -13,8 +13,6 @@ from perseus_ds.cli.values import BlockingPower, OptionalPath, Paths, ProfilePat
 from perseus_ds.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from perseus_ds.artifacts.profile import StageProfile
 
 
@@ -74,8 +72,8 @@ class Compare:
                 continue
             time, energy = theirs.time_s[j] / ours.time_s[i] - 1, theirs.energy_j[j] / ours.energy_j[i] - 1
             print(
-                f"{stage:5d} {kind:9} {i.size:6d}     {time.mean():+8.2%} {_worst(time):+8.2%}"
-                f"       {energy.mean():+8.2%} {_worst(energy):+8.2%}"
+                f"{stage:5d} {kind:9} {i.size:6d}     {time.mean():+8.2%} {max(time, key=abs):+8.2%}"
+                f"       {energy.mean():+8.2%} {max(energy, key=abs):+8.2%}"
             )
         for holder, keys, others in ((path, profile.keys, other.keys), (other_path, other.keys, profile.keys)):
             for stage, kind in sorted(set(keys) - set(others)):
@@ -213,7 +211,3 @@ def _heading(profile: StageProfile) -> str:
         + ("" if info.blocking_power_w is None else f", blocking power {info.blocking_power_w:.1f} W")
         + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
     )
-
-
-def _worst(values: np.ndarray) -> float:
-    return float(max(values, key=abs))

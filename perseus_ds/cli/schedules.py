@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from perseus_ds.cli.values import (
-    OPTIONAL,
-    BlockingPower,
-    OptionalCount,
-    OptionalPath,
-    ProfilePath,
-    Texts,
-    one,
-    several,
-)
+from perseus_ds.cli.values import BlockingPower, Counts, OptionalCount, OptionalPath, ProfilePath, Texts, one
 from perseus_ds.errors import ConfigError
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.units import number, percent
@@ -62,7 +53,7 @@ class Schedules:
     schedules: Annotated[Texts, arg(help=_NAMES)] = field(
         default_factory=lambda: ["1f1b", "interleaved", "zbv", "dualpipev"]
     )
-    micro_batches: Annotated[list[int], several(int, at_least=1), OPTIONAL] = field(default_factory=list)
+    micro_batches: Counts = field(default_factory=list)
     """micro-batches per iteration; by default the value in profile.json"""
     ranks: OptionalCount = None
     """pipeline ranks; by default the number in profile.json, otherwise one rank per stage"""

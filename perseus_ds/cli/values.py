@@ -30,11 +30,6 @@ def one(kind: type[float], at_least: float | None = None) -> PrimitiveConstructo
     return _spec(kind.__name__.upper(), lambda words: _number(kind, at_least, words[0]))
 
 
-def several(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
-    """Return the parser of one or more numbers within limits."""
-    return _several(kind.__name__.upper(), lambda word: _number(kind, at_least, word))
-
-
 def _number(kind: type[float], at_least: float | None, word: str) -> float:
     try:
         value = kind(word)
@@ -74,6 +69,7 @@ def _spec(metavar: str, read: Callable[[list[str]], Any], nargs: Any = 1) -> Pri
 
 Count = Annotated[int, one(int, at_least=1)]
 OptionalCount = Annotated[int | None, one(int, at_least=1), OPTIONAL]
+Counts = Annotated[list[int], _several("INT", lambda word: _number(int, 1, word)), OPTIONAL]
 OptionalIndex = Annotated[int | None, one(int, at_least=0), OPTIONAL]
 Amount = Annotated[float, one(float, at_least=0)]
 OptionalAmount = Annotated[float | None, one(float, at_least=0), OPTIONAL]

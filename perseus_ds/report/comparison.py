@@ -55,7 +55,6 @@ class Comparison:
     """A comparison of runs.
 
     Attributes:
-        rows: The rows to compare.
         baseline: The row with which the others are compared.
         why: Reason for the choice of the baseline.
         notes: Remarks on the comparison and on runs that could not be compared.

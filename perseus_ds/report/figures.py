@@ -202,8 +202,15 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """The stages in words."""
-        return stages_in_words(self.stages)
+        """The stages in words, such as ``stages 1-3, 5``."""
+        runs: list[list[int]] = []
+        for stage in self.stages:
+            if runs and runs[-1][-1] == stage - 1:
+                runs[-1].append(stage)
+            else:
+                runs.append([stage])
+        parts = [f"{run[0]}\N{EN DASH}{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+        return ("stage " if len(self.stages) == 1 else "stages ") + ", ".join(parts)
 
     def values(self, profile: StageProfile, quantity: str) -> npt.NDArray[np.float64]:
         """Return time [s], energy [J] or power [W] at each clock of ``profile.options``."""
@@ -238,18 +245,6 @@ def stage_groups(profile: StageProfile) -> list[tuple[int, ...]]:
         else:
             groups.append([stage])
     return [tuple(group) for group in groups]
-
-
-def stages_in_words(stages: Sequence[int]) -> str:
-    """Return stages in words, such as ``stages 1-3, 5``."""
-    runs: list[list[int]] = []
-    for stage in stages:
-        if runs and runs[-1][-1] == stage - 1:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    parts = [f"{run[0]}\N{EN DASH}{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(parts)
 
 
 def profile_figures(profile: StageProfile) -> dict[str, Figure]:

@@ -27,8 +27,6 @@ class Factors:
 
     Attributes:
         carbon_g_per_kwh: CO2 equivalent per kilowatt-hour [g].
-        price_per_kwh: Price per kilowatt-hour.
-        currency: Currency of the price.
         pue: Energy of the whole data centre per joule of a GPU.
         tokens_per_sample: Sequence length, or None if there are no tokens.
     """
@@ -53,10 +51,8 @@ class MeasuredPoint:
     """The typical iteration of a series.
 
     Attributes:
-        label: Description of the series.
         plan: Index of the plan on the frontier, or None at default clocks.
         energy_j: Energy of one pipeline with one GPU per rank [J].
-        iterations: Number of iterations in the series.
     """
 
     label: str
@@ -98,7 +94,6 @@ class Trend:
         x: Middle of each part: hours since the job started, or iterations if no times are recorded.
         energy: Relative difference from default clocks, so that -0.1 is 10 % less.
         time: Relative difference from default clocks.
-        texts: Description of each part.
     """
 
     x: tuple[float, ...]
@@ -142,7 +137,6 @@ class ReportedJob:
 
     Attributes:
         baseline: The baseline of its plans, or None if times and energies at default clocks are unknown.
-        plans: The iterations under each plan.
         saving: The saving of all iterations under plans, or None if there are none or there is no baseline.
         trend: The development of the saving, or None if the job is too short.
     """
@@ -181,9 +175,8 @@ class ReportedJob:
         if len(self.plans) > 1:
             longest = sorted(self.plans, key=lambda one: -one.ran)[:_MOST_PLANS]
             for one in sorted(longest, key=lambda one: (*one.kind, one.plan or 0)):
-                saving = Saving.of([one])
                 which = "plans" if one.plan is None else f"plan {one.plan}"
-                rows += [(f"under {which}{of_kind(*one.kind)}", saving)] if saving else []
+                rows += [(f"under {which}{of_kind(*one.kind)}", one.saving)] if one.saving else []
         rows.append((self.under_plans, self.saving))
         if everything.iterations > self.saving.iterations:
             rows.append(("in all, profiling counted", everything))

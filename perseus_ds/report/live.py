@@ -39,11 +39,9 @@ _PERIOD_S = 1.0
 
 
 class JobFollower:
-    """Follows one job.
+    """Follows the job that writes to a folder.
 
     Attributes:
-        folder: The job's output folder.
-        records: The reader of its records.
         problem: Reason why its records cannot be read at present, or empty.
     """
 

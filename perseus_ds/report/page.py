@@ -227,7 +227,6 @@ class OtherPlan(NamedTuple):
     """A plan compared with the plan in use, according to the profile.
 
     Attributes:
-        plan: Index of the plan.
         time: Iteration time relative to the plan in use, as a fraction.
         energy: Energy relative to the plan in use, as a fraction.
         saved: Energy saved compared with the highest clock, as a fraction.

@@ -15,7 +15,7 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import FILE_NAME, Event, IterationRecord, Record, Started, iterate_records, trains
+from perseus_ds.artifacts.run_records import FILE_NAME, Event, IterationRecord, Record, Started, read_records, trains
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.measures import sums_by_part
@@ -48,12 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """An event and its position in the job's history.
-
-    Attributes:
-        after: Number of steps before the event.
-        event: The event.
-    """
+    """An event of a job's history, after the given number of steps."""
 
     after: int
     event: Event
@@ -64,8 +59,6 @@ class History(JobProgress):
 
     Attributes:
         folder: Folder of its ``run.jsonl``.
-        name: Name of the run.
-        starts: Its starts in order.
         steps: All iterations except those that calibrate a simulated GPU.
         left_out: Number of iterations of other jobs in the same file.
     """
@@ -148,7 +141,7 @@ def read_history(folder: Path, name: str | None = None) -> History:
     name = name or folder.resolve().name
     jobs: dict[str | None, History] = {}
     job = last = jobs[None] = History(folder, name)
-    for record in iterate_records(folder):
+    for record in read_records(folder):
         if isinstance(record, Started):
             job = jobs.setdefault(record.job, History(folder, name))
         job.add(record)

@@ -66,9 +66,6 @@ class Waiting:
     start_s: float
     end_s: float
 
-    def __str__(self) -> str:
-        return f"waiting for {self.awaited or 'the end of the iteration'}"
-
 
 @dataclass(frozen=True)
 class Timeline:

@@ -24,7 +24,7 @@ from perseus_ds.optimizer import optimize
 READERS = {
     "profile.csv": StageProfile.load,
     "frontier.json": Frontier.load,
-    "run.jsonl": read_records,
+    "run.jsonl": lambda path: [*read_records(path)],
     "records/run.jsonl": lambda path: [*RecordFollower(path.parent).read()],
     "timeline.json": TimelineFile.load,
     "freqs_pipeline_00000.py": read_zeus,
@@ -110,7 +110,7 @@ def test_of_many_wrong_values_the_first_is_named(tmp_path, key, wrong):
 def test_a_record_beyond_the_limits_names_the_line(tmp_path, line):
     (tmp_path / "run.jsonl").write_bytes(line + b'\n{"event": "end"}\n')
     with pytest.raises(ConfigError, match=r"run\.jsonl, line 1: not a record"):
-        read_records(tmp_path)
+        list(read_records(tmp_path))
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
@@ -136,10 +136,10 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, most, line):
     monkeypatch.setattr(f"perseus_ds.artifacts.run_records.{limit}", most)
     (tmp_path / "run.jsonl").write_text(3 * line)
-    assert len(read_records(tmp_path)) == 3
+    assert len([*read_records(tmp_path)]) == 3
     (tmp_path / "run.jsonl").write_text(4 * line)
     with pytest.raises(ConfigError, match=r"run\.jsonl, line 4: at most "):
-        read_records(tmp_path)
+        list(read_records(tmp_path))
 
 
 def test_a_file_replaces_a_link_and_does_not_follow_it(tmp_path):

@@ -171,7 +171,7 @@ def test_messages_of_ranks_that_do_not_exist_and_after_the_end_change_nothing(pl
     assert len(job.end()) == 2
     job.server.receive(0, job.report(0, 3))
     job.server.tick()
-    assert len(read_records(job.folder)) == 4  # with start and end
+    assert len([*read_records(job.folder)]) == 4  # with start and end
 
 
 def test_a_rank_that_joins_again_is_told_what_to_run_from_an_iteration_on_that_nobody_has_begun(play):

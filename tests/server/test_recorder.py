@@ -169,7 +169,7 @@ def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, ra
     (tmp_path / "folder").unlink()
     recorder.add(*under_plan(2))
     recorder.close()
-    found = read_records(tmp_path / "folder")
+    found = [*read_records(tmp_path / "folder")]
     assert [r.iteration for r in found if isinstance(r, IterationRecord)] == [1, 2]
     warned = "\n".join(rank_0.said(warns=True))
     assert warned.count("cannot be written") == 1
@@ -181,7 +181,7 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tm
     with disk_with((tmp_path / "run.jsonl").stat().st_size + 20):
         recorder.add(*under_plan(1))
         recorder.flush()
-    assert len(read_records(tmp_path)) == 1
+    assert len([*read_records(tmp_path)]) == 1
     recorder.add(*under_plan(2))
     records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records] == [1, 2]
