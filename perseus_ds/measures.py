@@ -42,7 +42,7 @@ from perseus_ds.artifacts.run_records import (
     Record,
     Started,
     WholeSummary,
-    trains,
+    is_training_iteration,
 )
 
 AT_DEFAULT_CLOCKS: Mapping[str, str] = {
@@ -251,7 +251,7 @@ class IterationKind(NamedTuple):
         return cls(record.order or 0, record.shape or 0)
 
 
-class LastingKind(NamedTuple):
+class StableKind(NamedTuple):
     """Identifies a kind of iterations over all starts of a job, as in ``KindSummary``."""
 
     micro_batches: int | None
@@ -438,8 +438,8 @@ class JobMeasures:
         # The mean of the predictions at default clocks, of each kind but the first.
         self._kinds: dict[IterationKind, Baseline] = {}
         # The totals under plans of earlier frontiers.
-        self._planned_before: Counter[LastingKind] = Counter()
-        self._saved_before: dict[LastingKind, Saving] = {}
+        self._planned_before: Counter[StableKind] = Counter()
+        self._saved_before: dict[StableKind, Saving] = {}
         self._micro_batches: dict[int, int | None] = {}
         # Phase, plan and limits of the last iteration of each kind.
         self._last: dict[IterationKind, tuple[str, int | None, bool]] = {}
@@ -451,7 +451,7 @@ class JobMeasures:
     def add(self, record: Record) -> bool:
         """Add a record and return whether it is an iteration that counts."""
         if isinstance(record, IterationRecord):
-            return trains(record) and self._add_iteration(record)
+            return is_training_iteration(record) and self._add_iteration(record)
         if isinstance(record, Started):
             self._last.clear()
             self.frontier = record.frontier, self.frontier[1]
@@ -621,23 +621,23 @@ class JobMeasures:
         found = [*self.saving_by_kind(others).values()]
         return sum(found[1:], found[0]) if found else None
 
-    def planned_by_kind(self) -> dict[LastingKind, int]:
+    def planned_by_kind(self) -> dict[StableKind, int]:
         """Return the number of iterations of each kind that ran under plans."""
         found = self._planned_before.copy()
         for plan, series in self._plans.items():
-            found[self.lasting(plan if isinstance(plan, IterationKind) else IterationKind())] += series.ran
+            found[self.stable_kind(plan if isinstance(plan, IterationKind) else IterationKind())] += series.ran
         return dict(found)
 
-    def saving_by_kind(self, others: Mapping[str, JobMeasures] | None = None) -> dict[LastingKind, Saving]:
+    def saving_by_kind(self, others: Mapping[str, JobMeasures] | None = None) -> dict[StableKind, Saving]:
         """Return the saving of the planned iterations of each kind for which it is known."""
         found = dict(self._saved_before)
         for measured in self.plans(others):
             if (saving := measured.saving) is not None:
-                kind = self.lasting(measured.kind)
+                kind = self.stable_kind(measured.kind)
                 found[kind] = found[kind] + saving if kind in found else saving
         return found
 
-    def lasting(self, kind: IterationKind) -> LastingKind:
+    def stable_kind(self, kind: IterationKind) -> StableKind:
         """Return the identifier of a kind over all starts of a job, each of which numbers orders anew."""
         micro_batches = self._micro_batches.get(kind.order)
-        return LastingKind(micro_batches, kind.order if micro_batches is None else 0, kind.shape)
+        return StableKind(micro_batches, kind.order if micro_batches is None else 0, kind.shape)

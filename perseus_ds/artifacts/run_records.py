@@ -504,7 +504,7 @@ _KNOWN: dict[str, type[Event]] = {
 }
 
 
-def trains(record: Record) -> bool:
+def is_training_iteration(record: Record) -> bool:
     """Return whether a record is an iteration with valid time and energy."""
     # During the calibration of a simulated GPU, instructions are not yet delayed to simulated speed.
     return isinstance(record, IterationRecord) and record.phase != "calibrate"

@@ -40,14 +40,14 @@ class Optimize(PlanningSettings):
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import naming, schedule_for
+        from perseus_ds.cli.inputs import path_in_errors, schedule_for
         from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
         from perseus_ds.optimizer import optimize, with_alternatives
 
         profile = StageProfile.load(self.profile)
         schedule = schedule_for(profile, schedule=self.schedule, stages=self.stages, micro_batches=self.micro_batches)
         out = check_folder(self.out)
-        with naming(self.profile), progress_bar() as progress:
+        with path_in_errors(self.profile), progress_bar() as progress:
             frontier = optimize(schedule, profile, self, progress=progress)
             frontier = with_alternatives(frontier, schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))
@@ -74,7 +74,7 @@ class Verify:
 
     def execute(self) -> int:
         from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
-        from perseus_ds.cli.inputs import folder_of, naming, schedule_for
+        from perseus_ds.cli.inputs import folder_of, path_in_errors, schedule_for
         from perseus_ds.cli.output import answer_no
         from perseus_ds.optimizer.bounds import verify
         from perseus_ds.report.sources import find_sources
@@ -93,7 +93,7 @@ class Verify:
             )
             if expected.ranks != certificates.schedule.ranks:
                 return answer_no("verify", f"{path}: its schedule is not that of --schedule {self.schedule}.")
-        with naming(self.profile or folder):
+        with path_in_errors(self.profile or folder):
             try:
                 worst_gap = verify(frontier, certificates, profile)
             except FrontierError as error:
@@ -148,7 +148,7 @@ class Import:
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import read_plans
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import naming, schedule_of_plans
+        from perseus_ds.cli.inputs import path_in_errors, schedule_of_plans
         from perseus_ds.cli.output import check_folder, save_and_summarise
         from perseus_ds.optimizer import frontier_of_imported, with_alternatives
         from perseus_ds.optimizer.problem import problem_for
@@ -158,7 +158,7 @@ class Import:
         first = next(plans)
         schedule = schedule_of_plans(first[1], profile, self.schedule)
         out = check_folder(self.out)
-        with naming(self.profile):
+        with path_in_errors(self.profile):
             problem = problem_for(schedule, profile, blocking_power_w=self.blocking_power_w)
             frontier = with_alternatives(frontier_of_imported(chain([first], plans), problem), schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))

@@ -135,7 +135,7 @@ def check_size(stages: int, micro_batches: int) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def path_in_errors(path: Path) -> Iterator[None]:
     """Add the path of the profile to errors, and show settings as flags."""
     try:
         yield
@@ -215,7 +215,7 @@ def measured_job(
         powers_w = np.array([power_w for _, power_w in history.by_rank]) if history else np.array([])
         # Ranks that share a stage have consecutive numbers.
         by_stage_w = powers_w.reshape(ranks, -1).mean(axis=1) if len(powers_w) and len(powers_w) % ranks == 0 else []
-        with naming(path):
+        with path_in_errors(path):
             profile = observed_profile(timeline, list(by_stage_w), blocking_power_w=blocking_power_w)
     else:
         raise ConfigError(f"{path}: no profile.csv and no timeline.json. Train for three iterations or more.")

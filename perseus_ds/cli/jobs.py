@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from perseus_ds.cli.values import Amount, Number, OptionalCount, OptionalSeconds, Seconds, Text, flag_of, one
+from perseus_ds.cli.values import Amount, Number, OptionalCount, OptionalSeconds, Seconds, Text, flag_of, limited
 from perseus_ds.errors import ConfigError
 
 
@@ -141,11 +141,11 @@ class Straggler(Job):
 
     examples = ("perseus-ds control straggler perseus --pipeline 1 --slowdown 1.2",)
 
-    pipeline: Annotated[int, one(int, at_least=0)]
+    pipeline: Annotated[int, limited(int, at_least=0)]
     """index of the data-parallel pipeline"""
-    slowdown: Annotated[float, one(float, at_least=1)]
+    slowdown: Annotated[float, limited(float, at_least=1)]
     """factor by which its iterations take longer; 1 once it has recovered"""
-    after_iterations: Annotated[int, one(int, at_least=0)] = 0
+    after_iterations: Annotated[int, limited(int, at_least=0)] = 0
     """number of iterations until the slowdown begins"""
 
     def execute(self) -> int:

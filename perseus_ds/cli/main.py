@@ -136,7 +136,7 @@ def parse(arguments: Sequence[str]) -> Command:
     import tyro
     from tyro import conf
 
-    from perseus_ds.cli.values import one
+    from perseus_ds.cli.values import limited
 
     name, rest = "", list(arguments)
     while name in GROUPS and rest and not rest[0].startswith("-"):
@@ -159,7 +159,7 @@ def parse(arguments: Sequence[str]) -> Command:
     description = f"{description_of(name)}\n\n{examples}"
     rest = _positional_first(command, rest)
     registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(lambda kind: one(kind.type) if kind.type in (int, float) else None)
+    registry.primitive_rule(lambda kind: limited(kind.type) if kind.type in (int, float) else None)
     return tyro.cli(command, prog=program, description=description, args=rest, config=config, registry=registry)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional
 
-from perseus_ds.cli.values import Amount, OptionalCount, OptionalIndex, OptionalPath, Paths, RunArguments, Text, one
+from perseus_ds.cli.values import Amount, OptionalCount, OptionalIndex, OptionalPath, Paths, RunArguments, Text, limited
 from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Report(RunArguments):
     """price of electricity; the default is an example"""
     currency: str = "USD"
     """currency of the price"""
-    pue: Annotated[float, one(float, at_least=1)] = 1.0
+    pue: Annotated[float, limited(float, at_least=1)] = 1.0
     """energy of the data centre per energy of its GPUs (PUE); 1 counts only the GPUs"""
     tokens_per_sample: OptionalCount = None
     """sequence length, for the energy per token"""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from perseus_ds.cli.values import BlockingPower, Counts, OptionalCount, OptionalPath, ProfilePath, Texts, one
+from perseus_ds.cli.values import BlockingPower, Counts, OptionalCount, OptionalPath, ProfilePath, Texts, limited
 from perseus_ds.errors import ConfigError
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.units import number, percent
@@ -57,7 +57,7 @@ class Schedules:
     """micro-batches per iteration; by default the value in profile.json"""
     ranks: OptionalCount = None
     """pipeline ranks; by default the number in profile.json, otherwise one rank per stage"""
-    stages_per_rank: Annotated[int, one(int, at_least=2)] = 2
+    stages_per_rank: Annotated[int, limited(int, at_least=2)] = 2
     """stages per rank, for the interleaved schedules and looped_bfs"""
     weight_share: float = 0.5
     """share of the weight gradients in a backward that is split but was measured as a whole; 0 to 1"""
@@ -70,7 +70,7 @@ class Schedules:
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
         from perseus_ds.artifacts.schedule_table import ScheduleTable
-        from perseus_ds.cli.inputs import folder_of, micro_batches_of, naming
+        from perseus_ds.cli.inputs import folder_of, micro_batches_of, path_in_errors
         from perseus_ds.cli.output import check_folder, progress_bar
         from perseus_ds.optimizer.schedule_comparison import compare_schedules
         from perseus_ds.report.pictures import schedules_picture
@@ -85,7 +85,7 @@ class Schedules:
             chunks=self.stages_per_rank,
         )
         out = check_folder(self.out or folder_of(self.profile))
-        with naming(self.profile), progress_bar() as progress:
+        with path_in_errors(self.profile), progress_bar() as progress:
             compared = compare_schedules(
                 profile,
                 chosen,

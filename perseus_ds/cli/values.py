@@ -25,7 +25,7 @@ def flag_of(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def one(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
+def limited(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
     """Return the parser of a number within limits."""
     return _spec(kind.__name__.upper(), lambda words: _number(kind, at_least, words[0]))
 
@@ -67,13 +67,13 @@ def _spec(metavar: str, read: Callable[[list[str]], Any], nargs: Any = 1) -> Pri
     )
 
 
-Count = Annotated[int, one(int, at_least=1)]
-OptionalCount = Annotated[int | None, one(int, at_least=1), OPTIONAL]
+Count = Annotated[int, limited(int, at_least=1)]
+OptionalCount = Annotated[int | None, limited(int, at_least=1), OPTIONAL]
 Counts = Annotated[list[int], _several("INT", lambda word: _number(int, 1, word)), OPTIONAL]
-OptionalIndex = Annotated[int | None, one(int, at_least=0), OPTIONAL]
-Amount = Annotated[float, one(float, at_least=0)]
-OptionalAmount = Annotated[float | None, one(float, at_least=0), OPTIONAL]
-Number = Annotated[float | None, one(float), OPTIONAL]
+OptionalIndex = Annotated[int | None, limited(int, at_least=0), OPTIONAL]
+Amount = Annotated[float, limited(float, at_least=0)]
+OptionalAmount = Annotated[float | None, limited(float, at_least=0), OPTIONAL]
+Number = Annotated[float | None, limited(float), OPTIONAL]
 Seconds = Annotated[float, _spec("TIME", _seconds)]
 OptionalSeconds = Annotated[float | None, _spec("TIME", _seconds), OPTIONAL]
 Text = Annotated[str | None, OPTIONAL]
@@ -86,7 +86,7 @@ ProfilePath = Annotated[
 ]
 BlockingPower = Annotated[
     float | None,
-    one(float, at_least=0),
+    limited(float, at_least=0),
     tyro.conf.arg(
         help="power of a GPU that waits for another rank [W]; by default the value in profile.json",
         help_behavior_hint="(optional)",

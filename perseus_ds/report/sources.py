@@ -15,7 +15,15 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import FILE_NAME, Event, IterationRecord, Record, Started, read_records, trains
+from perseus_ds.artifacts.run_records import (
+    FILE_NAME,
+    Event,
+    IterationRecord,
+    Record,
+    Started,
+    is_training_iteration,
+    read_records,
+)
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.measures import sums_by_part
@@ -86,7 +94,7 @@ class History(JobProgress):
             self.occurrences.append(Occurrence(len(self.steps), record))
             if isinstance(record, Started):
                 self.starts.append(record)
-        elif trains(record):
+        elif is_training_iteration(record):
             self._add_step(record, counts=counts)
         return counts
 
@@ -146,7 +154,7 @@ def read_history(folder: Path, name: str | None = None) -> History:
             job = jobs.setdefault(record.job, History(folder, name))
         job.add(record)
         # The job that trained last or, if none did, that started last.
-        if trains(record) or not last.steps:
+        if is_training_iteration(record) or not last.steps:
             last = job
     last.left_out = sum(len(other.steps) for other in jobs.values() if other is not last)
     return last

@@ -31,15 +31,15 @@ from perseus_ds.artifacts.run_records import (
     Record,
     Started,
     WholeSummary,
+    is_training_iteration,
     policy_in_words,
-    trains,
 )
 from perseus_ds.measures import (
     AT_DEFAULT_CLOCKS,
     IterationKind,
     JobMeasures,
-    LastingKind,
     PowerBySecond,
+    StableKind,
     Typical,
     WholeJob,
     sums_by_part,
@@ -226,7 +226,7 @@ class JobProgress:
         self._all_j: list[float] = []
         self._default_j: list[float] = []
         self._planned_j: list[float] = []
-        self._of_kind: Counter[LastingKind] = Counter()
+        self._of_kind: Counter[StableKind] = Counter()
         self._recent: deque[IterationRecord] = deque(maxlen=_RECENT)
         self._power = PowerBySecond(_RECENT)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
@@ -254,7 +254,7 @@ class JobProgress:
         if isinstance(record, Event):
             self._last_time = record.time or self._last_time
             self._add_event(record)
-        elif trains(record):
+        elif is_training_iteration(record):
             self._last_time = record.ended or self._last_time
             self._add_iteration(record)
         else:
@@ -294,7 +294,7 @@ class JobProgress:
         if record.energy_by_rank_j is not None and self._unrecorded_s:
             self._powers_w = tuple(energy_j / self._unrecorded_s for energy_j in record.energy_by_rank_j)
             self._unrecorded_s = 0.0
-        self._of_kind[self.measures.lasting(IterationKind.of(record))] += 1
+        self._of_kind[self.measures.stable_kind(IterationKind.of(record))] += 1
         self._whole.add(record)
         self.total.add(record)
         self.since_start.add(record)
