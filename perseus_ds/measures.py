@@ -444,7 +444,7 @@ class JobMeasures:
         # Phase, plan and limits of the last iteration of each kind.
         self._last: dict[IterationKind, tuple[str, int | None, bool]] = {}
         self.frontier: tuple[str | None, int] = None, 0
-        # Whether the last iteration ran under a plan for limited GPUs.
+        # Whether GPUs were limited in the last iteration.
         self._is_limited = False
         self._frontier_of_plans: tuple[str | None, int] | None = None
 

@@ -94,11 +94,6 @@ class IterationRecord(RunRecord):
         return None if self.energy_j is None else self.energy_j / self.time_s
 
     @property
-    def has_own_plans(self) -> bool:
-        """True if plans and default clocks of its order and shape are separate from those of the first ones."""
-        return bool(self.order or self.shape)
-
-    @property
     def saved(self) -> float | None:
         """Energy saved compared with default clocks, as a fraction."""
         return _less(self.energy_j, self.default_energy_j)

@@ -120,9 +120,6 @@ class Finding:
     Attributes:
         level: ``fail`` if Perseus cannot change clocks, ``warn`` if results are less accurate or a feature is missing,
             otherwise ``info`` or ``ok``.
-        what: What was examined.
-        text: The result.
-        remedy: A way to solve the problem.
     """
 
     level: Literal["ok", "info", "warn", "fail"]

@@ -176,7 +176,6 @@ class Plot(RunArguments):
         plan = found.frontier.within(self.max_slowdown)
         before, after = (timeline(found.dag, found.profile, each) for each in (found.frontier.baseline, plan))
         out = check_folder(self.out or self.run)
-        out.mkdir(parents=True, exist_ok=True)
         frontier_picture(found.frontier, out / "frontier.png", in_use=plan, measured=measured)
         timeline_picture(before, after, found.frontier.provenance, out / "timeline.png")
         print(f"Written: {out / 'frontier.png'} and timeline.png")

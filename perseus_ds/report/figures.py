@@ -112,17 +112,9 @@ def trace(
     size: int = 6,
     texts: Sequence[str] = (),
 ) -> Figure:
-    """Return a trace of points as a line, as symbols, or both.
+    """Return a trace of points as a line with the given dash, as symbols of a size in pixels, or both.
 
-    Args:
-        name: Name in the legend.
-        x: Horizontal coordinates.
-        y: Vertical coordinates.
-        colour: Name of the colour in the palette.
-        dash: Dash of the line, or None for symbols only.
-        symbol: Symbol of the points, or None for a line only.
-        size: Size of the symbol [px].
-        texts: HTML text shown for each point, or empty for none.
+    A text in HTML is shown for each point if there are texts.
     """
     modes = [mode for mode, used in (("lines", dash), ("markers", symbol)) if used]
     found: Figure = {"type": "scatter", "mode": "+".join(modes), "name": name, "x": list(x), "y": list(y)}

@@ -389,12 +389,8 @@ def print_once(jobs: Jobs, console: Console) -> None:
 def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> None:
     """Show the state of all jobs until they have ended or the user quits, then print it once more.
 
-    If there is no job yet, wait for one.
-
-    Args:
-        jobs: The jobs.
-        console: The console on which to show them.
-        control: Executes an order, given as arguments of ``perseus-ds control``, and returns the answer.
+    If there is no job yet, wait for one. ``control`` executes an order, given as arguments of ``perseus-ds control``,
+    and returns the answer.
     """
     with _single_key_input() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
 

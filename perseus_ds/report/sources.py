@@ -40,7 +40,7 @@ class Step:
 
     Attributes:
         ended: End of the iteration [Unix seconds], or None if unknown.
-        plan: Index of the plan on the job's frontier; None also for plans for an input shape or for limited GPUs.
+        plan: Index of the plan on the job's frontier; None also for the separate plans of an order or input shape.
         counts: Whether the iteration counts, as defined in :mod:`perseus_ds.measures`.
         energy_j: Energy of all GPUs [J], or None if unknown.
     """
@@ -99,7 +99,7 @@ class History(JobProgress):
         return counts
 
     def _add_step(self, record: IterationRecord, *, counts: bool) -> None:
-        plan = None if record.has_own_plans else record.plan
+        plan = None if record.order or record.shape else record.plan
         if plan is not None and record.phase == "run" and self._frontier != self.measures.frontier:
             self._first_planned, self._frontier = len(self.steps), self.measures.frontier
         self.steps.append(
