@@ -47,6 +47,7 @@ from perseus_ds.engines.hooks import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.frontiers import read_frontier
 
@@ -172,6 +173,11 @@ class Session:
     def plan(self) -> int | None:
         """Plan of the current iteration, as an index of the frontier. None at default clocks."""
         return None if self.runtime is None else self.runtime.follow.plan
+
+    def use_default_clocks(self) -> None:
+        """Run the rest of the current iteration at default clocks, for example if its passes are in another order."""
+        if self.runtime is not None:
+            self.runtime.clocks.change_order(DEFAULT_CLOCKS)
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
         """Change the policy, for example to ``{"name": "energy_optimal"}``, for the following iterations.

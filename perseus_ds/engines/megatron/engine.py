@@ -351,6 +351,7 @@ class MegatronEngine(Engine):
         if operation is None or found is not kind or micro_batch not in (None, instruction and instruction.micro_batch):
             self._warn("an iteration runs its passes in another order than the first: its clocks are the default ones")
             self._expected = ()
+            self._session.use_default_clocks()
             yield
             return
         self._position += 1

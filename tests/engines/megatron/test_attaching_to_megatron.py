@@ -29,7 +29,7 @@ from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Schedule, Wait
-from perseus_ds.protocol.layout import PAUSED
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, PAUSED
 
 WIDTH, LENGTH, ROWS = 4, 2, 1
 NAMES = (
@@ -384,6 +384,22 @@ def test_a_graph_that_is_captured_first_trains_at_default_clocks(launches, alone
 def test_graphs_of_parts_are_planned_as_usual(alone):
     perseus_ds.attach(megatron.core, {**alone, "mode": "profile"})
     train(0, 2, 4, cuda_graph_scope=["full_iteration_inference"], cuda_graph_impl="local")
+
+
+def test_passes_in_another_order_than_recorded_run_at_default_clocks(launches, alone, caplog):
+    perseus_ds.attach(megatron.core, alone)
+    for _ in range(2):
+        train(0, 2, 4)
+    engine = megatron.core.perseus.engine
+    (order,) = engine._orders
+    recorded = engine._orders[order]
+    engine._orders[order] = Schedule(recorded.name, recorded.micro_batches, (recorded.ranks[0][::-1],))
+    memory = megatron.core.perseus.runtime.clocks.memory
+    before = memory.iteration
+    train(0, 2, 4)
+    assert memory.iteration > before
+    assert memory.program(memory.iteration) == DEFAULT_CLOCKS
+    assert "its clocks are the default ones" in caplog.text
 
 
 def test_a_single_stage_has_nothing_to_plan_and_trains_without_groups(block, caplog, monkeypatch):
