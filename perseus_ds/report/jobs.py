@@ -156,21 +156,19 @@ class ReportedJob:
 
     @property
     def everything(self) -> Saving | None:
-        """The saving of all iterations, including the cost of profiling."""
-        if self.saving is None or self.baseline is None or self.baseline.typical.energy_j is None:
+        """The saving of the whole job, as in its last line. None if no iteration could be compared."""
+        whole, total = self.history.whole, self.history.total
+        if whole is None:
             return None
-        count, saving, history = self.history.total.iterations, self.saving, self.history
-        default_s, default_j = count * self.baseline.typical.time_s, count * self.baseline.typical.energy_j
-        time_s = default_s - saving.gained_s + history.profiling_s
-        energy_j = default_j - saving.saved_j + history.profiling_j
-        return Saving(count, time_s, energy_j, default_s, default_j)
+        default_s, default_j = total.time_s + whole.gained_s, total.energy_j + whole.saved_j
+        return Saving(whole.steps, total.time_s, total.energy_j, default_s, default_j)
 
     @property
     def rows(self) -> list[tuple[str, Saving]]:
         """The rows of the table of savings: which iterations, and their saving."""
-        everything = self.everything
-        if self.saving is None or everything is None:
+        if self.saving is None:
             return []
+        everything = self.everything
         rows: list[tuple[str, Saving]] = []
         if len(self.plans) > 1:
             longest = sorted(self.plans, key=lambda one: -one.ran)[:_MOST_PLANS]
@@ -178,7 +176,7 @@ class ReportedJob:
                 which = "plans" if one.plan is None else f"plan {one.plan}"
                 rows += [(f"under {which}{of_kind(*one.kind)}", one.saving)] if one.saving else []
         rows.append((self.under_plans, self.saving))
-        if everything.iterations > self.saving.iterations:
+        if everything is not None and everything.iterations > self.saving.iterations:
             rows.append(("in all, profiling counted", everything))
         return [*rows, (f"{self.under_plans}, at that rate", self.saving.times(_MANY))]
 

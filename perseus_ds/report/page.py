@@ -148,7 +148,7 @@ def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
 
 def _saved(job: ReportedJob, found: Sources, factors: Factors) -> Iterator[Tile]:
     planned, total = job.saving, job.everything
-    if planned is None or total is None:
+    if planned is None:
         return
     each = planned.times(1)
     counted = sum(one.typical.iterations for one in job.plans)
@@ -160,6 +160,8 @@ def _saved(job: ReportedJob, found: Sources, factors: Factors) -> Iterator[Tile]
         f"Iteration time {job.under_plans}", percent(planned.slowdown),
         f"{duration(each.time_s)} instead of {duration(each.default_s)}, typical of {counted} iterations",
     )  # fmt: skip
+    if total is None:
+        return
     yield Tile(
         "Saved so far", watt_hours(total.saved_j * factors.pue),
         f"{grams(factors.carbon_g(total.saved_j))} CO₂e, {money(factors.price(total.saved_j), factors.currency)}; "

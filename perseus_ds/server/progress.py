@@ -307,6 +307,11 @@ class JobProgress:
         elif record.phase == "run":
             self._planned_j = sums_by_part(self._planned_j, parts_j)
 
+    @property
+    def whole(self) -> WholeSummary | None:
+        """The saving of the whole job. None before an iteration could be compared."""
+        return self._whole.saving
+
     def facts(self, name: str, now: float) -> JobFacts:
         """Return the facts."""
         start, chosen = self._of(Started) or Started(), self._of(PlanChosen) or PlanChosen()
@@ -421,7 +426,7 @@ class JobProgress:
             "saved": saving.saved if saving else None,
             "slowdown": saving.slowdown if saving else None,
             "baseline": str(plans[-1].baseline) if plans else None,
-            "whole": self._whole.saving,
+            "whole": self.whole,
             "plans": tuple(
                 PlanSummary(plan=one.plan, iterations=one.ran, slowdown=one.slowdown, saved=one.saved)
                 for one in plans

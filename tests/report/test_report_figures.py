@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 from pipelines import synthetic_profile
-from run_folders import record, write_auto_run, write_log
+from run_folders import compared_with, record, write_auto_run, write_log
 
 from perseus_ds import units
 from perseus_ds.cli.main import main
@@ -29,7 +29,11 @@ def three_plans(folder, job):
     job.frontier.save(folder)
     default = [record(n, "optimizing", 1.0, 100.0) for n in range(1, 6)]
     ran = [(0, 1.0, 90.0)] * 2 + [(3, 1.1, 80.0)] * 4 + [(5, 1.2, 70.0)] * 3
-    write_log(folder, [START, *default, *(record(6 + n, "run", t, e, plan=p) for n, (p, t, e) in enumerate(ran))])
+    planned = [
+        record(6 + n, "run", time_s, energy_j, plan=plan) | compared_with(1.0, 100.0, predicted_time_s=time_s)
+        for n, (plan, time_s, energy_j) in enumerate(ran)
+    ]
+    write_log(folder, [START, *default, *planned])
     found = find_sources(folder)
     return found, main_job(jobs_of(found))
 
@@ -74,7 +78,7 @@ def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
 
 
 def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, job):
-    write_auto_run(tmp_path, job)
+    write_auto_run(tmp_path, job, is_compared=True)
     found = find_sources(tmp_path)
     assert "Energy of a sample" not in [t.title for t in tiles(found, main_job(jobs_of(found)), FACTORS)]
     sizes = {"micro_batch_size": 2, "pipeline_ranks": 3, "data_parallel": 2}

@@ -48,7 +48,7 @@ def make_job() -> Job:
     return Job(profile, optimize(schedule, profile, plans=PLANS, certificates=True), Dag.build(schedule))
 
 
-def write_auto_run(folder: Path, job: Job) -> None:
+def write_auto_run(folder: Path, job: Job, *, is_compared: bool = False) -> None:
     """Write the output of ``auto`` mode: profile, frontier, records and timelines in one folder."""
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
@@ -58,7 +58,8 @@ def write_auto_run(folder: Path, job: Job) -> None:
     records += [record(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
     records += [record(n, "profile", default.time_s * 1.1, default.energy_j) for n in (5, 6)]
     records += [{"event": "plan", "plan": 2}]
-    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2) for n in (7, 8, 9)]
+    compared = compared_with(default.time_s, default.energy_j, predicted_time_s=plan.time_s) if is_compared else {}
+    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2) | compared for n in (7, 8, 9)]
     write_log(folder, records)
     kept = [measured(job, plan, 8, 2), measured(job, default, 3, None)]
     file = TimelineFile(simulated=True, gpu="simulated A100-SXM", job=job.profile.info, iterations=kept)
@@ -76,6 +77,11 @@ def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *,
         "default_energy_j": None if saved is None else energy_j / (1 - saved),
         "simulated": True,
     }
+
+
+def compared_with(time_s: float, energy_j: float, *, predicted_time_s: float) -> dict:
+    """Return what records of iterations under plans contain for the comparison with default clocks."""
+    return {"default_time_s": time_s, "default_energy_j": energy_j, "predicted_time_s": predicted_time_s}
 
 
 def write_log(folder: Path, records: list[dict]) -> None:
