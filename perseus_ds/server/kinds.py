@@ -2,8 +2,8 @@
 
 Each frequent kind has its own mode, which receives only iterations of that kind. All other iterations run at default
 clocks. The first order of a job runs the job's mode. Passes are the same in all orders, so all orders share one
-profile, and only the schedule of a new order is read. An order whose inputs have several frequent shapes is divided
-into kinds by shape, each with its own profile.
+profile, which is measured in iterations of all of them, and only the schedule of a new order is read. An order whose
+inputs have several frequent shapes is divided into kinds by shape, each with its own profile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from perseus_ds.server.context import ModeContext
 from perseus_ds.server.default_clocks import wait_until_none_has_failed
 from perseus_ds.server.iterations import Mode, Run, Seen
 from perseus_ds.server.modes import mode_of, mode_of_order, mode_of_shape
-from perseus_ds.server.profiling import share_profile
+from perseus_ds.server.profiling import passes_of_stages, share_profile
 
 OFTEN, LAST = 5, 50
 """A kind gets plans if it occurs in 5 of the last 50 iterations. Planning takes about twenty of its iterations."""
@@ -133,11 +133,10 @@ class Kind:
         elif self.wanted.phase not in _WITHOUT_PROFILE:
             self.profile = self.context.job.profile_path
 
-    def begin_again(self, mode: Mode) -> None:
-        """Replace the mode and start the new one."""
+    def change_mode(self, mode: Mode) -> None:
+        """Replace the mode. :meth:`advance` starts the new one."""
         self.close()
         self._mode = mode
-        self.advance(None)
 
     def close(self) -> None:
         """End the mode. Iterations of this kind then run at default clocks."""
@@ -199,7 +198,6 @@ class Kinds:
     Attributes:
         first: The first order of the job.
         first_key: Its key; None before it is known.
-        streams: By key of a known order, the operations of each pipeline rank.
         latest: The kind with a mode that occurred last.
     """
 
@@ -209,7 +207,7 @@ class Kinds:
         send_run: Callable[[Kind], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Create the first kind. :meth:`advance` starts its mode.
+        """Create the first kind. :meth:`begin` starts its mode.
 
         Args:
             context: Context of the job.
@@ -221,18 +219,27 @@ class Kinds:
         self._on_error = on_error
         self._plans_orders = context.job.config.mode == "auto"
         self._treats_orders_alike = context.job.config.mode in ("observe", "profile")
-        self.first = self.latest = Kind(0, context, mode_of(context), 0)
+        self.first = self.latest = Kind(0, context, None, 0)
         self.first_key: int | None = None
         self._orders: dict[int, Kind] = {}
         self._frequent: Frequent[int] = Frequent()
         self._shapes: dict[int, _Shapes] = {}
         self._numbers = self._order_numbers = 0
-        self.streams: dict[int, tuple[Any, ...]] = {}
+        self._schedules: dict[int, Schedule] = {}
         # By key and rank, the schedules of requested orders that are not yet complete.
         self._read: dict[int, dict[int, Schedule]] = {}
         self._wanted: set[int] = set()
         self._has_said = False
         self._others = 0
+
+    def begin(self) -> None:
+        """Start the job's mode."""
+        self.first.change_mode(mode_of(self._context))
+        self.advance(self.first, None)
+
+    def streams_of(self, key: int) -> tuple[Any, ...]:
+        """Return the operations of each pipeline rank in an order. Empty if unknown."""
+        return self._schedules[key].ranks if key in self._schedules else ()
 
     @property
     def requested(self) -> list[int]:
@@ -250,7 +257,7 @@ class Kinds:
                         numbers.append((key, shape.firsts[rank], each.number))
                 if not any(each.is_planned for each in self._shapes[key].planned.values()):
                     numbers.append((key, -1.0, DEFAULT_CLOCKS))
-        return Orders(tuple(numbers), 0 if self._treats_orders_alike else DEFAULT_CLOCKS)
+        return Orders(tuple(numbers), self._number_of_others)
 
     def kinds(self) -> list[Kind]:
         """Return all kinds that have plans or may get them."""
@@ -262,11 +269,14 @@ class Kinds:
         if not self._orders:
             self.first_key = self.first.key = key if self.first_key is None else self.first_key
             self._orders[self.first_key] = self.first
-            self.streams[self.first_key] = self._context.job.schedule.ranks
+            self._schedules[self.first_key] = self._context.job.schedule
             self._send_orders()
         if self._treats_orders_alike:
             return (self.first if self._is_measured_with_first(key) else None), None, None
         kind = self._of_order(key)
+        measured = self._measured
+        if kind is None and measured is not None and self._has_passes_of(key, measured):
+            return measured, NO_ORDER, None
         if kind is None:
             return None, NO_ORDER, None
         order = kind.context.order or None
@@ -285,7 +295,7 @@ class Kinds:
             return True
         self._others += 1
         self._say_that_orders_differ("all of them are profiled")
-        if key not in self.streams:
+        if key not in self._schedules:
             if key not in self._orders:
                 self._read_schedule(key)
             return False
@@ -300,6 +310,7 @@ class Kinds:
             return
         if seen is not None:
             self.latest = kind
+        others = self._number_of_others
         try:
             kind.advance(seen)
         except StopIteration as ended:
@@ -314,6 +325,8 @@ class Kinds:
             else:
                 self._give_up_order(kind.key, error)
             return
+        if self._number_of_others != others:
+            self._send_orders()
         if kind.is_planned:
             self._send_run(kind)
 
@@ -332,8 +345,8 @@ class Kinds:
                 ranks = tuple(found[each].ranks[0] for each in self._context.job.shown)
                 self._wanted.discard(message.key)
                 del self._read[message.key]
-                self._begin_order(message.key, replace(own, ranks=ranks))
-        except (OSError, PerseusError, ValueError, zlib.error) as error:
+                self._schedules[message.key] = replace(own, ranks=ranks)
+        except (PerseusError, ValueError, zlib.error) as error:
             self._wanted.discard(message.key)
             self._read.pop(message.key, None)
             self._give_up_order(message.key, error)
@@ -346,9 +359,9 @@ class Kinds:
         self._shapes.clear()
         self._orders = {} if self.first_key is None else {self.first_key: self.first}
         self.latest = self.first
+        self.first.change_mode(_after(self._context, iterations))
         self._send_orders()
-        self.first.begin_again(_after(self._context, iterations))
-        self._send_run(self.first)
+        self.advance(self.first, None)
 
     def progress(self) -> dict[str, Any]:
         """Return the progress under plans to be kept, without a plan if there are several kinds."""
@@ -373,9 +386,35 @@ class Kinds:
             return found
         which = "numbers that come often get plans" if self._plans_orders else "the plans are for one number"
         self._say_that_orders_differ(f"{which}, all others run at default clocks")
-        if self._deserves_plans(key):
-            self._read_schedule(key)
+        is_measured = self._measured is not None
+        if is_measured or self._deserves_plans(key):
+            if key not in self._schedules:
+                self._read_schedule(key)
+            elif not is_measured:
+                self._begin_order(key)
         return None
+
+    @property
+    def _measured(self) -> Kind | None:
+        """The order whose profile is measured, if no order has one. Iterations of all orders are measured for it.
+
+        They run at its clock, because an energy counter may need longer than one iteration at the same clock.
+        """
+        if self._profile() is not None:
+            return None
+        return next((kind for kind in self._orders.values() if kind.wanted.phase == "profile"), None)
+
+    def _has_passes_of(self, key: int, kind: Kind) -> bool:
+        """Return whether an order is known, and all of its passes are measured for the profile of a kind."""
+        schedule = self._schedules.get(key)
+        return schedule is not None and passes_of_stages(schedule) <= passes_of_stages(kind.context.job.schedule)
+
+    @property
+    def _number_of_others(self) -> int:
+        """The number whose run iterations of orders without a kind follow."""
+        if self._treats_orders_alike:
+            return 0
+        return DEFAULT_CLOCKS if self._measured is None else self._measured.number
 
     def _say_that_orders_differ(self, then: str) -> None:
         if not self._has_said:
@@ -414,16 +453,17 @@ class Kinds:
             self._wanted.add(key)
             self._context.send_all(ReadSchedule(key))
 
-    def _begin_order(self, key: int, schedule: Schedule) -> None:
+    def _begin_order(self, key: int) -> None:
         """Start the mode of an order whose schedule is known."""
-        self.streams[key] = schedule.ranks
-        if self._treats_orders_alike:
+        schedule, profile = self._schedules[key], self._profile()
+        job = self._context.job.of_order(self._order_numbers + 1, schedule)
+        try:
+            has_profile = profile is not None and share_profile(job, profile)
+        except (OSError, PerseusError) as error:
+            self._give_up_order(key, error)
             return
         self._order_numbers += 1
-        profile = self._profile()
-        job = self._context.job.of_order(self._order_numbers, schedule)
         context = replace(self._context, job=job, order=self._order_numbers)
-        has_profile = profile is not None and share_profile(job, profile)
         kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
         kind.came = self._frequent.iterations
         planned = OrderPlanned(order=context.order, micro_batches=schedule.micro_batches, shares_profile=has_profile)

@@ -22,7 +22,7 @@ from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Span
+from perseus_ds.pipeline.schedule import Compute, Schedule, Span
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.blocking_power import chosen_power_w, pooled
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
@@ -178,6 +178,8 @@ _SETTLE_S = 0.05
 _REFRESHES = 10
 _KNOWN = 0.05
 _MOST_VISITS = 8
+# Visits with too few refreshes become longer, up to this multiple.
+_LONGEST_VISIT = 8
 # Number of iterations at a clock that have already begun when the last necessary one is reported.
 _UNDER_WAY = 2
 # Fraction of clocks that cost another iteration, because the next one was not known before their last report.
@@ -206,7 +208,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
 
     def iterations(clock_mhz: int) -> int:
         """Return the number of iterations at a clock in which the energy counter is refreshed often enough."""
-        return max(1, math.ceil(window_s / baseline.time_s * clock_mhz / clocks[-1]))
+        typical_s = measurement.share * baseline.time_s
+        return max(1, math.ceil(window_s / typical_s * clock_mhz / clocks[-1]))
 
     expected = most * iterations(clocks[len(clocks) // 2]) + math.ceil(_UNKNOWN * most) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
@@ -288,6 +291,7 @@ class _Measurement:
         self._measured: set[int] = set()  # others were requested early, and are not needed
         self._came: Counter[int] = Counter()
         self.iterations = 0
+        self._shares: list[float] = []
         self.lost_s = 0.0
         self.lost_j = 0.0
 
@@ -300,26 +304,32 @@ class _Measurement:
         before the last iteration at this clock is reported.
 
         Raises:
-            GpuError: The clock could not be set.
+            GpuError: The clock could not be set, or the power remains unknown.
         """
+        self._measured.add(clock_mhz)
+        needed = iterations
         for _ in range(_MOST_VISITS):
             early = 0
-            while self._came[clock_mhz] < iterations:
+            while self._came[clock_mhz] < needed:
                 wanted_mhz = clock_mhz
-                if then_mhz is not None and self._asked[clock_mhz] >= iterations and early < _UNDER_WAY:
+                if then_mhz is not None and self._asked[clock_mhz] >= needed and early < _UNDER_WAY:
                     wanted_mhz, early = then_mhz, early + 1
                 self._asked[wanted_mhz] += 1
                 wanted = Run("profile", wanted_mhz, times="all", logs_energy=True, next_phase=next_phase())
                 self._take_in(await iteration(wanted))
             self._end_visit()
             self._came[clock_mhz] = self._asked[clock_mhz] = 0
-            if not any(self._knows_little(rank, clock_mhz) for rank in self._ranks):
+            if any(self._refreshes[rank, clock_mhz] < _REFRESHES for rank in self._ranks):
+                needed = min(2 * needed, _LONGEST_VISIT * iterations)  # they are shorter than expected, or not in a row
+            elif all(profiler.power_error(clock_mhz) <= _KNOWN for profiler in self._profilers.values()):
                 break
-        self._measured.add(clock_mhz)
+        else:
+            self.rows([clock_mhz])
 
     def _take_in(self, seen: Seen) -> None:
         run = seen.run
-        clock_mhz = run.clock_mhz if run is not None and run.phase == "profile" else None
+        is_measured = run is not None and run.phase == "profile" and all(seen.contents.get(r) for r in self._ranks)
+        clock_mhz = run.clock_mhz if run is not None and is_measured else None
         if clock_mhz != self._visited_mhz:
             self._end_visit()
         self._keep_refreshes(seen)
@@ -332,11 +342,6 @@ class _Measurement:
         visit, self._visit = self._visit, []
         if visit and self._visited_mhz is not None:
             self._add(self._visited_mhz, visit)
-
-    def _knows_little(self, rank: int, clock_mhz: int) -> bool:
-        """Return whether a rank needs more iterations at a clock."""
-        few = self._refreshes[rank, clock_mhz] < _REFRESHES
-        return few or self._profilers[rank].power_error(clock_mhz) > _KNOWN
 
     def _keep_refreshes(self, seen: Seen) -> None:
         for rank in self._ranks:
@@ -363,6 +368,7 @@ class _Measurement:
         for seen in visit:
             found = _passes(seen.spans(rank) for rank in self._ranks)
             share = found / usual if usual else 1.0  # with another number of micro-batches
+            self._shares.append(share)
             self.lost_s += seen.time_s - share * self._baseline.time_s
             self.lost_j += seen.reports.energy_j - share * self._baseline.energy_j
 
@@ -410,9 +416,11 @@ class _Measurement:
             rows = found[f"rank {rank}"] = [row for row in known if row.measurement.clock_mhz in self._measured]
             missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
             if missing:
+                shortest_s = _SETTLE_S + self._baseline.counter_settle_s + 3 * self._baseline.counter_period_s
                 raise GpuError(
                     f"the power at {missing[0]} MHz is not known: the energy counter of rank {rank} was refreshed "
-                    f"{self._refreshes[rank, missing[0]]} times."
+                    f"{self._refreshes[rank, missing[0]]} times while it only included iterations at this clock. "
+                    f"Iterations between those of other shapes must take at least {shortest_s:.2g} s."
                 )
         return found
 
@@ -425,6 +433,11 @@ class _Measurement:
         """Compute rows from another blocking power [W]."""
         for profiler in self._profilers.values():
             profiler.blocking_power_w = power_w
+
+    @property
+    def share(self) -> float:
+        """Mean number of passes of the measured iterations, relative to those of the warm-up."""
+        return statistics.fmean(self._shares) if self._shares else 1.0
 
     def remaining_s(self, iterations: int) -> float:
         """Estimate the time until a number of iterations are measured, at least one more [s]."""
@@ -490,12 +503,16 @@ def share_profile(job: Job, path: Path) -> bool:
         "streams": ScheduleStreams.of(job.schedule),
         "memory_bytes": [],  # which depends on the order
     }
-    passes = {(i.stage, i.kind) for stream in job.schedule.instructions for i in stream if i.kind is not Kind.TAIL}
     profile = StageProfile.load(path)
-    if not passes <= set(profile.keys):
+    if not passes_of_stages(job.schedule) <= set(profile.keys):
         return False
     StageProfile(profile.measurements, profile.info.model_copy(update=of_order)).save(job.profile_path)
     return True
+
+
+def passes_of_stages(schedule: Schedule) -> set[tuple[int, Kind]]:
+    """Return stage and kind of all passes of a schedule."""
+    return {(i.stage, i.kind) for stream in schedule.instructions for i in stream if i.kind is not Kind.TAIL}
 
 
 def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> float | None:

@@ -206,7 +206,7 @@ class JobServer:
         for note in self._notes:
             self.recorder.say(note)
         self.control.record_policy()
-        self._kinds.advance(self._kinds.first, None)
+        self._kinds.begin()
 
     @property
     def next(self) -> Run:
@@ -340,7 +340,7 @@ class JobServer:
             ranks=ranks,
             messages=messages,
             contents=contents,
-            streams=self._kinds.streams.get(key) or (self.job.schedule.ranks if number == 1 else ()),
+            streams=self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ()),
             pipeline_ranks=[place.pipeline_rank for place in self.job.places],
             ended=first.ended,
             conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits()),

@@ -92,6 +92,16 @@ def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_loa
         assert row.energy_j / row.time_s == pytest.approx(job.gpu.model.power_w(clock_mhz, COMPUTE_BOUND), rel=0.1)
 
 
+def test_clocks_are_measured_for_longer_if_iterations_are_shorter_than_those_of_the_warm_up(start):
+    job = start(mode="profile", stages_s=(0.004,), profile={"sampling": "stride", "clock_stride": 40})
+    job.slowdowns[0] = 10.0
+    job.train_until("profile")
+    job.slowdowns[0] = 1.0
+    job.train_until("observe", most=400)
+    assert job.events(Failed) == []
+    assert job.events(ProfileWritten)
+
+
 def test_observe_mode_changes_no_clock_and_names_the_commands_that_show_the_job(start, capsys):
     job = start("it's here", mode="observe")
     assert set(job.train(5)) == {"observe"}

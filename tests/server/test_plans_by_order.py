@@ -6,15 +6,18 @@ from statistics import fmean
 
 import pytest
 from pipelines import one_f_one_b
+from virtual.gpu import AveragingGpu
 from virtual.job import SLOWER, VirtualJob, in_order
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, OrderPlanned, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, OrderPlanned, PlanJudged, ProfileWritten
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client import runtime
 from perseus_ds.client.runtime import key_of
 from perseus_ds.errors import GpuError, ScheduleError
+from perseus_ds.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import Joined, ScheduleRead
 from perseus_ds.protocol.messages import LONGEST, encode
@@ -62,6 +65,25 @@ def test_counts_that_alternate_from_the_start_each_get_a_plan_and_one_profile_is
         assert Frontier.load(folder).provenance.micro_batches == count
         assert StageProfile.load(folder).info.micro_batches == count
     assert job.read == 1
+
+
+@pytest.mark.parametrize("gpu_class", [SimulatedGpu, AveragingGpu])
+def test_counts_that_alternate_are_profiled_although_the_counter_needs_longer_than_one_iteration(start, gpu_class):
+    job = start(mode="auto", stages_s=(0.004,), micro_batches=4, gpu_class=gpu_class, **SLOWER)
+    while not job.events(ProfileWritten):
+        train(job, [4, 2] * 10)
+        assert len(job.taken) < 2000
+    train(job, [4, 2] * 10)
+    job.close()
+    assert job.events(Failed) == []
+    profile = StageProfile.load(job.folder)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        row = profile.at_highest_clock(0, kind)
+        assert row.time_s == pytest.approx(job.work_s[0][kind] * job.gpu.model.slowdown(row.clock_mhz), rel=0.02)
+        assert row.energy_j / row.time_s == pytest.approx(job.gpu.model.power_w(row.clock_mhz, COMPUTE_BOUND), rel=0.1)
+    records = [record for record in job.records() if isinstance(record, IterationRecord)]
+    assert {record.order for record in records if record.phase == "profile"} == {None, 255}
+    assert {record.phase for record in records[-10:]}.isdisjoint({"warm-up", "profile"})
 
 
 def test_profile_mode_measures_iterations_of_all_counts_for_one_profile(start):
@@ -163,16 +185,18 @@ def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, 
     assert Frontier.load(job.folder).provenance.micro_batches == 8
 
 
-def test_a_first_count_that_is_left_before_its_profile_is_done_keeps_no_other_from_a_plan(start):
+@pytest.mark.parametrize("phase", ["warm-up", "profile"])
+def test_a_first_count_that_is_left_before_its_profile_is_done_keeps_no_other_from_a_plan(start, phase):
     job = start(mode="auto", micro_batches=2, **SLOWER)
-    counts = [2] * 6 + [4] * 160
-    train(job, counts)
+    job.train_until(phase)
+    train(job, [2] + [4] * 160)
     records = job.close()
     assert records[-1].phase == "run"
     (planned,) = job.events(OrderPlanned)
-    assert (planned.micro_batches, planned.shares_profile) == (4, False)
+    assert planned.micro_batches == 4
+    assert planned.shares_profile is (phase == "profile"), "iterations of all counts are measured"
     (profiled,) = job.events(ProfileWritten)
-    assert profiled.order == 1
+    assert profiled.order == (0 if phase == "profile" else 1)
 
 
 def test_in_run_mode_the_plan_runs_whenever_the_count_is_the_one_it_was_made_for(start, frontier, capsys):
@@ -232,7 +256,7 @@ def test_a_long_schedule_fits_into_a_message(start, monkeypatch):
     add = job.server._kinds.add_schedule
     monkeypatch.setattr(job.server._kinds, "add_schedule", lambda *read: add(*read) or sent.append(encode(read[1])))
     train(job, [8, 4, 4, 4])
-    assert job.server._kinds.streams[key_of(4)] == long.ranks
+    assert job.server._kinds.streams_of(key_of(4)) == long.ranks
     assert len(sent[0]) < LONGEST / 2
     assert job.events(OrderPlanned) == []
     monkeypatch.setattr(runtime, "_MOST_SCHEDULE_BYTES", 100)
@@ -248,7 +272,7 @@ def test_a_schedule_that_was_lost_is_requested_again_from_a_rank_that_joins_agai
     job._tell = tell
     job._tell(0, Joined(job.runtime.clocks.memory.iteration))
     train(job, [4, 4])
-    assert key_of(4) in job.server._kinds.streams
+    assert job.server._kinds.streams_of(key_of(4))
 
 
 @pytest.fixture
@@ -322,6 +346,7 @@ def test_all_ranks_run_the_plans_of_each_order(tmp_path):
 
 def test_a_later_start_finds_plans_for_both_counts_again(job):
     train(job, [8, 4] * 110)
+    job.schedule = one_f_one_b(ranks=1, micro_batches=8)  # that of the first iteration
     state = job.restart()
     assert state["progress"]["plan"] is None, "its order is not known"
     assert in_order(train(job, [8, 4] * 110)[::2])[-1] == "run"
