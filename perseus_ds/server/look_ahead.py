@@ -38,6 +38,7 @@ class LookAhead:
         self.is_used = False
         self._pipelines = pipelines
         self._say = say
+        self._has_said = False
         self._worker = worker
         # By iteration, the lengths of each pipeline.
         self._given: dict[int, dict[int, Lengths]] = {}
@@ -96,10 +97,13 @@ class LookAhead:
         return [file for planner in self._planners.values() for file in planner.files]
 
     def has_ended(self, iteration: int, order: int, *, is_missed: bool) -> None:
-        """Record whether an iteration ran without its plan, and print once if plans keep being late."""
+        """Record whether an iteration ran without its plan. The first time that plans keep being late is printed."""
         planner = self._planners.get(order)
         if planner is not None and len(self._given.get(iteration, ())) == self._pipelines:
-            planner.count_missed(is_missed=is_missed or iteration not in planner.plans, say=self._say)
+            why = planner.count_missed(is_missed=is_missed or iteration not in planner.plans)
+            if why is not None and not self._has_said:
+                self._has_said = True
+                self._say(f"no plans for the lengths given, iterations run at default clocks: {why}")
 
     def start(self, job: PlannedJob, log_path: Path, order: int) -> None:
         """Start a process that plans iterations of an order.
@@ -170,13 +174,14 @@ class _Planner:
     def _fits(self, lengths: tuple[Lengths, ...]) -> bool:
         return all(len(of_pipeline) == self._micro_batches for of_pipeline in lengths)
 
-    def count_missed(self, *, is_missed: bool, say: Callable[[str], None]) -> None:
+    def count_missed(self, *, is_missed: bool) -> str | None:
+        """Count iterations in a row without their plan, and return the reason once these are too many."""
         self._missed = self._missed + 1 if is_missed else 0
-        if self._missed == _MISSED_IN_A_ROW:
-            why = self._worker.error or (
-                "planning takes longer than an iteration: give lengths more iterations ahead, if they are known"
-            )
-            say(f"no plans for the lengths given, iterations run at default clocks: {why.rstrip('.')}")
+        if self._missed < _MISSED_IN_A_ROW:
+            return None
+        return self._worker.error.rstrip(".") or (
+            "planning takes longer than an iteration: give lengths more iterations ahead, if they are known"
+        )
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):

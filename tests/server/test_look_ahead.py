@@ -141,6 +141,16 @@ def test_plans_that_do_not_come_leave_default_clocks_and_that_is_said_once(start
     assert capsys.readouterr().out.count("no plans for the lengths given") == 1
 
 
+def test_plans_that_are_late_again_and_again_are_said_once(start, capsys):
+    job = start(**SLOWER)
+    job.lengths_worker = worker = type("Worker", (LengthsWorkerAtOnce,), {})
+    job.train_until("run")
+    for is_slow in (True, False) * 3:
+        worker.is_slow = is_slow
+        job.train(25)
+    assert capsys.readouterr().out.count("no plans for the lengths given") == 1
+
+
 def test_lengths_of_another_number_of_micro_batches_are_not_planned(start):
     job = start(**SLOWER, micro_batches=3)
     job.train(100)
