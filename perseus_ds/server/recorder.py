@@ -57,6 +57,8 @@ _UNDER_PLANS = ("run", "pause")
 # Jobs with at most this number of ranks record all ranks with every iteration. Larger ones record them less often, to
 # keep records short.
 _RANKS = 64
+# Heat that comes and goes more often than this is one limit [s].
+_LASTS_S = 30.0
 # Maximum time to wait for the disk before and after the summary. Agents replace a server that is silent for 5 s.
 _AT_END_S = 2.0
 
@@ -97,6 +99,9 @@ class Recorder:
         self._iterations = 0
         self._limits: tuple[GpuLimit, ...] = ()
         self._limited: set[int] = set()
+        self._time_s = 0.0
+        # By rank, the recorded clock limit [MHz], and when it last applied, as a sum of iteration times [s].
+        self._hot: dict[int, tuple[float, float]] = {}
 
     def start(self, event: Started) -> None:
         """Record the start of the job, after all checks."""
@@ -121,7 +126,8 @@ class Recorder:
             order: Number of its order, if orders have separate plans.
             shape: Number of the shape of its inputs, if shapes have separate plans.
         """
-        self._compare_limits(seen.ranks.limits())
+        self._time_s += seen.time_s
+        self._compare_limits(self._lasting(seen.ranks.limits()))
         record = self.last = self._of_job(seen, run, order, shape)
         self._writer.write(record, _TOGETHER_S)
         if self._has_monitor:
@@ -131,6 +137,21 @@ class Recorder:
             self._send(Observed(figures, seen.messages[0].report.samples))
         if self._steps_per_print and record.iteration % self._steps_per_print == 0:
             self._print(record)
+
+    def _lasting(self, limits: tuple[GpuLimit, ...]) -> tuple[GpuLimit, ...]:
+        """Return the limits, but clock limits that heat has raised or ended only after some time."""
+        of_rank = {limit.rank: limit for limit in limits}
+        for rank in of_rank.keys() | self._hot.keys():
+            limit = of_rank.get(rank, GpuLimit(rank, math.inf, math.inf))
+            clock_mhz, at_s = self._hot.get(rank, (math.inf, 0.0))
+            if limit.clock_mhz <= clock_mhz or self._time_s - at_s > _LASTS_S:
+                clock_mhz, at_s = limit.clock_mhz, self._time_s
+            if math.isfinite(clock_mhz):
+                self._hot[rank] = clock_mhz, at_s
+                of_rank[rank] = limit._replace(clock_mhz=clock_mhz)
+            else:
+                self._hot.pop(rank, None)
+        return tuple(limit for _, limit in sorted(of_rank.items()))
 
     def _compare_limits(self, limits: tuple[GpuLimit, ...]) -> None:
         """Record a change of limited GPUs, and print it unless all of them were already printed."""
@@ -201,7 +222,7 @@ class Recorder:
             plan=run.plan,
             order=order,
             shape=shape,
-            limited=bool(self._limits),
+            limited=bool(seen.ranks.limits()),
             time_s=_rounded(reports.time_s.max()),
             energy_j=_rounded(energy_j) if has_energy else None,
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline, energies_j)))

@@ -8,7 +8,7 @@ import pytest
 from seen import seen
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, Started, read_records, to_line
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, LimitsChanged, Started, read_records, to_line
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
@@ -66,6 +66,19 @@ def records_of(recorder, tmp_path):
     recorder.close()
     _, *iterations, end = read_records(tmp_path)
     return iterations, end
+
+
+def test_heat_that_flickers_is_one_limit_which_ends_after_a_while_without_heat(recorder, tmp_path):
+    clocks_mhz = [1200.0, math.inf] * 50 + [1100.0] + [1300.0] * 100 + [math.inf] * 100
+    for number, clock_mhz in enumerate(clocks_mhz, start=1):
+        recorder.add(seen({"time_s": 1.0, "limit_mhz": clock_mhz}, number=number), DEFAULT)
+    records, _ = records_of(recorder, tmp_path)
+    events = [event.limits for event in records if isinstance(event, LimitsChanged)]
+    assert events == [((0, None, clock_mhz),) for clock_mhz in (1200.0, 1100.0, 1300.0)] + [()]
+    iterations = [record for record in records if isinstance(record, IterationRecord)]
+    assert [record.limited for record in iterations] == [math.isfinite(clock_mhz) for clock_mhz in clocks_mhz]
+    ended = next(number for number, record in enumerate(reversed(records)) if isinstance(record, LimitsChanged))
+    assert ended < 75, "not as soon as heat is gone"
 
 
 def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, rank_0):
