@@ -173,7 +173,7 @@ class ServerProcess:
         poller.register(self._socket, zmq.POLLIN)
         while not self.server.is_over and self._is_needed():
             with self._lock:
-                files = self.server.look_ahead.files
+                files = self.server.files
             for file in files:
                 poller.register(file, zmq.POLLIN)
             poller.poll(int(1000 * _POLL_S))

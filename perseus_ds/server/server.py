@@ -76,7 +76,7 @@ class JobServer:
         job: The job.
         control: The user's control of the job.
         recorder: Records iterations and events.
-        look_ahead: Lengths of future iterations. When one of its files is readable, :meth:`tick` has something to do.
+        look_ahead: Lengths of future iterations.
         has_ended: Whether the job has ended and all records are written.
         is_over: Whether all ranks have left in addition.
     """
@@ -143,6 +143,7 @@ class JobServer:
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = self.control.steps = first.steps or 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
+        self._backs_off_until = 0  # a step
         self._left_s: float | None = None
         self.is_over = False
         self.has_ended = False
@@ -285,7 +286,8 @@ class JobServer:
 
     def tick(self) -> None:
         """Do everything that is due without a message."""
-        self._plan_ahead()
+        if not self._backs_off:
+            self._plan_ahead()
         if self._left_s is None or self.is_over:
             return
         late_s = self._time.now_s() - self._left_s
@@ -484,6 +486,16 @@ class JobServer:
             if state.is_here:
                 self._send(rank, msgspec.structs.replace(follows(rank, iteration), only_iteration=iteration))
 
+    @property
+    def files(self) -> list[int]:
+        """File descriptors that are readable when :meth:`tick` has something to do."""
+        return [] if self._backs_off else self.look_ahead.files
+
+    @property
+    def _backs_off(self) -> bool:
+        """Whether the mode has failed and has not been restarted yet."""
+        return self.control.steps < self._backs_off_until
+
     def _from_iteration(self) -> int:
         """Return the first iteration that no rank begins before it receives a message sent now.
 
@@ -524,6 +536,7 @@ class JobServer:
         logger.debug("perseus: the mode ended", exc_info=error)
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
+        self._backs_off_until = self.control.steps + iterations
         self.recorder.warn(f"{text}. Training continues at default clocks.")
         self.recorder.event(Failed(error=str(error)))
         self._kinds.begin_again(iterations)

@@ -1,5 +1,7 @@
 """Lost, duplicate, late and reordered messages affect only the evidence of their iterations."""
 
+import gc
+import warnings
 from itertools import product
 
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from job_descriptions import described
 from virtual.time import VirtualTime
 
-from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
+from perseus_ds.errors import PerseusError
 from perseus_ds.protocol.job_messages import (
     Follow,
     Joined,
@@ -161,6 +164,38 @@ def test_a_rank_of_which_nothing_arrives_for_long_costs_no_memory(play):
     assert len(job.server._contents) < 100
     job.run(range(1000, 1005))
     assert [record.iteration for record in job.end()] == [1000, 1001, 1002, 1003, 1004]
+
+
+def tick_as_the_process_does(server):
+    try:
+        server.tick()
+    except OSError as error:
+        server.has_failed(error)
+
+
+def test_an_error_at_every_call_ends_the_mode_at_growing_intervals(play, monkeypatch):
+    job = play(mode="observe")
+
+    def fail(begun):
+        raise OSError("the worker cannot be read")
+
+    monkeypatch.setattr(job.server.look_ahead, "new_plans", fail)
+    for iteration in range(1, 101):
+        job.run([iteration])
+        for _ in range(5):
+            tick_as_the_process_does(job.server)
+    job.end()
+    failed = [record for record in read_records(job.folder) if isinstance(record, Failed)]
+    assert len(failed) == 3, "in iterations 1, 11 and 51"
+
+
+def test_a_job_that_cannot_be_trained_leaves_no_mode_that_is_never_awaited(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(PerseusError):
+            Job(tmp_path, mode="run", frontier=str(tmp_path / "missing"))
+        gc.collect()
+    assert not [warning for warning in caught if "never awaited" in str(warning.message)]
 
 
 def test_messages_of_ranks_that_do_not_exist_and_after_the_end_change_nothing(play):
