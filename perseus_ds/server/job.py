@@ -168,8 +168,9 @@ class Job:
         Raises:
             PlanError: A GPU lacks one of them.
         """
+        needed_mhz = set(clocks_mhz)
         for facts in self.facts:
-            for clock_mhz in sorted(set(clocks_mhz) - set(facts.clocks_mhz)):
+            for clock_mhz in sorted(needed_mhz.difference(facts.clocks_mhz)):
                 raise PlanError(
                     f"Plan does not fit this GPU: {facts.gpu} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
                 )

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import struct
@@ -33,7 +34,7 @@ from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.protocol import description as described
-from perseus_ds.protocol.job_messages import Say, ToRank, ToServer
+from perseus_ds.protocol.job_messages import RankReport, Say, Spans, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess, Status
 from perseus_ds.server.metrics import MetricsReporter
@@ -46,7 +47,10 @@ _HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 """Times without messages from agents after which the server ends: before the first message, during training, and after
 the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
-_MOST_QUEUED = 100_000
+_BEHIND_S = 5.0
+"""Age of received messages above which the server discards reports and the job continues at default clocks."""
+# Maximum number of messages to and from each agent in memory.
+_MOST_TO_AGENT, _MOST_FROM_AGENT = 100_000, 1000
 _LINGER_MS = 1000
 _MOST_ANSWERS = 100
 _RANK = struct.Struct("=I")
@@ -118,8 +122,9 @@ class ServerProcess:
         self._saved: Future[None] = Future()
         self._saved.set_result(None)
         self._state_at_s = self._beat_at_s = 0.0
-        self._heard_s = REAL_TIME.now_s()
-        self._has_heard = False
+        # Time of the last message, and the last time at which all messages were processed.
+        self._heard_s = self._up_to_date_s = REAL_TIME.now_s()
+        self._has_heard = self._is_behind = False
 
     @property
     def address(self) -> str:
@@ -137,8 +142,8 @@ class ServerProcess:
         authenticator.configure_curve_callback("*", _Keys(self._request.public_key, self._control_keys[0]))
         listener: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._parts.callback(listener.close, _LINGER_MS)
-        listener.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
-        listener.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        listener.setsockopt(zmq.SNDHWM, _MOST_TO_AGENT)
+        listener.setsockopt(zmq.RCVHWM, _MOST_FROM_AGENT)
         listener.setsockopt(zmq.IPV6, 1)
         listener.curve_server = True
         listener.curve_publickey = self._request.server_key
@@ -229,16 +234,17 @@ class ServerProcess:
     def _receive(self) -> None:
         """Process the received messages for a short time, so that heartbeats are sent in between."""
         end_s = REAL_TIME.now_s() + _POLL_S
-        while REAL_TIME.now_s() < end_s:
+        while (now_s := REAL_TIME.now_s()) < end_s:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._up_to_date_s, self._is_behind = now_s, False
                 return
             agent, *rest = frames
             if len(rest) == 2 and rest[0] == CONTROL:
                 self._orders.submit(self._answer_order, agent, rest[1])
                 continue
-            self._heard_s, self._has_heard = REAL_TIME.now_s(), True
+            self._heard_s, self._has_heard = now_s, True
             if agent not in self._agents:
                 self._agents.add(agent)
                 self._beat_at_s = 0.0  # it is answered immediately
@@ -249,11 +255,16 @@ class ServerProcess:
                 except msgspec.DecodeError as error:
                     logging.getLogger("perseus_ds").warning("perseus: a message of rank %d is none: %s", rank, error)
                     continue
+                if self._is_behind and isinstance(message, RankReport | Spans):
+                    continue
                 before, self._agent_of[rank] = self._agent_of.get(rank, agent), agent
                 with self._surviving_errors():
                     self.server.receive(rank, message)
                     if agent != before:  # messages to the rank may be lost
                         self.server.resend(rank)
+        if now_s > self._up_to_date_s + _BEHIND_S and not self._is_behind:
+            self._is_behind = True
+            self.server.fall_behind()
 
     @contextlib.contextmanager
     def _surviving_errors(self) -> Iterator[None]:
@@ -331,6 +342,8 @@ def _read_state(path: Path) -> tuple[dict[str, Any] | None, str]:
 def main() -> None:
     """Run the server of a job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each agent has a connection
     answer = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):

@@ -541,6 +541,12 @@ class JobServer:
         self.recorder.event(Failed(error=str(error)))
         self._kinds.begin_again(iterations)
 
+    def fall_behind(self) -> None:
+        """Continue at default clocks for some iterations, because reports arrive faster than they are processed."""
+        if self.next.phase != "observe":
+            ranks = self.job.world_size
+            self.has_failed(PerseusError(f"the job's server cannot process the reports of {ranks} ranks in time"))
+
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, its next run and the record of its last iteration."""
         last, following = self.recorder.last, self.next

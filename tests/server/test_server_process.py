@@ -1,6 +1,8 @@
 """The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
+import resource
 import stat
+import struct
 import threading
 import time
 
@@ -14,7 +16,17 @@ from virtual.time import VirtualTime
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
 from perseus_ds.errors import ConfigError
-from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Orders, Say, Spans, ToServer
+from perseus_ds.protocol.job_messages import (
+    Joined,
+    Latencies,
+    Left,
+    Orders,
+    RankReport,
+    Report,
+    Say,
+    Spans,
+    ToServer,
+)
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.control_socket import parse_order, send_order
 from perseus_ds.server.process import ServerProcess
@@ -129,6 +141,57 @@ def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
     monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
     process._receive()
     assert len(taken) < 20
+
+
+def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_clocks(tmp_path, monkeypatch):
+    """Decisions on old reports would come ever later."""
+    monkeypatch.chdir(tmp_path)
+    now, backlog = VirtualTime(), 1500
+    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
+    process = ServerProcess(request(tmp_path / "perseus", mode="auto", public_key=PUBLIC_KEY))
+    received = []
+
+    def receive(flags):
+        """Return the next of the reports that have arrived, each of which takes 10 ms."""
+        if len(received) == backlog:
+            raise zmq.Again
+        now.sleep(0.01)
+        received.append(len(received) // 2 + 1)
+        report = RankReport(Report(received[-1], 0, 0, 7, 0.01))
+        return [b"agent", struct.pack("=I", len(received) % 2), encode(report)]
+
+    monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
+    process.server.start()
+    try:
+        assert process.server.next.phase == "warm-up"
+        while process.server.next.phase == "warm-up":
+            process._receive()
+        assert process.server.next.phase == "observe"
+        assert len(received) == pytest.approx(500, abs=20), "they are 5 s old"
+        recorded = process.server.recorder.last.iteration
+        while len(received) < backlog:
+            process._receive()
+        assert process.server.recorder.last.iteration == recorded
+        assert process.server.next.phase == "observe"
+        process._receive()
+        backlog += 2
+        process._receive()
+        assert process.server.recorder.last.iteration == 751
+    finally:
+        process.close()
+
+
+def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path):
+    """Each agent has one, and the usual limit of a process is 1024 files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
+    child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
+    try:
+        wait_for(child.answer, "the server has started")
+        assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        child.end()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_status_does_not_hold_up_the_server_while_records_are_written(process, monkeypatch):
