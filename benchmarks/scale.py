@@ -1,13 +1,14 @@
 """One server for many ranks: its processor time, memory, and delay of decisions.
 
-    python benchmarks/scale.py                   # 64, 1 024 and 10 240 ranks, eight on a node
+    python benchmarks/scale.py                          # 64, 1 024 and 10 240 ranks, eight on a node
     python benchmarks/scale.py --ranks 10240
+    python benchmarks/scale.py --ranks 10240 --flood    # also iterations that are faster than the server
 
 The server is the real process, with real encrypted sockets. The agents are emulated: each has the connection of a real
-one, and sends the report of a client and an agent about each iteration for each of its ranks, with noise. After some
-iterations one pipeline becomes slower, and the time until other pipelines receive slower plans is measured. Iterations
-are sent as soon as the server has recorded the previous one, so the relevant figure is processor time per iteration.
-All processes run on this machine.
+one, and sends what a client and an agent report about each iteration of each of its ranks, with noise, and the
+operations if the server requests them. GPUs are simulated. When the server has kept a plan, iterations are sent as soon
+as the server has processed the previous one, so the relevant figure is processor time per iteration. Then one pipeline
+becomes slower, until other pipelines receive slower plans. All processes run on this machine.
 """
 
 from __future__ import annotations
@@ -17,28 +18,43 @@ import random
 import resource
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import zmq
 
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.run_records import Event, PlanChosen, PlanJudged, RecordFollower
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import parse_block
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Schedule, Span, encode_spans
 from perseus_ds.protocol.description import JobDescription, RankFacts, encode
-from perseus_ds.protocol.job_messages import Follow, Measured, RankReport, Report
+from perseus_ds.protocol.job_messages import Follow, Measured, Observed, RankReport, Report, Spans
 from perseus_ds.protocol.messages import Connect, ServerStarted, StartServer
 
 SIZES = (64, 1024, 10240)
-NODE, STAGES, TENSOR, MICRO_BATCHES, PLANS = 8, 8, 8, 32, 50
+NODE, STAGES, MICRO_BATCHES, PLANS = 8, 8, 32, 50
+MOST_TENSOR_PARALLEL, FEWEST_PIPELINES = 8, 4
 ITERATION_S, DEFAULT_J, PLANNED_J = 3.0, 900.0, 800.0
-WARM, MEASURED, SLOW_PIPELINE, SLOWER = 20, 20, 1, 1.2
+MEASURED, SLOW_PIPELINE, SLOWER = 20, 1, 1.2
 CLOCKS_MHZ = tuple(range(705, 1411, 15))
+PASS_S = {Kind.FORWARD: 0.025, Kind.BACKWARD: 0.05, Kind.TAIL: 0.09}
+"""Durations at the highest clock [s]."""
+PATIENCE_S = 300.0
+FLOOD_S, FASTER = 30.0, 1.5
+
+
+def duration_s(kind: Kind, clock_mhz: int) -> float:
+    """Return the duration of an instruction."""
+    return PASS_S[kind] * (0.5 + 0.5 * CLOCKS_MHZ[-1] / clock_mhz)
 
 
 def save_frontier(folder: Path, schedule: Schedule) -> Path:
@@ -57,82 +73,168 @@ def save_frontier(folder: Path, schedule: Schedule) -> Path:
         schedule=schedule.name, micro_batches=MICRO_BATCHES, stages=STAGES, blocking_power_w=80.0, solver="none",
         simulated=True,
     )  # fmt: skip
-    return Frontier(plans, ITERATION_S, baseline, provenance).save(folder)
+    times_s = {
+        (stage, kind, clock_mhz): duration_s(kind, clock_mhz)
+        for stage in range(STAGES)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for clock_mhz in CLOCKS_MHZ
+    }
+    return Frontier(plans, ITERATION_S, baseline, provenance, times_s).save(folder)
 
 
-def describe(folder: Path, ranks: int) -> bytes:
-    """Return the description of a job in run mode."""
-    schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
-    frontier = save_frontier(folder, schedule)
-    block = {"mode": "run", "device": "simulated", "output_dir": str(folder / "perseus"), "frontier": str(frontier)}
-    own = [
-        ScheduleStreams.of(Schedule(schedule.name, MICRO_BATCHES, (stream,))).model_dump_json().encode()
-        for stream in schedule.ranks
-    ]
-    facts = []
-    for rank in range(ranks):
-        pipeline, place = divmod(rank, STAGES)
-        copies = tuple(range(place + STAGES * (pipeline % TENSOR), ranks, STAGES * TENSOR))
-        facts.append(
-            RankFacts(
-                pipeline=tuple(range(STAGES * pipeline, STAGES * (pipeline + 1))),
-                copies=copies,
-                schedule=own[place],
-                gpu="simulated GPU",
-                clocks_mhz=CLOCKS_MHZ,
-                simulated=True,
-                node=str(rank // NODE),
+@dataclass(frozen=True)
+class Job:
+    """The emulated job.
+
+    Attributes:
+        ranks: Number of ranks.
+        tensor_parallel: Number of ranks at each place of a pipeline.
+        schedule: The operations of a pipeline.
+        folder: Folder of its files.
+    """
+
+    ranks: int
+    tensor_parallel: int
+    schedule: Schedule
+    folder: Path
+
+    @classmethod
+    def of(cls, ranks: int, folder: Path) -> Job:
+        """Return a job with several pipelines."""
+        schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
+        return cls(ranks, min(MOST_TENSOR_PARALLEL, ranks // STAGES // FEWEST_PIPELINES), schedule, folder)
+
+    def pipeline_of(self, rank: int) -> int:
+        """Return the data-parallel pipeline of a rank."""
+        return rank // STAGES // self.tensor_parallel
+
+    def describe(self) -> bytes:
+        """Return its description, in run mode."""
+        frontier, output_dir = save_frontier(self.folder, self.schedule), str(self.folder / "perseus")
+        block = {"mode": "run", "device": "simulated", "output_dir": output_dir, "frontier": str(frontier)}
+        own = [
+            ScheduleStreams.of(Schedule(self.schedule.name, MICRO_BATCHES, (stream,))).model_dump_json().encode()
+            for stream in self.schedule.ranks
+        ]
+        facts = []
+        for rank in range(self.ranks):
+            number, place = divmod(rank, STAGES)
+            first = place + STAGES * (number % self.tensor_parallel)
+            facts.append(
+                RankFacts(
+                    pipeline=tuple(range(STAGES * number, STAGES * (number + 1))),
+                    copies=tuple(range(first, self.ranks, STAGES * self.tensor_parallel)),
+                    schedule=own[place],
+                    gpu="simulated GPU",
+                    clocks_mhz=CLOCKS_MHZ,
+                    simulated=True,
+                    node=str(rank // NODE),
+                    has_monitor=rank == 0,
+                )
             )
-        )
-    return encode(JobDescription.of(parse_block(block).model_dump_json().encode(), facts))
+        return encode(JobDescription.of(parse_block(block).model_dump_json().encode(), facts))
 
 
 class Agents:
     """The agents of all nodes.
 
     Attributes:
-        plans: The last plan that each rank has received.
-        received: Number of messages received.
+        follows: The last message with clocks that each rank has received. Empty at default clocks.
+        followed_at: Time of the last such message [Unix seconds].
+        iteration: Number of the last iteration that was sent.
+        processed: Number of the last iteration that the server has processed.
+        sent: Number of messages sent.
     """
 
-    def __init__(self, server: ServerStarted, ranks: int) -> None:
-        self.plans: dict[int, int | None] = {}
-        self.serials = [0] * ranks
-        self.received = 0
-        self._ranks = ranks
+    def __init__(self, job: Job, server: ServerStarted) -> None:
+        self.job = job
+        self.follows: dict[int, Follow] = {}
+        self.followed_at = 0.0
+        self.iteration = self.processed = self.sent = 0
         self._draw = random.Random(2)
-        self._uplinks = []
-        self._follows: dict[int, Follow] = {}
+        self._uplinks: list[Uplink] = []
+        self._contents: dict[tuple[int, str, bool], bytes] = {}
         keys = server.server_key, server.public_key, server.secret_key
-        for first in range(0, ranks, NODE):
+        for first in range(0, job.ranks, NODE):
             uplink = Uplink(Connect(first, server.address, *keys))
-            for rank in range(first, min(first + NODE, ranks)):
-                uplink.join(rank, lambda: 0)
+            for rank in range(first, min(first + NODE, job.ranks)):
+                uplink.join(rank, lambda: self.iteration)
                 uplink.send(rank, Measured(0.1, 0.0, 80.0))
             self._uplinks.append(uplink)
 
     def look(self) -> None:
         """Receive available messages, and send pending ones."""
-        for uplink in self._uplinks:
+        for number, uplink in enumerate(self._uplinks):
             for rank, message in uplink.look():
-                self.received += 1
                 if isinstance(message, Follow):
-                    self.plans[rank], self._follows[rank] = message.plan, message
+                    self.follows[rank], self.followed_at = message, time.time()
+                elif isinstance(message, Observed):
+                    self.processed = message.samples
+            if uplink.has_become_silent():
+                for rank in range(NODE * number, NODE * (number + 1)):
+                    self.follows.pop(rank, None)
 
-    def report(self, iteration: int, slowdown: float = 1.0) -> None:
-        """Send the reports of an iteration. One pipeline may take longer."""
-        for rank in range(self._ranks):
-            follow = self._follows.get(rank)
+    def report(self, slowdown: float = 1.0) -> None:
+        """Send the reports of the next iteration. One pipeline may take longer."""
+        self.iteration += 1
+        for rank in range(self.job.ranks):
+            follow = self.follows.get(rank)
             serial = 0 if follow is None else follow.serial
-            under_plan = follow is not None and follow.plan is not None
-            slow = slowdown if rank // STAGES // TENSOR == SLOW_PIPELINE else 1.0
+            times = "none" if follow is None else follow.otherwise if self.iteration % follow.every else follow.times
+            slow = slowdown if self.job.pipeline_of(rank) == SLOW_PIPELINE else 1.0
             time_s = ITERATION_S * slowdown * self._draw.gauss(1, 0.001)
             report = Report(
-                iteration, 0, serial, 7, time_s, issued=iteration, ended=time.time(),
+                self.iteration, 0, serial, 7, time_s, issued=self.iteration, ended=time.time(), samples=self.iteration,
                 computed_s=0.97 * ITERATION_S * slow, tail_s=0.03 * ITERATION_S,
             )  # fmt: skip
-            energy_j = (PLANNED_J if under_plan else DEFAULT_J) * self._draw.gauss(1, 0.01)
-            self._uplinks[rank // NODE].send(rank, RankReport(report, serial, 100.0 + iteration, energy_j, 2.0))
+            energy_j = (DEFAULT_J if self.is_at_default_clocks(rank) else PLANNED_J) * self._draw.gauss(1, 0.01)
+            uplink = self._uplinks[rank // NODE]
+            if follow is not None and times in ("passes", "all"):
+                uplink.send(rank, Spans(self.iteration, self._spans(follow, rank % STAGES, times)))
+                self.sent += 1
+            uplink.send(rank, RankReport(report, serial, 100.0 + self.iteration, energy_j, 2.0))
+            self.sent += 1
+
+    def is_at_default_clocks(self, rank: int) -> bool:
+        """Return whether a rank has no clocks of a plan."""
+        follow = self.follows.get(rank)
+        return follow is None or follow.program.first_mhz is None
+
+    def plan(self) -> int | None:
+        """Return the plan of rank 0. None at default clocks."""
+        return self.follows[0].plan if 0 in self.follows else None
+
+    def _spans(self, follow: Follow, place: int, times: str) -> bytes:
+        """Return the operations of an iteration as a client sends them."""
+        key = place, times, follow.program.first_mhz is None
+        if key not in self._contents:
+            stream, instructions = self.job.schedule.ranks[place], self.job.schedule.instructions[place]
+            clocks_mhz = follow.program.clocks_mhz or (CLOCKS_MHZ[-1],) * len(instructions)
+            clock_of: dict[Instruction, int] = dict(zip(instructions, clocks_mhz, strict=True))
+            spans, end_s = [], 0.0
+            for operation in stream:
+                taken_s = 0.0
+                if isinstance(operation, Compute):
+                    taken_s = duration_s(operation.instruction.kind, clock_of[operation.instruction])
+                if isinstance(operation, Compute) or times == "all":
+                    spans.append(Span(operation, end_s, end_s + taken_s * self._draw.gauss(1, 0.002)))
+                end_s += taken_s
+            self._contents[key] = encode_spans(spans, {operation: number for number, operation in enumerate(stream)})
+        return self._contents[key]
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Process messages until a condition is true."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end_s, f"the server has not {what} within {PATIENCE_S:g} s"
+            self.look()
+            time.sleep(0.002)
+
+    def iterate(self, slowdown: float = 1.0) -> None:
+        """Send an iteration, and wait until the server has processed it."""
+        self.report(slowdown)
+        number = self.iteration
+        self.wait_until(lambda: self.processed == number, f"processed iteration {number}")
 
     def close(self) -> None:
         """End all connections."""
@@ -140,92 +242,132 @@ class Agents:
             uplink.close()
 
 
-def measure(ranks: int) -> None:
-    """Print the figures of one server for the given number of ranks."""
+class Events:
+    """The events in the record of the job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._follower = RecordFollower(folder)
+
+    def new(self) -> list[Event]:
+        """Return the events since the previous call."""
+        return [record for _, records in self._follower.read() for record in records if isinstance(record, Event)]
+
+
+@dataclass
+class Usage:
+    """What the server's process has used during some iterations.
+
+    Attributes:
+        cpu_s: Processor time of all threads [s].
+        main_s: Processor time of the thread that decides [s].
+    """
+
+    cpu_s: float = 0.0
+    main_s: float = 0.0
+
+
+@contextmanager
+def measured(process: psutil.Process) -> Iterator[Usage]:
+    """Return a context manager that measures the use of a process."""
+    usage, before = Usage(), _times_s(process)
+    yield usage
+    usage.cpu_s, usage.main_s = (now_s - then_s for now_s, then_s in zip(_times_s(process), before, strict=True))
+
+
+def _times_s(process: psutil.Process) -> tuple[float, float]:
+    main = next(thread for thread in process.threads() if thread.id == process.pid)
+    return sum(process.cpu_times()[:2]), main.user_time + main.system_time
+
+
+@contextmanager
+def running(ranks: int) -> Iterator[tuple[Agents, psutil.Process, float]]:
+    """Run the server and its agents. Yields them with the time of the start [s]."""
     with tempfile.TemporaryDirectory() as folder:
         begin_s = time.monotonic()
-        description = describe(Path(folder), ranks)
+        job = Job.of(ranks, Path(folder))
+        description = job.describe()
         child = JobServerChild(StartServer("127.0.0.1", 0, len(description)), description)
         while (started := child.answer()) is None:
             time.sleep(0.01)
         assert not started.kind, started.error
         start_s = time.monotonic() - begin_s
-        agents = Agents(started, ranks)
+        agents = Agents(job, started)
         try:
-            run(agents, child, folder, ranks, start_s)
+            yield agents, psutil.Process(child.pid), start_s
         finally:
             agents.close()
             child.end()
 
 
-def run(agents: Agents, child: JobServerChild, folder: str, ranks: int, start_s: float) -> None:
-    """Send iterations, and print the figures."""
-    process = psutil.Process(child.pid)
-    wait_until(agents, lambda: len(agents.plans) == ranks)
-    records = Path(folder) / "perseus" / "run.jsonl"
-    iteration = 0
-
-    def send(slowdown: float = 1.0) -> None:
-        nonlocal iteration
-        iteration += 1
-        agents.report(iteration, slowdown)
-        deadline_s = time.monotonic() + 60
-        while f'"iteration":{iteration},' not in tail(records) and time.monotonic() < deadline_s:
-            agents.look()
-
-    for _ in range(WARM):
-        send()
-    before_s, messages = sum(process.cpu_times()[:2]), agents.received
-    for _ in range(MEASURED):
-        send()
-    cpu_s = (sum(process.cpu_times()[:2]) - before_s) / MEASURED
-    kept = dict(agents.plans)
-    slow_from, noticed = iteration, None
-    for _ in range(30):
-        send(SLOWER)
-        if any(agents.plans[rank] != plan for rank, plan in kept.items() if plan is not None):
-            noticed = iteration - slow_from
-            break
-    decided_s = time.monotonic()
-    changed = [rank for rank in agents.plans if agents.plans[rank] != kept[rank]]
-    wait_until(agents, lambda: all(agents.plans[rank] is not None for rank in changed))
-    last_s = time.monotonic() - decided_s
-    print(
-        f"{ranks:6} ranks, {-(-ranks // NODE):5} agents: start {start_s:5.1f} s, {1e3 * cpu_s:7.1f} ms of processor "
-        f"time an iteration ({100 * cpu_s / ITERATION_S:.1f} % of a core at {ITERATION_S:g} s), "
-        f"{process.memory_info().rss / 2**20:6.0f} MiB, {ranks / cpu_s:8.0f} reports/s at most, "
-        f"straggler noticed after {noticed} iterations, last agent {1e3 * last_s:.0f} ms later, "
-        f"{agents.received - messages} messages received (agents are emulated, GPUs simulated)",
-        flush=True,
-    )
+def measure(ranks: int, *, floods: bool) -> None:
+    """Print the figures of one server for the given number of ranks."""
+    with running(ranks) as (agents, process, start_s):
+        agents.wait_until(lambda: len(agents.follows) == ranks, "answered all ranks")
+        events = Events(agents.job.folder / "perseus")
+        while not any(isinstance(event, PlanJudged) and event.kept for event in events.new()):
+            agents.iterate()
+        kept_after = agents.iteration
+        sent, begin_s = agents.sent, time.monotonic()
+        with measured(process) as usage:
+            for _ in range(MEASURED):
+                agents.iterate()
+        wall_s, messages = (time.monotonic() - begin_s) / MEASURED, (agents.sent - sent) / MEASURED
+        cpu_s, main_s = usage.cpu_s / MEASURED, usage.main_s / MEASURED
+        plan, slow_from = agents.plan(), agents.iteration
+        with measured(process) as usage:
+            while agents.plan() == plan:
+                agents.iterate(SLOWER)
+        noticed = agents.iteration - slow_from
+        serial = agents.follows[0].serial
+        agents.wait_until(lambda: all(each.serial >= serial for each in agents.follows.values()), "sent all programs")
+        decided = [event for event in events.new() if isinstance(event, PlanChosen) and event.straggler is not None]
+        assert decided, f"plans have changed from {plan} to {agents.plan()} without a straggler"
+        print(
+            f"{ranks:6} ranks, {-(-ranks // NODE):5} agents (emulated; GPUs simulated)\n"
+            f"  processor time for an iteration {1e3 * cpu_s:.1f} ms, {100 * cpu_s / ITERATION_S:.1f} % of a core at "
+            f"{ITERATION_S:g} s; of the thread that decides {1e3 * main_s:.1f} ms\n"
+            f"  {messages:.0f} messages for an iteration, {messages / main_s:.0f} per second of that thread\n"
+            f"  {process.memory_info().rss / 2**20:.0f} MiB; plan kept after {kept_after} iterations; "
+            f"straggler noticed after {noticed}, for {1e3 * usage.cpu_s / noticed:.1f} ms each\n"
+            f"  wall time: start {start_s:.1f} s, {1e3 * wall_s:.0f} ms for an iteration with the agents, "
+            f"{1e3 * (agents.followed_at - decided[-1].time):.0f} ms from the decision to the last rank's program",
+            flush=True,
+        )
+        if floods:
+            flood(agents, process, wall_s / FASTER)
 
 
-def tail(path: Path) -> str:
-    """Return the end of a file."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        return file.read().decode(errors="replace")
-
-
-def wait_until(agents: Agents, condition: object) -> None:
-    """Process the agents' messages until a condition is true, for at most two minutes."""
-    assert callable(condition)
-    end_s = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end_s, "the server does not answer"
+def flood(agents: Agents, process: psutil.Process, interval_s: float) -> None:
+    """Send iterations faster than the server processes them, and print what the ranks run."""
+    begin_s = next_s = time.monotonic()
+    print(f"  an iteration every {1e3 * interval_s:.0f} ms:")
+    shown_s = begin_s
+    while (now_s := time.monotonic()) < begin_s + FLOOD_S:
+        if now_s >= next_s:
+            agents.report()
+            next_s = max(next_s + interval_s, now_s - interval_s)
         agents.look()
+        if now_s > shown_s:
+            shown_s += 3.0
+            at_default = sum(map(agents.is_at_default_clocks, range(agents.job.ranks)))
+            print(
+                f"    after {now_s - begin_s:4.0f} s: {agents.iteration - agents.processed:4} iterations behind, "
+                f"{at_default} ranks at default clocks, {process.memory_info().rss / 2**20:.0f} MiB",
+                flush=True,
+            )
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--flood", action="store_true")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    for ranks in parser.parse_args().ranks:
-        measure(ranks)
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, 60_000)
+    arguments = parser.parse_args()
+    for ranks in arguments.ranks:
+        measure(ranks, floods=arguments.flood)
 
 
 if __name__ == "__main__":
