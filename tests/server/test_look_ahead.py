@@ -1,9 +1,11 @@
 """Plans for the lengths of micro-batches, which the job provides before each iteration."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pipelines import one_f_one_b
 from virtual.job import SLOWER, LengthsWorkerAtOnce, VirtualJob
 
 from perseus_ds.artifacts.profile import StageProfile
@@ -141,14 +143,15 @@ def test_plans_that_do_not_come_leave_default_clocks_and_that_is_said_once(start
     assert capsys.readouterr().out.count("no plans for the lengths given") == 1
 
 
-def test_plans_that_are_late_again_and_again_are_said_once(start, capsys):
-    job = start(**SLOWER)
-    job.lengths_worker = worker = type("Worker", (LengthsWorkerAtOnce,), {})
-    job.train_until("run")
-    for is_slow in (True, False) * 3:
-        worker.is_slow = is_slow
-        job.train(25)
-    assert capsys.readouterr().out.count("no plans for the lengths given") == 1
+def test_plans_that_are_late_again_and_again_are_said_once(tmp_path):
+    said = []
+    server = LookAhead(1, said.append, lambda job, log_path: SimpleNamespace(error="", stop=lambda: None))
+    server.start(SimpleNamespace(schedule=one_f_one_b(ranks=1, micro_batches=1)), tmp_path, order=0)
+    for iteration in range(100):
+        server.give(iteration, 0, (1.0,), begun=iteration - 1)
+        server._planners[0].plans[iteration] = None
+        server.has_ended(iteration, 0, is_missed=iteration % 20 < 15)
+    assert len(said) == 1
 
 
 def test_lengths_of_another_number_of_micro_batches_are_not_planned(start):
