@@ -257,7 +257,11 @@ class Kinds:
                         numbers.append((key, shape.firsts[rank], each.number))
                 if not any(each.is_planned for each in self._shapes[key].planned.values()):
                     numbers.append((key, -1.0, DEFAULT_CLOCKS))
-        return Orders(tuple(numbers), self._number_of_others)
+        measured = None if self._treats_orders_alike else self._measured
+        if measured is not None:
+            alike = (key for key in self._schedules if key not in self._orders and self._has_passes_of(key, measured))
+            numbers += [(key, 0.0, measured.number) for key in alike]
+        return Orders(tuple(numbers), 0 if self._treats_orders_alike else DEFAULT_CLOCKS)
 
     def kinds(self) -> list[Kind]:
         """Return all kinds that have plans or may get them."""
@@ -310,7 +314,7 @@ class Kinds:
             return
         if seen is not None:
             self.latest = kind
-        others = self._number_of_others
+        measured = self._measured
         try:
             kind.advance(seen)
         except StopIteration as ended:
@@ -325,7 +329,7 @@ class Kinds:
             else:
                 self._give_up_order(kind.key, error)
             return
-        if self._number_of_others != others:
+        if self._measured is not measured:
             self._send_orders()
         if kind.is_planned:
             self._send_run(kind)
@@ -346,6 +350,8 @@ class Kinds:
                 self._wanted.discard(message.key)
                 del self._read[message.key]
                 self._schedules[message.key] = replace(own, ranks=ranks)
+                if self._measured is not None:
+                    self._send_orders()
         except (PerseusError, ValueError, zlib.error) as error:
             self._wanted.discard(message.key)
             self._read.pop(message.key, None)
@@ -386,12 +392,15 @@ class Kinds:
             return found
         which = "numbers that come often get plans" if self._plans_orders else "the plans are for one number"
         self._say_that_orders_differ(f"{which}, all others run at default clocks")
-        is_measured = self._measured is not None
-        if is_measured or self._deserves_plans(key):
-            if key not in self._schedules:
-                self._read_schedule(key)
-            elif not is_measured:
+        measured = self._measured
+        if measured is not None and self._has_passes_of(key, measured):
+            return None  # it is measured with that order
+        is_read = key in self._schedules
+        if (measured is not None and not is_read) or self._deserves_plans(key):
+            if is_read:
                 self._begin_order(key)
+            else:
+                self._read_schedule(key)
         return None
 
     @property
@@ -408,13 +417,6 @@ class Kinds:
         """Return whether an order is known, and all of its passes are measured for the profile of a kind."""
         schedule = self._schedules.get(key)
         return schedule is not None and passes_of_stages(schedule) <= passes_of_stages(kind.context.job.schedule)
-
-    @property
-    def _number_of_others(self) -> int:
-        """The number whose run iterations of orders without a kind follow."""
-        if self._treats_orders_alike:
-            return 0
-        return DEFAULT_CLOCKS if self._measured is None else self._measured.number
 
     def _say_that_orders_differ(self, then: str) -> None:
         if not self._has_said:

@@ -264,7 +264,8 @@ class ServerProcess:
                         self.server.resend(rank)
         if now_s > self._up_to_date_s + _BEHIND_S and not self._is_behind:
             self._is_behind = True
-            self.server.fall_behind()
+            with self._surviving_errors():
+                self.server.fall_behind()
 
     @contextlib.contextmanager
     def _surviving_errors(self) -> Iterator[None]:
@@ -343,7 +344,8 @@ def main() -> None:
     """Run the server of a job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each agent has a connection
+    with contextlib.suppress(OSError, ValueError):  # each agent has a connection
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     answer = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):

@@ -143,7 +143,7 @@ class JobServer:
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = self.control.steps = first.steps or 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
-        self._backs_off_until = 0  # a step
+        self._backs_off_until = 0  # an iteration
         self._left_s: float | None = None
         self.is_over = False
         self.has_ended = False
@@ -494,7 +494,7 @@ class JobServer:
     @property
     def _backs_off(self) -> bool:
         """Whether the mode has failed and has not been restarted yet."""
-        return self.control.steps < self._backs_off_until
+        return self._completed < self._backs_off_until
 
     def _from_iteration(self) -> int:
         """Return the first iteration that no rank begins before it receives a message sent now.
@@ -536,7 +536,7 @@ class JobServer:
         logger.debug("perseus: the mode ended", exc_info=error)
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
-        self._backs_off_until = self.control.steps + iterations
+        self._backs_off_until = self._completed + iterations
         self.recorder.warn(f"{text}. Training continues at default clocks.")
         self.recorder.event(Failed(error=str(error)))
         self._kinds.begin_again(iterations)

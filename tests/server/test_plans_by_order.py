@@ -20,6 +20,7 @@ from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import Joined, ScheduleRead
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.protocol.messages import LONGEST, encode
 from perseus_ds.server import kinds
 from perseus_ds.server.under_plans import PlanRunner
@@ -84,6 +85,20 @@ def test_counts_that_alternate_are_profiled_although_the_counter_needs_longer_th
     records = [record for record in job.records() if isinstance(record, IterationRecord)]
     assert {record.order for record in records if record.phase == "profile"} == {None, 255}
     assert {record.phase for record in records[-10:]}.isdisjoint({"warm-up", "profile"})
+
+
+def test_only_orders_that_can_be_measured_run_at_the_clock_that_is_measured(start):
+    job = start(mode="auto", micro_batches=8, **SLOWER)
+    phases = []
+    while phases[-2:] != ["profile"] * 2:
+        phases += train(job, [8, 4])
+    kinds = job.server._kinds
+    orders = kinds.orders_for(0)
+    assert {key: number for key, _, number in orders.numbers} == {
+        key_of(8): kinds.first.number,
+        key_of(4): kinds.first.number,
+    }
+    assert orders.others == DEFAULT_CLOCKS
 
 
 def test_profile_mode_measures_iterations_of_all_counts_for_one_profile(start):
