@@ -311,11 +311,13 @@ class Agent:
 
     def _look_at_marks(self, now_s: float) -> float:
         """Look for the marks of ranks that are due, and return when the next ones are due [s]."""
-        followed = [rank for rank in self._ranks.values() if rank.clocks is not None]
-        for rank in followed:
-            if rank.clocks is not None and rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than looking
-                rank.look_at_s = now_s + rank.clocks.look()
-        return min((rank.look_at_s for rank in followed), default=math.inf)
+        next_s = math.inf
+        for rank in self._ranks.values():
+            if rank.clocks is not None:
+                if rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than looking
+                    rank.look_at_s = now_s + rank.clocks.look()
+                next_s = min(next_s, rank.look_at_s)
+        return next_s
 
     def _is_needed(self) -> bool:
         now_s = self._time.now_s()

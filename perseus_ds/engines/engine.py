@@ -175,7 +175,7 @@ class Session:
         return None if self.runtime is None else self.runtime.follow.plan
 
     def use_default_clocks(self) -> None:
-        """Run the rest of the current iteration at default clocks, for example if its passes are in another order."""
+        """Run the rest of the current iteration at default clocks."""
         if self.runtime is not None:
             self.runtime.clocks.change_order(DEFAULT_CLOCKS)
 

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: the operations of an iteration on each rank, in program order, and as they ran."""
+"""The schedule of a pipeline: the operations of each rank, in program order and as they ran."""
 
 from __future__ import annotations
 
@@ -181,7 +181,10 @@ def encode_spans(spans: Iterable[Span], places: Mapping[Operation, int]) -> byte
 
 
 def decode_spans(content: bytes, stream: Sequence[Operation]) -> list[Span]:
-    """Return the spans encoded by :func:`encode_spans`. Those with a place outside of the stream are omitted."""
+    """Return the spans encoded by :func:`encode_spans`.
+
+    Those with a place outside of the stream are omitted.
+    """
     whole = content[: len(content) // _SPAN.size * _SPAN.size]
     return [
         Span(stream[place], start_s, end_s) for place, start_s, end_s in _SPAN.iter_unpack(whole) if place < len(stream)

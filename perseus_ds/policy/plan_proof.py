@@ -129,17 +129,17 @@ class IterationSample:
 
     @property
     def mixes_shapes(self) -> bool:
-        """Whether there are inputs of several shapes, of which at least one recurs often."""
+        """True if there are inputs of several shapes, of which at least one recurs often."""
         return self.varies_in_shape and max(self.shapes.values()) >= max(_RECURRING, len(self.times_s) / 10)
 
     @property
     def varies_in_shape(self) -> bool:
-        """Whether there are inputs of several shapes."""
+        """True if there are inputs of several shapes."""
         return len(self.shapes) > 1
 
     @property
     def is_enough(self) -> bool:
-        """Whether time and energy are known well enough, or the maximum number of blocks has run."""
+        """True if time and energy are known well enough, or the maximum number of blocks has run."""
         return self.is_as_long_as(MOST_BLOCKS) or (self.is_as_long_as(1) and self.energy_error < _WELL_KNOWN)
 
     def remaining_s(self, iteration_s: float, more: int = 0, blocks: int = 1) -> float:
@@ -334,12 +334,12 @@ class PlanComparison:
 
     @property
     def knows_slowdown(self) -> bool:
-        """Whether the slowdown is known well enough for its estimate to decide."""
+        """True if the slowdown is known well enough for its estimate to decide."""
         return self.standard_errors(_KNOWN) * self.slowdown_error <= _KNOWN_ERROR
 
     @property
     def knows_saving(self) -> bool:
-        """Whether the saving is known so well that it counts as none if it is not certain."""
+        """True if the saving is known so well that it counts as none if it is not certain."""
         return self.standard_errors(_KNOWN) * self.saved_error <= _KNOWN_ERROR
 
     def is_late(self, sure: float) -> bool:
@@ -356,7 +356,7 @@ class PlanComparison:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether iterations after an earlier comparison require another one, because the promise is not kept."""
+        """True if iterations after an earlier comparison require another one, because the promise is not kept."""
         is_faster = self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
         return is_faster or self.is_late(_SURE) or self.uses(_SURE) > 0
 
@@ -420,7 +420,7 @@ class PlanProof:
 
     @property
     def next_is_planned(self) -> bool:
-        """Whether the next block is under the plan."""
+        """True if the next block is under the plan."""
         return len(self.blocks) % 2 == 1
 
     @property

@@ -9,6 +9,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -177,8 +178,9 @@ class RankReports:
         np.fmax.at(largest, self.pipeline, of_ranks)
         return largest
 
+    @cached_property
     def limits(self) -> tuple[GpuLimit, ...]:
-        """Return the limits of GPUs that are lower than during profiling."""
+        """Limits of GPUs that are lower than during profiling."""
         ranks = np.flatnonzero(np.isfinite(np.minimum(self.limit_w, self.limit_mhz))).tolist()
         return tuple(GpuLimit(rank, float(self.limit_w[rank]), float(self.limit_mhz[rank])) for rank in ranks)
 

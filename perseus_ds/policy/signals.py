@@ -282,7 +282,10 @@ class SignalWatch:
                 self._read_if_changed(path, use, known)
 
     def _read_if_changed(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
-        """Read a file if it has changed. An invalid one may be half written, so it is reported only if it persists."""
+        """Read a file if it has changed.
+
+        An invalid file may be half written, so it is reported only if it persists.
+        """
         signature = _signature(path)
         if signature == known[path]:
             return

@@ -112,11 +112,11 @@ class _Refreshes:
         # makes the relative residuals larger.
         power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
         self.residuals_s: Floats = (used_j - columns @ power_w) / max(power_w[0], 1e-9)
-        self._power_w = float(power_w[0])
-        self._mean_square = self._unexplained(spent_s, used_j)
+        self._power_w, self._used_j = float(power_w[0]), used_j
 
-    def _unexplained(self, spent_s: Floats, used_j: Floats) -> float:
+    def _unexplained(self) -> float:
         """Return the mean square of deviations that differences between kinds do not explain [s²]."""
+        spent_s, used_j = np.vstack(self.spent_s), self._used_j
         free = len(used_j) - int(np.linalg.matrix_rank(spent_s))
         if free >= _ENOUGH_FREE and self._power_w > 0:
             deviations_j = used_j - spent_s @ np.linalg.lstsq(spent_s, used_j, rcond=None)[0]
@@ -136,7 +136,7 @@ class _Refreshes:
         least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in self._parts for span, _ in part.computed)
         if self._power_w <= 0:
             return least
-        excess = self._mean_square - 2 * _DELAY_S**2
+        excess = self._unexplained() - 2 * _DELAY_S**2
         passed_s = np.concatenate([np.diff(part.moments_s) for part in self._parts])
         return max(least, excess / float(np.mean(passed_s)))
 

@@ -118,7 +118,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 class RemoteAccess(msgspec.Struct, frozen=True):
-    """What other nodes need for orders to a job's server.
+    """Address and keys for orders to a job's server from other nodes.
 
     Attributes:
         address: Address of its port.

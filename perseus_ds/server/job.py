@@ -140,7 +140,7 @@ class Job:
 
     @property
     def simulated(self) -> bool:
-        """Whether its GPUs are simulated."""
+        """True if its GPUs are simulated."""
         return bool(self.info.simulated)
 
     @property

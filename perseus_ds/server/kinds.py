@@ -111,12 +111,12 @@ class Kind:
 
     @property
     def is_planned(self) -> bool:
-        """Whether its mode has not ended."""
+        """True if its mode has not ended."""
         return self._mode is not None
 
     @property
     def is_measured(self) -> bool:
-        """Whether its profile is being measured."""
+        """True while its profile is being measured."""
         return self._mode is not None and self.profile is None
 
     def advance(self, seen: Seen | None) -> None:
@@ -405,9 +405,10 @@ class Kinds:
 
     @property
     def _measured(self) -> Kind | None:
-        """The order whose profile is measured, if no order has one. Iterations of all orders are measured for it.
+        """The order whose profile is measured. None if an order has a profile.
 
-        They run at its clock, because an energy counter may need longer than one iteration at the same clock.
+        Iterations of other orders are measured for it, too. They run at its clock, because an energy counter may need
+        longer than one iteration at the same clock.
         """
         if self._profile() is not None:
             return None

@@ -97,7 +97,7 @@ class LookAhead:
         return [file for planner in self._planners.values() for file in planner.files]
 
     def has_ended(self, iteration: int, order: int, *, is_missed: bool) -> None:
-        """Record whether an iteration ran without its plan. The first time that plans keep being late is printed."""
+        """Record whether an iteration ran without its plan, and print once if plans keep being late."""
         planner = self._planners.get(order)
         if planner is not None and len(self._given.get(iteration, ())) == self._pipelines:
             why = planner.count_missed(is_missed=is_missed or iteration not in planner.plans)

@@ -330,7 +330,7 @@ class _ToRank0(logging.Handler):
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return the state that an earlier start of the job has saved, if there is one, and a warning if it is damaged."""
+    """Return the state saved by an earlier start of the job, if any, and a warning if it is damaged."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

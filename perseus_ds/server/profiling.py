@@ -316,7 +316,7 @@ class _Measurement:
                     wanted_mhz, early = then_mhz, early + 1
                 self._asked[wanted_mhz] += 1
                 wanted = Run("profile", wanted_mhz, times="all", logs_energy=True, next_phase=next_phase())
-                self._take_in(await iteration(wanted))
+                self._add_iteration(await iteration(wanted))
             self._end_visit()
             self._came[clock_mhz] = self._asked[clock_mhz] = 0
             if any(self._refreshes[rank, clock_mhz] < _REFRESHES for rank in self._ranks):
@@ -324,9 +324,9 @@ class _Measurement:
             elif all(profiler.power_error(clock_mhz) <= _KNOWN for profiler in self._profilers.values()):
                 break
         else:
-            self.rows([clock_mhz])
+            self.rows([clock_mhz])  # raises the error if the power remains unknown
 
-    def _take_in(self, seen: Seen) -> None:
+    def _add_iteration(self, seen: Seen) -> None:
         run = seen.run
         is_measured = run is not None and run.phase == "profile" and all(seen.contents.get(r) for r in self._ranks)
         clock_mhz = run.clock_mhz if run is not None and is_measured else None

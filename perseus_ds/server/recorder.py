@@ -127,7 +127,7 @@ class Recorder:
             shape: Number of the shape of its inputs, if shapes have separate plans.
         """
         self._time_s += seen.time_s
-        self._compare_limits(self._lasting(seen.ranks.limits()))
+        self._compare_limits(self._lasting(seen.ranks.limits))
         record = self.last = self._of_job(seen, run, order, shape)
         self._writer.write(record, _TOGETHER_S)
         if self._has_monitor:
@@ -222,7 +222,7 @@ class Recorder:
             plan=run.plan,
             order=order,
             shape=shape,
-            limited=bool(seen.ranks.limits()),
+            limited=bool(seen.ranks.limits),
             time_s=_rounded(reports.time_s.max()),
             energy_j=_rounded(energy_j) if has_energy else None,
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline, energies_j)))

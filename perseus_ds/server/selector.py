@@ -121,7 +121,7 @@ class PlanSelector:
     """
 
     def __init__(self, context: ModeContext, frontier: Frontier) -> None:
-        """Decide on the first assignment. The progress kept by an earlier start is taken from the job's control."""
+        """Decide on the first assignment, with the progress of an earlier start."""
         self._kind = context.order, context.shape
         self._frontier = frontier
         self._asked: tuple[Any, ...] = ()

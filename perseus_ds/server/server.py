@@ -345,7 +345,7 @@ class JobServer:
             streams=self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ()),
             pipeline_ranks=[place.pipeline_rank for place in self.job.places],
             ended=first.ended,
-            conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits()),
+            conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits),
             relative=self.look_ahead.relative(number),
         )
         self.control.count_step(seen.number)
@@ -493,7 +493,7 @@ class JobServer:
 
     @property
     def _backs_off(self) -> bool:
-        """Whether the mode has failed and has not been restarted yet."""
+        """True if the mode has failed and has not been restarted yet."""
         return self._completed < self._backs_off_until
 
     def _from_iteration(self) -> int:
@@ -542,7 +542,7 @@ class JobServer:
         self._kinds.begin_again(iterations)
 
     def fall_behind(self) -> None:
-        """Continue at default clocks for some iterations, because reports arrive faster than they are processed."""
+        """Continue at default clocks for some iterations, because reports are not processed in time."""
         if self.next.phase != "observe":
             ranks = self.job.world_size
             self.has_failed(PerseusError(f"the job's server cannot process the reports of {ranks} ranks in time"))
