@@ -204,14 +204,14 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     search = ClockSearch(_sampler(settings, clocks, baseline.info), baseline.info, job.output_dir)
     most = settings.most_clocks(len(clocks))
     measurement = _Measurement(context, baseline)
-    window_s = _SETTLE_S + baseline.counter_settle_s + (_REFRESHES + 1) * baseline.counter_period_s
 
-    def iterations(clock_mhz: int) -> int:
-        """Return the number of iterations at a clock in which the energy counter is refreshed often enough."""
-        typical_s = measurement.share * baseline.time_s
-        return max(1, math.ceil(window_s / typical_s * clock_mhz / clocks[-1]))
+    def time_s(clock_mhz: int) -> float:
+        """Return the longest expected time of an iteration at a clock [s]."""
+        return measurement.share * baseline.time_s * clocks[-1] / clock_mhz
 
-    expected = most * iterations(clocks[len(clocks) // 2]) + math.ceil(_UNKNOWN * most) + _UNDER_WAY
+    # Most measured clocks are in the upper half.
+    visit = measurement.iterations_with(_REFRESHES, time_s(clocks[3 * len(clocks) // 4]))
+    expected = most * visit + math.ceil(_UNKNOWN * most) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling during training: about {most} clocks in {expected} iterations, which take "
@@ -230,7 +230,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
 
     while chosen := search.next_clocks():
         for clock_mhz, then_mhz in zip(chosen, [*chosen[1:], search.likely_next()], strict=True):
-            await measurement.measure(clock_mhz, iterations(clock_mhz), next_phase, then_mhz)
+            await measurement.measure(clock_mhz, time_s(clock_mhz), next_phase, then_mhz)
         search.add(measurement.rows(chosen))
     power_w, why = measurement.blocking_power_w()
     if why is not None:
@@ -296,9 +296,9 @@ class _Measurement:
         self.lost_j = 0.0
 
     async def measure(
-        self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase], then_mhz: int | None
+        self, clock_mhz: int, time_s: float, next_phase: Callable[[], NextPhase], then_mhz: int | None
     ) -> None:
-        """Run iterations at a clock, and repeat them until the power of each GPU is known.
+        """Run iterations at a clock, which take about ``time_s``, until the power of each GPU is known.
 
         A request takes effect one or two iterations later. Therefore the next clock, if it is known, is requested
         before the last iteration at this clock is reported.
@@ -307,7 +307,7 @@ class _Measurement:
             GpuError: The clock could not be set, or the power remains unknown.
         """
         self._measured.add(clock_mhz)
-        needed = iterations
+        needed = first = self.iterations_with(_REFRESHES, time_s)
         for _ in range(_MOST_VISITS):
             early = 0
             while self._came[clock_mhz] < needed:
@@ -317,14 +317,23 @@ class _Measurement:
                 self._asked[wanted_mhz] += 1
                 wanted = Run("profile", wanted_mhz, times="all", logs_energy=True, next_phase=next_phase())
                 self._add_iteration(await iteration(wanted))
+            time_s = min((seen.time_s for seen in self._visit), default=time_s)
             self._end_visit()
             self._came[clock_mhz] = self._asked[clock_mhz] = 0
-            if any(self._refreshes[rank, clock_mhz] < _REFRESHES for rank in self._ranks):
-                needed = min(2 * needed, _LONGEST_VISIT * iterations)  # they are shorter than expected, or not in a row
+            refreshes = min(self._refreshes[rank, clock_mhz] for rank in self._ranks)
+            if refreshes == 0:  # iterations are shorter than expected, or not in a row
+                needed = min(2 * needed, _LONGEST_VISIT * first)
+            elif refreshes < _REFRESHES:
+                needed = self.iterations_with(_REFRESHES - refreshes, time_s)
             elif all(profiler.power_error(clock_mhz) <= _KNOWN for profiler in self._profilers.values()):
                 break
         else:
             self.rows([clock_mhz])  # raises the error if the power remains unknown
+
+    def iterations_with(self, refreshes: int, time_s: float) -> int:
+        """Return the number of iterations, of ``time_s`` each, in which energy counters are refreshed this often."""
+        settled_s = _SETTLE_S + self._baseline.counter_settle_s
+        return math.ceil((settled_s + (refreshes + 1) * self._baseline.counter_period_s) / time_s)
 
     def _add_iteration(self, seen: Seen) -> None:
         run = seen.run
