@@ -2,7 +2,7 @@
 
 The job's server writes an :class:`IterationRecord` for each iteration, and the job's events, as one JSON object per
 line. The file is read while it grows. Values that can be computed from a record, such as a saving, are its properties
-and are not stored. The keys are described in ``docs/file-formats.md``. An event also has a description in words.
+and are not stored. The keys are described in ``docs/records.md``. An event also has a description in words.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_an_event_of_a_later_version_is_read_as_an_event():
 
 
 def test_every_key_is_documented():
-    page = (Path(__file__).parents[2] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
     section = page[page.index("## `run.jsonl`") : page.index("## `timeline.json`")]
     models = [IterationRecord, *Event.__subclasses__()]
     assert not [key for model in models for key in model.model_fields if f"`{key}`" not in section]
