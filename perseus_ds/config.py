@@ -100,8 +100,8 @@ class PerseusConfig(StrictModel):
     mode: Literal["auto", "observe", "profile", "run"] = Field(
         "auto",
         description="auto: profile during training, optimise in the background, then run with the plan; "
-        "observe: measure time and energy at default clocks; profile: measure every clock, write "
-        "profile.csv, continue at default clocks; run: train with a plan of a frontier.",
+        "observe: measure time and energy at default clocks; profile: measure and write a profile, "
+        "then continue at default clocks; run: train with a plan of a frontier.",
     )
     device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
         "auto",
