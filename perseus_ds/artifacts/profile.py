@@ -81,6 +81,10 @@ class GpuSettings(FileModel):
 _MOST_NAMED = 8
 """Maximum number of ranks or clocks listed in a message."""
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+Key = tuple[int, Kind]
+"""Stage and kind of instruction."""
+RowKey = tuple[int, Kind, int]
+"""Stage, kind of instruction, and clock [MHz]."""
 Floats = npt.NDArray[np.float64]
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 RelativeError = Annotated[float, Field(ge=0, le=1e9)]
@@ -151,7 +155,7 @@ class ByLength(FileModel):
     length: Length
     passes: Many[PassByLength]
 
-    def factors(self, length: float) -> dict[tuple[int, Kind], float]:
+    def factors(self, length: float) -> dict[Key, float]:
         """Return time and energy of each pass relative to its rows, for an input of the given length."""
         n = length / self.length
         return {(one.stage, one.kind): one.constant + n * (one.linear + n * one.quadratic) for one in self.passes}
@@ -188,7 +192,7 @@ class ProfileInfo(FileModel):
     by_length: ByLength | None = None
 
     @property
-    def quality(self) -> dict[tuple[int, Kind, int], RowQuality]:
+    def quality(self) -> dict[RowKey, RowQuality]:
         """The quality of each row, by stage, kind and clock."""
         return {(row.stage, row.kind, row.clock_mhz): row for row in self.rows}
 
@@ -238,22 +242,8 @@ def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
     return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 
 
-Key = tuple[int, Kind]
-"""Stage and kind of instruction."""
-
-
-@dataclass(frozen=True, slots=True)
-class Incomplete:
-    """A clock that was not measured on some ranks of a stage."""
-
-    stage: int
-    kind: Kind
-    clock_mhz: int
-    lacking: tuple[str, ...]
-
-
-def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> list[Incomplete]:
-    """Return the clocks that some rank of a stage lacks, by stage, kind and clock.
+def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> dict[RowKey, list[str]]:
+    """Return the clocks that some rank of a stage lacks, each with the names of these ranks.
 
     Args:
         measured: For each stage and kind, the clocks of each rank, by the rank's name. A rank with any kind of a stage
@@ -262,16 +252,15 @@ def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> 
     sharing: dict[int, dict[str, None]] = defaultdict(dict)
     for (stage, _), by_rank in measured.items():
         sharing[stage] |= dict.fromkeys(by_rank)
-    found = []
+    found = {}
     for (stage, kind), by_rank in sorted(measured.items()):
         for clock_mhz in sorted(set(chain.from_iterable(by_rank.values()))):
-            lacking = tuple(rank for rank in sharing[stage] if clock_mhz not in by_rank.get(rank, ()))
-            if lacking:
-                found.append(Incomplete(stage, kind, clock_mhz, lacking))
+            if lacking := [rank for rank in sharing[stage] if clock_mhz not in by_rank.get(rank, ())]:
+                found[stage, kind, clock_mhz] = lacking
     return found
 
 
-def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: str = "") -> None:
+def leave_out(incomplete: Mapping[RowKey, Sequence[str]], kept: Collection[Key], where: str = "") -> None:
     """Log the clocks that are ignored, and the ranks that lack them.
 
     Args:
@@ -282,25 +271,25 @@ def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: st
     Raises:
         ProfileError: If no clock remains for a stage's forward or backward.
     """
-    by_key: dict[Key, list[Incomplete]] = defaultdict(list)
-    for one in incomplete:
-        by_key[one.stage, one.kind].append(one)
-    for (stage, kind), clocks in by_key.items():
-        if (stage, kind) not in kept and kind is not Kind.TAIL:
-            first = clocks[0]
-            raise ProfileError(
-                f"{where}stage {stage}, {kind}: no clock was measured on every rank that shares the stage; "
-                f"{first.lacking[0]} lacks {first.clock_mhz} MHz. Measure all ranks at the same clocks."
-            )
+    by_key: dict[Key, dict[int, Sequence[str]]] = defaultdict(dict)
+    for (stage, kind, clock_mhz), lacking in incomplete.items():
+        by_key[stage, kind][clock_mhz] = lacking
     # Usually the same clocks are lacking for all kinds of a stage.
     texts: dict[str, list[str]] = defaultdict(list)
-    for (stage, kind), clocks in by_key.items():
-        ranks = list(dict.fromkeys(chain.from_iterable(one.lacking for one in clocks)))
-        lacking = "; ".join(ranks[:_MOST_NAMED]) + (f" and {n} more" if (n := len(ranks) - _MOST_NAMED) > 0 else "")
-        mhz = ", ".join(str(one.clock_mhz) for one in clocks)
+    for (stage, kind), ranks_by_clock in by_key.items():
+        clocks, ranks = [*ranks_by_clock], list(dict.fromkeys(chain(*ranks_by_clock.values())))
+        if (stage, kind) not in kept and kind is not Kind.TAIL:
+            raise ProfileError(
+                f"{where}stage {stage}, {kind}: no clock was measured on every rank that shares the stage; "
+                f"{ranks[0]} lacks {clocks[0]} MHz. Measure all ranks at the same clocks."
+            )
+        lacking_ranks = "; ".join(ranks[:_MOST_NAMED])
+        if (more := len(ranks) - _MOST_NAMED) > 0:
+            lacking_ranks += f" and {more} more"
+        mhz = ", ".join(map(str, clocks))
         if len(clocks) > _MOST_NAMED:
-            mhz = f"{len(clocks)} clocks from {clocks[0].clock_mhz} to {clocks[-1].clock_mhz}"
-        texts[f"stage {stage}: {mhz} MHz, missing on {lacking}"].append(kind)
+            mhz = f"{len(clocks)} clocks from {clocks[0]} to {clocks[-1]}"
+        texts[f"stage {stage}: {mhz} MHz, missing on {lacking_ranks}"].append(kind)
     if texts:
         text = "; ".join(f"{clocks} ({', '.join(kinds)})" for clocks, kinds in texts.items())
         logger.warning("perseus: %sonly clocks that every rank of a stage has are used. Left out: %s.", where, text)
@@ -360,7 +349,7 @@ class StageProfile:
             ProfileError: If a value is not finite and positive, or rows of the same clock disagree.
         """
         self.info = info or ProfileInfo()
-        rows: dict[tuple[int, Kind], dict[int, Measurement]] = defaultdict(dict)
+        rows: dict[Key, dict[int, Measurement]] = defaultdict(dict)
         for row in measurements:
             cells = (row.stage, row.kind, row.clock_mhz, row.time_s, row.energy_j)
             where = f"stage {row.stage}, {row.kind}, {row.clock_mhz} MHz: "
@@ -422,7 +411,7 @@ class StageProfile:
         return tuple(row for rows in self._rows.values() for row in rows.values())
 
     @property
-    def keys(self) -> tuple[tuple[int, Kind], ...]:
+    def keys(self) -> tuple[Key, ...]:
         """The (stage, kind) pairs that were measured."""
         return tuple(self._rows)
 
@@ -560,11 +549,10 @@ def _read_rows(path: Path) -> list[Measurement]:
     if not by_rank:
         raise ProfileError(f'{path}: no rows. Measure a profile with "mode": "profile".')
     incomplete = incomplete_clocks(by_rank)
-    left_out = {(one.stage, one.kind, one.clock_mhz) for one in incomplete}
     rows: list[Measurement] = []
     for key, ranks in by_rank.items():
         for clock_mhz in next(iter(ranks.values())):
-            if (*key, clock_mhz) in left_out:
+            if (*key, clock_mhz) in incomplete:
                 continue
             of_ranks = [list(own[clock_mhz]) for own in ranks.values()]
             disagreeing = next((own for own in of_ranks if len(own) > 1), None)

@@ -15,7 +15,7 @@ from perseus_ds.planning import PlanningSettings
 from perseus_ds.units import number, percent
 
 if TYPE_CHECKING:
-    from perseus_ds.artifacts.schedule_table import ComparedSchedule, ScheduleTable
+    from perseus_ds.artifacts.frontier import ComparedSchedule, ScheduleTable
     from perseus_ds.pipeline.schedule import Schedule
 
 
@@ -68,8 +68,8 @@ class Schedules:
     """folder for schedules.json and schedules.png; by default the folder of the profile"""
 
     def execute(self) -> int:
+        from perseus_ds.artifacts.frontier import ScheduleTable
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.artifacts.schedule_table import ScheduleTable
         from perseus_ds.cli.inputs import folder_of, micro_batches_of, path_in_errors
         from perseus_ds.cli.output import check_folder, progress_bar
         from perseus_ds.optimizer.schedule_comparison import compare_schedules

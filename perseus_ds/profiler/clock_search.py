@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import Incomplete, Measurement, ProfileInfo, StageProfile, leave_out, lower_hull
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowKey, StageProfile, leave_out, lower_hull
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import estimate_all
@@ -190,8 +190,8 @@ class ClockSearch:
         self._info = info
         self._directory = directory
         self._sampler = sampler
-        self._rows: dict[tuple[int, Kind, int], MeasuredRow] = {}
-        self._incomplete: list[Incomplete] = []
+        self._rows: dict[RowKey, MeasuredRow] = {}
+        self._incomplete: dict[RowKey, list[str]] = {}
         self._earlier = self._rows_of_an_interrupted_search()
         self.resumed = 0
 
@@ -219,8 +219,8 @@ class ClockSearch:
         """
         combined, self._incomplete = combine_rows(by_rank, self._info.blocking_power_w or 0.0)
         self._add_rows(combined)
-        for one in self._incomplete:
-            self._rows.pop((one.stage, one.kind, one.clock_mhz), None)
+        for key in self._incomplete:
+            self._rows.pop(key, None)
         self.measured(self._info).save(self._directory / "measured.csv")
 
     def finished(self, info: ProfileInfo) -> StageProfile:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile import Incomplete, Key, Measurement, RowQuality, combine_ranks, incomplete_clocks
+from perseus_ds.artifacts.profile import Key, Measurement, RowKey, RowQuality, combine_ranks, incomplete_clocks
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -394,15 +394,15 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
 
 def combine_rows(
     by_rank: Mapping[str, Iterable[MeasuredRow]], blocking_power_w: float
-) -> tuple[list[MeasuredRow], list[Incomplete]]:
+) -> tuple[list[MeasuredRow], dict[RowKey, list[str]]]:
     """Combine the rows of ranks that share a stage into one row for each kind and clock.
 
     The time is that of the slowest rank, for which the others wait. The energy is the mean, including that of waiting.
 
     Returns:
-        The rows, sorted by stage, kind and clock, and the clocks that are omitted because a rank lacks their row.
+        The rows, sorted by stage, kind and clock, and the omitted clocks, each with the ranks that lack its row.
     """
-    by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
+    by_key: dict[RowKey, list[MeasuredRow]] = defaultdict(list)
     measured: dict[Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank, rows in by_rank.items():
         for row in rows:
@@ -410,8 +410,8 @@ def combine_rows(
             by_key[stage, kind, clock_mhz].append(row)
             measured[stage, kind][rank].add(clock_mhz)
     incomplete = incomplete_clocks(measured)
-    for one in incomplete:
-        del by_key[one.stage, one.kind, one.clock_mhz]
+    for key in incomplete:
+        del by_key[key]
     combined = []
     for _, shared in sorted(by_key.items()):
         slowest = max(shared, key=lambda row: row.measurement.time_s)

@@ -1,7 +1,7 @@
 import pytest
 from pipelines import synthetic_profile
 
-from perseus_ds.artifacts.schedule_table import ScheduleTable
+from perseus_ds.artifacts.frontier import ScheduleTable
 
 
 @pytest.fixture(autouse=True)
