@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
+import pickle
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -184,10 +185,12 @@ class LengthsWorker:
         """
         self.error = ""
         self._connection, theirs = Pipe()
-        with open_without_links(log_path, append=False) as log, theirs:
-            files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": [theirs.fileno()]}
+        # A file for the job: its schedule would block the server until the process reads from the pipe.
+        with tempfile.TemporaryFile() as content, open_without_links(log_path, append=False) as log, theirs:
+            pickle.dump(job, content)
+            content.seek(0)
+            files = {"stdin": content, "stdout": log, "stderr": log, "pass_fds": [theirs.fileno()]}
             self._process = start(__name__, str(theirs.fileno()), **files)
-        self._send(job)
 
     @property
     def file(self) -> int:
@@ -232,7 +235,7 @@ def main() -> int:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         try:
-            job: PlannedJob = connection.recv()
+            job: PlannedJob = pickle.load(sys.stdin.buffer)
             planner = LengthsPlanner(job.schedule, StageProfile.load(job.profile), job.settings)
             while os.getppid() == parent:
                 # Processes that the parent has forked keep the connection open after its end.
