@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.protocol.job_messages import ToRank
@@ -30,7 +29,6 @@ class ModeContext:
         worker: Computes plans in another process.
         order: Number of the order.
         shape: Number of the shape.
-        resumes: State of an earlier start of the job, if there is one. The first mode removes it.
         comparisons: Numbers the comparisons of plans with default clocks, which share a total error probability.
     """
 
@@ -43,7 +41,6 @@ class ModeContext:
     worker: Callable[..., OptimizeWorker] = OptimizeWorker
     order: int = 0
     shape: int = 0
-    resumes: list[Mapping[str, Any]] = field(default_factory=list)
     comparisons: Iterator[int] = field(default_factory=itertools.count)
 
     def send_all(self, message: ToRank) -> None:

@@ -11,9 +11,10 @@ not all ranks ran the same from its start to its end. Iterations without a known
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import coroutine
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -252,17 +253,10 @@ class Seen:
         return self.messages[rank].begun_s
 
 
-class _Iteration(Awaitable[Seen]):
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __await__(self) -> Generator[Run, Seen, Seen]:
-        return (yield self._run)
-
-
-def iteration(run: Run) -> Awaitable[Seen]:
+@coroutine
+def iteration(run: Run) -> Generator[Run, Seen, Seen]:
     """Request what the following iterations run, and wait for the next one, whatever it runs."""
-    return _Iteration(run)
+    return (yield run)
 
 
 async def iteration_of(run: Run) -> Seen:

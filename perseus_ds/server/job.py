@@ -145,7 +145,7 @@ class Job:
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The ranks of rank 0's pipeline, whose operations represent all pipelines."""
+        """The ranks of rank 0's pipeline. Their operations represent all pipelines."""
         return self.facts[0].pipeline
 
     @property

@@ -94,6 +94,7 @@ class Kind:
         came: Number of iterations when it last occurred.
         iterations: Number of its iterations.
         confused: Number of iterations that began like it but had another shape.
+        shapes: Kinds of its iterations by shape; None if one mode is for all shapes.
         profile: Path of the profile of its passes; None before there is one.
     """
 
@@ -106,6 +107,7 @@ class Kind:
         self.shape = shape
         self.wanted = UNPLANNED
         self.came = self.iterations = self.confused = 0
+        self.shapes: _Shapes | None = None
         self.profile: Path | None = None
         self._mode = mode
 
@@ -146,50 +148,49 @@ class Kind:
         self._mode, self.wanted = None, UNPLANNED
 
 
-class Frequent(Generic[K]):
-    """Counts the kinds of the last iterations.
+class _Group(Generic[K]):
+    """Kinds of which the frequent ones get plans.
 
     Attributes:
+        kinds: The kinds with plans, or without them after an error.
+        last: The last iterations, including those of other kinds.
         iterations: Number of iterations.
-        last: The kinds of the last iterations.
+        numbers: Number of kinds so far, except the first.
+        has_said: Whether the job has printed that iterations differ.
     """
 
     def __init__(self) -> None:
-        self.iterations = 0
+        self.kinds: dict[K, Kind] = {}
         self.last: deque[K] = deque(maxlen=LAST)
+        self.iterations = self.numbers = 0
+        self.has_said = False
 
-    def add(self, kind: K) -> None:
-        """Add an iteration."""
+    def add(self, key: K) -> Kind | None:
+        """Add an iteration, and return its kind if there is one."""
         self.iterations += 1
-        self.last.append(kind)
+        self.last.append(key)
+        found = self.kinds.get(key)
+        if found is not None:
+            found.came, found.iterations = self.iterations, found.iterations + 1
+        return found
 
-    def is_frequent(self, kind: K) -> bool:
-        """Return whether a kind is frequent enough for plans."""
-        return self.last.count(kind) >= OFTEN
-
-    def unused(self, planned: Mapping[K, Kind]) -> K | None:
-        """Return the kind to be replaced by another one, or None if all are in use."""
-        oldest = min(planned, key=lambda kind: planned[kind].came)
-        return oldest if self.iterations - planned[oldest].came >= UNUSED else None
+    def is_frequent(self, key: K) -> bool:
+        """Return whether iterations are frequent enough for plans."""
+        return self.last.count(key) >= OFTEN
 
 
-class _Shapes:
+class _Shapes(_Group[Shape]):
     """The kinds of one order by shape.
 
     Attributes:
-        planned: The kinds.
-        frequent: Counts the shapes.
         first: Total of the shape with which the order was profiled, if it is only one.
         measured: Profiles by the lengths of inputs.
     """
 
     def __init__(self, first: float | None) -> None:
-        self.planned: dict[Shape, Kind] = {}
-        self.frequent: Frequent[Shape] = Frequent()
+        super().__init__()
         self.first = first
         self.measured: dict[float, Path] = {}
-        self.numbers = 0
-        self.has_said = False
 
 
 class Kinds:
@@ -221,20 +222,16 @@ class Kinds:
         self._treats_orders_alike = context.job.config.mode in ("observe", "profile")
         self.first = self.latest = Kind(0, context, None, 0)
         self.first_key: int | None = None
-        self._orders: dict[int, Kind] = {}
-        self._frequent: Frequent[int] = Frequent()
-        self._shapes: dict[int, _Shapes] = {}
-        self._numbers = self._order_numbers = 0
+        self._orders: _Group[int] = _Group()
+        self._number = 0  # the latest number of a kind
         self._schedules: dict[int, Schedule] = {}
-        # By key and rank, the schedules of requested orders that are not yet complete.
-        self._read: dict[int, dict[int, Schedule]] = {}
-        self._wanted: set[int] = set()
-        self._has_said = False
+        # The schedules of requested orders that some ranks have sent, by key and rank.
+        self._requested: dict[int, dict[int, Schedule]] = {}
         self._others = 0
 
-    def begin(self) -> None:
-        """Start the job's mode."""
-        self.first.change_mode(mode_of(self._context))
+    def begin(self, state: Mapping[str, Any] | None) -> None:
+        """Start the job's mode, given the state of an earlier start of the job, if there is one."""
+        self.first.change_mode(mode_of(self._context, state))
         self.advance(self.first, None)
 
     def streams_of(self, key: int) -> tuple[Any, ...]:
@@ -243,36 +240,37 @@ class Kinds:
 
     @property
     def requested(self) -> list[int]:
-        """Keys of the orders whose schedules some ranks have not sent yet."""
-        return sorted(self._wanted)
+        """Keys of the orders with schedules that some ranks have not sent yet."""
+        return sorted(self._requested)
 
     def orders_for(self, rank: int) -> Orders:
         """Return the numbers of all kinds for a rank."""
         numbers = []
-        for key, kind in self._orders.items():
-            numbers.append((key, 0.0, kind.number if kind.is_planned or key not in self._shapes else DEFAULT_CLOCKS))
-            if key in self._shapes:
-                for shape, each in self._shapes[key].planned.items():
-                    if each.is_planned:
-                        numbers.append((key, shape.firsts[rank], each.number))
-                if not any(each.is_planned for each in self._shapes[key].planned.values()):
+        for key, kind in self._orders.kinds.items():
+            numbers.append((key, 0.0, kind.number if kind.shapes is None else DEFAULT_CLOCKS))
+            if kind.shapes is not None:
+                planned = [(shape, each) for shape, each in kind.shapes.kinds.items() if each.is_planned]
+                numbers += [(key, shape.firsts[rank], each.number) for shape, each in planned]
+                if not planned:
                     numbers.append((key, -1.0, DEFAULT_CLOCKS))
         measured = None if self._treats_orders_alike else self._measured
         if measured is not None:
-            alike = (key for key in self._schedules if key not in self._orders and self._has_passes_of(key, measured))
+            others = self._schedules.keys() - self._orders.kinds.keys()
+            alike = (key for key in sorted(others) if self._has_passes_of(key, measured))
             numbers += [(key, 0.0, measured.number) for key in alike]
         return Orders(tuple(numbers), 0 if self._treats_orders_alike else DEFAULT_CLOCKS)
 
     def kinds(self) -> list[Kind]:
         """Return all kinds that have plans or may get them."""
-        by_shape = (kind for shapes in self._shapes.values() for kind in shapes.planned.values())
-        return [kind for kind in (self.first, *self._orders.values(), *by_shape) if kind.is_planned]
+        orders = dict.fromkeys([self.first, *self._orders.kinds.values()])
+        by_shape = (kind for order in orders if order.shapes is not None for kind in order.shapes.kinds.values())
+        return [kind for kind in (*orders, *by_shape) if kind.is_planned]
 
     def route(self, seen: Seen, key: int) -> tuple[Kind | None, int | None, int | None]:
         """Return the kind of an iteration, and the number of its order and its shape for the records."""
-        if not self._orders:
+        if not self._orders.kinds:
             self.first_key = self.first.key = key if self.first_key is None else self.first_key
-            self._orders[self.first_key] = self.first
+            self._orders.kinds[self.first_key] = self.first
             self._schedules[self.first_key] = self._context.job.schedule
             self._send_orders()
         if self._treats_orders_alike:
@@ -284,8 +282,8 @@ class Kinds:
         if kind is None:
             return None, NO_ORDER, None
         order = kind.context.order or None
-        if key in self._shapes:
-            found = self._of_shape(seen, kind, self._shapes[key])
+        if kind.shapes is not None:
+            found = self._of_shape(seen, kind, kind.shapes)
             return found, order, None if found is None else found.context.shape
         return kind, order, None
 
@@ -300,7 +298,7 @@ class Kinds:
         self._others += 1
         self._say_that_orders_differ("all of them are profiled")
         if key not in self._schedules:
-            if key not in self._orders:
+            if key not in self._orders.kinds:
                 self._read_schedule(key)
             return False
         return self.first.wanted.phase not in ("calibrate", "warm-up") or self._others > _LASTS_AFTER
@@ -336,25 +334,22 @@ class Kinds:
 
     def add_schedule(self, rank: int, message: ScheduleRead) -> None:
         """Add the schedule of an order, as read by a rank."""
-        if message.key not in self._wanted:
+        found = self._requested.get(message.key)
+        if found is None:
             return
         try:
             if message.error:
                 raise ScheduleError(message.error)
             content = zlib.decompressobj().decompress(message.schedule, _LONGEST_SCHEDULE)
-            own = ScheduleStreams.model_validate_json(content).to_schedule()
-            found = self._read.setdefault(message.key, {})
-            found[rank] = own
+            own = found[rank] = ScheduleStreams.model_validate_json(content).to_schedule()
             if len(found) == self._context.job.world_size:
                 ranks = tuple(found[each].ranks[0] for each in self._context.job.shown)
-                self._wanted.discard(message.key)
-                del self._read[message.key]
+                del self._requested[message.key]
                 self._schedules[message.key] = replace(own, ranks=ranks)
                 if self._measured is not None:
                     self._send_orders()
         except (PerseusError, ValueError, zlib.error) as error:
-            self._wanted.discard(message.key)
-            self._read.pop(message.key, None)
+            self._requested.pop(message.key, None)
             self._give_up_order(message.key, error)
 
     def begin_again(self, iterations: int) -> None:
@@ -362,9 +357,8 @@ class Kinds:
         for kind in self.kinds():
             if kind is not self.first:
                 self._close(kind)
-        self._shapes.clear()
-        self._orders = {} if self.first_key is None else {self.first_key: self.first}
-        self.latest = self.first
+        self._orders.kinds = {} if self.first_key is None else {self.first_key: self.first}
+        self.first.shapes, self.latest = None, self.first
         self.first.change_mode(_after(self._context, iterations))
         self._send_orders()
         self.advance(self.first, None)
@@ -385,10 +379,7 @@ class Kinds:
 
     def _of_order(self, key: int) -> Kind | None:
         """Return the kind of an order, or None if it has none yet."""
-        self._frequent.add(key)
-        found = self._orders.get(key)
-        if found is not None:
-            found.came = self._frequent.iterations
+        if (found := self._orders.add(key)) is not None:
             return found
         which = "numbers that come often get plans" if self._plans_orders else "the plans are for one number"
         self._say_that_orders_differ(f"{which}, all others run at default clocks")
@@ -405,14 +396,14 @@ class Kinds:
 
     @property
     def _measured(self) -> Kind | None:
-        """The order whose profile is measured. None if an order has a profile.
+        """The order with a profile that is being measured. None if an order has a profile.
 
         Iterations of other orders are measured for it, too. They run at its clock, because an energy counter may need
         longer than one iteration at the same clock.
         """
         if self._profile() is not None:
             return None
-        return next((kind for kind in self._orders.values() if kind.wanted.phase == "profile"), None)
+        return next((kind for kind in self._orders.kinds.values() if kind.wanted.phase == "profile"), None)
 
     def _has_passes_of(self, key: int, kind: Kind) -> bool:
         """Return whether an order is known, and all of its passes are measured for the profile of a kind."""
@@ -420,69 +411,75 @@ class Kinds:
         return schedule is not None and passes_of_stages(schedule) <= passes_of_stages(kind.context.job.schedule)
 
     def _say_that_orders_differ(self, then: str) -> None:
-        if not self._has_said:
-            self._has_said = True
+        if not self._orders.has_said:
+            self._orders.has_said = True
             self._context.recorder.say(f"iterations differ in their number of micro-batches: {then}")
 
     def _deserves_plans(self, key: int) -> bool:
         """Return whether an order is frequent and may get plans now."""
-        if not self._plans_orders or key in self._wanted or not self._frequent.is_frequent(key):
-            return False
-        if self._order_numbers + len(self._wanted) >= MOST_NUMBERS:
+        orders = self._orders
+        if not self._plans_orders or key in self._requested or not orders.is_frequent(key):
             return False
         # Other orders wait while one is measured, unless that one no longer occurs.
-        now = self._frequent.iterations
-        if self._profile() is None and any(o.is_measured and now - o.came < _GONE for o in self._orders.values()):
+        is_measuring = self._profile() is None and any(
+            kind.is_measured and orders.iterations - kind.came < _GONE for kind in orders.kinds.values()
+        )
+        return not is_measuring and self._has_room(orders, len(self._requested))
+
+    def _has_room(self, group: _Group[K], requested: int = 0) -> bool:
+        """Return whether a group may get another kind, which may replace an unused one.
+
+        Args:
+            group: Orders or shapes.
+            requested: Number of kinds that will be added to it.
+        """
+        if group.numbers + requested >= MOST_NUMBERS:
             return False
-        if len(self._orders) + len(self._wanted) < MOST_KINDS:
+        if len(group.kinds) + requested < MOST_KINDS:
             return True
-        others = {known: kind for known, kind in self._orders.items() if kind is not self.first}
-        unused = self._frequent.unused(others) if others else None
-        if unused is None:
+        others = [key for key, kind in group.kinds.items() if kind is not self.first]
+        oldest = min(others, key=lambda key: group.kinds[key].came, default=None)
+        if oldest is None or group.iterations - group.kinds[oldest].came < UNUSED:
             return False
-        self._close(self._orders.pop(unused))
-        if unused in self._shapes:
-            for kind in self._shapes.pop(unused).planned.values():
-                self._close(kind)
+        self._close(group.kinds.pop(oldest))
         self._send_orders()
         return True
 
     def _profile(self) -> Path | None:
         """Return the path of a profile of the job's passes, if there is one."""
-        return next((kind.profile for kind in self._orders.values() if kind.profile), None)
+        return next((kind.profile for kind in self._orders.kinds.values() if kind.profile), None)
 
     def _read_schedule(self, key: int) -> None:
-        if key not in self._wanted:
-            self._wanted.add(key)
+        if key not in self._requested:
+            self._requested[key] = {}
             self._context.send_all(ReadSchedule(key))
 
     def _begin_order(self, key: int) -> None:
-        """Start the mode of an order whose schedule is known."""
+        """Start the mode of an order with a known schedule."""
         schedule, profile = self._schedules[key], self._profile()
-        job = self._context.job.of_order(self._order_numbers + 1, schedule)
+        number = self._orders.numbers + 1
+        job = self._context.job.of_order(number, schedule)
         try:
             has_profile = profile is not None and share_profile(job, profile)
         except (OSError, PerseusError) as error:
             self._give_up_order(key, error)
             return
-        self._order_numbers += 1
-        context = replace(self._context, job=job, order=self._order_numbers)
-        kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
-        kind.came = self._frequent.iterations
-        planned = OrderPlanned(order=context.order, micro_batches=schedule.micro_batches, shares_profile=has_profile)
+        self._orders.numbers = number
+        context = replace(self._context, job=job, order=number)
+        planned = OrderPlanned(order=number, micro_batches=schedule.micro_batches, shares_profile=has_profile)
         self._context.recorder.announce(planned)
-        self._orders[key] = kind
-        self._send_orders()
-        self.advance(kind, None)
+        kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
+        self._begin(kind, key, self._orders)
 
     def _give_up_order(self, key: int, error: Exception) -> None:
-        if key in self._orders:
-            self._close(self._orders[key])
+        kind = self._orders.kinds.get(key)
+        if kind is not None:
+            self._close(kind)
         else:
-            self._order_numbers += 1
-            context = replace(self._context, order=self._order_numbers)
-            self._orders[key] = Kind(DEFAULT_CLOCKS, context, None, key)
-        given_up = OrderPlanned(order=self._orders[key].context.order, given_up=str(error).rstrip("."))
+            self._orders.numbers += 1
+            context = replace(self._context, order=self._orders.numbers)
+            kind = self._orders.kinds[key] = Kind(DEFAULT_CLOCKS, context, None, key)
+        given_up = OrderPlanned(order=kind.context.order, given_up=str(error).rstrip("."))
         self._context.recorder.announce(given_up)
         self._send_orders()
 
@@ -491,55 +488,35 @@ class Kinds:
     def _of_shape(self, seen: Seen, order: Kind, shapes: _Shapes) -> Kind | None:
         """Return the kind of an iteration by the shape of its inputs. A frequent shape becomes a kind."""
         shape = Shape.of(seen)
-        shapes.frequent.add(shape)
-        known = dict.fromkeys([*shapes.planned, *shapes.frequent.last])
-        alike = {other for other in known if other != shape and other.begins_like(shape)}
-        for other, kind in shapes.planned.items():
+        found = shapes.add(shape)
+        alike = {other for other in (*shapes.kinds, *shapes.last) if other != shape and other.begins_like(shape)}
+        for other, kind in shapes.kinds.items():
             if other in alike:
                 kind.confused += 1
                 if kind.is_planned and kind.confused > max(_CONFUSED, _CONFUSED_SHARE * kind.iterations):
                     self._give_up_shape(kind, "iterations that begin with the same inputs have different ones later")
-        if shape not in shapes.planned and self._shape_deserves_plans(shape, alike, shapes):
+        if found is not None:
+            return found if found.is_planned else None
+        if self._shape_deserves_plans(shape, alike, shapes):
             self._begin_shape(shape, seen.messages[0].report.length, order, shapes)
-            return None  # it did not run what the new mode requests
-        found = shapes.planned.get(shape)
-        if found is None and not shapes.has_said:
+        elif not shapes.has_said:
             shapes.has_said = True
             self._context.recorder.say(
                 "iterations differ in the shapes of their inputs: shapes that come often get plans, all others run at "
                 "default clocks"
             )
-        if found is not None:
-            found.came, found.iterations = shapes.frequent.iterations, found.iterations + 1
-        return found if found is not None and found.is_planned else None
+        return None  # also if its new mode begins, which has not requested what it ran
 
     def _shape_deserves_plans(self, shape: Shape, alike: set[Shape], shapes: _Shapes) -> bool:
         """Return whether a shape is frequent and distinguishable from others, and may become a kind."""
-        if not alike.isdisjoint(shapes.planned):
+        is_confused = not alike.isdisjoint(shapes.kinds) or sum(other in alike for other in shapes.last) > _CONFUSED
+        if is_confused or not (shape.total == shapes.first or shapes.is_frequent(shape)):
             return False
-        is_first = shape.total == shapes.first
-        if sum(other in alike for other in shapes.frequent.last) > _CONFUSED or not (
-            is_first or shapes.frequent.is_frequent(shape)
-        ):
-            return False
-        if shapes.numbers >= MOST_NUMBERS or self._waits_for_profiles(shapes):
-            return False
-        if len(shapes.planned) < MOST_KINDS:
-            return True
-        unused = shapes.frequent.unused(shapes.planned)
-        if unused is None:
-            return False
-        self._close(shapes.planned.pop(unused))
-        self._send_orders()
-        return True
-
-    def _waits_for_profiles(self, shapes: _Shapes) -> bool:
-        """Return whether enough lengths are being profiled to predict the profiles of others."""
-        now = shapes.frequent.iterations
-        measured = (
-            kind for kind in shapes.planned.values() if kind.wanted.phase in MEASURING and now - kind.came < LAST
+        # Others wait while enough lengths are profiled to predict their profiles.
+        is_measuring = len(shapes.kinds) >= FEWEST_LENGTHS and any(
+            kind.wanted.phase in MEASURING and shapes.iterations - kind.came < LAST for kind in shapes.kinds.values()
         )
-        return len(shapes.planned) >= FEWEST_LENGTHS and any(measured)
+        return not is_measuring and self._has_room(shapes)
 
     def _begin_shape(self, shape: Shape, length: float, order: Kind, shapes: _Shapes) -> None:
         if shape.total == shapes.first:
@@ -550,10 +527,7 @@ class Kinds:
         context = replace(order.context, job=job, shape=number)
         mode, error = mode_of_shape(context, length, shapes.measured, order.context.job.profile_path)
         self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
-        kind = shapes.planned[shape] = Kind(self._next_number(), context, mode, order.key, shape)
-        kind.came = shapes.frequent.iterations
-        self._send_orders()
-        self.advance(kind, None)
+        self._begin(Kind(self._next_number(), context, mode, order.key, shape), shape, shapes)
 
     def _give_up_shape(self, kind: Kind, why: str) -> None:
         self._close(kind)
@@ -564,11 +538,18 @@ class Kinds:
 
     def _next_number(self) -> int:
         """Return a number that no other kind has."""
-        used = {kind.number for kind in (*self._orders.values(), *self.kinds())}
-        self._numbers = self._numbers % MOST_NUMBERS + 1
-        while self._numbers in used:
-            self._numbers = self._numbers % MOST_NUMBERS + 1
-        return self._numbers
+        used = {kind.number for kind in (*self._orders.kinds.values(), *self.kinds())}
+        self._number = self._number % MOST_NUMBERS + 1
+        while self._number in used:
+            self._number = self._number % MOST_NUMBERS + 1
+        return self._number
+
+    def _begin(self, kind: Kind, key: K, group: _Group[K]) -> None:
+        """Add a kind to its group, and start its mode."""
+        kind.came = group.iterations
+        group.kinds[key] = kind
+        self._send_orders()
+        self.advance(kind, None)
 
     def _ends(self, kind: Kind, first: float | None) -> None:
         """Divide a kind by shape, or give it up, because its passes no longer have common times."""
@@ -576,13 +557,14 @@ class Kinds:
             self._give_up_shape(kind, "its passes no longer have common times")
             return
         kind.close()
-        self._shapes[kind.key] = _Shapes(first)
+        kind.shapes = _Shapes(first)
         self._send_orders()
 
     def _close(self, kind: Kind) -> None:
-        """End the mode of a kind, and return its ranks to default clocks."""
-        kind.close()
-        self._send_run(kind)
+        """End the modes of a kind and of its shapes, and return its ranks to default clocks."""
+        for each in (kind, *(kind.shapes.kinds.values() if kind.shapes is not None else ())):
+            each.close()
+            self._send_run(each)
 
     def _send_orders(self) -> None:
         for rank in range(self._context.job.world_size):

@@ -14,7 +14,7 @@ from pathlib import Path
 from perseus_ds.optimizer.lengths import IterationPlan, Lengths, LengthsWorker, PlannedJob
 
 _KEPT = 128
-"""Number of past iterations, and of future ones, whose lengths and plans are kept."""
+"""Number of past iterations, and of future ones, for which lengths and plans are kept."""
 _MISSED_IN_A_ROW = 10
 
 

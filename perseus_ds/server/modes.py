@@ -54,13 +54,15 @@ def check(context: ModeContext) -> None:
         job.clocks_mhz()
 
 
-def mode_of(context: ModeContext) -> Mode:
-    """Return the job's mode for the first order of passes."""
-    return {"run": _run, "auto": _auto, "profile": _profile, "observe": _observe}[context.job.config.mode](context)
+def mode_of(context: ModeContext, state: Mapping[str, Any] | None = None) -> Mode:
+    """Return the job's mode for the first order of passes. Auto mode continues from an earlier state."""
+    if context.job.config.mode == "auto":
+        return _auto(context, state)
+    return {"run": _run, "profile": _profile, "observe": _observe}[context.job.config.mode](context)
 
 
 def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
-    """Return the mode of another order, whose profile may be known."""
+    """Return the mode of another order. Its profile may be known."""
     return _profile_and_run(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
 
 
@@ -105,9 +107,8 @@ async def _profile(context: ModeContext) -> None:
     await observe()
 
 
-async def _auto(context: ModeContext) -> float | None:
+async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> float | None:
     _note_highest_clock(context)
-    state = context.resumes.pop() if context.resumes else None
     frontier, has_profile = left_by_an_earlier_start(context) if state is not None else (None, False)
     if not has_profile:
         frontier = frontier_of_an_earlier_run(context)

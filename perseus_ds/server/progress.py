@@ -119,7 +119,7 @@ class JobFacts(_Facts):
     iterations: int = Field(description="Training iterations.")
     time_s: float = Field(description="Time of all iterations.")
     energy_j: float = Field(description="Energy of all iterations.")
-    without_energy: int = Field(description="Iterations whose energy could not be read.")
+    without_energy: int = Field(description="Iterations with an energy that could not be read.")
     clock_changes: int = Field(description="Clock changes of all GPUs.")
     clock_skips: int = Field(description="Clock changes that were omitted.")
     planned: int = Field(description="Iterations under plans.")

@@ -59,7 +59,7 @@ _RESENT_EVERY = 10
 
 @dataclass
 class _Sent:
-    """The run last sent for a kind, and the one before it, whose iterations may still get plans."""
+    """The run last sent for a kind, and the one before it, for which plans may still arrive."""
 
     serial: int
     key: tuple[Any, ...]
@@ -149,6 +149,7 @@ class JobServer:
         self.has_ended = False
         self._check()
         self._kinds = Kinds(self._context, self._send_run, self.has_failed)
+        self._state: Mapping[str, Any] | None = None  # of an earlier start of the job
         if state is not None:
             self._restore(state)
 
@@ -158,7 +159,7 @@ class JobServer:
             return
         same_policy = self.control.restore(kept)
         self.control.progress = state.get("progress") or {} if same_policy else {}
-        self._context.resumes.append(state)
+        self._state = state
         for rank, measured in enumerate(state.get("measured") or ()):
             if measured is not None and rank < self.job.world_size and self.job.states[rank].measured is None:
                 self.job.states[rank].measured = Measured(*measured)
@@ -207,7 +208,7 @@ class JobServer:
         for note in self._notes:
             self.recorder.say(note)
         self.control.record_policy()
-        self._kinds.begin()
+        self._kinds.begin(self._state)
 
     @property
     def next(self) -> Run:

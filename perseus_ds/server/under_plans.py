@@ -114,7 +114,7 @@ class PlanRunner:
         self._turns = 0
         # Ratio of iteration times to the profile, because inputs have other shapes.
         self._scale = 1.0
-        # The block whose first iteration was left out, because it begins at the previous clocks.
+        # The block without its first iteration, which begins at the previous clocks.
         self._begun: IterationSample | None = None
         self._compared_plan: int | None = None
         self._dag = Dag.build(context.job.schedule)
@@ -191,7 +191,7 @@ class PlanRunner:
         return self.selector.in_force.capped
 
     async def run_while_kept(self, when_kept: Callable[[], None] = lambda: None) -> Verdict | Outcome:
-        """Train under the policy's plan as long as it keeps its promise.
+        """Train under the policy's plan until it breaks its promise.
 
         Default clocks must be measured before. If they would exceed a power cap, nothing is compared until the cap has
         ended.
@@ -363,9 +363,13 @@ class PlanRunner:
         is_compared = not (self.drifts_by_shape or self._is_capped)
         is_outdated = self.profiles_again and not is_compared
         if is_outdated or not self.has_drifted:
-            no_longer_fits = "the plans no longer fit: profile the job as it is now"
-            then = "the plan stays as long as it saves energy in time" if is_compared else no_longer_fits
-            self._recorder.announce(Drifted(drift=round(most, 4), then="profiling again" if is_outdated else then))
+            if is_outdated:
+                then = "profiling again"
+            elif is_compared:
+                then = "the plan is kept unless a comparison with default clocks drops it"
+            else:
+                then = "the plans no longer fit: profile the job as it is now"
+            self._recorder.announce(Drifted(drift=round(most, 4), then=then))
         self.has_drifted = True
         return Outcome.PROFILE_OUTDATED if is_outdated else None
 
