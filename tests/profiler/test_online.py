@@ -243,4 +243,4 @@ def test_a_clock_at_which_a_rank_has_no_row_has_none():
     slow, fast = [row(0, 0.14, 30.0)], [row(0, 0.10, 30.0), row(0, 0.12, 25.0, clock_mhz=900)]
     rows, incomplete = combine_rows({"rank 0": slow, "rank 1": fast}, 80.0)
     assert [(r.measurement.clock_mhz, r.measurement.time_s) for r in rows] == [(1200, 0.14)]
-    assert [(one.stage, one.clock_mhz, one.lacking) for one in incomplete] == [(0, 900, ("rank 0",))]
+    assert incomplete == {(0, Kind.FORWARD, 900): ["rank 0"]}
