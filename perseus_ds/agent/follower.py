@@ -17,7 +17,7 @@ from perseus_ds.agent.controller import ClockController
 from perseus_ds.agent.transitions import ClockTransition, plan_transitions
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.protocol.job_messages import Follow
+from perseus_ds.protocol.job_messages import Follow, Follows
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, PAUSED, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -117,10 +117,7 @@ class Follower:
         self._clocks = clocks
         self._on_error = on_error
         self._on_latencies = on_latencies
-        # Messages by the number of an order. The last one applies to future iterations.
-        self._follows: dict[int, list[Follow]] = {}
-        # Messages for single iterations, by the numbers of order and iteration.
-        self._planned: dict[tuple[int, int], Follow] = {}
+        self._follows = Follows()
         # By the serial of a message.
         self._transitions: dict[int, list[ClockTransition]] = {}
         # By the number of an iteration.
@@ -154,18 +151,12 @@ class Follower:
 
         Iterations that the host has begun are not changed.
         """
-        if follow.only_iteration:
-            for key in [key for key in [*self._planned] if key[1] < self.memory.iteration - _MOST_AHEAD]:
-                self._planned.pop(key, None)
-            self._planned[follow.program.number, follow.only_iteration] = follow
-            return
-        self._follows.setdefault(follow.program.number, []).append(follow)
+        self._follows.add(follow)
         self._clocks.wake()
 
     def forget(self) -> None:
         """Run future iterations at default clocks. Thread-safe."""
         self._follows.clear()
-        self._planned.clear()
         self._clocks.wake()
 
     def serial_of(self, iteration: int) -> int:
@@ -265,22 +256,11 @@ class Follower:
         elif iteration == self._times_of:
             self._new_times_s[slot] = passed_s - self._begun_s
 
-    def _follow_of(self, iteration: int) -> Follow | None:
-        """Return the message that an iteration follows, and forget earlier ones of its order."""
-        follows = self._follows.get(self.memory.program(iteration), [])
-        while len(follows) > 1 and follows[1].from_iteration <= iteration:
-            del follows[0]
-        if not follows or follows[0].from_iteration > iteration:
-            return None
-        if follows[0].only_iteration is None:
-            return follows[0]
-        return self._planned.get((self.memory.program(iteration), iteration))
-
     def _hand_over(self, iteration: int) -> None:
         """Pass the requests and readings of an iteration to the controller."""
         self._iteration, self._is_handed_over = iteration, True
         self._order = self.memory.program(iteration)
-        follow = self._follow_of(iteration)
+        follow = self._follows.select(self._order, iteration)
         self._serials[iteration] = 0 if follow is None else follow.serial
         self._serials.pop(iteration - REMEMBERED, None)
         clocks = self._clocks

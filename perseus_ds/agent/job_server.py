@@ -6,11 +6,11 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import zmq
 
+from perseus_ds.protocol import places
 from perseus_ds.protocol.messages import ServerStarted, StartServer
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -20,10 +20,7 @@ up to five minutes."""
 _COUNTED_S = 1.0
 """Maximum time between two checks of the server that counts as silence."""
 _MOST_ANSWER = 1 << 20
-_CODE = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
-    "sys.path.append(sys.path.pop(0)); from perseus_ds.server.process import main; main()"
-)
+_CODE = places.main_of("perseus_ds.server.process")
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -147,7 +147,6 @@ class AgentClocks:
 
     def _idle(self, since_s: float) -> None:
         self.memory.idle_since_s = since_s
-        self.memory.on_mark()
         self._link.wake()
         self._link.problem()  # starts another agent if there is none: the clock may be locked
 

@@ -20,7 +20,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -60,12 +59,7 @@ _NOT_INHERITED = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
 )  # fmt: skip
 _NOT_INHERITED_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "NSYS_", "VTUNE_")
-# Import this installation of the package. Other packages are searched elsewhere first, because there may be an old copy
-# of a standard library module next to this package.
-_CODE = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
-    "sys.path.append(sys.path.pop(0)); from perseus_ds.agent.process import main; main()"
-)
+_CODE = places.main_of("perseus_ds.agent.process")
 
 
 class Lease:

@@ -38,7 +38,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule, Span, encode_spans
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.description import decode_welcome
-from perseus_ds.protocol.job_messages import Follow, Program, Report
+from perseus_ds.protocol.job_messages import Follow, Follows, Program, Report
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.protocol.messages import Connect
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -121,10 +121,7 @@ class PerseusRuntime:
         self._simulated = timers if isinstance(timers, SimulatedExecution) else None
         self._process = os.getpid()
         self._closed = self._in_iteration = self._has_summary = False
-        # Messages by the number of an order. The last one applies to future iterations.
-        self._follows: dict[int, list[Follow]] = {}
-        # Messages for single iterations, by the numbers of order and iteration.
-        self._planned: dict[tuple[int, int], Follow] = {}
+        self._follows = Follows()
         # Lengths of future iterations that were not sent yet, and the number of the first one without lengths.
         self._given: deque[tuple[float, ...]] = deque()
         self._next_given = 1
@@ -406,18 +403,16 @@ class PerseusRuntime:
     def _await_first(self) -> None:
         """Wait for the message about the first iteration, before training."""
         end_s = self._time.now_s() + _FIRST_S
-        while 0 not in self._follows and self._time.now_s() < end_s:
+        while self._follows.latest(0) is None and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
             self._receive()
 
     def _receive(self) -> None:
         for message in self.clocks.received():
             match message:
-                case Follow() if message.only_iteration:
-                    self._planned[message.program.number, message.only_iteration] = message
                 case Follow():
-                    self._follows.setdefault(message.program.number, []).append(message)
-                    if message.program.number == 0:
+                    self._follows.add(message)
+                    if message.program.number == 0 and not message.only_iteration:
                         self._shown.append((message.shown_from, message.phase in _PROFILED))
                 case msg.Orders():
                     self._numbers = {(key, shape): number for key, shape, number in message.numbers}
@@ -434,8 +429,8 @@ class PerseusRuntime:
                     self._write_to_monitor(message)
                 case msg.Summarised():
                     self._has_summary = True
-        if self.clocks.memory.iteration == 0 and 0 in self._follows:
-            self.follow = self._follows[0][-1]
+        if self.clocks.memory.iteration == 0:
+            self.follow = self._follows.latest(0) or UNPLANNED
         while len(self._shown) > 1 and self._shown[1][0] <= self.clocks.memory.iteration:
             del self._shown[0]
 
@@ -449,18 +444,10 @@ class PerseusRuntime:
         self._receive()
 
     def _following(self, iteration: int) -> Follow:
-        """Return the message that applies to an iteration of the current order, and forget earlier ones."""
-        follows = self._follows.get(self._number, [])
-        while len(follows) > 1 and follows[1].from_iteration <= iteration:
-            del follows[0]
-        if not follows or follows[0].from_iteration > iteration:
+        """Return the message that applies to an iteration of the current order."""
+        follow = self._follows.select(self._number, iteration)
+        if follow is None or (follow.program.clocks_mhz and not self._stream):  # the positions are not known
             return UNPLANNED
-        follow = follows[0]
-        if follow.only_iteration is not None:
-            follow = self._planned.get((self._number, iteration), UNPLANNED)
-            self._planned = {key: each for key, each in self._planned.items() if key[1] >= iteration}
-        if follow.program.clocks_mhz and not self._stream:
-            return UNPLANNED  # the positions are not known
         return follow
 
     def _choose_by_shape(self, shape: float) -> None:

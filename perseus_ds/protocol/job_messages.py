@@ -68,6 +68,47 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
     only_iteration: int | None = None
 
 
+class Follows:
+    """The :class:`Follow` messages that a rank has received, from which client and agent select by the same rule.
+
+    One thread may add messages while another one selects.
+    """
+
+    def __init__(self) -> None:
+        # By the number of an order. The last one applies to future iterations.
+        self._lasting: dict[int, list[Follow]] = {}
+        # Messages for single iterations, by the numbers of order and iteration.
+        self._single: dict[tuple[int, int], Follow] = {}
+
+    def add(self, follow: Follow) -> None:
+        """Add a message."""
+        number = follow.program.number
+        if follow.only_iteration:
+            self._single[number, follow.only_iteration] = follow
+        else:
+            self._lasting.setdefault(number, []).append(follow)
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self._lasting.clear()
+        self._single.clear()
+
+    def latest(self, number: int) -> Follow | None:
+        """Return the last message about all future iterations of an order, if any."""
+        return self._lasting[number][-1] if number in self._lasting else None
+
+    def select(self, number: int, iteration: int) -> Follow | None:
+        """Return the message that applies to an iteration of an order, and forget those that no later one needs."""
+        for key in [key for key in [*self._single] if key[1] < iteration]:
+            self._single.pop(key, None)
+        follows = self._lasting.get(number, [])
+        while len(follows) > 1 and follows[1].from_iteration <= iteration:
+            del follows[0]
+        if not follows or follows[0].from_iteration > iteration:
+            return None
+        return follows[0] if follows[0].only_iteration is None else self._single.get((number, iteration))
+
+
 class Orders(msgspec.Struct, tag=True, frozen=True):
     """The numbers of orders.
 

@@ -103,7 +103,6 @@ class RankMemory:
         idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
             work, and :data:`PAUSED` if it requests default clocks immediately.
         status: Clock changes and readings of the GPU.
-        on_mark: Called when the client writes a mark, if client and agent are in one process.
         on_record: Called when the agent has recorded an iteration, if client and agent are in one process.
     """
 
@@ -123,7 +122,6 @@ class RankMemory:
         self._numbers = self._bytes.cast("d")
         self._words = self._bytes.cast("Q")
         self._halves = self._bytes.cast("I")
-        self.on_mark: Callable[[], None] = _nothing
         self.on_record: Callable[[], None] = _nothing
 
     @classmethod
@@ -199,7 +197,6 @@ class RankMemory:
     def change_program(self, program: int) -> None:
         """Run the rest of the current iteration with another program."""
         self._words[_PROGRAMS + self.iteration % REMEMBERED] = program
-        self.on_mark()
 
     @property
     def idle_since_s(self) -> float:
@@ -217,13 +214,11 @@ class RankMemory:
             self._bytes[MARKS_OFFSET : MARKS_OFFSET + 16 * positions] = bytes(16 * positions)
         self._numbers[_BEGUN_S] = now_s
         self._words[_BEGUN] = number % 2**32
-        self.on_mark()
 
     def mark_ended(self, number: int, now_s: float) -> None:
         """Mark that the GPU has finished an iteration."""
         self._numbers[_ENDED_S] = now_s
         self._words[_ENDED] = number % 2**32
-        self.on_mark()
 
     def mark(self, slot: int, now_s: float) -> None:
         """Mark that the GPU reaches a slot.
@@ -231,7 +226,6 @@ class RankMemory:
         Slot ``2 * position`` is the start of the instruction at a position, and the next slot is its end.
         """
         self._numbers[_FIRST_MARK + slot] = now_s
-        self.on_mark()
 
     # Marks read by the agent.
 

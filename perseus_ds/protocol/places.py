@@ -63,6 +63,18 @@ def agent_name(job: str | None = None, gpu: str = "") -> str:
     return hashlib.sha256(f"{VERSION}/{namespace}/{job}/{gpu}".encode()).hexdigest()[:16]
 
 
+def main_of(module: str) -> str:
+    """Return Python code that calls ``main()`` of a module of this installation of the package.
+
+    Other packages are searched elsewhere first, because there may be an old copy of a standard library module next to
+    this package.
+    """
+    return (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
+        f"sys.path.append(sys.path.pop(0)); from {module} import main; main()"
+    )
+
+
 def cgroups() -> str:
     """Return a text that identifies the control groups of this process, which determine its GPUs."""
     try:

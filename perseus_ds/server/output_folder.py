@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError
+from perseus_ds.protocol import places
 
 FILE_NAME = "job.lock"
 _MOST_FOLDERS = 100
@@ -28,21 +27,17 @@ class FolderLock:
 
         A folder that cannot be written, or is on a file system without locks, is regarded as free.
         """
+        path = folder / FILE_NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._file = places.lock(path)
+        except BlockingIOError:
+            return path.read_text(errors="replace").strip() or "another process"
         except OSError:
             return None
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(file)
-            return owner if error.errno in (errno.EACCES, errno.EAGAIN) else None
-        self._file = file
         with contextlib.suppress(OSError):  # a full disk, which does not affect the lock
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return None
 
     def release(self) -> None:

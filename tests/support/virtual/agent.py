@@ -29,7 +29,8 @@ class DirectLink:
         self._is_waiting = False
         self._tell = tell
         self.agent = RankClocks(gpu, memory, self._deliver, self._tell_server, time, on_record=self._recorded)
-        memory.on_mark = self._look
+        for write in (memory.mark, memory.mark_begun, memory.mark_ended):
+            setattr(memory, write.__name__, self._then_look(write))
 
     def send(self, message, file=None):
         if self.lost is not None:
@@ -49,6 +50,15 @@ class DirectLink:
     def _recorded(self):
         self.agent.look()
         self._ring()
+
+    def _then_look(self, write):
+        """Return a function that writes a mark, after which the agent looks for it."""
+
+        def write_and_look(*arguments):
+            write(*arguments)
+            self._look()
+
+        return write_and_look
 
     def _look(self):
         if self.late_s:
