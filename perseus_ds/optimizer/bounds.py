@@ -188,30 +188,22 @@ class Verifier:
         expected_j = []
         for pairs in self._pairs:
             few = pairs if with_all_pairs else pairs.sample()
-            flows_w = [edge_flow_w[edges].min(axis=1) for edges in few.edges]
-            gains_j = self._gains_j(few, flows_w, time_s, least_j, price_w)
+            gains_j = self._gains_j(few, time_s, least_j, price_w, edge_flow_w)
             expected_j.append(len(pairs.decisions) * float(gains_j.mean()))
         least_worth_j = 0.0 if with_all_pairs else _WORTH_IT * float(np.abs(least_j).sum())
-        chosen = [
-            self._pairs[n] for n in matching([p.rank for p in self._pairs], expected_j) if expected_j[n] > least_worth_j
-        ]
-        # Paths may share an edge, and together they must not use more than its flow.
-        used_w = np.zeros(len(edge_flow_w))
-        for pairs in chosen:
-            for edges in pairs.edges:
-                np.add.at(used_w, edges, edge_flow_w[edges].min(axis=1)[:, None])
-        share = np.divide(edge_flow_w, used_w, out=np.ones_like(used_w), where=used_w > edge_flow_w)
-        total_j = 0.0
-        for pairs in chosen:
-            flows_w = [edge_flow_w[edges].min(axis=1) * share[edges].min(axis=1) for edges in pairs.edges]
-            total_j += float(self._gains_j(pairs, flows_w, time_s, least_j, price_w).sum())
-        return total_j
+        return sum(
+            float(self._gains_j(self._pairs[n], time_s, least_j, price_w, edge_flow_w).sum())
+            for n in matching([p.rank for p in self._pairs], expected_j)
+            if expected_j[n] > least_worth_j
+        )
 
     def _gains_j(
-        self, pairs: PathPairs, flows_w: Sequence[Floats], time_s: float, least_j: Floats, price_w: Floats
+        self, pairs: PathPairs, time_s: float, least_j: Floats, price_w: Floats, edge_flow_w: Floats
     ) -> Floats:
         """Return the gain from the joint minimum of each pair of paths, at least 0 [J]."""
-        path_w = np.stack(flows_w, axis=1)
+        # Paths may share an edge between nodes without a clock, and together use more than its flow. Its head has no
+        # other predecessor and starts when its tail ends, so a larger flow along this edge proves at least as much.
+        path_w = np.stack([edge_flow_w[edges].min(axis=1) for edges in pairs.edges], axis=1)
         decisions = pairs.decisions.reshape(-1, 2, 2)
         # Flow in excess of that of the paths prices each instruction separately.
         beyond_w = price_w[decisions] - path_w[:, :, None]

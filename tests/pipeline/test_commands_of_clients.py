@@ -1,17 +1,12 @@
 """Commands of clients: split backwards, unknown, registered and repeated commands."""
 
-from dataclasses import dataclass
-
 import pytest
 from deepspeed.runtime.pipe import schedule as ds
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import synthetic_profile
 
-from perseus_ds.artifacts.profile import OtherDuration, StageProfile
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError
-from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline import commands
 from perseus_ds.pipeline.commands import CommandReader, RepeatedReader, read_schedule, register_command
 from perseus_ds.pipeline.dag import Dag, FixedDurations
@@ -89,16 +84,6 @@ def test_a_command_that_is_not_known_has_a_fixed_duration():
     assert dag.makespan_s(durations_s) == pytest.approx(1.5)
 
 
-def test_plans_are_made_around_a_command_that_is_not_known():
-    schedule = read_schedule(WithUnknown, ranks=2, micro_batches=3)
-    plain = synthetic_profile(2, blocking_power_w=80.0)
-    others = [OtherDuration(command="Compress", stage=0, time_s=0.02)]
-    profile = StageProfile(plain.measurements, plain.info.model_copy(update={"others": others}))
-    known = optimize(read_schedule(ds.TrainSchedule, ranks=2, micro_batches=3), plain, plans=5)
-    assert optimize(schedule, profile, plans=5).t_min_s > known.t_min_s
-    assert optimize(schedule, plain, plans=5).t_min_s == pytest.approx(known.t_min_s)
-
-
 def test_streams_with_them_are_written_and_read_again():
     for schedule_class in (WithUnknown, SplitBackward):
         schedule = read_schedule(schedule_class, ranks=2, micro_batches=3)
@@ -152,16 +137,3 @@ def test_iterations_are_read_as_if_each_were_the_first(iterations):
         repeated.begin_iteration()
         expected = [fresh.read(type(command), command.phase) for command in iteration]
         assert read_by(repeated, iteration) == expected
-
-
-def test_a_repeated_iteration_is_not_read_again(monkeypatch):
-    @dataclass
-    class ForwardPass:
-        phase: int = 0
-
-    repeated = RepeatedReader(0, 2, batched=False)
-    repeated.begin_iteration()
-    first = read_by(repeated, [ForwardPass(), ForwardPass()])
-    monkeypatch.setattr(commands, "parts_of", None)
-    repeated.begin_iteration()
-    assert read_by(repeated, [ForwardPass(), ForwardPass()]) == first

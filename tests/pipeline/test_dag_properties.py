@@ -79,16 +79,6 @@ def test_where_micro_batches_are_equal_1f1b_takes_as_long_as_lowtimes(stages, mi
     assert dag.makespan_s(durations_of(dag, time_of)) == lowtime_makespan(stages, micro_batches, times)
 
 
-@fast
-@given(st.sampled_from(SCHEDULES), st.integers(0, 2**32 - 1))
-def test_an_iteration_takes_at_least_as_long_as_its_busiest_rank(schedule, seed):
-    generator = np.random.default_rng(seed)
-    times = {i: generator.integers(0, 64) / 16 for stream in schedule.instructions for i in stream}
-    dag = Dag.build(schedule)
-    busiest = max(sum(times[i] for i in stream) for stream in schedule.instructions)
-    assert dag.makespan_s(durations_of(dag, times.__getitem__)) >= busiest
-
-
 def test_a_sender_waits_until_its_receiver_is_there():
     # During rank 1's first forward of 10 s, rank 0 can neither send its second micro-batch nor start its third.
     schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
@@ -128,18 +118,6 @@ def test_the_critical_path_explains_the_makespan(schedule, seed):
     assert (slack_of(dag, durations)[path] == 0).all()
 
 
-@fast
-@given(st.sampled_from(SCHEDULES), st.integers(0, 2**32 - 1), st.integers(0, 100))
-def test_latest_finish_moves_with_the_deadline_and_leaves_room_for_successors(schedule, seed, extra):
-    dag = Dag.build(schedule)
-    durations = random_durations(dag, seed)
-    deadline = dag.makespan_s(durations) + extra
-    latest = dag.latest_finish_s(durations, deadline)
-    assert (latest >= dag.finish_s(durations) + extra).all()
-    for node, after in enumerate(dag.successors):
-        assert latest[node] == min([latest[n] - durations[n] for n in after], default=deadline)
-
-
 def test_loads_transfers_and_tails_take_their_own_time():
     dag = Dag.build(one_f_one_b(2, 1))
     fixed = FixedDurations(
@@ -163,22 +141,6 @@ def forward(stage):
 DOWN, UP = Transfer("activation", 0, 1, 0), Transfer("grad", 1, 0, 0)
 
 
-def test_a_deadlock_names_ranks_and_operations():
-    schedule = Schedule(
-        "test:Deadlock",
-        1,
-        (
-            (forward(0), Exchange(receives=(UP,)), Exchange(sends=(DOWN,))),
-            (Exchange(receives=(DOWN,)), forward(1), Exchange(sends=(UP,))),
-        ),
-    )
-    with pytest.raises(ScheduleError) as error:
-        Dag.build(schedule)
-    assert "test:Deadlock deadlocks" in str(error.value)
-    assert "rank 0, operation 1: receive grad of micro-batch 0 from stage 1 to stage 0" in str(error.value)
-    assert "rank 1, operation 0: receive activation of micro-batch 0 from stage 0 to stage 1" in str(error.value)
-
-
 def test_two_blocking_sends_to_each_other_deadlock_but_not_in_one_exchange():
     schedule = Schedule(
         "test:Crossed",
@@ -188,8 +150,11 @@ def test_two_blocking_sends_to_each_other_deadlock_but_not_in_one_exchange():
             (forward(1), Exchange(sends=(UP,)), Exchange(receives=(DOWN,))),
         ),
     )
-    with pytest.raises(ScheduleError, match="rank 0, operation 1: send activation"):
+    with pytest.raises(ScheduleError) as error:
         Dag.build(schedule)
+    assert "test:Crossed deadlocks" in str(error.value)
+    assert "rank 0, operation 1: send activation of micro-batch 0 from stage 0 to stage 1" in str(error.value)
+    assert "rank 1, operation 1: send grad of micro-batch 0 from stage 1 to stage 0" in str(error.value)
     together = Schedule(
         "test:Batched",
         1,
