@@ -45,13 +45,14 @@ class HostMarks:
 
     def __init__(self, memory: RankMemory, timebase: Timebase = REAL_TIME) -> None:
         self._memory = memory
+        self._slots = memory.slots
         self._now_s = timebase.now_s
 
     def begin(self, iteration: int, positions: int) -> None:
         self._memory.mark_begun(iteration, self._now_s(), positions)
 
     def mark(self, slot: int) -> None:
-        self._memory.mark(slot, self._now_s())
+        self._slots[slot] = self._now_s()
 
     def end(self, iteration: int) -> None:
         self._memory.mark_ended(iteration, self._now_s())

@@ -35,6 +35,7 @@ class OperationHooks:
     def __init__(self, timers: Execution, clocks: AgentClocks) -> None:
         self._timers = timers
         self._clocks = clocks
+        self._mark = clocks.mark
         # Slots of instructions under the program, and those of the last iteration in the order of execution. Most
         # iterations are alike, and comparing objects is faster than looking them up.
         self._slots: dict[Instruction, int] = {}
@@ -109,7 +110,7 @@ class OperationHooks:
     def __enter__(self) -> None:
         """Begin to mark and time an operation."""
         if self._slot is not None:
-            self._clocks.mark(self._slot)
+            self._mark(self._slot)
         if self._timed is not None:
             self._timers.begin(self._timed)
 
@@ -120,7 +121,7 @@ class OperationHooks:
         if self._timed is not None:
             self._timers.end(self._timed)
         if self._slot is not None:
-            self._clocks.mark(self._slot + 1)
+            self._mark(self._slot + 1)
 
 
 class CapturedIteration:

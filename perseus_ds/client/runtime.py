@@ -55,6 +55,7 @@ _MOST_SCHEDULE_BYTES = 60_000
 _MOST_UNSENT = 64
 _MOST_GIVEN = 64
 """Maximum number of future iterations whose lengths are stored until they are sent."""
+_FIRST_WITH_MEMORY, _MEMORY_EVERY = 4, 16
 _PROFILED = ("observe", "run", "pause")
 
 
@@ -217,6 +218,8 @@ class PerseusRuntime:
     @property
     def profiled(self) -> bool:
         """True if no measurements are left. It becomes true at the same iteration on all ranks."""
+        if not self._in_iteration and not self._closed:
+            self._receive()
         iteration = self.clocks.memory.iteration
         return next((is_profiled for begin, is_profiled in reversed(self._shown) if begin <= iteration), False)
 
@@ -285,7 +288,6 @@ class PerseusRuntime:
         self._ended_s = self._time.now_s()
         self._unsent.append(_Ran(finished, self.follow, self._stream, fields))
         self._send_lengths(iteration + 1, begun=iteration)
-        self._receive()
         self._send_reports()
 
     @property
@@ -520,9 +522,14 @@ class PerseusRuntime:
             **fields,
             time_s=ran.finished.time_s(),
             issued=self.clocks.memory.iteration,
-            memory_bytes=self._memory_bytes() or 0,
+            memory_bytes=self._read_memory_bytes(fields["iteration"]),
         )
         self.clocks.send(report)
+
+    def _read_memory_bytes(self, iteration: int) -> int:
+        """Return the peak memory of tensors. 0 in most iterations, because it hardly changes and reading it is slow."""
+        is_read = iteration <= _FIRST_WITH_MEMORY or iteration % _MEMORY_EVERY == 0
+        return (self._memory_bytes() or 0) if is_read else 0
 
     def _send_spans(self, iteration: int, spans: Sequence[Span], stream: tuple[Operation, ...]) -> None:
         content = encode_spans(spans, self._hooks.places_of(stream))

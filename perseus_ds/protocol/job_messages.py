@@ -208,7 +208,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
         length: Mean length of the inputs of a forward. NaN if unknown.
         computed_s: Time from the iteration's start to the end of the last pass [s]. 0 if not measured.
         tail_s: Duration of the tail, waiting included [s]. 0 if not measured.
-        memory_bytes: Peak memory of tensors on the GPU. 0 if unknown.
+        memory_bytes: Peak memory of tensors on the GPU. 0 if unknown or not read in this iteration.
         is_calibrated: Whether passes take as long as on the simulated GPU.
     """
 

@@ -220,12 +220,13 @@ class RankMemory:
         self._numbers[_ENDED_S] = now_s
         self._words[_ENDED] = number % 2**32
 
-    def mark(self, slot: int, now_s: float) -> None:
-        """Mark that the GPU reaches a slot.
+    @property
+    def slots(self) -> memoryview[float]:
+        """Times of the marks [s]. Slot ``2 * position`` is the start of the instruction at a position.
 
-        Slot ``2 * position`` is the start of the instruction at a position, and the next slot is its end.
+        The next slot is its end.
         """
-        self._numbers[_FIRST_MARK + slot] = now_s
+        return self._numbers[_FIRST_MARK:]
 
     # Marks read by the agent.
 

@@ -309,7 +309,7 @@ class JobServer:
         state, number = self.job.states[rank], message.report.iteration
         self._issued = max(self._issued, message.report.issued)
         state.late_s, state.default_mhz = message.late_s, message.default_mhz
-        state.memory_bytes = message.report.memory_bytes
+        state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
             return  # a duplicate, or later than a complete one
         reports = self._open.setdefault(number, {})

@@ -54,9 +54,9 @@ def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, var
         clocks.wake()
         memory.mark_begun(iteration, 0.0, 10)
         for position in range(10):
-            memory.mark(2 * position, BY_GPU)
+            memory.slots[2 * position] = BY_GPU
             now.sleep(PASS_S * factor)
-            memory.mark(2 * position + 1, BY_GPU)
+            memory.slots[2 * position + 1] = BY_GPU
             ends.append(now.now_s())
         memory.end_iteration()
         memory.mark_ended(iteration, 0.0)

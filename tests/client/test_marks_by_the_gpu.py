@@ -105,7 +105,7 @@ def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shar
     marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
     marks.check(memory)
     assert memory.ended == 0
-    memory.mark(5, 1.5)  # of the previous iteration
+    memory.slots[5] = 1.5  # of the previous iteration
     marks.begin(7, positions=3)
     for slot in range(2):
         marks.mark(slot)

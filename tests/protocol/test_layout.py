@@ -32,7 +32,7 @@ def test_the_agent_reads_the_marks_of_cpu_and_gpu():
     number = client.begin_iteration(7)
     assert (number, agent.iteration, agent.program(number), agent.begun) == (1, 1, 7, 0)
     client.mark_begun(number, 2.0, positions=3)
-    client.mark(4, 2.5)
+    client.slots[4] = 2.5
     assert (agent.begun, agent.begun_s) == (1, 2.0)
     assert [agent.marked_s(slot) for slot in (3, 4)] == [None, 2.5]
     shared.view[layout.MARKS_OFFSET + 8 * 3] = 1  # as a GPU writes it

@@ -51,6 +51,7 @@ def test_heat_is_named_with_the_clock_that_it_allows(start, capsys):
     job.train_while(lambda: not limits(job), most=8)
     ((limit, *_),) = limits(job)
     assert limit == (0, None, 600.0)
+    job.train()
     assert "rank 0's GPU to 600 MHz by heat or the machine" in capsys.readouterr().out
 
 

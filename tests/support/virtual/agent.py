@@ -29,7 +29,7 @@ class DirectLink:
         self._is_waiting = False
         self._tell = tell
         self.agent = RankClocks(gpu, memory, self._deliver, self._tell_server, time, on_record=self._recorded)
-        for write in (memory.mark, memory.mark_begun, memory.mark_ended):
+        for write in (memory.mark_begun, memory.mark_ended):
             setattr(memory, write.__name__, self._then_look(write))
 
     def send(self, message, file=None):
@@ -56,11 +56,12 @@ class DirectLink:
 
         def write_and_look(*arguments):
             write(*arguments)
-            self._look()
+            self.look()
 
         return write_and_look
 
-    def _look(self):
+    def look(self):
+        """Have the agent look for marks."""
         if self.late_s:
             self._time.thread(self._look_late, "late").start()
         else:
@@ -101,24 +102,41 @@ class DirectLink:
             self._notifier.notify()
 
 
+class SeenMarks(HostMarks):
+    """Marks of the CPU, for which the agent looks immediately."""
+
+    def __init__(self, memory, time, link):
+        super().__init__(memory, time)
+        self._link = link
+
+    def mark(self, slot):
+        super().mark(slot)
+        self._link.look()
+
+
 class StreamMarks:
     """Marks on a stream of :class:`virtual.gpu.VirtualCuda`."""
 
-    def __init__(self, memory, cuda):
-        self._memory, self._cuda = memory, cuda
+    def __init__(self, memory, cuda, link):
+        self._memory, self._cuda, self._link = memory, cuda, link
 
     def begin(self, iteration, positions):
         self._cuda.enqueue(lambda: self._memory.mark_begun(iteration, 0.0, positions))
 
     def mark(self, slot):
-        self._cuda.enqueue(lambda: self._memory.mark(slot, _BY_GPU))
+        self._cuda.enqueue(lambda: self._mark(slot))
 
     def end(self, iteration):
         self._cuda.enqueue(lambda: self._memory.mark_ended(iteration, 0.0))
+
+    def _mark(self, slot):
+        self._memory.slots[slot] = _BY_GPU
+        self._link.look()
 
 
 def clocks_of(gpu, time, cuda=None, tell=lambda message: None):
     """Return the clocks of a rank that computes on a GPU, or on a CUDA stream."""
     memory = RankMemory.create()
-    marks = HostMarks(memory, time) if cuda is None else StreamMarks(memory, cuda)
-    return AgentClocks(DirectLink(gpu, memory, time, tell), memory, marks, gpu.name, time)
+    link = DirectLink(gpu, memory, time, tell)
+    marks = SeenMarks(memory, time, link) if cuda is None else StreamMarks(memory, cuda, link)
+    return AgentClocks(link, memory, marks, gpu.name, time)
