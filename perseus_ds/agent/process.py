@@ -36,9 +36,9 @@ from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.agent.uplink import Uplink
 from perseus_ds.errors import GpuError
+from perseus_ds.gpu import find_gpu, open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
-from perseus_ds.gpu.opening import find_gpu, open_gpu
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.job_messages import Left, Say, ToServer
 from perseus_ds.protocol.layout import RankMemory

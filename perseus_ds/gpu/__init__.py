@@ -1,1 +1,56 @@
-"""One GPU, through NVML, through Zeus or simulated."""
+"""One GPU as Perseus needs it, opened by its address, or by its number in another process.
+
+That process may see other GPUs than this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from perseus_ds.errors import GpuError
+
+if TYPE_CHECKING:
+    from perseus_ds.gpu.base import Gpu
+    from perseus_ds.protocol.messages import FindGpu
+
+
+def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
+    """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`.
+
+    Args:
+        address: The address.
+        logs: For a simulated GPU, the memory of its work log and of its clock log.
+
+    Raises:
+        GpuError: It cannot be opened.
+    """
+    device, _, identity = address.partition(":")
+    if device == "nvml":
+        from perseus_ds.gpu.nvml import NvmlGpu, index_of_uuid
+
+        return NvmlGpu(index_of_uuid(identity))
+    if device == "zeus":
+        from perseus_ds.gpu.zeus import open_address
+
+        return open_address(identity)
+    if device == "simulated":
+        from perseus_ds.gpu.simulated import open_address as open_simulated
+
+        return open_simulated(identity, logs)
+    raise GpuError(f"Unknown GPU address {address!r}: expected nvml:…, zeus:… or simulated:….")
+
+
+def find_gpu(place: FindGpu) -> Gpu:
+    """Open the GPU that CUDA or HIP gives a number in a process.
+
+    Raises:
+        GpuError: There is no such GPU, it cannot be opened, or the match is not certain.
+    """
+    if place.device == "zeus":
+        from perseus_ds.gpu.zeus import open_zeus_gpu
+
+        return open_zeus_gpu(place.ordinal, place.uuid, place.pci_address, place.variables)
+    from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
+
+    return NvmlGpu(index_of_cuda_device(place.ordinal, place.uuid, place.variables))

@@ -28,7 +28,7 @@ class KnownGpu(Protocol):
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU contains "simulated".
         driver: Driver version, or None.
-        address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu.opening`). None if
+        address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu`). None if
             no lock of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
         settings: Settings of the GPU when it was opened. None if the driver does not report them.

@@ -550,18 +550,15 @@ class SimulatedGpu:
     @property
     def locked_clock_mhz(self) -> int:
         """Clock that is set, by default the highest one [MHz]."""
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return gpu.locked_mhz
 
     def clock_mhz(self) -> int:
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return gpu.locked_mhz if gpu.workload is None else round(gpu.reached_mhz)
 
     def throttle_reasons(self) -> tuple[str, ...]:
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             if gpu.workload is None:
                 return ("idle",)
             if gpu.reached_mhz >= gpu.locked_mhz:
@@ -569,8 +566,7 @@ class SimulatedGpu:
             return ("sw_thermal_slowdown",) if gpu.reached_mhz >= gpu.thermal_mhz else ("sw_power_cap",)
 
     def power_limit_w(self) -> float:
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return gpu.power_limit_w
 
     def limit(self, power_w: float | None = None, clock_mhz: float | None = None) -> None:
@@ -583,22 +579,19 @@ class SimulatedGpu:
         self._log_clock(self.timebase.now_s(), 1, power_w or math.inf, clock_mhz or math.inf)
 
     def energy_j(self) -> float:
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return math.floor(gpu.counter_j * 1000) / 1000
 
     @property
     def true_energy_j(self) -> float:
         """Energy used up to now, independent of the counter [J]."""
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return gpu.energy_j
 
     @property
     def state(self) -> GpuState:
         """Current temperature and performance state."""
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return GpuState(round(gpu.temperature_c), "P0")
 
     @property
@@ -606,15 +599,13 @@ class SimulatedGpu:
         """Delay of a transfer that begins now, caused by recent clock changes [s]."""
         if not self._delays_transfers:
             return 0.0
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             ages_s = (gpu.at_s - changed_s for changed_s in gpu.changes_s)
             # A change at the same time as the start of the transfer does not delay it.
             return _DELAY_S * sum(_DONE_S < age_s < _DISTURBED_S for age_s in ages_s)
 
     def power_w(self) -> float:
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             return gpu.power_w
 
     def close(self) -> None:
@@ -633,8 +624,7 @@ class SimulatedGpu:
             top_clock_time_s: Duration of the work at the top clock without a power limit [s].
         """
         work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
-        with self._changed:
-            gpu = self._physics_now()
+        with self._present() as gpu:
             while (remaining_s := gpu.remaining_s(work_s)) > _DONE_S:
                 self._changed.wait(min(remaining_s, max(0.0, gpu.next_change_s - gpu.at_s), self._poll_s))
                 gpu.advance(self.timebase.now_s())
@@ -659,6 +649,9 @@ class SimulatedGpu:
             self._physics.advance(self.timebase.now_s())
         log.append(*entry)
 
-    def _physics_now(self) -> Physics:
-        self._physics.advance(self.timebase.now_s())
-        return self._physics
+    @contextmanager
+    def _present(self) -> Iterator[Physics]:
+        """Hold the lock of the present state."""
+        with self._changed:
+            self._physics.advance(self.timebase.now_s())
+            yield self._physics

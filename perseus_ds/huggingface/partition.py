@@ -27,9 +27,9 @@ from perseus_ds.client.devices import place_of
 from perseus_ds.client.lease import Lease
 from perseus_ds.client.timers import FlopCounter
 from perseus_ds.errors import ConfigError, GpuPermissionError
+from perseus_ds.gpu import find_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.device_models import DEVICES, DeviceModel
-from perseus_ds.gpu.opening import find_gpu
 from perseus_ds.huggingface.stages import CausalLoss, Source, checkpoint_activations, new_stage, read_config, skeleton
 from perseus_ds.optimizer.partition import LayerCosts, Partition, best_partition, uniform_cut
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank

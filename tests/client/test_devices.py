@@ -10,9 +10,8 @@ from perseus_ds.client import devices
 from perseus_ds.client.devices import gpu_of, open_gpu
 from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu import zeus
+from perseus_ds.gpu import find_gpu, zeus
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.gpu.opening import find_gpu
 
 
 @pytest.mark.parametrize(("limit_w", "warnings"), [(400.0, 0), (300.0, 1)])

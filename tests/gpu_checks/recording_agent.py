@@ -8,9 +8,9 @@ from gpu_checks.recording import DEVICE, LATENCY_S, RecordingGpu, guard_nvml, la
 
 from perseus_ds.agent import process
 from perseus_ds.agent.gpu_records import UnrecordedGpu
+from perseus_ds.gpu import open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.nvml import index_of_cuda_device, index_of_uuid
-from perseus_ds.gpu.opening import open_gpu
 from perseus_ds.protocol.messages import FindGpu
 
 
