@@ -197,7 +197,8 @@ def _order(run: Path, order: dict[str, Any]) -> int:
 
 
 def _send(run: Path, order: dict[str, Any]) -> dict[str, Any]:
-    from perseus_ds.server.control_socket import parse_order, send_order
+    from perseus_ds.policy.orders import parse_order
+    from perseus_ds.server.control_socket import send_order
 
     try:
         parse_order(order)

@@ -33,10 +33,11 @@ from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.policy.orders import Status
 from perseus_ds.protocol import description as described
 from perseus_ds.protocol.job_messages import RankReport, Say, Spans, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
-from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess, Status
+from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.output_folder import FolderLock, own_folder
 from perseus_ds.server.server import JobServer

@@ -23,6 +23,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
+from perseus_ds.policy.orders import parse_order
 from perseus_ds.policy.policies import check_deadline
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
 from perseus_ds.policy.signals import SignalWatch
@@ -32,7 +33,6 @@ from perseus_ds.protocol.job_messages import Follow, Measured, RankReport, Say, 
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.server import modes
 from perseus_ds.server.context import ModeContext
-from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.default_clocks import BackOff
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
 from perseus_ds.server.iterations import Run, Seen

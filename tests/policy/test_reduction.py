@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from perseus_ds.artifacts.run_records import PowerCapChanged
 from perseus_ds.policy.decisions import Situation, decide
+from perseus_ds.policy.orders import parse_order
 from perseus_ds.policy.policies import POLICY, PowerCapPolicy, ReducePolicy, SlowdownPolicy
 from perseus_ds.policy.signals import SignalWatch
-from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.job_control import JobControl
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)

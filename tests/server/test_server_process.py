@@ -16,6 +16,7 @@ from virtual.time import VirtualTime
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.uplink import Uplink
 from perseus_ds.errors import ConfigError
+from perseus_ds.policy.orders import parse_order
 from perseus_ds.protocol.job_messages import (
     Joined,
     Latencies,
@@ -28,7 +29,7 @@ from perseus_ds.protocol.job_messages import (
     ToServer,
 )
 from perseus_ds.protocol.messages import Connect, StartServer
-from perseus_ds.server.control_socket import parse_order, send_order
+from perseus_ds.server.control_socket import send_order
 from perseus_ds.server.process import ServerProcess
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
