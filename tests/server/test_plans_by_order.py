@@ -178,7 +178,7 @@ def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch
     records = job.close()
     assert [event.micro_batches for event in job.events(OrderPlanned)] == [3, 4]
     assert records[-1].phase == "run"
-    assert job.runtime._follows[1][-1].phase == "observe", "the replaced order"
+    assert job.runtime._follows.latest(1).phase == "observe", "the replaced order"
 
 
 def test_after_a_fault_the_job_begins_again_with_the_order_of_its_schedule(job, monkeypatch):
@@ -342,7 +342,7 @@ def test_shapes_of_a_replaced_order_are_replaced_too(start, monkeypatch):
     assert {(kind.number, kind.context.shape) for kind in found.kinds()} == {(0, 0), (2, 1)}
     train(job, [4] * 40)
     assert {(kind.number, kind.context.shape) for kind in found.kinds()} == {(0, 0), (3, 0)}
-    assert job.runtime._follows[2][-1].phase == "observe"
+    assert job.runtime._follows.latest(2).phase == "observe"
 
 
 @pytest.mark.extended
