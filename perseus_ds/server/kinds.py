@@ -91,7 +91,7 @@ class Kind:
         key: Key of its order.
         shape: Shape of its inputs; None for all.
         wanted: The run that its mode requests.
-        came: Number of iterations when it last occurred.
+        last_at: Number of iterations when it last occurred.
         iterations: Number of its iterations.
         confused: Number of iterations that began like it but had another shape.
         shapes: Kinds of its iterations by shape; None if one mode is for all shapes.
@@ -106,7 +106,7 @@ class Kind:
         self.key = key
         self.shape = shape
         self.wanted = UNPLANNED
-        self.came = self.iterations = self.confused = 0
+        self.last_at = self.iterations = self.confused = 0
         self.shapes: _Shapes | None = None
         self.profile: Path | None = None
         self._mode = mode
@@ -156,14 +156,14 @@ class _Group(Generic[K]):
         last: The last iterations, including those of other kinds.
         iterations: Number of iterations.
         numbers: Number of kinds so far, except the first.
-        has_said: Whether the job has printed that iterations differ.
+        is_announced: Whether the job has printed that iterations differ.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[K, Kind] = {}
         self.last: deque[K] = deque(maxlen=LAST)
         self.iterations = self.numbers = 0
-        self.has_said = False
+        self.is_announced = False
 
     def add(self, key: K) -> Kind | None:
         """Add an iteration, and return its kind if there is one."""
@@ -171,7 +171,7 @@ class _Group(Generic[K]):
         self.last.append(key)
         found = self.kinds.get(key)
         if found is not None:
-            found.came, found.iterations = self.iterations, found.iterations + 1
+            found.last_at, found.iterations = self.iterations, found.iterations + 1
         return found
 
     def is_frequent(self, key: K) -> bool:
@@ -352,7 +352,7 @@ class Kinds:
             self._requested.pop(message.key, None)
             self._give_up_order(message.key, error)
 
-    def begin_again(self, iterations: int) -> None:
+    def restart(self, iterations: int) -> None:
         """Discard all kinds except the first order, and restart the job's mode after some iterations."""
         for kind in self.kinds():
             if kind is not self.first:
@@ -411,8 +411,8 @@ class Kinds:
         return schedule is not None and passes_of_stages(schedule) <= passes_of_stages(kind.context.job.schedule)
 
     def _say_that_orders_differ(self, then: str) -> None:
-        if not self._orders.has_said:
-            self._orders.has_said = True
+        if not self._orders.is_announced:
+            self._orders.is_announced = True
             self._context.recorder.say(f"iterations differ in their number of micro-batches: {then}")
 
     def _deserves_plans(self, key: int) -> bool:
@@ -422,7 +422,7 @@ class Kinds:
             return False
         # Other orders wait while one is measured, unless that one no longer occurs.
         is_measuring = self._profile() is None and any(
-            kind.is_measured and orders.iterations - kind.came < _GONE for kind in orders.kinds.values()
+            kind.is_measured and orders.iterations - kind.last_at < _GONE for kind in orders.kinds.values()
         )
         return not is_measuring and self._has_room(orders, len(self._requested))
 
@@ -438,8 +438,8 @@ class Kinds:
         if len(group.kinds) + requested < MOST_KINDS:
             return True
         others = [key for key, kind in group.kinds.items() if kind is not self.first]
-        oldest = min(others, key=lambda key: group.kinds[key].came, default=None)
-        if oldest is None or group.iterations - group.kinds[oldest].came < UNUSED:
+        oldest = min(others, key=lambda key: group.kinds[key].last_at, default=None)
+        if oldest is None or group.iterations - group.kinds[oldest].last_at < UNUSED:
             return False
         self._close(group.kinds.pop(oldest))
         self._send_orders()
@@ -499,8 +499,8 @@ class Kinds:
             return found if found.is_planned else None
         if self._shape_deserves_plans(shape, alike, shapes):
             self._begin_shape(shape, seen.messages[0].report.length, order, shapes)
-        elif not shapes.has_said:
-            shapes.has_said = True
+        elif not shapes.is_announced:
+            shapes.is_announced = True
             self._context.recorder.say(
                 "iterations differ in the shapes of their inputs: shapes that come often get plans, all others run at "
                 "default clocks"
@@ -514,7 +514,7 @@ class Kinds:
             return False
         # Others wait while enough lengths are profiled to predict their profiles.
         is_measuring = len(shapes.kinds) >= FEWEST_LENGTHS and any(
-            kind.wanted.phase in MEASURING and shapes.iterations - kind.came < LAST for kind in shapes.kinds.values()
+            kind.wanted.phase in MEASURING and shapes.iterations - kind.last_at < LAST for kind in shapes.kinds.values()
         )
         return not is_measuring and self._has_room(shapes)
 
@@ -546,7 +546,7 @@ class Kinds:
 
     def _begin(self, kind: Kind, key: K, group: _Group[K]) -> None:
         """Add a kind to its group, and start its mode."""
-        kind.came = group.iterations
+        kind.last_at = group.iterations
         group.kinds[key] = kind
         self._send_orders()
         self.advance(kind, None)

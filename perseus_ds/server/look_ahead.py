@@ -38,7 +38,7 @@ class LookAhead:
         self.is_used = False
         self._pipelines = pipelines
         self._say = say
-        self._has_said = False
+        self._is_announced = False
         self._worker = worker
         # By iteration, the lengths of each pipeline.
         self._given: dict[int, dict[int, Lengths]] = {}
@@ -101,8 +101,8 @@ class LookAhead:
         planner = self._planners.get(order)
         if planner is not None and len(self._given.get(iteration, ())) == self._pipelines:
             why = planner.count_missed(is_missed=is_missed or iteration not in planner.plans)
-            if why is not None and not self._has_said:
-                self._has_said = True
+            if why is not None and not self._is_announced:
+                self._is_announced = True
                 self._say(f"no plans for the lengths given, iterations run at default clocks: {why}")
 
     def start(self, job: PlannedJob, log_path: Path, order: int) -> None:

@@ -97,7 +97,7 @@ async def _run(context: ModeContext) -> None:
         if isinstance(result, Verdict) and not runner.speed_up(result):
             iterations = back_off.next(context.control.steps)
             runner.drop(result, f"training continues at default clocks, tried again in {iterations} iterations")
-            await back_off_for(iterations, runner.selector.would_be_capped)
+            await back_off_for(iterations, runner.selector.default_clocks_exceed_cap)
 
 
 async def _profile(context: ModeContext) -> None:
@@ -119,7 +119,7 @@ async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> float 
 
 
 def mode_of_shape(
-    context: ModeContext, length: float, measured: dict[float, Path], tails_of: Path
+    context: ModeContext, length: float, measured: dict[float, Path], tail_profile: Path
 ) -> tuple[Mode, float | None]:
     """Return the mode for inputs of one shape, and the error of its profile if that was predicted.
 
@@ -127,21 +127,21 @@ def mode_of_shape(
         context: Context of these iterations.
         length: Length of their inputs.
         measured: Profiles by length. This one is added if it has to be measured.
-        tails_of: The profile whose tails are used.
+        tail_profile: The profile whose tails are used.
 
     Raises:
         PerseusError: A profile cannot be read.
         OSError: A profile cannot be written.
     """
-    profile = StageProfile.load(tails_of)
-    if context.job.profile_path == tails_of:  # the shape with which that profile was measured
-        measured[length] = tails_of
-        return _profile_and_run(context, Frontier.load(context.job.output_dir), tails_of=profile), None
+    profile = StageProfile.load(tail_profile)
+    if context.job.profile_path == tail_profile:  # the shape with which that profile was measured
+        measured[length] = tail_profile
+        return _profile_and_run(context, Frontier.load(context.job.output_dir), tail_profile=profile), None
     known = frontier_of_an_earlier_run(context)
     error = predict_profile(context.job, length, measured) if known is None else None
     if error is None:
         measured[length] = context.job.profile_path
-    return _profile_and_run(context, known, has_profile=error is not None, tails_of=profile), error
+    return _profile_and_run(context, known, has_profile=error is not None, tail_profile=profile), error
 
 
 async def _profile_and_run(
@@ -149,7 +149,7 @@ async def _profile_and_run(
     frontier: Frontier | None,
     *,
     has_profile: bool = False,
-    tails_of: StageProfile | None = None,
+    tail_profile: StageProfile | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Train under plans of an earlier run, or of a profile that is measured first.
@@ -158,7 +158,7 @@ async def _profile_and_run(
         context: Context of the mode.
         frontier: Plans of an earlier run, if there are any.
         has_profile: Whether the job's profile need not be measured.
-        tails_of: Profile whose tails are used, because those of iterations of one shape cannot be measured.
+        tail_profile: Profile whose tails are used, because those of iterations of one shape cannot be measured.
         kept: Comparison with default clocks of a plan that an earlier start of the job has kept.
 
     Returns:
@@ -172,7 +172,7 @@ async def _profile_and_run(
     while True:
         if runner is None:
             if frontier is None and not has_profile:
-                baseline = await warm_up(context, tails_of=tails_of)
+                baseline = await warm_up(context, tail_profile=tail_profile)
                 await profile_online(context, baseline)
             profiles += frontier is None
             has_profile = False
@@ -197,7 +197,7 @@ async def _profile_and_run(
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
             then = f"tried again in {iterations} iterations" if iterations else "profiling again"
             runner.drop(result, f"training continues at default clocks, {then}")
-            await back_off_for(iterations, runner.selector.would_be_capped)
+            await back_off_for(iterations, runner.selector.default_clocks_exceed_cap)
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
         if result is Outcome.PROFILE_OUTDATED:
             control.plans_are_dropped(runner.selector.state_for_other_plans())
@@ -240,8 +240,8 @@ async def _with_plans(
 async def _measure_again(context: ModeContext, runner: PlanRunner) -> DefaultIterations:
     """Measure default clocks to compare plans with, unless they would exceed a power cap."""
     default = DefaultIterations(context.job)
-    while not (default.sample.is_enough or runner.becomes_capped()):
-        await measure_default(default, context.recorder.say, runner.selector.would_be_capped)
+    while not (default.sample.is_enough or runner.apply_cap()):
+        await measure_default(default, context.recorder.say, runner.selector.default_clocks_exceed_cap)
     if default.sample.is_enough:
         runner.compare_with(default)
     return default

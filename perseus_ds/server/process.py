@@ -124,8 +124,8 @@ class ServerProcess:
         self._saved.set_result(None)
         self._state_at_s = self._beat_at_s = 0.0
         # Time of the last message, and the last time at which all messages were processed.
-        self._heard_s = self._up_to_date_s = REAL_TIME.now_s()
-        self._has_heard = self._is_behind = False
+        self._received_s = self._up_to_date_s = REAL_TIME.now_s()
+        self._has_received = self._is_behind = False
 
     @property
     def address(self) -> str:
@@ -135,7 +135,8 @@ class ServerProcess:
         return f"tcp://{host}:{port}"
 
     def _listen(self) -> zmq.Socket[bytes]:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._parts.callback(context.destroy, _LINGER_MS)  # waits until rank 0 has the last messages
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         self._parts.callback(authenticator.stop)
@@ -227,10 +228,10 @@ class ServerProcess:
             return self.server.control.carry_out(order)
 
     def _is_needed(self) -> bool:
-        silent_s = REAL_TIME.now_s() - self._heard_s
+        silent_s = REAL_TIME.now_s() - self._received_s
         if self.server.has_ended:
             return silent_s < _ENDED_S
-        return silent_s < (_NO_AGENT_S if self._has_heard else _FIRST_AGENT_S)
+        return silent_s < (_NO_AGENT_S if self._has_received else _FIRST_AGENT_S)
 
     def _receive(self) -> None:
         """Process the received messages for a short time, so that heartbeats are sent in between."""
@@ -245,7 +246,7 @@ class ServerProcess:
             if len(rest) == 2 and rest[0] == CONTROL:
                 self._orders.submit(self._answer_order, agent, rest[1])
                 continue
-            self._heard_s, self._has_heard = now_s, True
+            self._received_s, self._has_received = now_s, True
             if agent not in self._agents:
                 self._agents.add(agent)
                 self._beat_at_s = 0.0  # it is answered immediately
@@ -367,5 +368,4 @@ def main() -> None:
         os._exit(1)  # threads of a server that has failed must not keep the process alive
     logging.getLogger("perseus_ds").addHandler(_ToRank0(process._send))
     process.serve()
-    zmq.Context.instance().destroy(_LINGER_MS)  # until rank 0 has the last messages
     os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again

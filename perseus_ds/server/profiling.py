@@ -63,7 +63,7 @@ class Baseline:
         counter_period_s: Refresh period of the slowest energy counter [s].
         counter_settle_s: Longest time for which a counter still reports the power before a step [s].
         info: The job, and the durations of operations without a choice of clock.
-        tails_of: Profile whose tails are used if they were not measured; None if they were.
+        tail_profile: Profile whose tails are used if they were not measured; None if they were.
     """
 
     spans: list[list[list[Span]]]
@@ -72,13 +72,13 @@ class Baseline:
     counter_period_s: float
     counter_settle_s: float
     info: ProfileInfo
-    tails_of: StageProfile | None = None
+    tail_profile: StageProfile | None = None
 
 
-async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Baseline:
+async def warm_up(context: ModeContext, *, tail_profile: StageProfile | None = None) -> Baseline:
     """Run iterations at default clocks until times are stable on all ranks.
 
-    If ``tails_of`` is given, its tails are used. They are the same for inputs of other shapes.
+    If ``tail_profile`` is given, its tails are used. They are the same for inputs of other shapes.
 
     Raises:
         GpuError: The blocking power is not known.
@@ -108,8 +108,8 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
         for rank in job.shown
     ]
     info = _info(job, spans, measured)
-    if tails_of is not None:
-        info = info.model_copy(update={"tail_s": tails_of.info.tail_s})
+    if tail_profile is not None:
+        info = info.model_copy(update={"tail_s": tail_profile.info.tail_s})
     if context.look_ahead.is_used:
         info = info.model_copy(update={"by_length": _by_length(context, measured)})
     return Baseline(
@@ -119,7 +119,7 @@ async def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None)
         job.counter_period_s(),
         job.counter_settle_s(),
         info,
-        tails_of,
+        tail_profile,
     )
 
 
@@ -287,9 +287,9 @@ class _Measurement:
         # its last evaluation.
         self._visit: list[Seen] = []
         self._visited_mhz: int | None = None
-        self._asked: Counter[int] = Counter()
+        self._requested: Counter[int] = Counter()
         self._measured: set[int] = set()  # others were requested early, and are not needed
-        self._came: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
         self.iterations = 0
         self._shares: list[float] = []
         self.lost_s = 0.0
@@ -310,16 +310,16 @@ class _Measurement:
         needed = first = self.iterations_with(_REFRESHES, time_s)
         for _ in range(_MOST_VISITS):
             early = 0
-            while self._came[clock_mhz] < needed:
+            while self._received[clock_mhz] < needed:
                 wanted_mhz = clock_mhz
-                if then_mhz is not None and self._asked[clock_mhz] >= needed and early < _UNDER_WAY:
+                if then_mhz is not None and self._requested[clock_mhz] >= needed and early < _UNDER_WAY:
                     wanted_mhz, early = then_mhz, early + 1
-                self._asked[wanted_mhz] += 1
+                self._requested[wanted_mhz] += 1
                 wanted = Run("profile", wanted_mhz, times="all", logs_energy=True, next_phase=next_phase())
                 self._add_iteration(await iteration(wanted))
             time_s = min((seen.time_s for seen in self._visit), default=time_s)
             self._end_visit()
-            self._came[clock_mhz] = self._asked[clock_mhz] = 0
+            self._received[clock_mhz] = self._requested[clock_mhz] = 0
             refreshes = min(self._refreshes[rank, clock_mhz] for rank in self._ranks)
             if refreshes == 0:  # iterations are shorter than expected, or not in a row
                 needed = min(2 * needed, _LONGEST_VISIT * first)
@@ -345,7 +345,7 @@ class _Measurement:
         if clock_mhz is not None:
             self._visited_mhz = clock_mhz
             self._visit.append(seen)
-            self._came[clock_mhz] += 1
+            self._received[clock_mhz] += 1
 
     def _end_visit(self) -> None:
         visit, self._visit = self._visit, []
@@ -474,7 +474,7 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
         OSError: The files cannot be written.
     """
     waiting_w = baseline.info.blocking_power_w or 0.0
-    if baseline.tails_of is None:
+    if baseline.tail_profile is None:
         # If a tail is short or draws no more power than waiting, its clock does not matter.
         idle = {
             (stage, kind)
@@ -487,7 +487,7 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
         }
         profile = estimated.where(lambda *row: row[:2] not in idle)
     else:
-        profile = _with_tails_of(baseline.tails_of, estimated)
+        profile = _with_tails_of(baseline.tail_profile, estimated)
     profile = _above_waiting(profile, waiting_w)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")

@@ -124,7 +124,7 @@ class PlanSelector:
         """Decide on the first assignment, with the progress of an earlier start."""
         self._kind = context.order, context.shape
         self._frontier = frontier
-        self._asked: tuple[Any, ...] = ()
+        self._assigned_for: tuple[Any, ...] = ()
         self._assigned = Assignment()
         self._control = context.control
         self._timebase = context.timebase
@@ -134,7 +134,6 @@ class PlanSelector:
         self.statistics = RunStatistics()
         self.default_power_w: float | None = None
         self._lateness = 0.0
-        self._numbers = 0
         self._ordered: PolicyConfig = self._control.policy
         self._problem = ""
         self._decision: Decision | None = None
@@ -142,12 +141,9 @@ class PlanSelector:
         self._control.effect_of = self.effect_of
         plan = self._restore()
         if plan is None:
-            chosen = self._choose()
+            self.decide()
         else:
-            chosen = self._assign(plan, paused=self._control.paused, capped=self.would_be_capped())
-        self._numbers = 1
-        self.in_force = replace(chosen, number=1)
-        self._recorder.event(PlanChosen.model_validate(self.status()))
+            self._adopt(self._assign(plan, paused=self._control.paused, capped=self.default_clocks_exceed_cap()))
 
     def learn(self, seen: Seen) -> None:
         """Update the statistics with an iteration under plans."""
@@ -173,15 +169,15 @@ class PlanSelector:
                 [(one_s + tail_s) / plan_s for one_s, plan_s in zip(own_s, promised_s, strict=True)]
             )
 
-    def decide(self) -> bool:
-        """Decide on the following iterations, and return whether the assignment has changed."""
-        chosen = self._choose()
-        if chosen == self.in_force:
-            return False
-        self._numbers += 1
-        self.in_force = replace(chosen, number=self._numbers)
-        self._recorder.event(PlanChosen.model_validate(self.status()))
-        return True
+    def decide(self) -> None:
+        """Decide on the following iterations."""
+        self._adopt(self._choose())
+
+    def _adopt(self, chosen: Assignment) -> None:
+        """Put an assignment in force, and record it if it differs from the previous one."""
+        if chosen != self.in_force:
+            self.in_force = replace(chosen, number=self.in_force.number + 1)
+            self._recorder.event(PlanChosen.model_validate(self.status()))
 
     def status(self) -> dict[str, Any]:
         """Return the assignment in force as plain values."""
@@ -231,9 +227,9 @@ class PlanSelector:
             return
         if isinstance(policy, ReducePolicy) and cap is not None and cap.signal == policy.signal:
             now = self._timebase.date()
-            if (asked := reduction_of(policy, now, self._signals)) is not None:
-                duration_s = asked.until_s - now.timestamp()
-                cost = cost_in_words(self.effect_of(policy), asked.power_fraction, duration_s, asked.until_s)
+            if (request := reduction_of(policy, now, self._signals)) is not None:
+                duration_s = request.until_s - now.timestamp()
+                cost = cost_in_words(self.effect_of(policy), request.power_fraction, duration_s, request.until_s)
                 self._recorder.say(f"{cap.signal} asks for {cost}")
         self._recorder.event(
             PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else "")
@@ -251,7 +247,7 @@ class PlanSelector:
         """Return the power of all GPUs at default clocks, as measured in the job or from the profile [W]."""
         return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
 
-    def would_be_capped(self) -> bool:
+    def default_clocks_exceed_cap(self) -> bool:
         """Return whether default clocks would exceed the power cap of the current policy."""
         policy = self._control.policy_now()
         return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
@@ -276,9 +272,9 @@ class PlanSelector:
 
     def _assign(self, plan: int, **decided: bool) -> Assignment:
         factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
-        asked = plan, factors, self._lateness, decided
-        if asked != self._asked:  # most decisions equal the previous one
-            self._asked = asked
+        key = plan, factors, self._lateness, decided
+        if key != self._assigned_for:  # most decisions equal the previous one
+            self._assigned_for = key
             self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
         return self._assigned
 

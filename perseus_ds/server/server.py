@@ -41,7 +41,7 @@ from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kind, Kinds
 from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder, TimelineLog
-from perseus_ds.server.under_plans import look_for_drift
+from perseus_ds.server.under_plans import add_drift
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -134,8 +134,8 @@ class JobServer:
         self._profiled_limit = msg.SetProfiledLimit(None)
         # By rank, the iteration after which the runs were sent again.
         self._resent_after: dict[int, int] = {}
-        self._open: dict[int, dict[int, RankReport]] = {}
-        self._contents: dict[tuple[int, int], bytes] = {}
+        # By iteration, the reports and operations of the ranks that have sent them.
+        self._open: dict[int, tuple[dict[int, RankReport], dict[int, bytes]]] = {}
         self._completed = 0
         self._issued = 0  # number of the last iteration that a rank is known to have begun
         self._time_s = 0.0  # of the last iteration
@@ -238,8 +238,9 @@ class JobServer:
             case RankReport():
                 self._add_report(rank, message)
             case Spans():
-                found = self._contents.get((message.iteration, rank), b"")
-                self._contents[message.iteration, rank] = found + message.content
+                if message.iteration > self._completed:
+                    contents = self._open.setdefault(message.iteration, ({}, {}))[1]
+                    contents[rank] = contents.get(rank, b"") + message.content
             case msg.ClockRefused():
                 fields = msgspec.structs.asdict(message)
                 self.recorder.event(ClockRefused(rank=rank, **fields))
@@ -312,11 +313,10 @@ class JobServer:
         state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
             return  # a duplicate, or later than a complete one
-        reports = self._open.setdefault(number, {})
+        reports, contents = self._open.setdefault(number, ({}, {}))
         reports.setdefault(rank, message)
         if len(reports) == self.job.world_size:
             self._completed = number
-            contents = {of: content for (of_number, of), content in self._contents.items() if of_number == number}
             self._forget(number)
             try:
                 self._complete(number, [reports[of] for of in range(len(reports))], contents)
@@ -327,8 +327,7 @@ class JobServer:
 
     def _forget(self, number: int) -> None:
         """Discard reports of iterations up to ``number``. No more reports of earlier ones are expected."""
-        self._open = {each: reports for each, reports in self._open.items() if each > number}
-        self._contents = {key: content for key, content in self._contents.items() if key[0] > number}
+        self._open = {each: found for each, found in self._open.items() if each > number}
 
     def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
         first = messages[0].report
@@ -352,7 +351,7 @@ class JobServer:
         self.control.count_step(seen.number)
         self._time_s = seen.time_s
         if run is not None and number % run.every == 0:
-            look_for_drift(self.job, seen)
+            add_drift(self.job, seen)
         kind, order, shape = self._kinds.route(seen, key)
         if kind is not None:
             is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
@@ -540,7 +539,7 @@ class JobServer:
         self._backs_off_until = self._completed + iterations
         self.recorder.warn(f"{text}. Training continues at default clocks.")
         self.recorder.event(Failed(error=str(error)))
-        self._kinds.begin_again(iterations)
+        self._kinds.restart(iterations)
 
     def fall_behind(self) -> None:
         """Continue at default clocks for some iterations, because reports are not processed in time."""

@@ -49,7 +49,7 @@ class Outcome(Enum):
     DEFAULT_OUTDATED = "default outdated"
 
 
-def look_for_drift(job: Job, seen: Seen) -> None:
+def add_drift(job: Job, seen: Seen) -> None:
     """Compare instructions of an iteration under plans with the profile. Add the drift to its reports."""
     plans = None if seen.run is None or seen.run.by_length else seen.run.plans
     if plans is None or not plans.frontier.instruction_times_s:
@@ -179,9 +179,9 @@ class PlanRunner:
             self._add_iteration(seen)
             iterations, time_s = iterations + 1, time_s + seen.time_s
 
-    def becomes_capped(self) -> bool:
+    def apply_cap(self) -> bool:
         """Apply a cap that default clocks would exceed, if there is one. Return whether one is in force."""
-        if self.selector.would_be_capped():
+        if self.selector.default_clocks_exceed_cap():
             self.selector.decide()
         return self._is_capped
 
@@ -204,7 +204,7 @@ class PlanRunner:
         """
         while True:
             result: Verdict | Outcome | None
-            if self.becomes_capped():
+            if self.apply_cap():
                 when_kept()
                 self._is_fresh = False
                 result = (await self._run(math.inf, capped=True)) or Outcome.DEFAULT_OUTDATED

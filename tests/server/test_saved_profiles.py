@@ -31,7 +31,7 @@ def saved(tmp_path):
         profile = StageProfile(rows, info)
         save_profile(
             SimpleNamespace(profile_path=tmp_path / "profile.csv"),
-            SimpleNamespace(info=info, tails_of=None, time_s=1.0),
+            SimpleNamespace(info=info, tail_profile=None, time_s=1.0),
             profile,
             profile,
         )
@@ -65,7 +65,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
         cached("key")
 
 
-@pytest.mark.parametrize("killed_in", ["optimizing", "default", "run"])
+@pytest.mark.parametrize("killed_in", ["optimizing", "run"])
 def test_a_job_that_was_killed_before_its_verdict_does_not_measure_its_profile_again(start, killed_in):
     job = start(mode="auto", **SLOWER)
     job.train_until(killed_in)

@@ -69,7 +69,7 @@ def test_whether_default_clocks_would_exceed_a_cap_is_measured_or_else_by_the_pr
     job = Job(PowerCapPolicy(name="power_cap", watts=0.97 * baseline_w))
     assert job.selector.in_force.capped
     job.selector.default_power_w = 0.9 * baseline_w
-    assert not job.selector.would_be_capped()
+    assert not job.selector.default_clocks_exceed_cap()
     assert not Job().selector.in_force.capped
 
 
