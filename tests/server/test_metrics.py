@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 
 import pytest
@@ -120,16 +119,6 @@ def test_promtool_finds_nothing_to_complain_of(tmp_path):
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_a_file_is_replaced_whole_and_is_the_only_one_that_node_exporter_sees(tmp_path):
-    path = tmp_path / "textfiles" / "perseus.prom"
-    with reporter(auto_job(), textfile=str(path)):
-        wait_until(path.exists, "the file")
-        first = path.open()
-    with first:  # an open file keeps its inode number from being reused
-        assert not os.path.samestat(os.fstat(first.fileno()), path.stat()), "the file must be replaced at the end"
-    assert [found.name for found in path.parent.iterdir()] == ["perseus.prom"]
-
-
 def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "_PERIOD_S", 0.01)
     (tmp_path / "file").write_text("")
@@ -183,33 +172,14 @@ def test_a_job_serves_its_figures_while_it_trains_and_no_longer(tmp_path):
 
 def test_clients_that_send_half_a_request_keep_nobody_out_and_are_ended(monkeypatch):
     monkeypatch.setattr(metrics, "_CLIENT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(metrics, "_PAUSE_S", 0.001)
     port = free_port()
-    with reporter(auto_job(), port=port), contextlib.ExitStack() as clients:
+    with reporter(auto_job(), port=port):
         get(port)
-        for _ in range(50):
-            client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
-            with contextlib.suppress(ConnectionError):  # on a busy machine, it may already be closed
-                client.sendall(b"GET /metr")
-            time.sleep(0.005)  # the kernel queues only a few connections that are not accepted yet
-        get(port)
-        client.settimeout(GIVE_UP_S)
-        with contextlib.suppress(ConnectionError):
-            assert client.recv(1) == b""
-
-
-@pytest.mark.parametrize("rubbish", [b"\x00" * 100_000, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"])
-def test_rubbish_is_no_harm(rubbish, capsys):
-    port = free_port()
-    with reporter(auto_job(), port=port) as problems:
-        get(port)
-        with socket.create_connection(("127.0.0.1", port)) as client, contextlib.suppress(OSError):
-            client.sendall(rubbish)
-            client.shutdown(socket.SHUT_WR)
-            client.recv(65536)
-        get(port)
-    assert problems == []
-    assert capsys.readouterr().err == ""
+        with socket.create_connection(("127.0.0.1", port), GIVE_UP_S) as client:
+            client.sendall(b"GET /metr")
+            get(port)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""
 
 
 def test_it_listens_on_localhost_unless_told_otherwise():

@@ -44,32 +44,18 @@ def other_job():
         process.communicate()
 
 
-@pytest.fixture
-def serve(monkeypatch, tmp_path):
-    """Return a function that creates the server of a job."""
+def test_a_job_whose_folder_another_one_has_writes_beside_it_and_says_so(other_job, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # restores the folder, because a server changes to that of rank 0
-    made = []
-
-    def serve(*args, **keys):
-        made.append(ServerProcess(request(*args, **keys)))
-        return made[-1]
-
-    yield serve
-    for process in made:
-        process.close()
-
-
-def test_a_job_whose_folder_another_one_has_writes_beside_it_and_says_so(serve, other_job, tmp_path):
     other = other_job(tmp_path / "perseus")
-    process = serve(tmp_path / "perseus", mode="observe")
+    process = ServerProcess(request(tmp_path / "perseus", mode="observe"))
     process.server.start()
     process.server.recorder.close()
-    assert process.server.job.output_dir == tmp_path / "perseus-2"
+    process.close()
     assert (tmp_path / "perseus-2" / "run.jsonl").exists()
     assert not (tmp_path / "perseus" / "run.jsonl").exists()
-    said = " ".join(message.text for _, message in process._outbox if isinstance(message, Say) and message.warns)
-    assert f"process {other.pid} on " in said
-    assert f"This job writes to {tmp_path / 'perseus-2'}" in said
+    warnings = " ".join(message.text for _, message in process._outbox if isinstance(message, Say) and message.warns)
+    assert f"process {other.pid} on " in warnings
+    assert f"This job writes to {tmp_path / 'perseus-2'}" in warnings
 
 
 @pytest.mark.parametrize("block", [{"mode": "profile"}, {"mode": "auto", "required": True}])
@@ -78,18 +64,6 @@ def test_it_is_an_error_at_the_start_of_a_job_that_needs_its_folder(other_job, t
     config = parse_block({"output_dir": str(tmp_path / "perseus"), **block})
     with pytest.raises(ConfigError, match=f"a job that is running \\(process {other.pid} on .*another one"):
         own_folder(config, FolderLock())
-
-
-def test_a_job_that_was_killed_leaves_its_folder_to_the_next_start(other_job, tmp_path):
-    other = other_job(tmp_path / "perseus")
-    other.kill()
-    other.wait()
-    assert FolderLock().acquire(tmp_path / "perseus") is None
-
-
-def test_a_server_that_replaces_another_one_keeps_its_folder(serve, tmp_path):
-    process = serve(tmp_path / "perseus", mode="observe", epoch=1, output_dir=str(tmp_path / "perseus-2"))
-    assert process.server.job.output_dir == tmp_path / "perseus-2"
 
 
 def test_an_agent_has_the_server_that_it_starts_again_write_where_the_first_one_did(other_job, tmp_path):

@@ -1,27 +1,38 @@
-"""Separate profiles and plans for input shapes between which the proportions of instructions differ."""
+"""Separate plans for input shapes with different proportions of instructions, and predicted profiles of new lengths."""
 
+import math
 import os
 import random
 import subprocess
 import sys
 
 import pytest
-from virtual.job import SLOWER, VirtualJob, WorkerAtOnce, in_order
+from virtual.job import SLOWER, WorkerAtOnce, in_order
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned
+from perseus_ds.client.inputs import length_of_inputs, number_of_inputs
 from perseus_ds.pipeline.instruction import Kind
 
 SHORT = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
 LONG = {Kind.FORWARD: 0.3, Kind.BACKWARD: 0.3, Kind.TAIL: 0.01}
-WORK = {1.0: SHORT, 2.0: LONG}
+LENGTHS = (1.0, 2.0, 3.0)
 
 
-def train(job, shapes):
+def work_of_shape(shape):
+    return SHORT if shape == 1.0 else LONG
+
+
+def work_of_length(length):
+    """Return times of passes, with attention in backwards and a constant launch time in forwards."""
+    return {Kind.FORWARD: 0.05 + 0.05 * length, Kind.BACKWARD: 0.12 * length + 0.02 * length**2, Kind.TAIL: 0.01}
+
+
+def train(job, shapes, work_s=work_of_shape):
     """Run an iteration of each shape and return the phases."""
     phases = []
     for shape in shapes:
-        job.shapes, job.work_s = shape, [WORK.get(shape, LONG)]
+        job.shapes, job.work_s = shape, [work_s(shape)]
         phases += job.train()
     return phases
 
@@ -45,7 +56,7 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
     assert [event.kept for event in judged] == [True, True]
     number_of = {record.shape: shape for record, shape in zip(records, [1.0, 2.0] * 210, strict=True)}
     for number in (1, 2):
-        work_s = WORK[number_of[number]]
+        work_s = work_of_shape(number_of[number])
         profile = StageProfile.load(job.folder / "shapes" / str(number))
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             row = profile.at_highest_clock(0, kind)
@@ -74,34 +85,11 @@ def test_shapes_run_under_their_own_plans_in_any_order_and_one_that_is_seldom_at
     assert {event.shape for event in job.events(ShapePlanned)} == {1, 2}
 
 
-@pytest.mark.extended
-def test_all_ranks_run_the_plans_of_each_shape(tmp_path):
-    job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto", **SLOWER)
-
-    def train_both(pairs):
-        for number in range(2 * pairs):
-            job.shapes = 1.0 + number % 2
-            job.slowdowns = [job.shapes] * 2
-            job.train(1)
-        return [phase for phase, _, _ in job.taken[-2 * pairs :]]
-
-    while set(train_both(10)) != {"run"}:
-        assert len(job.taken) < 600
-    train_both(20)
-    assert set(train_both(10)) == {"run"}
-    assert {record.shape for record in job.close()[-20:]} == {1, 2}
-
-
 def test_a_new_shape_in_every_iteration_is_said_once_and_leaves_no_files(job, capsys):
     """Sequences are not padded."""
 
     def train_lengths(numbers):
-        phases = []
-        for number in numbers:
-            length = job.shapes = 1.0 + 0.618034 * number % 1.0
-            job.work_s = [{Kind.FORWARD: 0.1 * length, Kind.BACKWARD: 0.1 * length**3, Kind.TAIL: 0.01}]
-            phases += job.train()
-        return phases
+        return train(job, [1.0 + 0.618034 * number % 1.0 for number in numbers], work_of_length)
 
     assert train_lengths(range(260))[-1] == "observe"
     before = sorted(path.name for path in job.folder.iterdir())
@@ -147,28 +135,65 @@ def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_g
     assert job.events(Failed) == []
 
 
-@pytest.mark.extended
-def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job):
-    alternate(job, 100)
-    train(job, [float(number) for number in range(1, 10)] * 60)
-    job.close()
-    assert len({event.shape for event in job.events(ShapePlanned)}) == 6
-
-
 def test_shapes_of_inputs_have_the_same_number_in_every_process():
-    program = (
-        "from perseus_ds.client.inputs import number_of_inputs;"
-        "print(number_of_inputs((8, None, 'a')), number_of_inputs((8, None, 'b')))"
-    )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        for seed in ("1", "2")
-    ]
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+    program = "from perseus_ds.client.inputs import number_of_inputs; print(number_of_inputs((8, None, 'a')))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(found.stdout) == number_of_inputs((8, None, "a")) != number_of_inputs((8, None, "b"))
+
+
+@pytest.fixture
+def planned_by_length(job):
+    """Return a job in which each of three lengths runs under its own plan."""
+    phases = train(job, LENGTHS * 170, work_of_length)
+    assert set(phases[-3:]) == {"run"}
+    return job
+
+
+def test_a_new_length_is_planned_without_a_profile_of_its_own_and_its_promise_is_kept(planned_by_length):
+    job = planned_by_length
+    profiled = len(job.events(ProfileWritten))
+    phases = train(job, [*LENGTHS, 2.5] * 90, work_of_length)
+    records = job.close()
+    assert phases[-1] == "run"
+    assert "profile" not in phases
+    assert len(job.events(ProfileWritten)) == profiled
+    planned = [event for event in job.events(ShapePlanned) if event.profile_error is not None]
+    assert [event.shape for event in planned] == [4]
+    assert 0 < planned[0].profile_error < 0.02
+    predicted = StageProfile.load(job.folder / "shapes" / "4")
+    assert {row.samples for row in predicted.info.rows if row.kind is not Kind.TAIL} == {0}
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        row = predicted.at_highest_clock(0, kind)
+        assert row.time_s == pytest.approx(work_of_length(2.5)[kind] * job.gpu.model.slowdown(row.clock_mhz), rel=0.02)
+    assert all(event.kept for event in job.events(PlanJudged))
+    mine = [record for record in records if record.shape == 4 and record.phase == "run"][-10:]
+    assert mine[-1].time_s == pytest.approx(mine[-1].predicted_time_s, rel=0.02)
+    assert sum(record.energy_j for record in mine) < 0.95 * sum(record.default_energy_j for record in mine)
+
+
+def test_of_many_lengths_three_are_profiled_and_the_others_wait_for_them(job):
+    phases = train(job, (2.0, 3.0, 2.5, 2.2, 2.8) * 200, work_of_length)
+    job.close()
+    assert set(phases[-5:]) == {"run"}
+    profiled = [event.profile_error is None for event in job.events(ShapePlanned)]
+    assert profiled[:4] == [True, True, True, False]
+    assert len(profiled) == 5
+    # The fifth length may be too far from the profiled ones for a prediction.
+    assert len(job.events(ProfileWritten)) == 1 + sum(profiled), "the first profile is for all lengths"
+
+
+@pytest.mark.extended
+def test_a_length_far_from_those_profiled_is_profiled_itself(planned_by_length):
+    job = planned_by_length
+    profiled = len(job.events(ProfileWritten))
+    train(job, [*LENGTHS, 30.0] * 30, work_of_length)
+    job.close()
+    assert len(job.events(ProfileWritten)) == profiled + 1
+    assert job.events(ShapePlanned)[-1].profile_error is None
+
+
+def test_the_length_of_inputs_is_the_elements_of_the_first():
+    known = {3.0: 3.0, (2, 4): 8.0, ((8, 128), (8, 128, 128)): 1024.0, ((512, 4), None): 2048.0}
+    assert {inputs: length_of_inputs(inputs) for inputs in known} == known
+    assert all(math.isnan(length_of_inputs(inputs)) for inputs in ((), "a"))

@@ -73,15 +73,6 @@ def test_each_pass_of_a_replay_runs_at_its_clock(start, mixed):
     assert graph_s == pytest.approx(eager_s, abs=0.002)
 
 
-def test_the_host_stays_an_iteration_ahead_of_replays(start):
-    job = start(graphs=True, mode="observe")
-    begin_s = job.time.now_s()
-    job.train(20)
-    host_s = job.time.now_s() - begin_s
-    records = job.close()
-    assert host_s == pytest.approx(job.time.now_s() - begin_s - records[-1].time_s, abs=0.003)
-
-
 def test_times_are_those_of_their_replay_even_if_the_host_is_ahead():
     time = VirtualTime()
     cuda = VirtualCuda(time)

@@ -26,7 +26,7 @@ def test_the_steps_that_the_engine_has_done_count_more_than_those_that_were_kept
     assert [record.iteration for record in job.events(IterationRecord)] == [*range(1, 8), 5, 6]
 
 
-@pytest.mark.parametrize("phase", ["warm-up", "profile", "optimizing", "default", "run"])
+@pytest.mark.parametrize("phase", ["profile", "optimizing", "run"])
 def test_a_job_that_is_restarted_in_any_phase_runs_under_a_plan_that_is_kept(start, phase):
     job = start(mode="auto", **SLOWER)
     job.train_until(phase)

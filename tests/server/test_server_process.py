@@ -60,55 +60,60 @@ def connect(process):
         uplink.close()
 
 
-def hears(process, uplink, within_s):
-    """Return whether server and agent have received messages from each other."""
+def wait_for(found, what, within_s=120.0):
+    """Wait until a function returns a true value, and return the value."""
     end_s = time.monotonic() + within_s
-    while not uplink.is_heard and time.monotonic() < end_s:
-        uplink.look()
-        process._receive()
-        process._beat()
+    while not (value := found()):
+        assert time.monotonic() < end_s, f"timed out waiting until {what}"
         time.sleep(0.01)
-    return process._has_heard and uplink.is_heard
+    return value
+
+
+def are_connected(process, uplink):
+    """Let server and agent exchange messages, and return whether both have received one."""
+    uplink.look()
+    process._receive()
+    process._beat()
+    return process._has_received and uplink.is_heard
+
+
+@pytest.fixture
+def uplink(process, connect):
+    """Return the connection of an accepted agent."""
+    found = connect(PUBLIC_KEY, SECRET_KEY)
+    found.join(0, lambda: 3)
+    wait_for(lambda: are_connected(process, found), "server and agent have exchanged messages")
+    return found
 
 
 def test_agents_of_other_jobs_and_users_are_not_heard(process, connect):
-    assert not hears(process, connect(*zmq.curve_keypair()), within_s=1.0)
-    assert not process._has_heard
-    assert hears(process, connect(PUBLIC_KEY, SECRET_KEY), within_s=60.0)
-
-
-def test_what_is_no_message_is_passed_over(process, connect):
-    uplink = connect(PUBLIC_KEY, SECRET_KEY)
-    uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
-    uplink.send(0, Joined(3))
-    assert hears(process, uplink, within_s=60.0)
-    end_s = time.monotonic() + 60.0
-    while not process.server.job.states[0].is_here and time.monotonic() < end_s:
-        process._receive()
+    other, own = connect(*zmq.curve_keypair()), connect(PUBLIC_KEY, SECRET_KEY)
+    other.join(1, lambda: 1000)
+    own.join(0, lambda: 3)
+    wait_for(lambda: are_connected(process, own), "the job's own agent is heard")
+    for _ in range(20):
+        assert not are_connected(process, other)
     assert process.server._issued == 3
 
 
-def test_an_agent_passes_over_what_is_no_message_of_the_server(process, connect):
-    uplink = connect(PUBLIC_KEY, SECRET_KEY)
-    uplink.join(0, lambda: 3)
-    assert hears(process, uplink, within_s=60.0)
-    process._receive()
+def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
+    uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
+    uplink.send(0, Joined(5))
+    wait_for(lambda: are_connected(process, uplink) and process.server._issued == 5, "the valid message has come")
     (agent,) = process._agents
     process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
-    assert wait_for(uplink.look, "the message has come") == [(0, Say("a message"))]
+    assert wait_for(uplink.look, "the valid message has come") == [(0, Say("a message"))]
 
 
-def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_again(process, connect):
-    """What was sent to the connection before may be lost."""
-    first, second = (connect(PUBLIC_KEY, SECRET_KEY) for _ in range(2))
-    first.join(0, lambda: 3)
-    assert hears(process, first, within_s=60.0)
+def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_again(process, connect, uplink):
+    """Messages through the first connection may be lost."""
     process._flush()
+    second = connect(PUBLIC_KEY, SECRET_KEY)
     second.send(0, Spans(4, b""))
-    assert hears(process, second, within_s=60.0)
 
     def received():
+        second.flush()
         process._receive()
         process._flush()
         return [type(message) for _, message in second.look()]
@@ -116,17 +121,15 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
     assert wait_for(received, "the programs have come")[0] is Orders
 
 
-def test_an_error_does_not_end_the_server(process, connect, monkeypatch):
+def test_an_error_does_not_end_the_server(process, uplink, monkeypatch):
     def fail(rank, message):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(process.server, "receive", fail)
     process.server.start()
-    uplink = connect(PUBLIC_KEY, SECRET_KEY)
-    uplink.join(0, int)
-    assert hears(process, uplink, within_s=60.0)
-    warnings = [message.text for _, message in process._outbox if isinstance(message, Say) and message.warns]
-    assert warnings == ["perseus: no space left on device. Training continues at default clocks."]
+    monkeypatch.setattr(process.server, "receive", fail)
+    uplink.send(0, Joined(5))
+    expected = 0, Say("perseus: no space left on device. Training continues at default clocks.", warns=True)
+    wait_for(lambda: are_connected(process, uplink) and expected in process._outbox, "it is said")
 
 
 def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
@@ -182,19 +185,6 @@ def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_cl
         process.close()
 
 
-def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path):
-    """Each agent has one, and the usual limit of a process is 1024 files."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
-    child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
-    try:
-        wait_for(child.answer, "the server has started")
-        assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (limits[1], limits[1])
-    finally:
-        child.end()
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_a_status_does_not_hold_up_the_server_while_records_are_written(process, monkeypatch):
     free = []
 
@@ -218,7 +208,7 @@ def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
 
     def write_slowly(path, content):
         begins.set()
-        may_end.wait(5.0)
+        may_end.wait(60.0)
         written.append(content)
 
     monkeypatch.setattr("perseus_ds.server.process.write_atomically", write_slowly)
@@ -233,27 +223,35 @@ def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
     assert len(written) == 1, "the same state is written once"
 
 
-def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path):
+def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path, monkeypatch):
     now = VirtualTime()
     child = JobServerChild(StartServer("127.0.0.1", 0, 0), b"no description", now)
 
-    def unheard_for_s():
+    def silence_s():
         begun_s = now.now_s()
         while not child.is_silent(is_heard=False):
             now.sleep(0.5)
         return now.now_s() - begun_s
 
+    def fail(epoch):
+        raise OSError("too many processes")
+
     try:
-        pauses_s = []
-        for _ in range(3):
-            assert wait_for(child.answer, "the server has answered").error
-            pauses_s.append(unheard_for_s())
-            child.restart()
-            wait_for(child.start_again, "another server is started")
-        assert pauses_s == pytest.approx([5.5, 10.5, 20.5])
+        assert wait_for(child.answer, "the server has answered").error
+        assert silence_s() == pytest.approx(5.5)
+        child.restart()
+        wait_for(lambda: child._process.poll() is not None, "the server has ended")
+        with monkeypatch.context() as broken:
+            broken.setattr(child, "_start", fail)
+            with pytest.raises(OSError, match="too many processes"):
+                child.start_again()
+        assert not child.start_again(), "only after another silence"
+        assert silence_s() == pytest.approx(10.5)
+        child.restart()
+        wait_for(child.start_again, "another server is started")
         assert wait_for(child.answer, "the server has answered").error
         assert not child.is_silent(is_heard=True)
-        assert unheard_for_s() == pytest.approx(5.5)
+        assert silence_s() == pytest.approx(5.5)
     finally:
         child.end()
 
@@ -290,35 +288,10 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
     assert not (folder / "control.key").exists()
 
 
-def test_a_server_that_cannot_be_started_again_is_tried_after_another_silence(tmp_path, monkeypatch):
-    """The agent goes on with its leases meanwhile."""
-    now = VirtualTime()
-    child = JobServerChild(StartServer("127.0.0.1", 0, 0), b"no description", now)
-    try:
-        wait_for(child.answer, "the server has answered")
-        child.restart()
-        wait_for(lambda: child._process.poll() is not None, "the server has ended")
-
-        def fails(epoch):
-            raise OSError("too many processes")
-
-        monkeypatch.setattr(child, "_start", fails)
-        with pytest.raises(OSError, match="too many processes"):
-            child.start_again()
-        assert not child.start_again()
-        assert not child.is_silent(is_heard=False)
-        while not child.is_silent(is_heard=False):
-            now.sleep(0.5)
-        assert now.now_s() > 5.0
-    finally:
-        child.end()
-
-
-def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, connect, monkeypatch):
-    assert hears(process, connect(PUBLIC_KEY, SECRET_KEY), within_s=60.0)
+def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, uplink, monkeypatch):
     now = VirtualTime()
     monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
-    process._heard_s = now.now_s()
+    process._received_s = now.now_s()
     now.sleep(10.0)
     assert process._is_needed(), "the network may recover"
     process.server.has_ended = True
@@ -326,10 +299,13 @@ def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(p
 
 
 def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_was_killed_is(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
     child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
     try:
         answer = wait_for(child.answer, "the server has started")
         assert not child.is_over
+        assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (limits[1], limits[1]), "a file for each agent"
         uplink = Uplink(Connect(0, answer.address, answer.server_key, answer.public_key, answer.secret_key))
         for rank in (0, 1):
             uplink.join(rank, int)
@@ -341,6 +317,7 @@ def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_wa
         assert not child.is_over
     finally:
         child.end()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_an_agent_that_replaces_another_one_starts_the_server_again_if_that_dies(tmp_path):
@@ -369,15 +346,6 @@ def test_an_agent_that_replaces_another_one_starts_the_server_again_if_that_dies
         later.end()
 
 
-def wait_for(found, what, within_s=120.0):
-    """Wait until a function returns a true value, and return the value."""
-    end_s = time.monotonic() + within_s
-    while not (value := found()):
-        assert time.monotonic() < end_s, f"timed out waiting until {what}"
-        time.sleep(0.05)
-    return value
-
-
 def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(process):
     server = process.server
     for rank in (0, 1):
@@ -393,12 +361,9 @@ def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(proces
     assert server.is_over
 
 
-def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(process, connect):
-    uplink = connect(PUBLIC_KEY, SECRET_KEY)
-    uplink.join(0, lambda: 3)
+def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(uplink):
     latencies = Latencies(((1200, True, (0.015,)),))
     uplink.send(0, latencies)
-    assert hears(process, uplink, within_s=60.0)
     uplink.flush()
     uplink._outbox.clear()
     uplink._hear([b"1000"])

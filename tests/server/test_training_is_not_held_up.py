@@ -57,9 +57,8 @@ def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job, monkey
     assert sent == [pytest.approx(begin_s + 1.0)]
 
 
-@pytest.mark.parametrize("mode", ["observe", "run"])
-def test_after_warm_up_iterations_create_no_events(start, frontier, mode):
-    job = start("pooled", cuda=True, mode=mode, **({"frontier": frontier} if mode == "run" else {}), **SLOWER)
+def test_after_warm_up_iterations_create_no_events(start, frontier):
+    job = start("pooled", cuda=True, mode="run", frontier=frontier, **SLOWER)
     job.train(40)
     created = job.cuda.events
     job.train(100)
@@ -101,14 +100,13 @@ def test_plans_allow_for_an_agent_that_sees_marks_late(start, late_s, price_s):
     assert planned == pytest.approx(price_s, abs=0.0005)
 
 
-@pytest.mark.parametrize("host_s", [0.0, 0.03])
-def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comparison(start, host_s):
+def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comparison(start):
     job = start(cuda=True, mode="auto", **SLOWER)
     work, forwards = job.work, itertools.count()
 
     def work_after_host(rank, instruction):
         if instruction.kind is Kind.FORWARD and next(forwards) % 3 == 0:
-            job.time.sleep(host_s)
+            job.time.sleep(0.03)
         work(rank, instruction)
 
     job.work = work_after_host
