@@ -62,8 +62,9 @@ def commands() -> str:
     lines = [
         NOTE,
         "# Commands\n",
-        "`perseus-ds COMMAND --help` prints a part of this page. Positional arguments, such as PROFILE, may also be",
-        "given by name: `--profile PROFILE`. Options with `...` take several values: `--schedules 1f1b zbv`.\n",
+        "This page is generated from the output of `perseus-ds COMMAND --help`. Positional arguments, such as PROFILE,",
+        "may also be given by name: `--profile PROFILE`. Options with `...` take several values, such as",
+        "`--schedules 1f1b zbv`.\n",
         "`perseus-ds --tyro-write-completion bash FILE` writes a script with which the shell completes commands and",
         "options. For zsh, use a file `_perseus-ds` in a folder of `$fpath`, for fish a file in its `completions`.\n",
         "```bash",

@@ -22,9 +22,8 @@ class Watch:
     """Show the state of a job, or of all jobs of a folder in one line each.
 
     The job's folder must be readable, on any node. The command ends with the job. In a terminal, p pauses the plans, r
-    resumes them, q quits, and o asks for another order, written as after "perseus-ds control" but without RUN. Orders
-    require that the job can be reached: by its owner, on the node of rank 0. If there is no job yet, the command waits
-    for one.
+    resumes them, q quits, and o asks for another order, written as after "perseus-ds control" but without RUN. If
+    there is no job yet, the command waits for one.
     """
 
     examples = (

@@ -60,7 +60,7 @@ GROUPS = {
     "fish.",
     "profile": "Show, compare, validate, merge or convert a profile.\n\nThese commands measure nothing. A training job "
     'measures a profile if the perseus block of its DeepSpeed config has "mode": "profile".',
-    "control": "Give orders to a running job, or print its status. Run these commands on the node of rank 0.",
+    "control": "Give orders to a running job, or print its status.",
 }
 """Descriptions of the groups of commands by their first word, and of all commands."""
 # Replacements of commands that were removed in version 0.2.0.
