@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -40,9 +41,7 @@ def frontier(simulated=True):
 
 def test_saving_and_loading_changes_nothing(tmp_path):
     path = frontier().save(tmp_path / "new" / "folder")
-    assert path == tmp_path / "new" / "folder" / "frontier.json"
-    assert Frontier.load(path) == frontier()
-    assert Frontier.load(path.parent) == frontier()
+    assert Frontier.load(path) == Frontier.load(tmp_path / "new" / "folder") == frontier()
 
 
 def test_a_number_that_could_not_be_read_again_is_not_written(tmp_path):
@@ -53,62 +52,42 @@ def test_a_number_that_could_not_be_read_again_is_not_written(tmp_path):
 
 
 def test_the_csv_has_one_line_a_plan_and_says_what_is_simulated(tmp_path):
-    frontier().save(tmp_path)
-    with (tmp_path / "frontier.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0])[:5] == ["plan", "time_s", "energy_j", "lower_bound_j", "gap"]
+    for simulated, word in ((True, "yes"), (False, "no")):
+        frontier(simulated).save(tmp_path)
+        with (tmp_path / "frontier.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert {row["simulated"] for row in rows} == {word}
     assert [float(row["time_s"]) for row in rows] == [1.0, 1.1, 1.3]
     assert [row["lower_bound_j"] for row in rows] == ["99.0", "90.0", ""]
     assert float(rows[0]["gap"]) == pytest.approx(100 / 99 - 1, abs=1e-6)
-    assert {row["simulated"] for row in rows} == {"yes"}
-    frontier(simulated=False).save(tmp_path)
-    assert "no" in (tmp_path / "frontier.csv").read_text().splitlines()[1]
 
 
-@pytest.mark.parametrize(
-    ("deadline_s", "time_s"), [(1.0, 1.0), (1.05, 1.0), (1.1, 1.1), (1.1 * (1 - 1e-12), 1.1), (1.29, 1.1), (9.0, 1.3)]
-)
-def test_lookup_takes_the_slowest_plan_in_time(deadline_s, time_s):
-    assert frontier().lookup(deadline_s).time_s == time_s
-
-
-def test_lookup_says_how_fast_it_can_be():
+def test_lookup_takes_the_slowest_plan_in_time():
+    found = {deadline_s: frontier().lookup(deadline_s).time_s for deadline_s in (1.0, 1.1 * (1 - 1e-12), 1.29, 9.0)}
+    assert [*found.values()] == [1.0, 1.1, 1.1, 1.3]
     with pytest.raises(DeadlineError, match=r"No plan finishes an iteration in 0.9 s; the fastest takes 1 s"):
         frontier().lookup(0.9)
-
-
-@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
-def test_an_invalid_deadline_is_refused(deadline_s):
-    with pytest.raises(DeadlineError, match="A deadline is a time above 0 s"):
-        frontier().lookup(deadline_s)
-
-
-def edited(tmp_path, edit):
-    path = frontier().save(tmp_path)
-    raw = json.loads(path.read_text())
-    edit(raw)
-    path.write_text(json.dumps(raw))
-    return path
+    for deadline_s in (0.0, float("nan")):
+        with pytest.raises(DeadlineError, match="A deadline is a time above 0 s"):
+            frontier().lookup(deadline_s)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda raw: raw.pop("plans"), r"plans: missing"),
         (lambda raw: raw.update(schema_version=99), r"schema_version: expected 1, got 99"),
         (lambda raw: raw["plans"][1].update(time_s=float("nan")), r"plans\.1\.time_s"),
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].pop(), r"one clock per instruction"),
-        (lambda raw: raw["plans"][1]["clocks_mhz"][0].__setitem__(0, -5), r"plans\.1\.clocks_mhz\.0\.0"),
         (lambda raw: raw["plans"].reverse(), r"plans 0 and 1 are not ordered"),
-        (lambda raw: raw["instructions"][0][0].__setitem__(1, "sideways"), r"instructions\.0\.0\.1"),
-        (lambda raw: raw.update(streams={"name": "1f1b", "micro_batches": 10**9, "ranks": []}), r"streams\.micro_"),
     ],
 )
 def test_an_edited_frontier_names_file_and_key(tmp_path, edit, message):
-    path = edited(tmp_path, edit)
-    with pytest.raises(FrontierError, match=message) as error:
+    path = frontier().save(tmp_path)
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(FrontierError, match=rf"frontier\.json: .*{message}"):
         Frontier.load(path)
-    assert "frontier.json" in str(error.value)
 
 
 @settings(deadline=None, max_examples=60)
@@ -134,31 +113,23 @@ def test_the_summary_has_savings_against_the_highest_clock_and_distances_from_th
         (
             one_f_one_b(4, 8),
             one_f_one_b(4, 16),
-            "Plan does not fit this schedule: rank 0, instruction 13: expected forward of micro-batch 8 on stage 0, "
-            'the plan has backward of micro-batch 5 on stage 0. Run "perseus-ds optimize" again for '
-            "4 ranks and 16 micro-batches.",
+            "rank 0, instruction 13: expected forward of micro-batch 8 on stage 0, the plan has backward of "
+            'micro-batch 5 on stage 0. Run "perseus-ds optimize" again for 4 ranks and 16 micro-batches.',
         ),
         (one_f_one_b(2, 4), one_f_one_b(3, 4), "it is for 2 ranks, the schedule has 3"),
-        (
-            one_f_one_b(1, 2),
-            one_f_one_b(1, 1),
-            "rank 0, instruction 2: expected tail of stage 0, the plan has forward",
-        ),
+        (one_f_one_b(1, 2), one_f_one_b(1, 1), "instruction 2: expected tail of stage 0, the plan has forward"),
     ],
     ids=["other micro-batches", "other ranks", "too long"],
 )
 def test_a_plan_fits_only_the_schedule_it_was_made_for_with_or_without_tails(planned, expected, message):
-    for schedule in (planned, expected):
-        own = schedule.instructions
-        check_instructions(own, own)
-        check_instructions([[i for i in stream if i.kind is not Kind.TAIL] for stream in own], own)
-    with pytest.raises(PlanError) as error:
-        check_instructions(planned.instructions, expected.instructions)
-    assert message in str(error.value)
+    own = planned.instructions
+    check_instructions(own, own)
+    check_instructions([[i for i in stream if i.kind is not Kind.TAIL] for stream in own], own)
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_instructions(own, expected.instructions)
 
 
 def test_clock_changes_count_from_the_end_of_one_iteration_to_the_start_of_the_next():
     stream = tuple(Instruction(0, Kind.FORWARD, m) for m in range(4))
-    assert FrequencyPlan((stream,), ((900, 900, 900, 900),), 1.0, 1.0).clock_changes == 0
-    assert FrequencyPlan((stream,), ((900, 900, 1000, 1000),), 1.0, 1.0).clock_changes == 2
-    assert FrequencyPlan((stream, ()), ((900, 1000, 900, 1000), ()), 1.0, 1.0).clock_changes == 4
+    for clocks, changes in (((900, 900, 900, 900), 0), ((900, 900, 1000, 1000), 2), ((900, 1000, 900, 1000), 4)):
+        assert FrequencyPlan((stream, ()), (clocks, ()), 1.0, 1.0).clock_changes == changes

@@ -42,13 +42,9 @@ def of_megatron(text):
 
 @st.composite
 def cuts(draw):
-    stages = draw(st.lists(st.integers(1, 5), min_size=2, max_size=12))
-    mtp = draw(st.integers(0, min(2, stages[-1] - 1)))
-    letters = "E" + "t" * (sum(stages) - 2 - mtp) + "m" * mtp + "L"
-    names = {"E": "embedding", "t": "dense", "m": "mtp", "L": "head"}
-    return Layout(engine="megatron", stages=[[Part(kind=names[letter]) for letter in letters]]).cut_into(
-        [*stages[:-1], stages[-1]]
-    )
+    cut = draw(st.lists(st.integers(1, 5), min_size=2, max_size=12))
+    mtp = draw(st.integers(0, min(2, cut[-1] - 1)))
+    return layout(f"embedding {'dense ' * (sum(cut) - 2 - mtp)} {'mtp ' * mtp} head").cut_into(cut)
 
 
 @given(cuts())
@@ -58,16 +54,7 @@ def test_megatron_reads_the_layouts_that_are_written(found):
     assert cut_of_megatron(text, found) == found.cut
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Et*3|(tt|)*29,m|L",
-        "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL",
-        "Et|(tt|)*30L",
-        "Et*4|(t*7|)*5t*8|tmL",
-        "E|t,t|(|tt)*2,L",
-    ],
-)
+@pytest.mark.parametrize("text", ["Et*3|(tt|)*29,m|L", "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", "E|t,t|(|tt)*2,L"])
 def test_published_layouts_are_read_as_by_megatron(text):
     assert stages_of_megatron(text) == of_megatron(text)
 
@@ -116,10 +103,7 @@ def test_each_engine_has_its_spelling():
 
 def test_layers_of_deepspeed_that_come_once_are_one_part_with_their_neighbours():
     kinds = [["Embedding", "Positions", "Block", "Block"], ["Block", "LayerNorm", "head"]]
-    ranks, number = [], 0
-    for stage, own in enumerate(kinds):
-        ranks.append({stage: [Part(kind=kind, names=[str(number + n)]) for n, kind in enumerate(own)]})
-        number += len(own)
+    ranks = [{stage: [Part(kind=kind, names=[kind]) for kind in own]} for stage, own in enumerate(kinds)]
     found = Layout.of_ranks("deepspeed", ranks)
     assert [part.kind for part in found.parts] == ["Embedding+Positions", "Block", "Block", "Block", "LayerNorm+head"]
     assert "self.parts = [0, 3, 7]" in found.cut_into((2, 3)).spelled()

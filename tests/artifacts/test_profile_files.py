@@ -35,55 +35,26 @@ def test_rows_are_read_by_stage_kind_and_ascending_clock(csv_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"profile\.csv: column 'stage' is missing.*an empty file"),
-        (HEADER, r"profile\.csv: no rows"),
-        (
-            GOOD.replace("energy", "joules"),
-            r"column 'energy' is missing.*found stage,instruction,frequency,time,joules",
-        ),
-        (GOOD.replace("0.05", "nan"), r"profile\.csv, line 3: time: expected a finite number, got 'nan'"),
-        (GOOD.replace("0,forward,1400", "0,forward,1400.5"), r"line 3: frequency: .*integer.* got '1400.5'"),
-        (
-            GOOD.replace("0,forward,1400", "0,inference,1400"),
-            r"line 3: instruction: expected .* got 'inference'",
-        ),
-        (GOOD + "0,forward,1400,0.07,22\n", r"profile\.csv: Two measurements disagree for stage 0, forward, 1400 MHz"),
-        (
-            "rank,stage,instruction,frequency,time,energy\n0,0,forward,1200,0.06,20\n0,0,forward,1200,0.07,20\n",
-            "Two measurements disagree for stage 0, forward, 1200 MHz",
-        ),
-        ("\x00\udcff", r"profile\.csv: not a profile\.csv, because it is not UTF-8"),
-        (
-            GOOD[:-7],
-            r"line 5: time is empty; the file may be truncated|line 5: energy is empty; the file may be truncated",
-        ),
-        (GOOD.replace("0.05", "0,05"), r"line 3: more cells than columns"),
-        (HEADER + f"0,forward,1410,1,{'9' * 5000}\n", r"line 2: energy: "),
+        ("", "column 'stage' is missing.*an empty file"),
+        (HEADER, "no rows"),
+        (GOOD.replace("0.05", "nan"), "line 3: time: expected a finite number, got 'nan'"),
+        (GOOD.replace("0,forward,1400", "0,forward,1400.5"), "line 3: frequency: .*integer.* got '1400.5'"),
+        (GOOD + "0,forward,1400,0.07,22\n", "Two measurements disagree for stage 0, forward, 1400 MHz"),
+        ("\x00\udcff", r"not a profile\.csv, because it is not UTF-8"),
+        (GOOD[:-7], "line 5: time is empty; the file may be truncated"),
+        (GOOD.replace("0.05", "0,05"), "line 3: more cells than columns"),
+        (HEADER + "0,forward,1400,0.05,22000\n", "line 2: .* in millijoules: divide the column energy by 1000"),
+        (HEADER + "0,forward,1400,50,22\n", "in milliseconds: divide the column time by 1000"),
+        (HEADER + "0,forward,1400,0.05,0.022\n", "in kilojoules: multiply the column energy by 1000"),
+        (HEADER + "0,forward,1400,1e-9,22\n", "a GPU draws 5 to 5000 W. Give times in seconds, and energies in joules"),
+        (HEADER + "0,forward,1400,1500,660000\n", "takes 1500 s. Times are probably in milliseconds, and energies in"),
+        (HEADER + "0,forward,1400000,0.05,22\n", "got '1400000'. Clocks are probably in kHz: .* are 1400 MHz"),
+        (HEADER + "0,forward,1.4,0.05,22\n", "Clocks are probably in GHz: 1.4 GHz are 1400 MHz"),
     ],
 )
-def test_bad_rows_name_file_line_and_column(csv_file, text, message):
-    with pytest.raises(ProfileError, match=message) as error:
+def test_bad_rows_name_file_line_and_column_and_values_the_likely_unit(csv_file, text, message):
+    with pytest.raises(ProfileError, match=rf"profile\.csv.*{message}"):
         StageProfile.load(csv_file(text))
-    assert "profile.csv" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("0,forward,1400,0.05,22000", "in millijoules: divide the column energy by 1000"),
-        ("0,forward,1400,50,22", "in milliseconds: divide the column time by 1000"),
-        ("0,forward,1400,0.05,0.022", "in kilojoules: multiply the column energy by 1000"),
-        ("0,forward,1400,1e-9,22", "a GPU draws 5 to 5000 W. Give times in seconds, and energies in joules per GPU"),
-        ("0,forward,1400,1500,660000", "takes 1500 s. Times are probably in milliseconds, and energies in millijoules"),
-        ("0,forward,1400000,0.05,22", "got '1400000'. Clocks are probably in kHz: 1.4e+06 kHz are 1400 MHz"),
-        ("0,forward,1.4,0.05,22", "Clocks are probably in GHz: 1.4 GHz are 1400 MHz"),
-    ],
-)
-def test_values_in_other_units_are_refused_with_the_likely_unit(csv_file, row, message):
-    with pytest.raises(ProfileError) as error:
-        StageProfile.load(csv_file(HEADER + row + "\n"))
-    assert "line 2: " in str(error.value)
-    assert message in str(error.value)
 
 
 def test_stages_that_are_numbered_from_1_are_said_to_be(csv_file):
@@ -103,18 +74,13 @@ def test_a_spreadsheets_byte_order_mark_is_no_column_and_equal_rows_are_one(csv_
 
 
 def test_meraks_ranks_are_combined_to_the_slowest_time_and_the_mean_energy(csv_file):
-    rows = "".join(
-        f"{rank},{dp},0,{tp},0,{kind},{clock},{time},{energy}\n"
-        for rank, dp, tp, slower in [(0, 0, 0, 0.0), (1, 0, 1, 0.01), (2, 1, 0, 0.0), (3, 1, 1, 0.0)]
-        for kind in ("forward", "backward")
-        for clock, time, energy in [(1200, 0.06 + slower, 20 + rank), (1400, 0.05 + slower, 30 + rank)]
-    )
-    profile = StageProfile.load(
-        csv_file("rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy\n" + rows)
-    )
-    assert profile.at(0, Kind.FORWARD, 1200) == Measurement(0, Kind.FORWARD, 1200, 0.06 + 0.01, 21.5)
-    assert profile.at(0, Kind.BACKWARD, 1400) == Measurement(0, Kind.BACKWARD, 1400, 0.05 + 0.01, 31.5)
-    assert len(profile.measurements) == 4
+    lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
+    for rank, slower_s in enumerate((0.0, 0.01, 0.0, 0.0)):
+        where = f"{rank},{rank // 2},0,{rank % 2},0,forward"
+        lines += [f"{where},1200,{0.06 + slower_s},{20 + rank}", f"{where},1400,{0.05 + slower_s},{30 + rank}"]
+    first, second = StageProfile.load(csv_file("\n".join(lines) + "\n")).measurements
+    assert first == Measurement(0, Kind.FORWARD, 1200, 0.06 + 0.01, 21.5)
+    assert second == Measurement(0, Kind.FORWARD, 1400, 0.05 + 0.01, 31.5)
 
 
 def ragged(slow_mhz, fast_mhz, kinds=("forward", "backward")):
@@ -138,10 +104,9 @@ def test_a_stage_has_only_clocks_that_all_its_ranks_have(csv_file, caplog):
 def test_ranks_without_a_clock_in_common_are_an_error(csv_file):
     with pytest.raises(ProfileError, match=r"profile\.csv: stage 0, backward: no clock .* rank 0.* lacks 920 MHz"):
         StageProfile.load(csv_file(ragged((1280, 1400), (920, 1000))))
-    lines = ragged((1280, 1400), (1280, 1400)).splitlines()
-    without = [line for line in lines if not line.startswith("1,1,0,0,0,backward")]
+    without = ragged((1280, 1400), (1280, 1400)).replace("1,1,0,0,0,backward", "1,1,0,0,0,forward")
     with pytest.raises(ProfileError, match=r"stage 0, backward: no clock .* rank 1.* lacks 1280 MHz"):
-        StageProfile.load(csv_file("\n".join(without) + "\n"))
+        StageProfile.load(csv_file(without))
 
 
 def test_a_missing_stage_or_kind_is_named(csv_file):
@@ -155,36 +120,24 @@ def test_a_missing_stage_or_kind_is_named(csv_file):
         profile.at(0, Kind.FORWARD, 1300)
 
 
-def test_saving_and_loading_changes_nothing(tmp_path):
+def test_saving_and_loading_changes_nothing_and_rows_that_the_json_lists_must_exist(tmp_path):
+    rows = synthetic_profile(2).measurements
     info = ProfileInfo(
         simulated=True,
         gpu="A100 (simulated)",
         blocking_power_w=83.64,
-        micro_batches=8,
-        load_s={0: 0.001},
         tail_s={0: 0.01, 1: 0.02},
         transfers=[TransferDuration(payload="grad", source=1, target=0, time_s=0.002)],
-        rows=[RowQuality(stage=0, kind=Kind.FORWARD, clock_mhz=900, samples=12, time_relative_error=0.01)],
+        rows=[RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, samples=5) for m in rows],
     )
-    profile = StageProfile(synthetic_profile(2).measurements, info)
-    profile.save(tmp_path / "deep" / "profile.csv")
-    loaded = StageProfile.load(tmp_path / "deep")
-    assert loaded.measurements == profile.measurements
-    assert loaded.info == info
+    path = tmp_path / "deep" / "profile.csv"
+    StageProfile(rows, info).save(path)
+    loaded = StageProfile.load(path.parent)
+    assert (loaded.measurements, loaded.info) == (rows, info)
     assert loaded.info.fixed_durations.transfer_s == {("grad", 1, 0): 0.002}
-    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["profile.csv", "profile.json"]
-
-
-def test_a_csv_cut_off_between_lines_is_noticed_by_its_json(tmp_path):
-    rows = [
-        RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, samples=5)
-        for m in synthetic_profile(1).measurements
-    ]
-    StageProfile(synthetic_profile(1).measurements, ProfileInfo(rows=rows)).save(tmp_path / "profile.csv")
-    lines = (tmp_path / "profile.csv").read_text().splitlines()
-    (tmp_path / "profile.csv").write_text("\n".join(lines[:-2]) + "\n")
-    with pytest.raises(ProfileError, match=r"profile\.csv: no row for stage 0, forward, .* which profile\.json lists"):
-        StageProfile.load(tmp_path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+    with pytest.raises(ProfileError, match=r"profile\.csv: no row for stage 1, forward, .* which profile\.json lists"):
+        StageProfile.load(path)
 
 
 points = st.lists(

@@ -17,22 +17,19 @@ ALL = (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL)
 def test_plans_come_back_with_the_same_clocks_times_and_energies(tmp_path, schedule, stages):
     profile = synthetic_profile(stages, simulated=True)
     frontier = optimize(schedule, profile, blocking_power_w=80.0, plans=6)
-    paths = export_zeus(frontier, tmp_path / "plans")
-    assert [p.name for p in paths][:2] == ["freqs_pipeline_00000.py", "freqs_pipeline_00001.py"]
-    assert len(paths) == len(frontier.plans)
+    assert len(export_zeus(frontier, tmp_path / "plans")) == len(frontier.plans)
     back = frontier_of_imported(read_plans(tmp_path / "plans"), problem_for(schedule, profile, blocking_power_w=80.0))
     assert [p.clocks_mhz for p in back.plans] == [p.clocks_mhz for p in frontier.plans]
     assert [p.energy_j for p in back.plans] == pytest.approx([p.energy_j for p in frontier.plans])
-    assert back.provenance.solver == "imported"
-    assert back.provenance.simulated is True
+    assert (back.provenance.solver, back.provenance.simulated) == ("imported", True)
 
 
 def test_a_file_is_what_zeus_evaluates_to_one_list_a_rank_of_instruction_and_clock(tmp_path):
     profile = synthetic_profile(2, kinds=ALL)
     frontier = optimize(one_f_one_b(2, 2), profile, blocking_power_w=80.0, plans=4)
     path = export_zeus(frontier, tmp_path)[0]
+    assert path.name == "freqs_pipeline_00000.py"
     ranks = eval(path.read_text())  # as Zeus's server does
-    assert ranks == ast.literal_eval(path.read_text())
     assert [name for name, _ in ranks[0]] == ["forward", "forward", "backward", "backward"]
     assert [clock for _, clock in ranks[0]] == list(frontier.plans[0].clocks_mhz[0][:-1])
     back = frontier_of_imported(read_plans(tmp_path), problem_for(one_f_one_b(2, 2), profile, blocking_power_w=80.0))
@@ -72,35 +69,26 @@ GOOD = "[[('forward', 900), ('backward', 900)], [('forward', 1410), ('backward',
     ("text", "message"),
     [
         ("__import__('os').system('echo owned > owned')", "not a list"),
-        ("[[('forward', 900)]", "not a list"),
         ("[" * 5000, "not a list"),
-        ("[]", "expected one list per rank"),
         ("[3]", "rank 0: expected a list, found 3"),
         ("[[], [('forward', 900), 3]]", r"rank 1, instruction 1: expected \(instruction, MHz\).* found 3"),
-        ("[[('forward', true)]]", r"rank 0, instruction 0"),
+        ("[[('forward', true)]]", "rank 0, instruction 0"),
     ],
 )
 def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "freqs_pipeline_00007.py"
     path.write_text(text)
-    with pytest.raises(FrontierError, match=message) as error:
+    with pytest.raises(FrontierError, match=rf"freqs_pipeline_00007\.py: {message}"):
         read_zeus(path)
-    assert "freqs_pipeline_00007.py" in str(error.value)
     assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            GOOD.replace("('backward', 900)", "('forward', 900)"),
-            "rank 0, instruction 1: the schedule .* has backward, the plan forward",
-        ),
-        (
-            GOOD.replace(", ('backward', 900)", ""),
-            "rank 0, instruction 1: the schedule .* has backward, the plan nothing",
-        ),
+        (GOOD.replace("('backward', 900)", "('forward', 900)"), "instruction 1: the .* has backward, the plan forward"),
+        (GOOD.replace(", ('backward', 900)", ""), "rank 0, instruction 1: the .* has backward, the plan nothing"),
         (GOOD.replace("900", "901"), r"no row for stage 0, forward, 901 MHz\. Give the profile for which"),
         ("[[('forward', 900), ('backward', 900)]]", "1 ranks, the schedule has 2"),
     ],
@@ -108,9 +96,8 @@ def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text
 def test_a_plan_that_does_not_fit_names_file_rank_and_instruction(tmp_path, text, message):
     (tmp_path / "freqs_pipeline_00000.py").write_text(text)
     problem = problem_for(one_f_one_b(2, 1), synthetic_profile(2), blocking_power_w=80.0)
-    with pytest.raises(FrontierError, match=message) as error:
+    with pytest.raises(FrontierError, match=rf"freqs_pipeline_00000\.py.*{message}"):
         frontier_of_imported(read_plans(tmp_path), problem)
-    assert "freqs_pipeline_00000.py" in str(error.value)
 
 
 def test_an_empty_folder_is_refused(tmp_path):
