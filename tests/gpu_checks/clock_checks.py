@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gpu_checks.machine import Recorded
 from gpu_checks.recording import Change
 from gpu_checks.results import Results, add_times, percentile
 
@@ -33,9 +32,7 @@ def spans(machine: Any, results: Results) -> None:
     began_s = now_s()
     execution.start_iteration()
     for length_s in lengths_s:
-        execution.begin(_PASS)
-        machine.sleep(length_s)
-        execution.end(_PASS)
+        _launch_pass(machine, execution, length_s)
     finished = execution.finish_iteration()
     launched_s = now_s()
     measured_s = [span.time_s for span in finished.spans()]
@@ -51,13 +48,17 @@ def spans(machine: Any, results: Results) -> None:
     results.attempt("host 4 s ahead", lambda: _far_ahead(machine, results))
 
 
+def _launch_pass(machine: Any, execution: Any, length_s: float) -> Any:
+    execution.begin(_PASS)
+    machine.sleep(length_s)
+    return execution.end(_PASS)
+
+
 def _far_ahead(machine: Any, results: Results) -> None:
     execution, now_s, length_s = machine.execution(), machine.timebase.now_s, 0.04
     execution.start_iteration()
     for _ in range(100):
-        execution.begin(_PASS)
-        machine.sleep(length_s)
-        ended = execution.end(_PASS)
+        ended = _launch_pass(machine, execution, length_s)
     finished, launched_s = execution.finish_iteration(), now_s()
     ended.synchronize()
     results.add("how far the host was ahead, longer kernels", now_s() - launched_s, "s", at_least=3.5)
@@ -69,13 +70,9 @@ def _other_stream(machine: Any, results: Results) -> None:
     execution, length_s = machine.execution(), 0.02
     execution.start_iteration()
     beside = machine.start_beside(10 * length_s)
-    execution.begin(_PASS)
-    machine.sleep(length_s)
-    execution.end(_PASS)
+    _launch_pass(machine, execution, length_s)
     machine.wait_for(beside)
-    execution.begin(_PASS)
-    machine.sleep(length_s)
-    execution.end(_PASS)
+    _launch_pass(machine, execution, length_s)
     during, after = execution.finish_iteration().spans()
     results.add("span while another stream is busy, to its length", during.time_s / length_s, at_most=1.02)
     results.add("span after a wait for another stream, to its length", after.time_s / length_s, at_most=1.02)
@@ -91,8 +88,7 @@ def requests(machine: Any, results: Results) -> None:
         ("waiting there with Triton's kernels", machine.fill_queue_with_triton_for, None),
     ):
         what = f"from event to request, main thread {name}"
-        part = partial(_delays, machine, results, what, occupy, at_most_ms)
-        results.attempt(what, part)
+        results.attempt(what, partial(_delays, machine, results, what, occupy, at_most_ms))
     results.attempt("early raises", lambda: _early_raises(machine, results))
 
 
@@ -148,7 +144,10 @@ def _followed(
             passes += [(origin_s + span.start_s, origin_s + span.end_s) for span in finished.spans()]
         machine.timebase.sleep(0.1)  # for the last request
         changes = recorded.changes()
-        _raise_errors(recorded)
+        if clocks.mark_error is not None:
+            raise clocks.mark_error
+        if recorded.failures:
+            raise RuntimeError(recorded.failures[0].error)
     return passes, changes
 
 
@@ -156,18 +155,9 @@ def _launch_iteration(machine: Any, clocks: AgentClocks, program: Program, execu
     iteration = clocks.begin_iteration(program.number, _PASSES)
     for position in range(_PASSES):
         clocks.mark(2 * position)
-        execution.begin(_PASS)
-        machine.sleep(_BETWEEN_S)
-        execution.end(_PASS)
+        _launch_pass(machine, execution, _BETWEEN_S)
         clocks.mark(2 * position + 1)
     clocks.end_iteration(iteration)
-
-
-def _raise_errors(recorded: Recorded) -> None:
-    if recorded.clocks.mark_error is not None:
-        raise recorded.clocks.mark_error
-    if recorded.failures:
-        raise RuntimeError(recorded.failures[0].error)
 
 
 def _late_s(due: Sequence[tuple[int, float]], changes: Sequence[Change]) -> list[float]:

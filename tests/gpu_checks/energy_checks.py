@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from gpu_checks.load import full_load
+from gpu_checks.machine import full_load
 from gpu_checks.results import Results
 
 from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step

@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ from perseus_ds.client.marks import CUDA, Marks, StreamMarks, StreamWrites
 from perseus_ds.client.timers import CudaExecution
 from perseus_ds.gpu.nvml import index_of_cuda_device
 from perseus_ds.protocol.job_messages import Program, RankFailed
-from perseus_ds.timebase import REAL_TIME
+from perseus_ds.timebase import REAL_TIME, Flag
 
 _MATRIX = 4096
 _WARM_UP_S = 1.0
+_LOAD_PART_S, _LOAD_AHEAD = 0.05, 2
 _jobs = itertools.count()
 _kept: list[Any] = []
 """GPU-mapped memory, which must stay alive."""
@@ -70,14 +72,12 @@ class Recorded:
 
     Attributes:
         clocks: As in a training process.
-        clocks_mhz: Supported clocks.
         changes: Returns the requested changes in order.
         follow: Makes the agent follow a program from the next iteration on.
         failures: Failures reported by the agent.
     """
 
     clocks: AgentClocks
-    clocks_mhz: tuple[int, ...]
     changes: Callable[[], list[Change]]
     follow: Callable[[Program], object]
     failures: list[RankFailed]
@@ -102,14 +102,35 @@ def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: flo
             clocks.follow(server.connect)
             try:
                 yield Recorded(
-                    clocks,
-                    gpu.supported_clocks_mhz(),
-                    lambda: changes_in(Path(file.name)),
-                    partial(server.follow, clocks),
-                    server.failures,
+                    clocks, lambda: changes_in(Path(file.name)), partial(server.follow, clocks), server.failures
                 )
             finally:
                 clocks.close()
+
+
+@contextmanager
+def full_load(machine: Any, launch: Callable[[float], None] | None = None) -> Iterator[None]:
+    """Keep a machine's GPU busy from another thread, without pauses."""
+    stop = Flag(machine.timebase)
+
+    def work() -> None:
+        launched: deque[Any] = deque()
+        while not stop.is_set():
+            (launch or machine.compute)(_LOAD_PART_S)
+            ended = machine.cuda.Event(enable_timing=True, blocking=True)
+            ended.record()
+            launched.append(ended)
+            if len(launched) > _LOAD_AHEAD:
+                launched.popleft().synchronize()
+
+    thread = machine.timebase.thread(work, "load")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        machine.synchronize()
 
 
 class OneGpu:

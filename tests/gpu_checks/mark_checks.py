@@ -328,21 +328,16 @@ def _busy_thread(machine: Any, made: _Marks, results: Results) -> None:
 
 def _hot_call(machine: Any, made: _Marks, results: Results) -> None:
     """The client's call, with stream lookup, back to back and after 8 ms of sleep."""
-    machine.synchronize()
-    calls_s = []
-    for number in range(1, machine.turns(500) + 1):
-        began_s = time.perf_counter()
-        made.mark(7, number)
-        calls_s.append(time.perf_counter() - began_s)
-    machine.synchronize()
-    add_times(results, "a mark, back to back", calls_s)
-    calls_s = []
-    for number in range(1, machine.turns(200) + 1):
-        time.sleep(0.008)
-        began_s = time.perf_counter()
-        made.mark(7, number)
-        calls_s.append(time.perf_counter() - began_s)
-    add_times(results, "a mark, after 8 ms of sleep", calls_s)
+    for what, marks, pause_s in (("back to back", 500, 0.0), ("after 8 ms of sleep", 200, 0.008)):
+        machine.synchronize()
+        calls_s = []
+        for number in range(1, machine.turns(marks) + 1):
+            if pause_s:
+                time.sleep(pause_s)
+            began_s = time.perf_counter()
+            made.mark(7, number)
+            calls_s.append(time.perf_counter() - began_s)
+        add_times(results, f"a mark, {what}", calls_s)
 
 
 _PARTS: dict[str, Callable[[Any, _Marks, Results], None]] = {

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from gpu_checks.load import full_load
+from gpu_checks.machine import full_load
 from gpu_checks.results import Results, add_times, percentile
 
 from perseus_ds.gpu.energy_counter import counter_period_s

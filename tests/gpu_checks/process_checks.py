@@ -33,7 +33,7 @@ def graph(machine: Any, results: Results) -> None:
     execution = machine.execution()
     with machine.clocks() as recorded:
         clocks = recorded.clocks
-        clocks_mhz = recorded.clocks_mhz[-2:]
+        clocks_mhz = machine.gpu.supported_clocks_mhz()[-2:]
         machine.sleep(0.001)
         machine.store(0)
         machine.synchronize()

@@ -1,24 +1,28 @@
-"""A GPU that is really read but never changed: changes are recorded instead."""
+"""A GPU that is really read but never changed, and the agent that records its changes instead."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pynvml
 
-from perseus_ds.agent import follower
+from perseus_ds.agent import follower, process
+from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.client import lease
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.gpu import open_gpu
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device, index_of_uuid
 from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.messages import FindGpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 DEVICE = "recording"
@@ -58,7 +62,7 @@ def guard_nvml() -> None:
 def guard_agents() -> None:
     """Make agents started by this process from now on read GPUs and record changes."""
     path = [str(folder) for folder in (_TESTS.parent, _TESTS, _TESTS / "support")]
-    lease._CODE = f"import sys; sys.path[:0] = {path!r}; from gpu_checks.recording_agent import main; main()"
+    lease._CODE = f"import sys; sys.path[:0] = {path!r}; from gpu_checks.recording import run_agent; run_agent()"
 
 
 _TESTS = Path(__file__).resolve().parents[1]
@@ -142,3 +146,26 @@ class RecordingGpu(RecordsChanges, NvmlGpu):  # type: ignore[misc]
     def address(self) -> str:  # type: ignore[override]
         """The GPU's address under another prefix, so that only agents of these checks open it."""
         return f"{DEVICE}:{self.uuid}"
+
+
+def open_to_read(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
+    """Open a GPU of a check."""
+    device, _, uuid = address.partition(":")
+    return RecordingGpu(index_of_uuid(uuid)) if device == DEVICE else open_gpu(address, logs)  # type: ignore[return-value]
+
+
+def find_to_read(place: FindGpu) -> Gpu:
+    """Open a GPU of a job that trains in a check."""
+    return RecordingGpu(index_of_cuda_device(place.ordinal, place.uuid, place.variables))  # type: ignore[return-value]
+
+
+def run_agent() -> None:
+    """Run an agent like that of a job, except that it never changes GPUs."""
+    guard_nvml()
+    process.Agent = partial(process.Agent, open_gpu=open_to_read, find_gpu=find_to_read)  # type: ignore[misc, assignment]
+    # No clock is locked, and this agent must not reset clocks left locked by other jobs.
+    process.GpuRecord = lambda gpu, agent: UnrecordedGpu(gpu)  # type: ignore[misc, assignment]
+    process.left_locked = lambda agent: iter(())  # type: ignore[assignment]
+    latency_s = os.environ.get(LATENCY_S)
+    with latency_of_all_clocks(None if latency_s is None else float(latency_s)):
+        process.main()

@@ -74,7 +74,6 @@ class VirtualMachine:
             try:
                 yield Recorded(
                     made,
-                    self.gpu.supported_clocks_mhz(),
                     lambda: list(self.gpu.changes),
                     lambda program: obey(follow_of(program, 1)),
                     failures,
@@ -124,6 +123,7 @@ class StubCudaMachine:
     def __init__(self, cuda: StubCuda) -> None:
         self._cuda = cuda
         self._copied = ctypes.c_int64(0)
+        self.gpu = gpu_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
 
     def described(self) -> Machine:
         return Machine(simulated=True, gpu="stub of CUDA's driver", driver=None, versions=versions())
@@ -178,10 +178,9 @@ class StubCudaMachine:
         return CudaExecution(torch.device("cuda", 0), cuda)
 
     def clocks(self) -> AbstractContextManager[Recorded]:
-        gpu = gpu_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
         cuda = SimpleNamespace(current_device=lambda: 0)
         return clocks_by_an_agent(
-            gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, lambda device: self._cuda.stream)
+            self.gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, lambda device: self._cuda.stream)
         )
 
     def synchronize(self) -> None:

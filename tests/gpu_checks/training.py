@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import itertools
 import os
 import random
@@ -20,7 +19,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from frontiers import save_random_plan
-from job_parts import config
+from job_parts import config, hash_of
 from one_rank_engine import one_rank
 from torch import nn
 
@@ -216,17 +215,10 @@ def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, objec
     kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
         "losses": tuple(losses),
-        "weights": _hash(value for _, value in sorted(engine.module.state_dict().items())),
-        "optimizer state": _hash(kept),
-        "random-number generators": (_hash(states), random.getstate()),
+        "weights": hash_of(engine.module.state_dict().items()),
+        "optimizer state": hash_of(enumerate(kept)),
+        "random-number generators": (hash_of(enumerate(states)), random.getstate()),
     }
-
-
-def _hash(tensors: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def block_of(machine: Any, mode: str, folder: Path, micro_batches: int | None = None) -> dict[str, Any]:

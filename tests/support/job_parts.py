@@ -51,14 +51,14 @@ def config(rows: int, micro_batches: int, lr: float = 1e-2, **keys: Any) -> dict
     }
 
 
-def hash_of(*modules: Iterable[tuple[str, torch.Tensor]]) -> str:
+def hash_of(*modules: Iterable[tuple[str | int, torch.Tensor]]) -> str:
     """Return a hash of the tensors of modules, each in the order of its names."""
     found = hashlib.sha256()
     for tensors in modules:
         for _, tensor in sorted(tensors):
             # FSDP frees its shards of parameters, which fails if numpy refers to them.
-            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found.update(own.detach().float().clone().numpy().tobytes())  # float32 represents every bf16 and fp16 value
+            own = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().cpu().clone()
+            found.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

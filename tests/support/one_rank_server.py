@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import deque
 from types import TracebackType
 
 import msgspec
@@ -14,7 +13,7 @@ from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, ToServer
 from perseus_ds.protocol.messages import Connect
 
-_LOOK_S, _GIVE_UP_LOOKS = 0.01, 1000
+_POLL_S, _GIVE_UP_S = 0.01, 60.0
 
 
 def follow_of(program: Program, serial: int) -> Follow:
@@ -36,8 +35,7 @@ class OneRankServer:
         self._socket.curve_server = True
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.connect = Connect(0, f"tcp://127.0.0.1:{port}", server_key, *zmq.curve_keypair())
-        self._outbox: deque[Follow] = deque()
-        self._serial = 0
+        self._sent: list[Follow] = []
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="one-rank-server", daemon=True)
 
@@ -54,34 +52,28 @@ class OneRankServer:
 
     def send(self, program: Program) -> None:
         """Send a program without waiting."""
-        self._serial += 1
-        self._outbox.append(follow_of(program, self._serial))
+        self._sent.append(follow_of(program, len(self._sent) + 1))
 
     def follow(self, clocks: AgentClocks, program: Program) -> Program:
         """Make the agent of a connected rank follow a program, wait for that, and return the program."""
         self.send(program)
-        for _ in range(_GIVE_UP_LOOKS):
-            clocks.wait(_LOOK_S)
-            if any(isinstance(message, Follow) and message.serial == self._serial for message in clocks.received()):
+        for _ in range(round(_GIVE_UP_S / _POLL_S)):
+            clocks.wait(_POLL_S)
+            if any(isinstance(message, Follow) and message.serial == len(self._sent) for message in clocks.received()):
                 return program
         raise TimeoutError("the agent does not follow the server")
 
     def _serve(self) -> None:
         encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ToServer).decode
-        agents: set[bytes] = set()
-        sent: list[Follow] = []
+        sent_to: dict[bytes, int] = {}
         while not self._ends.is_set():
-            while self._socket.poll(1000 * _LOOK_S):
+            while self._socket.poll(1000 * _POLL_S):
                 agent, *frames = self._socket.recv_multipart()
-                if agent not in agents:
-                    agents.add(agent)
-                    for follow in sent[-1:]:
-                        self._socket.send_multipart([agent, struct.pack("=I", 0), encode(follow)])
+                sent_to.setdefault(agent, 0)
                 if len(frames) == 2 and isinstance(message := decode(frames[1]), RankFailed):
                     self.failures.append(message)
-            unsent = [self._outbox.popleft() for _ in range(len(self._outbox))] if agents else []
-            sent += unsent
-            for agent in agents:
+            for agent, sent in sent_to.items():
                 self._socket.send_multipart([agent, b"0"])
-                for follow in unsent:
+                for follow in self._sent[sent:]:
                     self._socket.send_multipart([agent, struct.pack("=I", 0), encode(follow)])
+                    sent_to[agent] += 1
