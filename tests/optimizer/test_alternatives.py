@@ -74,12 +74,6 @@ def test_one_clock_is_one_that_all_stages_have():
     assert "one clock for each stage" in found(*halves)
 
 
-def test_a_clock_for_each_stage_is_never_above_one_for_all(frontier):
-    each = next(one for one in frontier.alternatives if one.name == "one clock for each stage")
-    for point in points_of(frontier, "one clock for all GPUs"):
-        assert each.within(point.time_s).energy_j <= point.energy_j
-
-
 @pytest.mark.parametrize(
     ("cap_w", "expected"),
     [(400.0, (1.0, 400.0)), (399.0, (1.2, 300.0 * (1 + THROTTLED))), (100.0, (1.5, 300.0 * (1 + THROTTLED)))],
@@ -100,11 +94,6 @@ def test_savings_at_the_highest_clock_are_those_of_the_plans_and_settings_in_tim
     assert savings["Perseus"][0] == pytest.approx(1 - frontier.plans[0].energy_j / frontier.baseline.energy_j)
     assert savings["one clock for all GPUs"][0] == pytest.approx(0.0)
     assert all(np.all(np.diff(saved) >= 0) for saved in savings.values())
-
-
-def test_nothing_is_saved_where_nothing_is_in_time(frontier):
-    late = Alternative("late", (AlternativePoint(2 * frontier.baseline.time_s, 1.0, ""),))
-    assert replace(frontier, alternatives=(late,)).savings()["late"] == [None] * 4
 
 
 @pytest.mark.parametrize(("energy_share", "word"), [(1.0, "as good"), (1.1, "more than the best")])

@@ -17,8 +17,8 @@ from perseus_ds.pipeline.instruction import Kind
 
 
 def test_stages_of_different_mixtures_give_each_kind():
-    job = job_of("Edd", "ddm", "mmm", "mMh", "mm")
-    found = kind_costs([(job.layout.cut_into((3, 3, 3, 2, 3)), profile_of(job.layout.cut_into((3, 3, 3, 2, 3))))])
+    layout = layout_of("Edd", "ddm", "mmm", "mM", "hmm")
+    found = kind_costs([(layout, profile_of(layout))])
     assert found.kinds == ("embedding", "dense", "moe", "mtp", "head")
     for n, name in enumerate(found.kinds):
         assert found.time_s[Kind.FORWARD][n] == pytest.approx([1.3 * COSTS_S[name][0], COSTS_S[name][0]], rel=1e-6)
@@ -80,15 +80,12 @@ def test_the_error_of_an_iteration_covers_what_was_measured_wrongly(seed):
 
 def test_mtp_layers_stay_together_on_the_last_stage_of_a_rank():
     layout = layout_of("Ed", "dd", "dd", "dddd", "dd", "ddMMh")
-    job = MeasuredJob(layout, profile_of(layout), interleaved(3, 2, 6))
-    with_head = replace(job, profile=profile_of(layout))
     other = layout_of("Ed", "dd", "dd", "dd", "ddddMM", "h")
-    balance = Balance(with_head, [MeasuredJob(other, profile_of(other), job.schedule)])
-    found = balance.partition({"today": layout.cut})
+    job, other_job = (MeasuredJob(each, profile_of(each), interleaved(3, 2, 6)) for each in (layout, other))
+    found = Balance(job, [other_job]).partition({"today": layout.cut})
     stages = layout.cut_into(found.cut).stages
-    with_mtp = [stage for stage, parts in enumerate(stages) if any(part.kind == "mtp" for part in parts)]
-    assert len(with_mtp) == 1
-    assert with_mtp[0] >= 3
+    (with_mtp,) = [stage for stage, parts in enumerate(stages) if any(part.kind == "mtp" for part in parts)]
+    assert with_mtp >= 3
 
 
 def test_a_tied_head_needs_a_schedule_with_both_ends_on_one_rank():

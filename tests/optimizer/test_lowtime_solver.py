@@ -19,18 +19,13 @@ def solve(schedule, profile):
     return problem, plans
 
 
-def test_its_plans_use_less_energy_than_the_highest_clock_at_nearly_the_same_time():
-    schedule, profile = one_f_one_b(2, 4), synthetic_profile(2)
-    frontier = optimize(schedule, profile, blocking_power_w=80.0, solver="lowtime")
-    assert frontier.provenance.solver == "lowtime"
-    assert frontier.plans[0].energy_j < frontier.baseline.energy_j
-    assert frontier.plans[0].time_s <= frontier.baseline.time_s * 1.03
-
-
 def test_a_profile_fifty_times_shorter_gives_as_good_a_frontier():
     schedule, profile = one_f_one_b(2, 4), synthetic_profile(2)
     profiles = profile, scaled(profile, time=1 / 50, energy=1 / 50)
     long, short = (optimize(schedule, each, blocking_power_w=80.0, solver="lowtime") for each in profiles)
+    assert long.provenance.solver == "lowtime"
+    assert long.plans[0].time_s <= long.baseline.time_s * 1.03
+    assert long.plans[0].energy_j < long.baseline.energy_j
     assert short.t_min_s == pytest.approx(long.t_min_s / 50)
     for share in (1.03, 1.1):
         ours = short.lookup(short.t_min_s * share).energy_j * 50
@@ -46,10 +41,9 @@ def test_a_profile_fifty_times_shorter_gives_as_good_a_frontier():
             synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE)),
         ),
         (one_f_one_b(2, 3), synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))),
-        (one_f_one_b(1, 2), synthetic_profile(1)),
-        (one_f_one_b(2, 3), synthetic_profile(2, clocks=2)),
+        (one_f_one_b(1, 2), synthetic_profile(1, clocks=2)),
     ],
-    ids=["dualpipev", "recomputation", "tail with clocks", "one rank", "two clocks"],
+    ids=["dualpipev", "recomputation", "tail with clocks", "two clocks"],
 )
 def test_it_plans_for_any_schedule_and_profile(schedule, profile):
     problem, plans = solve(schedule, profile)
