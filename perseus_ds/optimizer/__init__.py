@@ -54,11 +54,11 @@ def optimize(
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
     """Return the frontier of the plans that are not dominated in time and energy."""
-    schedule, info = problem.dag.schedule, problem.profile.info
+    schedule, info, baseline = problem.dag.schedule, problem.profile.info, problem.baseline()
     return Frontier(
-        plans=tuple(_with_power(problem, plan) for plan in drop_dominated(plans)),
+        plans=tuple(replace(plan, power=power_swing(problem, plan)) for plan in drop_dominated(plans)),
         t_min_s=problem.t_min_s,
-        baseline=_with_power(problem, problem.baseline()),
+        baseline=replace(baseline, power=power_swing(problem, baseline)),
         provenance=Provenance(
             schedule=schedule.name,
             micro_batches=schedule.micro_batches,
@@ -86,10 +86,6 @@ def with_alternatives(frontier: Frontier, schedule: Schedule, profile: StageProf
         return frontier
     problem = problem_for(schedule, profile, blocking_power_w=frontier.provenance.blocking_power_w)
     return replace(frontier, alternatives=alternatives(problem))
-
-
-def _with_power(problem: Problem, plan: FrequencyPlan) -> FrequencyPlan:
-    return replace(plan, power=power_swing(problem, plan))
 
 
 def frontier_of_imported(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:

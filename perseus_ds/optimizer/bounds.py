@@ -415,9 +415,8 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
         if plan.lower_bound_j is None or plan.gap is None:
             raise FrontierError(f"{name} states no lower bound.")
         try:
-            proven_j = verifier.bound_j(plan.time_s, *certificates.flow_w(number))
-            if plan.lower_bound_j > proven_j:  # as in frontiers of version 0.1.0
-                proven_j = verifier.bound_j(plan.time_s, *certificates.flow_w(number), with_all_pairs=True)
+            # Frontiers of version 0.1.0 have bounds with more ranks bounded together.
+            proven_j = verifier.bound_j(plan.time_s, *certificates.flow_w(number), with_all_pairs=True)
         except FrontierError as error:
             raise FrontierError(f"{name}: {error}") from None
         if not plan.lower_bound_j <= proven_j * (1 + _ROUNDING):

@@ -8,7 +8,8 @@ options. Times and energies of its plans are recomputed here from the measured r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -56,62 +57,45 @@ def _graph(problem: Problem) -> tuple[Any, list[Any]]:
     """Return lowtime's activity-on-node graph and the operation of every decision."""
     import networkx
     from lowtime.graph_utils import add_sink_node, add_source_node
-    from lowtime.operation import Operation
+    from lowtime.operation import CandidateExecutionOptions, ExecutionOption, Operation, OperationSpec
 
     # lowtime always counts in ms here, so shorter instructions are scaled up.
     time_scale = _UNIT_S / unit_time_s(problem)
     cost_scale = _LARGEST_COST_J / max(float(group.cost_j.max()) for group in problem.groups)
-    specs = [_spec(group, time_scale, cost_scale) for group in problem.groups]
+
+    def options(knobs: list[int], time_s: Any, cost_j: Any) -> Any:
+        return CandidateExecutionOptions(
+            options=[
+                ExecutionOption(
+                    real_time=float(time_s[knob]) * time_scale,
+                    unit_time=_UNIT_S,
+                    cost=float(cost_j[knob]) * cost_scale,
+                    knob=knob,
+                )
+                for knob in knobs
+            ]
+        )
+
+    of_groups = [options(_published_options(g), g.options.time_s, g.cost_j) for g in problem.groups]
+    specs = [OperationSpec(options=of_group, cost_model=_cost_model(of_group)) for of_group in of_groups]
     operations = [Operation(spec=specs[group]) for group in problem.group]
     of_node: dict[int, Any] = dict(zip(problem.node.tolist(), operations, strict=True))
     for node in np.flatnonzero(problem.fixed_s * time_scale >= _UNIT_S).tolist():
-        of_node[node] = Operation(spec=_fixed_spec(float(problem.fixed_s[node]) * time_scale))
+        one = options([0], [problem.fixed_s[node]], [0.0])
+        of_node[node] = Operation(spec=OperationSpec(options=one, cost_model=lambda quant_time: 0.0))
+    dag = problem.dag
     graph = networkx.DiGraph()
-    for node, before in _contract(problem.dag.predecessors, of_node).items():
-        graph.add_node(node, op=of_node[node])
-        graph.add_edges_from((predecessor, node) for predecessor in before)
+    graph.add_nodes_from(range(len(dag.nodes)))
+    graph.add_edges_from(zip(dag.edge_tail.tolist(), dag.edge_head.tolist(), strict=True))
+    for node in set(graph) - set(of_node):
+        graph.add_edges_from(product([*graph.pred[node]], [*graph.succ[node]]))
+        graph.remove_node(node)
+    graph = networkx.transitive_reduction(graph)
+    networkx.set_node_attributes(graph, of_node, "op")
     add_source_node(graph, "source")
     add_sink_node(graph, "sink")
     graph.graph.update(source_node="source", sink_node="sink")
     return graph, operations
-
-
-def _contract(predecessors: Iterable[Iterable[int]], kept: Iterable[int]) -> dict[int, set[int]]:
-    """Remove all nodes except the kept ones, and all edges that are implied by others."""
-    keep = set(kept)
-    nearest: list[set[int]] = []
-    ancestors: list[int] = []  # as bits
-    result: dict[int, set[int]] = {}
-    for node, before in enumerate(predecessors):
-        candidates: set[int] = set().union(*(nearest[p] for p in before))
-        behind = 0
-        for candidate in candidates:
-            behind |= ancestors[candidate]
-        direct = {candidate for candidate in candidates if not behind >> candidate & 1}
-        for candidate in direct:
-            behind |= 1 << candidate
-        ancestors.append(behind)
-        nearest.append({node} if node in keep else direct)
-        if node in keep:
-            result[node] = direct
-    return result
-
-
-def _spec(group: InstructionGroup, time_scale: float, cost_scale: float) -> Any:
-    from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
-
-    options = CandidateExecutionOptions(
-        options=[
-            ExecutionOption(
-                real_time=float(group.options.time_s[index]) * time_scale,
-                unit_time=_UNIT_S,
-                cost=float(group.cost_j[index]) * cost_scale,
-                knob=index,
-            )
-            for index in _published_options(group)
-        ]
-    )
-    return OperationSpec(options=options, cost_model=_cost_model(options))
 
 
 def _published_options(group: InstructionGroup) -> list[int]:
@@ -137,10 +121,3 @@ def _cost_model(options: Any) -> Callable[[int], float]:
     times = [option.quant_time for option in reversed(options.options)]
     costs = [option.cost for option in reversed(options.options)]
     return lambda quant_time: float(np.interp(quant_time, times, costs))
-
-
-def _fixed_spec(time_s: float) -> Any:
-    from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
-
-    option = ExecutionOption(real_time=time_s, unit_time=_UNIT_S, cost=0.0, knob=-1)
-    return OperationSpec(options=CandidateExecutionOptions(options=[option]), cost_model=lambda quant_time: 0.0)

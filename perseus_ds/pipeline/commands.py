@@ -97,7 +97,7 @@ class CommandReader:
         if command == "CommitP2P":
             transfers, self.queued = self.queued, []
             return (_exchange(transfers),) if transfers else ()
-        parts = parts_of(command)
+        parts = _parts_of(command)
         if parts is None:
             return (Other(command, stage, self._count(command, stage)),)
         transfers = [self._transfer(part, stage) for part in parts if part in _TRANSFERS]
@@ -176,10 +176,10 @@ class RepeatedReader:
 def _known_name(command_class: type) -> str:
     """Return the name of a command's class, or of the nearest base that is known."""
     names = [base.__name__ for base in command_class.__mro__]
-    return next((name for name in names if name == "CommitP2P" or parts_of(name) is not None), names[0])
+    return next((name for name in names if name == "CommitP2P" or _parts_of(name) is not None), names[0])
 
 
-def parts_of(command: str) -> tuple[str, ...] | None:
+def _parts_of(command: str) -> tuple[str, ...] | None:
     """Return the parts of a command, in order, or None if the command is unknown."""
     return _REGISTERED.get(command) or _KNOWN.get(command)
 

@@ -47,11 +47,7 @@ class SplitBackward(ds.TrainSchedule):
 class WithUnknown(ds.TrainSchedule):
     def steps(self):
         for step in super().steps():
-            yield [x for command in step for x in ([Compress(0), command] if _sends(command) else [command])]
-
-
-def _sends(command):
-    return type(command) is ds.SendActivation
+            yield [x for c in step for x in ([Compress(0), c] if type(c) is ds.SendActivation else [c])]
 
 
 class WithOwnForward(ds.TrainSchedule):
@@ -125,10 +121,6 @@ def command(class_number, phase):
 ITERATION = st.lists(st.builds(command, st.integers(0, len(CLASSES) - 1), st.integers(0, 1)), max_size=12)
 
 
-def read_by(reader, iteration):
-    return [reader.read(command) for command in iteration]
-
-
 @given(st.lists(ITERATION, max_size=4).flatmap(lambda known: st.lists(st.sampled_from(known or [[]]), max_size=8)))
 def test_iterations_are_read_as_if_each_were_the_first(iterations):
     repeated = RepeatedReader(0, 2, batched=True)
@@ -136,4 +128,4 @@ def test_iterations_are_read_as_if_each_were_the_first(iterations):
         fresh = CommandReader(0, 2, batched=True)
         repeated.begin_iteration()
         expected = [fresh.read(type(command), command.phase) for command in iteration]
-        assert read_by(repeated, iteration) == expected
+        assert [repeated.read(command) for command in iteration] == expected

@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+from deepspeed.runtime.pipe.schedule import CommitP2P, DualPipeVSchedule, SendActivation, TrainSchedule
 from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, one_f_one_b
 
 from perseus_ds.errors import ConfigError, ScheduleError
@@ -9,11 +10,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Exchange, Load
 
 
-def kinds(schedule, rank):
-    return [i.kind for i in schedule.instructions[rank]]
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 3), (2, 1), (4, 8), (5, 2)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (4, 8), (5, 2)])
 def test_every_micro_batch_goes_forward_and_backward_once_on_every_stage(ranks, micro_batches):
     schedule = one_f_one_b(ranks, micro_batches)
     for rank, stream in enumerate(schedule.instructions):
@@ -40,20 +37,9 @@ def test_dual_pipe_v_ranks_hold_two_stages():
         assert sum(i.kind is Kind.BACKWARD for i in instructions) == 6
 
 
-def test_too_few_micro_batches_for_dual_pipe_v_name_the_schedule_and_the_sizes():
-    with pytest.raises(ScheduleError, match=r"DualPipeVSchedule cannot schedule 3 micro-batches on 2 pipeline ranks"):
-        dual_pipe_v(2, 3)
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(0, 4), (2, 0)])
-def test_empty_pipelines_are_refused(ranks, micro_batches):
-    with pytest.raises(ScheduleError, match="at least 1 rank and 1 micro-batch"):
-        one_f_one_b(ranks, micro_batches)
-
-
 def test_a_users_schedule_is_read_from_its_steps():
     schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
-    assert kinds(schedule, 0) == [Kind.FORWARD] * 3 + [Kind.BACKWARD] * 3 + [Kind.TAIL]
+    assert [i.kind for i in schedule.instructions[0]] == [Kind.FORWARD] * 3 + [Kind.BACKWARD] * 3 + [Kind.TAIL]
     assert schedule.name == "pipelines:GPipe"
 
 
@@ -76,15 +62,21 @@ def test_recomputation_belongs_to_the_backward_that_follows():
 
 class WithoutCommit(GPipe):
     def steps(self):
-        from deepspeed.runtime.pipe.schedule import CommitP2P, SendActivation
-
         yield [CommitP2P(), SendActivation(0)]
 
 
-def test_a_transfer_that_is_queued_and_never_launched_is_named():
-    message = r"WithoutCommit: rank 0 queues a transfer after its last CommitP2P: activation of micro-batch 0"
+@pytest.mark.parametrize(
+    ("schedule_class", "ranks", "micro_batches", "message"),
+    [
+        (TrainSchedule, 0, 4, "at least 1 rank and 1 micro-batch, got 0 ranks"),
+        (TrainSchedule, 2, 0, "at least 1 rank and 1 micro-batch, .* and 0 micro-batches"),
+        (DualPipeVSchedule, 2, 3, "DualPipeVSchedule cannot schedule 3 micro-batches on 2 pipeline ranks"),
+        (WithoutCommit, 2, 2, "WithoutCommit: rank 0 queues a transfer after its last CommitP2P: activation of micro-"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(schedule_class, ranks, micro_batches, message):
     with pytest.raises(ScheduleError, match=message):
-        read_schedule(WithoutCommit, ranks=2, micro_batches=2)
+        read_schedule(schedule_class, ranks=ranks, micro_batches=micro_batches)
 
 
 def test_schedules_are_found_by_short_name_and_by_import_path(tmp_path, monkeypatch):
