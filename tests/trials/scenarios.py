@@ -107,9 +107,10 @@ def _term_then_kill(after_s: float, trial: Trial) -> float:
 
 
 def _term_then_kill_container(trial: Trial) -> float:
-    now_s = send(trial.ranks, signal.SIGTERM)
+    ranks = trial.ranks  # they may end before the kill
+    now_s = send(ranks, signal.SIGTERM)
     time.sleep(0.5)
-    kill(trial.ranks[:1])
+    kill(ranks[:1])
     return now_s
 
 
