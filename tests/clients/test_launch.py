@@ -68,12 +68,9 @@ def test_a_module_sees_what_it_sees_without_the_launcher(tmp_path, name):
     assert json.loads(launched.stdout) == json.loads(plain.stdout)
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"),
-    [("sys.exit(3)", 3), ("raise ValueError('mine')", 1), ("os._exit(4)", 4)],
-)
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("raise ValueError('mine')", 1)])
 def test_the_exit_code_and_the_error_are_the_scripts(tmp_path, ending, code):
-    script = write(tmp_path, "train.py", f"import os, sys\n{ending}\n")
+    script = write(tmp_path, "train.py", f"import sys\n{ending}\n")
     plain, launched = run([sys.executable, str(script)], tmp_path), run([*LAUNCH, str(script)], tmp_path)
     assert launched.returncode == plain.returncode == code
     assert launched.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
@@ -94,23 +91,23 @@ def test_handlers_and_objects_of_the_script_outlive_its_last_line(tmp_path):
     assert run([*LAUNCH, str(script)], tmp_path).stdout == "kept kept kept\n"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_processes_of_the_script_start(tmp_path, method):
+def test_processes_of_the_script_start(tmp_path):
     script = write(
         tmp_path,
         "train.py",
-        f"""
+        """
         import multiprocessing
         class Item:
             def __init__(self, value): self.value = value
         def work(item): return Item(item.value * 2)
         if __name__ == "__main__":
-            with multiprocessing.get_context({method!r}).Pool(2) as pool:
-                print([item.value for item in pool.map(work, [Item(1), Item(2)])])
+            for method in ("fork", "spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(pool.map(work, [Item(1)])[0].value)
         """,
     )
     finished = run([*LAUNCH, str(script)], tmp_path)
-    assert finished.stdout == "[2, 4]\n", finished.stderr
+    assert finished.stdout.split() == ["2"] * 3, finished.stderr
 
 
 def test_a_script_that_is_not_there_is_the_interpreters_message(tmp_path):
@@ -129,10 +126,6 @@ def test_what_deepspeeds_launcher_puts_first_goes_to_the_script():
 
 # As clients make engines: by initialize under another name, or by their own class.
 MAKES = {
-    "deepspeed.initialize": """
-        import deepspeed
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
-    """,
     "from deepspeed import initialize": """
         from deepspeed import initialize
         engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config())
@@ -178,22 +171,17 @@ def script_of(make):
 def test_engines_of_an_untouched_script_get_perseus(tmp_path, make):
     script = write(tmp_path, "train.py", script_of(MAKES[make]))
     block = {"mode": "observe", "device": "simulated", "simulated": {"longest_instruction_s": 0.001}}
-    outcomes = {}
-    for name, environment in (("plain", None), ("launched", {}), ("with PERSEUS", {"PERSEUS": json.dumps(block)})):
-        folder = tmp_path / name
+    plain, launched = tmp_path / "plain", tmp_path / "launched"
+    for folder in (plain, launched):
         folder.mkdir()
-        if environment is None:
-            returncode, output = run_ranks(folder, 1, {}, [str(script)])
-        else:
-            # As many threads as a forked rank has; with more threads, sums differ in their last bits.
-            finished = run([*LAUNCH, str(script)], folder, OMP_NUM_THREADS="1", **environment)
-            returncode, output = finished.returncode, finished.stderr
-        assert returncode == 0, output[-3000:]
-        outcomes[name] = json.loads((folder / "outcome.json").read_text())
-    assert outcomes["launched"] == outcomes["plain"]
-    assert outcomes["with PERSEUS"] == {**outcomes["plain"], "attached": True}
-    assert (tmp_path / "with PERSEUS" / "perseus" / "run.jsonl").exists()
-    assert not (tmp_path / "launched" / "perseus").exists()
+    returncode, output = run_ranks(plain, 1, {}, [str(script)])
+    assert returncode == 0, output[-3000:]
+    # As many threads as a forked rank has; with more threads, sums differ in their last bits.
+    finished = run([*LAUNCH, str(script)], launched, OMP_NUM_THREADS="1", PERSEUS=json.dumps(block))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    before, after = (json.loads((folder / "outcome.json").read_text()) for folder in (plain, launched))
+    assert after == {**before, "attached": True}
+    assert (launched / "perseus" / "run.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.extended)])

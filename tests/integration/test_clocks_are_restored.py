@@ -17,7 +17,6 @@ pytestmark = pytest.mark.integration
 
 
 def block_of(folder):
-    save_random_plan(folder / "frontier", simulated=False)
     return {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
 
 
@@ -27,38 +26,31 @@ def assert_was_locked_and_is_restored(stub):
         assert any(gpu.changes_mhz()), "no clock was ever locked, so nothing was tested"
 
 
-def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(tmp_path, make_stub_nvml):
+def test_agents_alone_request_the_clocks_of_the_plan_and_restore_them_at_the_end(tmp_path, make_stub_nvml):
     stub = make_stub_nvml(2)
     plan = save_random_plan(tmp_path / "frontier", simulated=False)
-    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "device": "nvml"}
-    assert run(tmp_path / "job", 2, stub.environment, perseus=block, steps=6).ranks
+    loads_driver = {}
+
+    def during(_):
+        wait_until(lambda: len(leases()) == 2, "the leases of two ranks")
+        wait_until(lambda: all(len(gpu.changes_mhz()) > 20 for gpu in stub.gpus), "changes of clocks")
+        for agent, ranks in leases().values():
+            loads_driver.update(
+                (pid, "libnvidia-ml" in Path(f"/proc/{pid}/maps").read_text()) for pid in (agent, *ranks)
+            )
+
+    # Processes are forked from one that another test may have started.
+    environment = {**stub.environment, "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    job = {"environment": environment, "perseus": block_of(tmp_path)}
+    finished = run_while(during, tmp_path / "job", 2, **job)
+    assert finished.returncode == 0
+    assert sorted(loads_driver.values()) == [False, False, True], "only the agent calls the driver"
     assert_was_locked_and_is_restored(stub)
     for gpu, clocks_mhz in zip(stub.gpus, plan.clocks_mhz, strict=True):
         asked = [clock for clock in gpu.changes_mhz() if clock]  # 0 is the default clock
         # A request overtaken by a later one is skipped. The last instruction requests the first one's clock.
-        planned = itertools.chain.from_iterable([clocks_mhz] * 7)
+        planned = itertools.chain.from_iterable([clocks_mhz] * (len(finished.ranks[0]["losses"]) + 1))
         assert all(clock in planned for clock in asked), "clocks are requested in the planned order"
-
-
-@pytest.mark.parametrize(
-    "block", [{"mode": "observe"}, pytest.param({"mode": "auto", "required": True}, marks=pytest.mark.extended)]
-)
-def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, block):
-    """Only the agent calls it, even for the GPU's name, clocks and permissions at the start."""
-    stub = make_stub_nvml(2)
-    seen = {}
-
-    def look(_):
-        wait_until(lambda: len(leases()) == 2, "the leases of two ranks")
-        wait_until(lambda: all(gpu.calls("energy") > 10 for gpu in stub.gpus), "iterations with their energies")
-        pids = {pid for agent, ranks in leases().values() for pid in (agent, *ranks)}
-        seen.update((pid, Path(f"/proc/{pid}/maps").read_text()) for pid in pids)
-
-    # Processes are forked from one that another test may have started.
-    environment = {**stub.environment, "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
-    job = {"environment": environment, "perseus": {**block, "device": "nvml"}}
-    assert run_while(look, tmp_path / "job", 2, **job).returncode == 0
-    assert sorted("libnvidia-ml" in maps for maps in seen.values()) == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -66,27 +58,28 @@ def test_no_training_process_loads_the_driver_of_gpus(tmp_path, make_stub_nvml, 
     [
         (run, "kill"),
         pytest.param(run, "term", marks=pytest.mark.extended),
-        *(pytest.param(launch, how, marks=pytest.mark.extended) for how in ("exit", "exception", "kill")),
+        pytest.param(launch, "exception", marks=pytest.mark.extended),
     ],
 )
 def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, run_job, how):
     stub = make_stub_nvml(2)
+    save_random_plan(tmp_path / "frontier", simulated=False)
     folder, steps = tmp_path / "job", {"steps": 1_000_000, "end_by": how}
     with ThreadPoolExecutor() as pool:
         job = pool.submit(run_job, folder, 2, stub.environment, perseus=block_of(tmp_path), **steps)
         wait_until(lambda: job.done() or all(gpu.changes_mhz() for gpu in stub.gpus), "a clock of each GPU")
         (folder / "end").touch()
     finished = job.result()
-    assert (finished.returncode == 0) == (how == "exit"), finished.output[-2000:]
+    assert finished.returncode != 0, finished.output[-2000:]
     assert_was_locked_and_is_restored(stub)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_no_clock_stays_locked_when_the_launcher_is_killed_with_its_ranks(tmp_path, make_stub_nvml, launcher):
+def test_no_clock_stays_locked_when_the_launcher_is_killed_with_its_ranks(tmp_path, make_stub_nvml):
     stub = make_stub_nvml(2)
+    save_random_plan(tmp_path / "frontier", simulated=False)
     process = start(
-        tmp_path / "job", 2, stub.environment, launcher=launcher, perseus=block_of(tmp_path), steps=1_000_000
+        tmp_path / "job", 2, stub.environment, launcher="deepspeed", perseus=block_of(tmp_path), steps=1_000_000
     )
     wait_until(lambda: all(stub.locked_clocks_mhz()) or process.poll() is not None, "locked clocks on all GPUs")
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

@@ -92,9 +92,8 @@ def test_the_slurm_script(commands, tmp_path):
     assert iterations(tmp_path / "run") == 3
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-zeusd.yaml"])
-def test_the_kubernetes_containers(commands, tmp_path, name):
-    text = with_a_port_of_its_own((CLUSTER / name).read_text())
+def test_the_kubernetes_containers(commands, tmp_path):
+    text = with_a_port_of_its_own((CLUSTER / "kubernetes.yaml").read_text())
     (job,) = [d for d in yaml.safe_load_all(text) if d["kind"] == "Job"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     local = {"MASTER_ADDR": "127.0.0.1", "GPUS_PER_NODE": "1"}

@@ -11,10 +11,10 @@ from job import DEEPSPEED, ENVIRONMENT, run_script
 from run_log import GIVE_UP_S
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.cli.main import main
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 QUICK = ["log_every=1", "perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.02"]
 QUICK_PROFILE = [
     "perseus.profile.sampling=stride",
@@ -37,33 +37,25 @@ def losses_in(output):
     return [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", output)]
 
 
-@pytest.mark.parametrize(("example", "fall"), [("bert", 1.0), ("huggingface", 1.0), ("wide_resnet", 0.5)])
-def test_loss_falls_on_four_stages(example, fall, tmp_path):
-    losses, records = train(example, 4, tmp_path / "run", "perseus.mode=observe", "steps=16", "micro_batches=4")
-    assert len(losses) == 16
-    assert losses[-1] < losses[0] - fall
-    assert all(record["simulated"] and record["energy_j"] > 0 for record in records)
-
-
 @pytest.mark.parametrize(
-    ("example", "overrides"),
+    ("example", "fall", "overrides"),
     [
-        ("bert", ["model.activation_checkpointing=true"]),
-        ("gpt3", ["model.activation_checkpointing=true"]),
-        ("huggingface", ["model.gradient_checkpointing=true", "evaluation.every=7"]),
-        ("wide_resnet", ["model.partition=[0,2,9]"]),
+        ("bert", 1.0, ["model.activation_checkpointing=true"]),
+        ("gpt3", 1.0, ["model.activation_checkpointing=true"]),
+        ("huggingface", 1.0, ["model.gradient_checkpointing=true", "evaluation.every=7"]),
+        ("wide_resnet", 0.5, ["model.partition=[0,2,9]"]),
     ],
 )
-def test_a_plan_from_the_examples_own_profile_changes_no_loss(example, overrides, tmp_path):
+def test_losses_fall_and_a_plan_from_the_examples_own_profile_changes_none(example, fall, overrides, tmp_path):
     common = [*overrides, "steps=20", "micro_batches=4"]
     profile, frontier = tmp_path / "profile", tmp_path / "frontier"
     train(example, 2, profile, "--profile", *QUICK_PROFILE, *overrides, "steps=100000", "micro_batches=4")
-    optimize = [str(BIN / "perseus-ds"), "optimize", f"{profile}/perseus", "--out", str(frontier)]
-    optimized = subprocess.run(optimize, check=False, capture_output=True, text=True)
-    assert optimized.returncode == 0, optimized.stderr + (profile / "output.log").read_text()[-4000:]
+    assert main(["optimize", f"{profile}/perseus", "--out", str(frontier)]) == 0
     default_losses, _ = train(example, 2, tmp_path / "default", "perseus.mode=observe", *common)
     plan = ["perseus.mode=run", f"perseus.frontier={frontier}", "perseus.policy={name: energy_optimal}"]
     losses, planned = train(example, 2, tmp_path / "plan", *plan, *common)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - fall
     assert losses == default_losses
     assert {r["plan"] for r in planned if r["phase"] == "run"} == {len(Frontier.load(frontier).plans) - 1}
     assert sum(r["clock_changes"] + r["clock_skips"] for r in planned) > 0
@@ -86,11 +78,7 @@ def test_loss_falls_on_four_stages_started_by_deepspeed(tmp_path):
     ("example", "override", "message"),
     [
         ("gpt3", "perseus.policy.name=nonsense", "perseus.policy.name: expected 'slowdown', 'deadline',"),
-        ("bert", "perseus.policy=3", "perseus.policy: expected"),
-        *(
-            (name, "perseus.mod=run", "Could not override 'perseus.mod'.")
-            for name in ("bert", "gpt3", "huggingface", "wide_resnet")
-        ),
+        ("bert", "perseus.mod=run", "Could not override 'perseus.mod'."),
     ],
 )
 def test_a_wrong_option_is_a_message_and_no_traceback(tmp_path, example, override, message):

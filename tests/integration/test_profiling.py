@@ -53,7 +53,6 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
         assert len(record["energy_by_pipeline_j"]) == 2
 
 
-SIMULATED = {"longest_instruction_s": 0.02}
 # The phase that follows profiling.
 AFTER = {"profile": "observe", "auto": "optimizing"}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
@@ -61,18 +60,9 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_type
 FROZEN = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_clipping": 0.0}}
 
 
-def both(folder, mode, simulated=None, after=None, **job):
-    """Run a job until it is profiled, and compare it with one without Perseus."""
-    block = {"mode": mode, "profile": QUICK_PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
-    perseus = run(folder / mode, 2, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **job)
-    assert_same_training(perseus, run(folder / "without", 2, steps=len(perseus.ranks[0]["losses"]), **job))
-    return perseus
-
-
 @pytest.mark.parametrize(
     ("folder", "mode", "job"),
     [
-        ("one micro-batch and a slow counter", "profile", {"simulated": {"counter_period_s": 0.3}, "micro_batches": 1}),
         ("a frozen first stage with activation checkpointing", "auto", FROZEN),
         ("a loss that is not a number: lr=0.1, {ß} 'x'", "auto", {"nan_step": 2}),
         ("fp16 whose loss scale skips steps", "auto", {"deepspeed": FP16}),
@@ -81,16 +71,13 @@ def both(folder, mode, simulated=None, after=None, **job):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_odd_job_is_profiled_and_trains_the_same(tmp_path, folder, mode, job):
-    finished = both(tmp_path / folder, mode, **job)
+    block = {"mode": mode, "profile": QUICK_PROFILE, "simulated": {"longest_instruction_s": 0.02}}
+    folder = tmp_path / folder
+    finished = run(folder / mode, 2, perseus=block, steps=1000, until=[AFTER[mode], 2], **job)
+    assert_same_training(finished, run(folder / "without", 2, steps=len(finished.ranks[0]["losses"]), **job))
     kinds = {kind for _, kind in StageProfile.load(finished.folder / "perseus").keys}
     assert kinds >= {Kind.FORWARD, Kind.BACKWARD}
     if "nan_step" in job:
         assert math.isnan(finished.ranks[0]["losses"][-1])
     if "deepspeed" in job and "fp16" in job["deepspeed"]:
         assert finished.ranks[0]["skipped_steps"] > 3
-
-
-def test_a_full_disk(tmp_path):
-    perseus = both(tmp_path, "auto", after="observe", file_limit_bytes=600)
-    assert not (perseus.folder / "perseus" / "profile.csv").exists()
-    assert perseus.output.count("Training continues at default clocks") == 1

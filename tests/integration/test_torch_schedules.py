@@ -48,11 +48,11 @@ def test_plans_leave_losses_weights_and_random_numbers_as_they_are(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", STAGES_PER_RANK)
-def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_path, name):
-    train_in(tmp_path, name, ["observe", "run", "profile", "auto"])
+def test_losses_weights_and_random_numbers_are_the_same_while_profiled_and_under_a_plan(tmp_path, name):
+    train_in(tmp_path, name, ["run", "auto"])
     order = order_of(name)
     kinds = {(i.stage, i.kind) for stream in order.instructions for i in stream if i.kind is not Kind.TAIL}
-    profile = StageProfile.load(tmp_path / "profile")
+    profile = StageProfile.load(tmp_path / "auto")
     assert kinds <= set(profile.keys)
     assert (profile.info.layout.engine, len(profile.info.layout.stages)) == ("torch", profile.info.stages)
     phases = [phase for phase, _ in groupby(r["phase"] for r in iterations(records(tmp_path / "auto")))]
@@ -63,7 +63,7 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
 @pytest.mark.parametrize("name", JOBS)
 def test_sharded_stages_and_newer_arguments_leave_training_as_it_is_and_reach_a_plan(tmp_path, name):
     job = {"micro_batches": MICRO_BATCHES, **JOBS[name]}
-    jobs = in_modes(tmp_path, ["observe", "auto"], tmp_path / "auto", **job)
+    jobs = in_modes(tmp_path, ["auto"], tmp_path / "auto", **job)
     for of_rank in run_jobs(tmp_path, 2, script, jobs):
         assert_untouched(of_rank)
         assert of_rank["auto"]["phases"][-1] == "run"
@@ -92,8 +92,8 @@ def test_two_pipelines_of_data_parallel_stages_are_planned_together(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", STAGES_PER_RANK)
-def test_the_example_trains_by_every_schedule_and_prints_its_table(tmp_path, name):
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_the_example_trains_and_prints_its_table(tmp_path, name):
     block = json.dumps({"device": "simulated", "simulated": {"longest_instruction_s": 0.012}})
     options = ["--schedule", name, "--mode", "observe", "--steps", "4", "--log-every", "1", "--perseus", block]
     small = ["--width", "16", "--length", "16", "--rows", "1", "--micro-batches", "4", "--out", str(tmp_path / "out")]

@@ -1,4 +1,4 @@
-"""Trains a client in every mode of Perseus and without it, one after the other.
+"""Trains a client in auto mode, in run mode under the plans found, and without Perseus, one after the other.
 
 The scripts in ``tests/clients/scripts`` call :func:`main` with a class that creates a client's engine the way the
 client does, from keys that the job adds to the DeepSpeed config. Perseus attaches as with its launcher. Like users'
@@ -33,7 +33,7 @@ from torch import nn
 
 from perseus_ds import launch
 
-MODES = ("observe", "profile", "auto", "run", "plain")
+MODES = ("auto", "run", "plain")
 ROWS = 8
 MICRO_BATCHES = 4
 STEPS = 4
@@ -75,7 +75,7 @@ class Client:
 
 
 def main(client: type[Client]) -> None:
-    """Train in every mode, and write the report of each rank to ``rank<N>.json``."""
+    """Train in each mode, and write the report of each rank to ``rank<N>.json``."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
@@ -100,7 +100,7 @@ def _train(client: type[Client], folder: Path, mode: str, most_steps: int) -> di
             keys = {"perseus": _block(folder, mode)}
         trained = client(keys)
         steps, phases = [], [""]
-        while not _is_done(trained.engine, mode, phases, most_steps):
+        while not _is_done(mode, phases, most_steps):
             steps.append([trained.train(folder), hash_of(trained.engine.module.state_dict().items()), _random(trained)])
             phases.append(trained.engine.perseus.phase if keys else mode)
         called = dict(calls)
@@ -120,17 +120,12 @@ def _block(folder: Path, mode: str) -> dict[str, Any]:
     return {**block, "frontier": str(folder / "auto")} if mode == "run" else block
 
 
-def _is_done(engine: Any, mode: str, phases: list[str], most_steps: int) -> bool:
-    """Profile mode ends shortly after its profile, auto mode shortly after its plan starts to run."""
+def _is_done(mode: str, phases: list[str], most_steps: int) -> bool:
+    """Auto mode ends shortly after its plan starts to run."""
     steps = len(phases) - 1
     if mode == "plain":
         return steps == most_steps
-    if mode == "profile":
-        done = steps > STEPS and phases[-STEPS] == "observe" and engine.perseus.profiled
-    elif mode == "auto":
-        done = phases.count("run") > STEPS
-    else:
-        done = steps == STEPS
+    done = phases.count("run") > STEPS if mode == "auto" else steps == STEPS
     return done or steps == MOST_STEPS
 
 

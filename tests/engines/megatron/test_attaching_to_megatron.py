@@ -326,8 +326,7 @@ def in_a_graph(wrapper, **keys):
     return train(0, 2, 3, function=wrapper, **GRAPH, **keys)
 
 
-@pytest.mark.parametrize("attaches_to", ["module", "wrapper"])
-@pytest.mark.parametrize("warm_up", [1, 3])
+@pytest.mark.parametrize(("attaches_to", "warm_up"), [("module", 1), ("wrapper", 3)])
 def test_iterations_that_megatron_replays_as_one_graph_are_marked_and_recorded(launches, alone, attaches_to, warm_up):
     optimizer = Optimizer(launches)
     if attaches_to == "module":

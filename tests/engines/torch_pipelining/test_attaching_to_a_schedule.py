@@ -201,18 +201,6 @@ def test_a_step_that_raises_raises_the_same_error_and_training_goes_on(make, blo
     assert [r["iteration"] for r in iterations(block)] == [1, 2, 4, 5]  # the one that raised an error has no record
 
 
-def test_other_micro_batches_are_read_again_or_leave_the_plan(make, block):
-    schedule = make()
-    perseus_ds.attach(schedule, block)
-    train(schedule, steps=2)
-    schedule._n_microbatches, schedule._stage_forward_initialized = 3, False
-    schedule._stage.chunks = None
-    schedule._stage_backward_initialized = False
-    train(schedule, steps=2, micro_batches=3)
-    perseus_ds.detach(schedule)
-    assert len(iterations(block)) == 4
-
-
 def test_orders_are_the_same_by_their_content(make, block, monkeypatch):
     seen, begin = [], Session.iteration
     monkeypatch.setattr(Session, "iteration", lambda self, order, *a: seen.append(order) or begin(self, order, *a))
@@ -297,7 +285,7 @@ def test_a_job_whose_order_cannot_be_read_is_observed_with_one_warning(of_unknow
     assert all(record["time_s"] > 0 for record in observed)
 
 
-@pytest.mark.parametrize("more", [{"mode": "auto", "required": True}, {"mode": "profile"}, {"mode": "observe"}])
+@pytest.mark.parametrize("more", [{"mode": "auto", "required": True}, {"mode": "observe"}])
 def test_an_order_that_cannot_be_read_is_an_error_if_the_job_asks_for_more(of_unknown_order, block, more):
     with pytest.raises(ScheduleError, match="'prepare' of a stage, which perseus-ds does not know"):
         perseus_ds.attach(of_unknown_order, {**block, **more})
