@@ -40,7 +40,7 @@ from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.devices import gpu_of
 from perseus_ds.client.inputs import check_lengths
 from perseus_ds.client.meeting import EngineFacts, local_rank, own_versions
-from perseus_ds.client.operations import NOTHING, CapturedIteration
+from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
 from perseus_ds.engines.hooks import CudaGraphs, Run
@@ -131,12 +131,12 @@ class Session:
         operation: Context of one operation of an iteration, as :meth:`PerseusRuntime.operation`. A no-op outside of the
             passes of an iteration, and if operations are not recorded.
         follows_transfers: Whether the current iteration also records operations that are not instructions.
+        checked: Whether :func:`check_before_training` was called.
     """
-
-    checked = False
 
     def __init__(self, engine: Engine, config: PerseusConfig) -> None:
         """Create a session that waits for the first training iteration of an engine."""
+        self.checked = dist.is_initialized()
         self.engine = engine
         self.config = config
         self.runtime: PerseusRuntime | None = None
@@ -148,11 +148,6 @@ class Session:
         self._graphs = CudaGraphs()
         self._closed = False
         _SESSIONS.add(self)
-
-    @property
-    def profiled(self) -> bool:
-        """True if the profile is complete."""
-        return self.runtime is not None and self.runtime.profiled
 
     @property
     def follows_operations(self) -> bool:
@@ -211,9 +206,35 @@ class Session:
         """Report the number of finished training steps, for example after a checkpoint was loaded."""
         self._when_started(lambda runtime: runtime.set_steps(steps))
 
-    def start(self, order: Hashable) -> None:
-        """Create the runtime before the first iteration, for its schedule. All ranks call this together."""
-        self._runtime_for(order)
+    def start(self) -> PerseusRuntime | None:
+        """Create the runtime, unless it exists. All ranks call this together, with a known schedule.
+
+        Returns:
+            The runtime. None if this engine trains without Perseus, for example because another one is measured.
+        """
+        if self.runtime is not None or self._closed:
+            return self.runtime
+        first = next((other for other in sessions() if other.runtime is not None), None)
+        if first is not None:
+            self._closed = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
+                    first.engine.model,
+                    self.engine.model,
+                )
+            return None
+        try:
+            with reported_once():
+                self._start()
+        except (ScheduleError, GpuError) as error:
+            may_observe = self.engine.starts_late and self.config.mode == "auto"
+            if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
+                raise
+            self.runtime, self._closed = None, True
+            if dist.get_rank() == 0:
+                logger.warning("perseus: %s. Training continues without Perseus.", str(error).rstrip("."))
+        return self.runtime
 
     @contextmanager
     def iteration(
@@ -231,7 +252,7 @@ class Session:
                 yield
             return
         self.end_iteration()
-        runtime = self._runtime_for(order)
+        runtime = self.start()
         if runtime is None:
             with self.paused():
                 yield
@@ -325,25 +346,17 @@ class Session:
                 yield
         finally:
             self._captured, self.operation = None, _no_operation
-        self._graphs.surround_replays(functools.partial(self._replay, runtime, captured, order, read))
 
-    def _replay(
-        self,
-        runtime: PerseusRuntime,
-        captured: CapturedIteration,
-        order: Hashable,
-        read: Callable[[], Schedule] | None,
-        replay: Run,
-    ) -> Any:
-        """Run a captured iteration."""
-        if runtime is not self.runtime:  # the graph writes its marks into memory that is no longer read
-            with self.evaluation():
-                return replay()
-        with self.iteration(order, read=read):
-            replayed = runtime.replay(captured, replay)
-            if (stage := captured.tail_stage) is not None:
-                self.begin_tail(stage)
-        return replayed
+        def run_replay(replay: Run) -> Any:
+            if runtime is not self.runtime:  # the graph writes its marks into memory that is no longer read
+                return self._evaluate(replay)
+            with self.iteration(order, read=read):
+                replayed = runtime.replay(captured, replay)
+                if (stage := captured.tail_stage) is not None:
+                    self.begin_tail(stage)
+            return replayed
+
+        self._graphs.surround_replays(run_replay)
 
     def _evaluate(self, replay: Run) -> Any:
         with self.evaluation():
@@ -360,31 +373,6 @@ class Session:
         else:
             action(self.runtime)
 
-    def _runtime_for(self, order: Hashable) -> PerseusRuntime | None:
-        """Return the runtime for a schedule. None if another engine of this process trains with Perseus."""
-        if self._closed and self.runtime is None:
-            return None
-        if self.runtime is None:
-            first = next((other for other in sessions() if other.runtime is not None), None)
-            if first is not None:
-                self._closed = True
-                if dist.get_rank() == 0:
-                    logger.warning(
-                        "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
-                        first.engine.model,
-                        self.engine.model,
-                    )
-                return None
-            try:
-                with reported_once():
-                    self._start()
-            except (ScheduleError, GpuError) as error:
-                may_observe = self.engine.starts_late and self.config.mode == "auto"
-                if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
-                    raise
-                self._continue_without(error)
-        return self.runtime
-
     def _start(self) -> None:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(
@@ -396,11 +384,6 @@ class Session:
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             action(self.runtime)
-
-    def _continue_without(self, error: PerseusError) -> None:
-        self.runtime, self._closed = None, True
-        if dist.get_rank() == 0:
-            logger.warning("perseus: %s. Training continues without Perseus.", str(error).rstrip("."))
 
 
 def _no_operation(operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
@@ -422,7 +405,6 @@ def attach_to(engine: Engine, config: PerseusConfig) -> Session:
     if dist.is_initialized():
         check_before_training(engine, config)
     session = Session(engine, config)
-    session.checked = dist.is_initialized()
     engine.surround(session)
     return session
 

@@ -38,7 +38,6 @@ from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
-_CHECKPOINT_KEY = "perseus_ds"
 
 
 def check_deepspeed(pipeline_engine: type) -> None:
@@ -254,7 +253,7 @@ class _PerseusEngine:
         engine: Any = self
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if path is not None:
-            (client_state or {}).pop(_CHECKPOINT_KEY, None)  # of versions before 0.2.0
+            (client_state or {}).pop("perseus_ds", None)  # of versions before 0.2.0
             self.perseus.set_steps(engine.global_steps)
         return path, client_state
 
