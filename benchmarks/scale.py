@@ -27,7 +27,7 @@ import psutil
 import zmq
 
 from perseus_ds.agent.job_server import JobServerChild
-from perseus_ds.agent.uplink import Uplink
+from perseus_ds.agent.process import Uplink
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Event, PlanChosen, PlanJudged, RecordFollower
@@ -165,7 +165,7 @@ class Agents:
     def look(self) -> None:
         """Receive available messages, and send pending ones."""
         for number, uplink in enumerate(self._uplinks):
-            for rank, message in uplink.look():
+            for rank, message in uplink.exchange():
                 if isinstance(message, Follow):
                     self.follows[rank], self.followed_at = message, time.time()
                 elif isinstance(message, Observed):

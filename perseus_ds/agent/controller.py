@@ -6,7 +6,7 @@ time of the driver, not waits for the GPU.
 
 from __future__ import annotations
 
-import threading
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,20 +17,19 @@ from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.protocol.job_messages import ClockRefused
-from perseus_ds.protocol.layout import DRIVER_HANGS_S, ClockStatus, RankMemory
-from perseus_ds.timebase import REAL_TIME, Flag, Timebase
+from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 _UNKNOWN_MHZ = -1
 # Number of wake-up delays that are stored, number needed for a percentile, and delay that counts as late [s].
 _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
 _PERCENTILE = 0.9
-_CLOSED = "the clock was restored for good, and the GPU is not read any more"
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before the next attempt after consecutive refusals by the driver. The last one repeats."""
 
 
 class Event(Protocol):
-    """A point in the GPU's own progress."""
+    """A point in the GPU's own progress. A thread that notices its passing wakes the controller."""
 
     def query(self) -> bool:
         """Return True if the GPU has passed it."""
@@ -41,15 +40,29 @@ class Event(Protocol):
         Must be called only after the GPU has passed the event.
         """
 
-    def look_again_s(self) -> float | None:
-        """Return the time until the next query [s]. None if the waiting thread is notified instead."""
 
+class ClockStatus(NamedTuple):
+    """Clock changes and readings of a GPU.
 
-class Source(Protocol):
-    """Adds requests and calls, on the controller's thread."""
+    Attributes:
+        changes: Number of clock changes.
+        overtaken: Number of requests that were skipped because a later one was already due.
+        asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
+        reached_mhz: Clock at the last read-back [MHz].
+        late_s: 90th percentile of the delay until the thread notices that the GPU has passed an event [s].
+        limit_w: Power limit, if it is lower than profiled [W]. Infinite otherwise.
+        limit_mhz: Highest clock that is reached, if it is lower than profiled [MHz]. Infinite otherwise.
+        default_mhz: Clock of the busy GPU without a lock [MHz]. 0 if it was not read.
+    """
 
-    def poll(self) -> bool:
-        """Add due requests and calls. Returns True if it withdrew the item that the thread waits for."""
+    changes: int = 0
+    overtaken: int = 0
+    asked_mhz: float = math.nan
+    reached_mhz: float = math.nan
+    late_s: float = 0.0
+    limit_w: float = math.inf
+    limit_mhz: float = math.inf
+    default_mhz: float = 0.0
 
 
 class ClockRequest(NamedTuple):
@@ -67,64 +80,15 @@ class ClockRequest(NamedTuple):
     delay_s: float | None = None
 
 
-class DriverCall:
-    """A call of the driver, made on the controller's thread after an optional event."""
+class DriverCall(NamedTuple):
+    """A function that calls the driver, after an optional event."""
 
-    def __init__(
-        self,
-        function: Callable[[], float | None],
-        after: Event | None,
-        clocks: ClockController,
-        timebase: Timebase,
-    ) -> None:
-        self.after = after
-        self._function = function
-        self._clocks = clocks
-        self._value: float | None = None
-        self._error: Exception | None = None
-        self._returned = Flag(timebase)
-
-    @property
-    def is_over(self) -> bool:
-        """True if the function has returned, or raised an error."""
-        return self._returned.is_set()
-
-    @property
-    def has_worked(self) -> bool:
-        """True if the function has returned without an error."""
-        return self.is_over and self._error is None
-
-    def make(self) -> None:
-        """Call the function."""
-        try:
-            self._value = self._function()
-        except Exception as error:
-            self._error = error
-        self._returned.set()
-
-    def refuse(self, error: Exception) -> None:
-        """Finish with an error, without calling the function."""
-        self._error = error
-        self._returned.set()
-
-    def value(self) -> float:
-        """Wait for the GPU and the driver, and return the function's result.
-
-        Raises:
-            GpuBusyError: The driver does not answer.
-            GpuError: The function raised it, or the controller's thread has ended.
-        """
-        while not self.is_over:
-            if (problem := self._clocks.problem) is not None:
-                raise problem
-            self._returned.wait(DRIVER_HANGS_S - self._clocks.failing_s)
-        if self._error is not None:
-            raise self._error
-        return self._value or 0.0
+    function: Callable[[], None]
+    after: Event | None
 
 
 class ClockController:
-    """Sets clocks without stalling training, and always restores the default.
+    """Sets clocks without stalling training.
 
     A request is skipped if the next one is already due, because its instruction is over. If the driver is busy, the
     GPU runs at default clocks until another attempt succeeds. After any other error, all requests are ignored until a
@@ -135,9 +99,10 @@ class ClockController:
         overtaken: Number of requests skipped because a later one was already due.
         missed: Number of times that it set the default clock or none instead of a requested one, due to the driver.
         readback: Readings of the clock, latencies, and limits.
-        is_closed: Whether the default clock is restored permanently.
-        memory: Shared memory of the rank. It counts resets by the agent, and receives the status.
-        source: Adds requests. None if there is no source.
+        is_closed: Whether it has stopped setting clocks.
+        memory: Shared memory of the rank. It counts resets by the agent.
+        source: Adds due requests and calls, on the thread. Returns True if it withdrew the item that the thread waits
+            for.
     """
 
     def __init__(
@@ -171,18 +136,14 @@ class ClockController:
         self._is_idle = False
         self._idle_at_s = 0.0
         self._notifier = timebase.notifier()
-        # Notified when a call ends after close(), and when the default clock is restored.
-        self._changed = timebase.condition()
         self._is_waiting = False
         self._called_s: float | None = None
         self._busy_since_s: float | None = None
-        self._closing: threading.Thread | None = None
         self.is_closed = False
         self.memory = memory or RankMemory.create()
         self._may_lock = may_lock
-        self.source: Source | None = None
+        self.source: Callable[[], bool] = lambda: False
         self._resets = 0
-        self._is_restored = self._has_ended = False
         # The clock last requested from the driver, and the clock that it has accepted.
         self._wanted_mhz: int | None = None
         self._clock_mhz: int | None = None
@@ -214,18 +175,16 @@ class ClockController:
             self._is_idle = True
             self.wake()
 
-    def call(self, function: Callable[[], float | None], after: Event | None = None) -> DriverCall:
-        """Queue a call of a function that reads from the GPU, without waiting.
+    def call(self, function: Callable[[], None], after: Event | None = None) -> bool:
+        """Queue a function that calls the driver, without waiting.
 
-        The call is refused if the driver does not answer.
+        Returns:
+            False if the driver does not answer.
         """
-        made = DriverCall(function, after, self, self._time)
-        problem = GpuError(_CLOSED) if self.is_closed else self.problem
-        if problem is not None:
-            made.refuse(problem)
-        else:
-            self._put(made)
-        return made
+        if self.problem is not None:
+            return False
+        self._put(DriverCall(function, after))
+        return True
 
     def probe(self, on_success: Callable[[], None]) -> None:
         """Test all operations of the driver that plans need, without waiting.
@@ -234,8 +193,9 @@ class ClockController:
         """
 
         def probe() -> None:
-            self.try_driver()
-            on_success()
+            with suppress(GpuError):
+                self.try_driver()
+                on_success()
 
         self.call(probe)
 
@@ -271,13 +231,11 @@ class ClockController:
         return self._called_s is not None
 
     @property
-    def problem(self) -> GpuError | None:
+    def problem(self) -> GpuBusyError | None:
         """Reason why calls are refused. None if they are accepted."""
-        if self._has_ended:
-            return GpuError(_CLOSED)
-        if self.failing_s >= DRIVER_HANGS_S:
-            return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
-        return None
+        if self.failing_s < DRIVER_HANGS_S:
+            return None
+        return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
 
     @property
     def _was_reset(self) -> bool:
@@ -293,44 +251,11 @@ class ClockController:
 
         If a call of the driver is in progress, it restores the default clock itself. Queued calls are still made.
         """
-        self._closing, self.is_closed = threading.current_thread(), True
-        self._is_restored = True
+        self.is_closed = True
         self._notifier.notify()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Restore the default clock permanently. Can be called from any thread and from a signal handler.
-
-        It waits for a call of the driver that is in progress, but not for the GPU. If that call does not return in
-        time, the clock is not reset, because the driver hangs and would block this thread as well. A second call waits
-        for the first one. Queued calls are still made.
-        """
-        with self._changed:
-            if self._closing is not None:
-                # A signal may have interrupted this very thread here.
-                if self._closing is not threading.current_thread():
-                    self._wait_until(lambda: self._is_restored, timeout_s)
-                return
-            self._closing, self.is_closed = threading.current_thread(), True
-            self._notifier.notify()
-            self._wait_until(lambda: self._called_s is None, timeout_s)
-        try:
-            if self._called_s is None and self._clock_mhz is not None:
-                self._gpu.reset_clock()
-                self._clock_mhz = None
-        except Exception as error:
-            if not self._has_failed:
-                self._on_error(error)
-        with self._changed:
-            self._is_restored = True
-            self._changed.notify_all()
-
-    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        end_s = self._time.now_s() + timeout_s
-        while not condition() and (left_s := end_s - self._time.now_s()) > 0:
-            self._changed.wait(left_s)
-
     def _put(self, item: ClockRequest | DriverCall) -> None:
-        if self._closing is None:
+        if not self.is_closed:
             self._items.append(item)
             self.wake()
 
@@ -356,47 +281,44 @@ class ClockController:
     # The methods below run on the controller's thread.
 
     def _work(self) -> None:
-        while not self._has_ended:
+        while self._items or not self.is_closed:
             self._serve()
 
     def _serve(self) -> None:
+        """Wait for the oldest item, and process it."""
         try:
-            item = self._next()
+            self._wait(None, lambda: bool(self._items) or self.is_closed)
+            item = self._items.popleft() if self._items else None
             if isinstance(item, ClockRequest):
                 self._handle(item)
-            elif item is not None:
-                self._make(item)
-            else:
-                self._has_ended = True
-        except Exception as error:  # for example, an event cannot be queried
+            elif item is not None and (item.after is None or self._wait_for(item.after)):
+                self._in_call(item.function)
+        except Exception as error:  # a mistake, which must leave no clock locked
             self._fail(error)
 
-    def _next(self) -> ClockRequest | DriverCall | None:
-        """Return the oldest item, or None at the end. Does what is due while there is no item."""
-        while not self._items:
-            self._is_waiting = True  # from here on, other threads notify this one of changes
-            self._poll()
-            if self._items:
-                break
-            if self.is_closed:
-                return None
+    def _wait(self, awaited: Event | None, is_over: Callable[[], bool], until_s: float | None = None) -> bool:
+        """Wait for a condition, and do what is due while waiting.
+
+        Args:
+            awaited: Event that may make the condition true. None if there is none.
+            is_over: The condition.
+            until_s: Time at which it becomes true, if known [s].
+
+        Returns:
+            False if the awaited event was withdrawn.
+        """
+        is_withdrawn = False
+        while not is_withdrawn and not is_over():
+            self._is_waiting, self._awaited = True, awaited  # from here on, other threads notify this one of changes
+            is_withdrawn = self.source()
             due_in_s = self._due_in_s()
-            if due_in_s is None or due_in_s > 0:
-                self._wait_for_more_than(0, due_in_s)
-            else:
+            if due_in_s is not None and due_in_s <= 0:
                 self._do_what_is_due()
-        self._is_waiting = False
-        return self._items.popleft()
-
-    def _poll(self) -> bool:
-        return self.source is not None and self.source.poll()
-
-    def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
-        """Wait for more than ``count`` items, for another change, or for the timeout."""
-        self._is_waiting = True
-        if len(self._items) <= count and not self.is_closed:
-            self._notifier.wait(timeout_s)
-        self._is_waiting = False
+            elif not is_withdrawn and not is_over():
+                left_s = None if until_s is None else until_s - self._time.now_s()
+                self._notifier.wait(_sooner(due_in_s, left_s))
+        self._is_waiting, self._awaited = False, None
+        return not is_withdrawn
 
     def _due_in_s(self) -> float | None:
         """Return the time until the clock is to be read back, set again or reset [s]. None for never."""
@@ -420,39 +342,15 @@ class ClockController:
             self._in_call(self.readback.read)
 
     def _wait_for(self, event: Event) -> bool:
-        """Wait until the GPU has passed an event, and do what is due while waiting.
-
-        Returns:
-            False if the event was withdrawn.
-        """
-        had_passed = has_passed = event.query()
-        while not has_passed:
-            self._is_waiting, self._awaited = True, event
-            is_void, self._awaited = self._poll(), None
-            if is_void:
-                self._is_waiting = False
-                return False
-            due_in_s = self._due_in_s()
-            if due_in_s is not None and due_in_s <= 0:
-                self._do_what_is_due()
-            elif not event.query():
-                self._notifier.wait(_sooner(due_in_s, event.look_again_s()))
-            self._is_waiting = False
-            has_passed = event.query()
+        """Wait until the GPU has passed an event. Returns False if it was withdrawn."""
+        had_passed = event.query()
+        if not self._wait(event, event.query):
+            return False
         # Without delay, so that the times of later events are known better.
         late_s = self._time.now_s() - event.passed_s()
         if not had_passed:
             self._late_s.append(late_s)
         return True
-
-    def _make(self, call: DriverCall) -> None:
-        try:
-            if call.after is not None and not self._wait_for(call.after):
-                return
-        except Exception as error:
-            call.refuse(error)
-            raise
-        self._in_call(call.make)
 
     def _handle(self, request: ClockRequest) -> None:
         if self._has_failed:
@@ -461,7 +359,7 @@ class ClockController:
         if request.after is not None and not self._wait_for(request.after):
             return
         if request.after is not None and request.delay_s is not None:
-            if self._sleep_until(request.after, request.delay_s):
+            if not self._wait_longer(request.after, request.delay_s):
                 return  # the next request sets the clock
         elif self._is_overtaken():
             self.overtaken += 1
@@ -469,35 +367,19 @@ class ClockController:
         self._refusals = 0
         self._set(request.clock_mhz)
 
-    def _sleep_until(self, after: Event, delay_s: float) -> bool:
-        """Sleep until a delay after an event [s] has passed. Returns True if the request is to be dropped."""
+    def _wait_longer(self, after: Event, delay_s: float) -> bool:
+        """Wait until a delay after an event [s] has passed. Returns False if the request is to be dropped."""
         until_s = after.passed_s() + delay_s
-        while True:
-            count = len(self._items)
-            if self._is_overtaken() or self.is_closed:
-                return True
-            self._awaited = after
-            is_void, self._awaited = self._poll(), None
-            if is_void:
-                return True
-            left_s = until_s - self._time.now_s()
-            if left_s <= 0:
-                return False
-            due_in_s = self._due_in_s()
-            if due_in_s is not None and due_in_s <= 0:
-                self._do_what_is_due()
-                continue
-            self._wait_for_more_than(count, _sooner(_sooner(left_s, due_in_s), self._look_again_s()))
+        is_due = self._wait(after, lambda: self._drops_early() or self._time.now_s() >= until_s, until_s)
+        return is_due and not self._drops_early()
+
+    def _drops_early(self) -> bool:
+        return self.is_closed or self._is_overtaken()
 
     def _is_overtaken(self) -> bool:
         """Return True if the next required request is already due."""
         following = self._following()
         return following is not None and (following.after is None or following.after.query())
-
-    def _look_again_s(self) -> float | None:
-        """Return the time until the next required request may be due [s]. None if the thread is notified."""
-        following = self._following()
-        return None if following is None or following.after is None else following.after.look_again_s()
 
     def _following(self) -> ClockRequest | None:
         required = (item for item in tuple(self._items) if isinstance(item, ClockRequest) and item.delay_s is None)
@@ -516,7 +398,6 @@ class ClockController:
             self._fall_back()
         except Exception as error:
             self._fail(error)
-        self.memory.busy_since_s = self._busy_since_s or 0.0
 
     def _fail(self, error: Exception) -> None:
         """Report an error, and set only the default clock from now on."""
@@ -559,7 +440,7 @@ class ClockController:
             self._gpu.reset_clock()
         else:
             self._gpu.lock_clock(clock_mhz)
-        # The call returned late, and neither close() nor the agent waited for it.
+        # The call returned late, and the agent did not wait for it.
         if clock_mhz is not None and (self.is_closed or self.memory.is_revoked):
             self._gpu.reset_clock()
             clock_mhz = None
@@ -585,33 +466,24 @@ class ClockController:
         self._requested_mhz = _UNKNOWN_MHZ  # requests before this were ignored
 
     def _in_call(self, function: Callable[[], None]) -> None:
-        """Call the driver. :meth:`close` waits for the call, and :attr:`failing_s` includes it."""
+        """Call the driver. :attr:`failing_s` includes the call."""
         self._called_s = self._time.now_s()
-        if self._busy_since_s is None:
-            self.memory.busy_since_s = self._called_s
         try:
             function()
         finally:
             self._called_s = None
-            self.memory.busy_since_s = self._busy_since_s or 0.0
-            if self.is_closed:  # only close() waits
-                with self._changed:
-                    self._changed.notify_all()
 
-    def tell(self) -> None:
-        """Write the status into the shared memory. Runs on the controller's thread."""
-        asked_mhz, reached_mhz = self.readback.reading
+    def status(self) -> ClockStatus:
+        """Return the current status. Runs on the controller's thread."""
         limits = self.readback.limits
-        self.memory.status = ClockStatus(
+        return ClockStatus(
             self.changes,
             self.overtaken,
-            asked_mhz,
-            reached_mhz,
+            *self.readback.reading,
             self.thread_late_s,
-            self._busy_since_s or 0.0,
             limits.power_w,
             limits.clock_mhz,
-            self.readback.default_mhz or 0,
+            self.readback.default_mhz or 0.0,
         )
 
 

@@ -26,13 +26,13 @@ class Fallback:
     """
 
     def __init__(
-        self, clocks: ClockController, timebase: Timebase, tell: Callable[[RankFailed | RankRecovered], None]
+        self, clocks: ClockController, timebase: Timebase, report: Callable[[RankFailed | RankRecovered], None]
     ) -> None:
-        """Begin with programs. ``tell`` is called once for each fault, and once for each recovery."""
+        """Begin with programs. ``report`` is called once for each fault, and once for each recovery."""
         self.is_in_force = False
         self._clocks = clocks
         self._time = timebase
-        self._tell = tell
+        self._report = report
         self._fault: type[Exception] | None = None
         self._may_pass = True
         self._probes = 0
@@ -40,10 +40,10 @@ class Fallback:
         self._failed: list[Exception] = []
 
     def begin(self, error: Exception) -> None:
-        """Fall back at the next call of :meth:`look`. Thread-safe."""
+        """Fall back at the next call of :meth:`update`. Thread-safe."""
         self._failed.append(error)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Fall back after a fault, and probe the driver when it is due. Runs on the agent's loop."""
         failed, self._failed = self._failed, []
         for error in failed:
@@ -55,14 +55,14 @@ class Fallback:
         if not self.is_in_force:
             if self._fault is not None and now_s >= self._next_s:
                 self._fault = None
-                self._tell(RankRecovered())
+                self._report(RankRecovered())
         elif self._may_pass and now_s >= self._next_s:
-            self._probe()
+            self._schedule_probe()
+            self._clocks.probe(self._has_worked)
 
-    def _probe(self) -> None:
+    def _schedule_probe(self) -> None:
         self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
         self._probes += 1
-        self._clocks.probe(self._has_worked)
 
     def _has_worked(self) -> None:
         """End the fallback after a successful probe. Runs on the controller's thread."""
@@ -82,6 +82,5 @@ class Fallback:
         fault = GpuError if isinstance(error, GpuError) else type(error)
         if self._fault is not fault:
             self._fault, self._probes = fault, 0
-            self._tell(RankFailed(str(error).rstrip(".")))
-        self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
-        self._probes += 1
+            self._report(RankFailed(str(error).rstrip(".")))
+        self._schedule_probe()

@@ -1,4 +1,4 @@
-"""Records of GPUs whose clock may be locked: one file for each, held by the agent that serves the GPU.
+"""Records of GPUs with clocks that may be locked: a file for each, held by the agent that serves it.
 
 A locked clock outlives every process. Its record is written before the clock is locked, so that the next process that
 opens the GPU knows that it must be reset. The record also counts the agents that have served the GPU: an agent that was
@@ -91,7 +91,7 @@ class GpuRecord:
 
 
 class UnrecordedGpu:
-    """Replaces the record of a simulated GPU, whose clock ends with the processes that use it."""
+    """Replaces the record of a simulated GPU. Its clock ends with the processes that use it."""
 
     left_by: int | None = None
     is_of_same_job = False
@@ -111,7 +111,7 @@ class UnrecordedGpu:
 
 
 def left_locked(agent: str) -> Iterator[GpuRecord]:
-    """Yield the locked records of GPUs of this user that no agent serves and whose clock may be locked."""
+    """Yield the locked records of GPUs of this user that no agent serves and that may have a locked clock."""
     for path in _paths():
         with contextlib.suppress(OSError, GpuHeldError):
             record = GpuRecord(path.name.removeprefix(_PREFIX), agent)

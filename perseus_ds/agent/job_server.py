@@ -20,8 +20,8 @@ up to five minutes."""
 _COUNTED_S = 1.0
 """Maximum time between two checks of the server that counts as silence."""
 _MOST_ANSWER = 1 << 20
-_CODE = places.main_of("perseus_ds.server.process")
 _encode = msgspec.msgpack.Encoder().encode
+_CODE = places.main_of("perseus_ds.server.process")
 
 
 class JobServerChild:
@@ -45,7 +45,7 @@ class JobServerChild:
         self._request = request
         self._description = description
         self._time = timebase
-        self._looked_s, self._silent_s, self._unheard = timebase.now_s(), 0.0, 0
+        self._checked_s, self._silent_s, self._unheard = timebase.now_s(), 0.0, 0
         self._answer = b""
         self._process: subprocess.Popen[bytes] | None = None
         self.is_followed = self._is_restarting = False
@@ -72,10 +72,10 @@ class JobServerChild:
         return None
 
     def is_silent(self, *, is_heard: bool) -> bool:
-        """Return True if it has to be restarted. Called often, with whether it was heard since."""
+        """Return True if it has to be restarted. Called often, with whether it has sent messages since."""
         now_s = self._time.now_s()
-        self._silent_s += min(now_s - self._looked_s, _COUNTED_S)  # a pause of the machine pauses the server as well
-        self._looked_s = now_s
+        self._silent_s += min(now_s - self._checked_s, _COUNTED_S)  # a pause of the machine pauses the server as well
+        self._checked_s = now_s
         if is_heard:
             self._silent_s, self._unheard = 0.0, 0
         elif self.file is not None or self._is_restarting:

@@ -30,17 +30,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+import zmq
+
 from perseus_ds.agent.gpu_driver import GpuDriver
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
 from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.agent.rank_clocks import RankClocks
-from perseus_ds.agent.uplink import Uplink
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu import find_gpu, open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.protocol import layout, messages, places
-from perseus_ds.protocol.job_messages import Left, Say, ToServer
+from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Say, ToRank, ToServer
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import (
     Connect,
@@ -68,7 +70,7 @@ _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
 _TOGETHER_S = 0.00025
-"""Marks that are due within this time are looked for together."""
+"""Marks that are due within this time are checked together."""
 _RESTORED_EVERY_S = 1.0
 """Interval at which the records of locked GPUs are written again if they were removed."""
 _ENDS_WITHIN_S = 1.0
@@ -77,9 +79,16 @@ _LAST_REPORTS_WITHIN_S = 0.5
 """Time for which a rank that has ended its lease waits for the energy of its last iteration."""
 _LEFT_TIMEOUT_S = 10.0
 """Time for which the first lease waits for GPUs that earlier jobs left locked."""
-_STANDS_STILL_S, _TIMES_AS_LONG = 2.0, 3.0
+_STALLED_S, _TIMES_AS_LONG = 2.0, 3.0
 _REMEMBERED, _UNKNOWN_S = 8, 20.0
-"""Number of iterations whose times are stored, and the time assumed for an iteration before that."""
+"""Number of stored times of iterations, and the time assumed for an iteration before there are any."""
+_HEARTBEAT_S = 0.5
+_SILENT_S = 2.0
+"""A server or agent counts as lost after this time without a message."""
+_MOST_QUEUED = 10_000
+_RANK = struct.Struct("=I")
+_encode = msgspec.msgpack.Encoder().encode
+_to_rank = msgspec.msgpack.Decoder(ToRank)
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -95,7 +104,7 @@ class Progress:
         self._since_s = self._locked_s = 0.0
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def stands_still(self, memory: RankMemory, now_s: float) -> bool:
+    def has_stalled(self, memory: RankMemory, now_s: float) -> bool:
         """Return True, once for each stall, if the clock of the rank is to be reset."""
         progress = memory.progress
         if progress != self._seen:
@@ -105,7 +114,7 @@ class Progress:
             self._seen, self._since_s = progress, now_s
         if not memory.may_be_locked:
             self._reset_at, self._locked_s = -1, now_s
-        longest_s = _STANDS_STILL_S
+        longest_s = _STALLED_S
         if progress % 2 or memory.ended != memory.iteration % 2**32:  # the GPU may not have finished the iteration
             longest_s = max(longest_s, _TIMES_AS_LONG * max(self._taken_s, default=_UNKNOWN_S))
         if (
@@ -124,13 +133,14 @@ class _Rank:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
         self.pid = pid
-        self.gpu: str | None = None
+        # The request for a lease that was accepted, and the driver of its GPU.
+        self.request: RequestLease | None = None
+        self.driver: GpuDriver | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
         self.clocks: RankClocks | None = None
-        self.look_at_s = 0.0
-        self.is_finding = self.is_renewal = False
-        self.describes = self.checks_permission = False
+        self.check_at_s = 0.0
+        self.is_finding = False
         self.progress = Progress()
         self.is_connected, self.disconnected_s = True, 0.0
         self.awaits_reset = False
@@ -164,7 +174,7 @@ class _Rank:
         self._outbox.append(messages.encode(message))
         self.flush()
 
-    def tell(self, message: ToServer) -> None:
+    def send_to_server(self, message: ToServer) -> None:
         """Send a message to the job's server. Thread-safe."""
         if self.uplink is not None:
             self.uplink.send(self.number, message)
@@ -180,14 +190,10 @@ class _Rank:
                     self._outbox.appendleft(packet)
                     raise
 
-    def map(self, file: int) -> None:
-        """Map the memory that the client has passed.
-
-        Raises:
-            GpuError: It could be truncated, or has another layout.
-        """
-        self.memory_file = file
-        self.memory = RankMemory(_mapped(file, layout.LENGTH))
+    def count_reset(self) -> None:
+        """Record in the shared memory that the clock is reset, so that the rank sets it again later."""
+        if self.memory is not None:
+            self.memory.count_reset()
 
     def close(self) -> None:
         if self.clocks is not None:
@@ -212,6 +218,129 @@ def _mapped(file: int, least: int) -> memoryview:
         return memoryview(mmap.mmap(file, length))
     except (OSError, ValueError) as error:
         raise GpuError(f"The memory of a rank cannot be used: {error}.") from error
+
+
+class Uplink:
+    """Connection of an agent to the server of its job, which may be slow, stopped, killed and restarted.
+
+    Both sides send a heartbeat twice a second. After two seconds without a message from the server, ranks return to
+    default clocks. When the server, or a new one in its place, sends messages again, ranks join it again.
+
+    Attributes:
+        is_heard: Whether the server has sent messages recently.
+        heard_s: Time of the last message, or of the creation of the connection before the first one [s].
+    """
+
+    def __init__(self, server: Connect, timebase: Timebase = REAL_TIME) -> None:
+        """Connect to a server, without waiting."""
+        self._server = server
+        self._time = timebase
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
+        self._socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, server.server_key)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, server.public_key)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server.secret_key)
+        self._socket.connect(server.address)
+        self._ranks: dict[int, Callable[[], int]] = {}
+        # The latest of each rank, for a server that replaces another one.
+        self._latencies: dict[int, Latencies] = {}
+        self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
+        self._epoch = b""
+        self.is_heard = False
+        self.heard_s = timebase.now_s()
+        self._beat_at_s = 0.0
+
+    @property
+    def file(self) -> int:
+        """File descriptor that is readable when there may be a message."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def is_to(self, server: Connect) -> bool:
+        """Return True if this is the connection to the given server."""
+        return server.address == self._server.address and server.server_key == self._server.server_key
+
+    def join(self, rank: int, issued: Callable[[], int]) -> None:
+        """Join a rank to the server.
+
+        ``issued`` returns the number of the iteration that the rank has begun last.
+        """
+        self._ranks[rank] = issued
+        self.send(rank, Joined(issued()))
+
+    def leave(self, rank: int) -> None:
+        """Forget a rank."""
+        self._ranks.pop(rank, None)
+
+    def send(self, rank: int, message: ToServer) -> None:
+        """Send a message of a rank at the next call of :meth:`exchange`. Thread-safe.
+
+        It is lost if the server has not received thousands of earlier ones.
+        """
+        if isinstance(message, Latencies):
+            self._latencies[rank] = message
+        self._outbox.append((_RANK.pack(rank), _encode(message)))
+
+    def exchange(self) -> list[tuple[int, ToRank]]:
+        """Send queued messages and a heartbeat if it is due, and return the messages received for ranks."""
+        self.flush()
+        now_s = self._time.now_s()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + _HEARTBEAT_S
+            self._send(b"")
+        found = []
+        while True:  # after the last send: the file does not become readable again for what has arrived before
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._note_message(frames)
+            if len(frames) == 2 and len(frames[0]) == _RANK.size:
+                with contextlib.suppress(msgspec.DecodeError):  # a lost message is better than a stopped agent
+                    found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
+        return found
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if there are messages to send."""
+        return bool(self._outbox)
+
+    def flush(self) -> None:
+        """Send what is queued, without waiting."""
+        while self._outbox:
+            self._send(*self._outbox.popleft())
+
+    def has_become_silent(self) -> bool:
+        """Return True, once for each silence, if the server has become silent."""
+        if self.is_heard and self._time.now_s() > self.heard_s + _SILENT_S:
+            self.is_heard = False
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the connection. Earlier messages are still sent, within 1 s."""
+        self._socket.close()
+
+    def _note_message(self, frames: list[bytes]) -> None:
+        self.heard_s = self._time.now_s()
+        if len(frames) != 1:
+            return
+        was_heard, self.is_heard = self.is_heard, True
+        if frames[0] != self._epoch or not was_heard:
+            is_first = not self._epoch and frames[0] == b"0"  # which knows ranks from what they sent before
+            self._epoch = frames[0]
+            for rank, issued in self._ranks.items() if not is_first else ():
+                self.send(rank, Joined(issued()))
+                if rank in self._latencies:
+                    self.send(rank, self._latencies[rank])
+
+    def _send(self, *frames: bytes) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return
 
 
 class Agent:
@@ -251,14 +380,14 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._drivers: dict[str, GpuDriver] = {}
         self._left: dict[str, tuple[int, GpuDriver]] = {}
-        self._began_s = self._look_at_s = self._next_s = self._restore_at_s = timebase.now_s()
+        self._began_s = self._update_at_s = self._next_s = self._restore_at_s = timebase.now_s()
         self._has_served = self.terminates = False
         self._uplinks: list[Uplink] = []
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
         self._server_waits: list[_Rank] = []
         self._server_error = ""
-        self._servers_look_at_s = 0.0
+        self._exchange_at_s = 0.0
         # GPUs of the previous agent, for which leases will be requested again. Abandoned GPUs were reset because no
         # rank requested one, but a rank that has not noticed the loss of its agent may still lock their clocks.
         self._inherited: set[str] = set()
@@ -290,33 +419,33 @@ class Agent:
                 elif key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
                 elif isinstance(key.data, Uplink):
-                    self._servers_look_at_s = 0.0
+                    self._exchange_at_s = 0.0
                 elif key.data is not None:
-                    self._look_at_s = 0.0  # the server has answered
+                    self._update_at_s = 0.0  # the server has answered
                 else:
                     self._receive(key.fd)
             now_s = self._time.now_s()
-            if self._servers_look_at_s <= now_s or any(uplink.has_unsent for uplink in self._uplinks):
-                self._servers_look_at_s = now_s + _POLL_S
-                self._look_at_uplinks()
-            if self._look_at_s <= now_s or self.terminates:
-                self._look()
-                self._look_at_server()
-            self._next_s = min(self._look_at_s, self._look_at_marks(now_s))
+            if self._exchange_at_s <= now_s or any(uplink.has_unsent for uplink in self._uplinks):
+                self._exchange_at_s = now_s + _POLL_S
+                self._exchange_messages()
+            if self._update_at_s <= now_s or self.terminates:
+                self._update_leases()
+                self._check_server()
+            self._next_s = min(self._update_at_s, self._check_marks(now_s))
         except (OSError, RuntimeError):  # too many files or threads: try again
             self._time.sleep(_POLL_S)
         except Exception as error:  # a mistake, which must leave no clock locked
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: the agent continues after an error: {error!r}")
             self._time.sleep(_POLL_S)
 
-    def _look_at_marks(self, now_s: float) -> float:
-        """Look for the marks of ranks that are due, and return when the next ones are due [s]."""
+    def _check_marks(self, now_s: float) -> float:
+        """Check the marks of ranks that are due, and return when the next ones are due [s]."""
         next_s = math.inf
         for rank in self._ranks.values():
             if rank.clocks is not None:
-                if rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than looking
-                    rank.look_at_s = now_s + rank.clocks.look()
-                next_s = min(next_s, rank.look_at_s)
+                if rank.check_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than a check
+                    rank.check_at_s = now_s + rank.clocks.update()
+                next_s = min(next_s, rank.check_at_s)
         return next_s
 
     def _is_needed(self) -> bool:
@@ -353,12 +482,12 @@ class Agent:
             if packet == messages.WAKE:
                 if rank.clocks is not None:
                     rank.clocks.wake()
-                    rank.look_at_s = self._time.now_s()
+                    rank.check_at_s = self._time.now_s()
                 return
             if len(packet) > 1:
                 self._handle(rank, messages.decode_to_agent(packet), files)
                 return
-            self._look_at_s = 0.0
+            self._update_at_s = 0.0
             if packet:
                 if packet[0] in _TERMINATION:
                     self._revoke(rank)
@@ -374,14 +503,14 @@ class Agent:
     def _handle(self, rank: _Rank, message: messages.ToAgent, files: list[int]) -> None:
         if isinstance(message, ToClocks):
             if rank.clocks is not None:
-                rank.clocks.receive(message)
+                rank.clocks.receive_from_client(message)
             return
-        self._look_at_s = 0.0  # the message may affect all ranks
+        self._update_at_s = 0.0  # the message may affect all ranks
         if isinstance(message, Release):
             rank.is_released = True
         elif isinstance(message, RequestStatus):
-            granted = [each for each in self._ranks.values() if each.is_granted and each.gpu is not None]
-            rank.send(Status(tuple((str(each.gpu), each.pid) for each in granted)))
+            leases = [(each.driver, each.pid) for each in self._ranks.values() if each.is_granted]
+            rank.send(Status(tuple((driver.record.gpu, pid) for driver, pid in leases if driver is not None)))
         elif isinstance(message, FindGpu):
             rank.is_finding = True
             # A driver may hang, and other ranks need this thread.
@@ -390,7 +519,7 @@ class Agent:
             self._follow_server(rank, message)
         elif isinstance(message, StartServer):
             self._start_server(rank, message, files)
-        elif isinstance(message, RequestLease) and rank.gpu is None and files:
+        elif isinstance(message, RequestLease) and rank.driver is None and files:
             self._register(rank, message, files)
 
     def _register(self, rank: _Rank, message: RequestLease, files: list[int]) -> None:
@@ -398,10 +527,9 @@ class Agent:
         try:
             if not message.gpu.isprintable() or "/" in message.gpu:
                 raise GpuError(f"{message.gpu!r} is not the address of a GPU.")
-            rank.map(files.pop(0))
+            rank.memory_file = files.pop(0)
+            rank.memory = RankMemory(_mapped(rank.memory_file, layout.LENGTH))
             rank.is_finding = False
-            rank.is_renewal = message.is_renewal
-            rank.describes, rank.checks_permission = message.describes, message.checks_permission
             self._forget_former(rank)
             if message.gpu not in self._drivers:
                 is_simulated = message.gpu.startswith("simulated:")
@@ -414,10 +542,10 @@ class Agent:
         except (OSError, RuntimeError) as error:
             self._refuse(rank, "unusable", f"Locked clocks cannot be recorded: {error}.")
         else:
-            rank.gpu = message.gpu
-            record = self._drivers[message.gpu].record
+            rank.request, rank.driver = message, self._drivers[message.gpu]
+            record = rank.driver.record
             if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
-                self._drivers[message.gpu].reset()  # the rank that had locked the clock has ended
+                rank.driver.reset()  # the rank that had locked the clock has ended
             self._has_served = True
 
     def _follow_server(self, rank: _Rank, server: Connect) -> None:
@@ -455,19 +583,19 @@ class Agent:
             self._server_waits.append(rank)
             self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
 
-    def _look_at_uplinks(self) -> None:
-        """Process messages from servers, and return to default clocks if they are not heard."""
+    def _exchange_messages(self) -> None:
+        """Process messages from servers, and return to default clocks if there are none."""
         for uplink in self._uplinks:
             ranks = {rank.number: rank for rank in self._ranks.values() if rank.uplink is uplink}
-            for number, message in uplink.look():
+            for number, message in uplink.exchange():
                 if number in ranks and (clocks := ranks[number].clocks) is not None:
-                    clocks.obey(message)
+                    clocks.receive_from_server(message)
             if uplink.has_become_silent():
                 for rank in ranks.values():
                     if rank.clocks is not None:
                         rank.clocks.forget_server()
 
-    def _look_at_server(self) -> None:
+    def _check_server(self) -> None:
         """Forward the server's answer, and replace a silent server."""
         if (server := self._server) is None:
             return
@@ -519,7 +647,7 @@ class Agent:
         def open_gpu() -> Gpu:
             return with_energy(self._open_gpu(record.gpu, logs) if logs else self._open_gpu(record.gpu), self._time)
 
-        driver = GpuDriver(record, open_gpu, self._look_at_all, self._time)
+        driver = GpuDriver(record, open_gpu, self._update_leases_soon, self._time)
         self._drivers[record.gpu] = driver
         return driver
 
@@ -530,7 +658,7 @@ class Agent:
     def _forget(self, rank: _Rank, *, has_left: bool = True) -> None:
         if rank.uplink is not None:
             if has_left:
-                rank.tell(Left())
+                rank.send_to_server(Left())
             rank.uplink.leave(rank.number)
             rank.uplink.flush()
             if not any(other.uplink is rank.uplink for other in self._ranks.values() if other is not rank):
@@ -546,24 +674,23 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             self._wake_writer.send(b"x")
 
-    def _look_at_all(self) -> None:
+    def _update_leases_soon(self) -> None:
         """Schedule an immediate check of all leases. Thread-safe."""
-        self._look_at_s = 0.0
+        self._update_at_s = 0.0
         self._wake()
 
-    def _look_soon(self, rank: _Rank) -> None:
+    def _check_marks_soon(self, rank: _Rank) -> None:
         """Schedule an immediate check of a rank's marks. Thread-safe."""
-        rank.look_at_s = 0.0
+        rank.check_at_s = 0.0
         self._wake()
 
     def _revoke(self, rank: _Rank) -> None:
         """Reset a GPU before its rank ends."""
-        if rank.memory is not None and rank.gpu is not None:
+        if rank.memory is not None and rank.driver is not None:
             rank.memory.revoke()  # before the reset, so that the rank does not lock the clock again
             for other in self._others(rank):
-                if other.memory is not None:
-                    other.memory.count_reset()
-            self._drivers[rank.gpu].reset()
+                other.count_reset()
+            rank.driver.reset()
 
     def _revoke_all(self) -> None:
         """Reset all GPUs, because this process received SIGTERM."""
@@ -573,29 +700,22 @@ class Agent:
         for gpu in self._inherited:
             self._drivers[gpu].reset()
 
-    def _look(self) -> None:
+    def _update_leases(self) -> None:
         """Grant leases of opened GPUs, and reset GPUs with ended leases."""
         if self.terminates:
             self._revoke_all()
         now_s = self._time.now_s()
         is_ending = any(rank.is_ending(now_s) for rank in self._ranks.values())
-        self._look_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
+        self._update_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
         for rank in [*self._ranks.values()]:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
                 rank.flush()
-                if rank.progress.stands_still(rank.memory, now_s) and rank.is_granted and not self._others(rank):
-                    rank.memory.count_reset()  # before the reset, so that the rank locks it again later
-                    rank.memory.may_be_locked = False
-                    self._drivers[rank.gpu or ""].reset()
-                    rank.awaits_reset = True
-                elif rank.awaits_reset and self._drivers[rank.gpu or ""].is_reset:
-                    rank.memory.count_reset()  # it may have continued before the reset
-                    rank.awaits_reset = False
+                self._reset_if_stalled(rank, rank.memory, now_s)
             if rank.has_ended:
-                self._end(rank)
-            elif rank.gpu is not None and not rank.is_granted:
-                self._grant(rank, now_s)
+                self._end(rank, now_s)
+            elif rank.request is not None and not rank.is_granted:
+                self._grant(rank, rank.request, now_s)
         if self._inherited and now_s > self._began_s + _FIRST_RANK_TIMEOUT_S:
             for gpu in self._inherited:
                 self._drivers[gpu].reset()
@@ -603,95 +723,104 @@ class Agent:
             self._inherited.clear()
         if now_s >= self._restore_at_s:
             self._restore_at_s = now_s + _RESTORED_EVERY_S
-            self._restore_records()
+            for driver in self._drivers.values():
+                with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
+                    driver.record.restore()
         for gpu, driver in [*self._drivers.items()]:
             self._let_go(gpu, driver)
 
-    def _restore_records(self) -> None:
-        for driver in self._drivers.values():
-            with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
-                driver.record.restore()
+    def _reset_if_stalled(self, rank: _Rank, memory: RankMemory, now_s: float) -> None:
+        """Reset the GPU of a rank that does not train."""
+        has_stalled = rank.progress.has_stalled(memory, now_s)
+        if rank.driver is None:
+            return
+        if has_stalled and rank.is_granted and not self._others(rank):
+            memory.count_reset()  # before the reset, so that the rank locks it again later
+            memory.may_be_locked = False
+            rank.driver.reset()
+            rank.awaits_reset = True
+        elif rank.awaits_reset and rank.driver.is_reset:
+            memory.count_reset()  # it may have continued before the reset
+            rank.awaits_reset = False
 
-    def _grant(self, rank: _Rank, now_s: float) -> None:
-        assert rank.gpu is not None
-        driver = self._drivers[rank.gpu]
+    def _grant(self, rank: _Rank, request: RequestLease, now_s: float) -> None:
+        """Grant a lease if the GPU is open, described and reset."""
+        driver = rank.driver
+        assert driver is not None
+        assert rank.memory is not None
         if (problem := driver.problem()) is not None:
             self._refuse(rank, "unusable", str(problem))
             return
-        if rank.describes and not driver.is_described(rank.checks_permission):
-            driver.describe(rank.checks_permission)
+        if request.describes and not driver.is_described(request.checks_permission):
+            driver.describe(request.checks_permission)
             return
-        if rank.describes and isinstance(driver.description, Exception):
+        if request.describes and isinstance(driver.description, Exception):
             self._refuse(rank, "unusable", str(driver.description))
             return
         is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
-        if driver.gpu is not None and rank.memory is not None and driver.is_reset and is_clear:
-            driver.record.set_locked(True)
-            rank.is_granted = True
-            if rank.checks_permission:
-                for other in self._others(rank):
-                    if other.memory is not None:
-                        other.memory.count_reset()
-            rank.clocks = RankClocks(
-                driver.gpu,
-                rank.memory,
-                rank.send,
-                rank.tell,
-                self._time,
-                may_lock=driver.may_lock,
-                on_record=partial(self._look_soon, rank),
-            )
-            if rank.is_renewal:
-                rank.clocks.take_over()
-            left = [LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
-            self._inherited.discard(rank.gpu)
-            if rank.gpu in self._abandoned and rank.memory is not None:
-                self._abandoned.discard(rank.gpu)
-                rank.memory.count_reset()
-            driver.record.left_by = None
-            self._left = {}
-            description = driver.description if rank.describes else None
-            rank.send(Granted(tuple(left), description if isinstance(description, GpuDescription) else None))
+        if driver.gpu is None or not driver.is_reset or not is_clear:
+            return
+        driver.record.set_locked(True)
+        rank.is_granted = True
+        if request.checks_permission:  # which has reset the clock
+            for other in self._others(rank):
+                other.count_reset()
+        rank.clocks = RankClocks(
+            driver.gpu,
+            rank.memory,
+            rank.send,
+            rank.send_to_server,
+            self._time,
+            may_lock=driver.may_lock,
+            on_record=partial(self._check_marks_soon, rank),
+        )
+        if request.is_renewal:
+            rank.clocks.take_over()
+        left = [LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
+        self._left = {}
+        self._inherited.discard(request.gpu)
+        if request.gpu in self._abandoned:
+            self._abandoned.discard(request.gpu)
+            rank.count_reset()
+        driver.record.left_by = None
+        description = driver.description if request.describes else None
+        rank.send(Granted(tuple(left), description if isinstance(description, GpuDescription) else None))
 
     def _others(self, rank: _Rank) -> list[_Rank]:
         """Return the other ranks that use the GPU of a rank."""
-        return [each for each in self._ranks.values() if each is not rank and each.gpu == rank.gpu]
+        return [each for each in self._ranks.values() if each is not rank and each.driver is rank.driver]
 
-    def _end(self, rank: _Rank) -> None:
+    def _end(self, rank: _Rank, now_s: float) -> None:
         """End a lease, and reset the GPU unless another rank uses it."""
-        now_s = self._time.now_s()
-        rank.ended_s = now_s if rank.ended_s is None else rank.ended_s
-        has_reports = rank.is_released and rank.clocks is not None and rank.clocks.has_reports
-        if has_reports and now_s < rank.ended_s + _LAST_REPORTS_WITHIN_S:
-            return
-        driver = self._drivers.get(rank.gpu or "")
-        others = [other for other in self._others(rank) if other.is_granted and other.memory is not None]
-        if driver is None or others:
-            if driver is not None and rank.memory is not None and rank.memory.may_be_locked:
-                if rank.clocks is not None:
-                    rank.clocks.leave()
+        clocks, driver = rank.clocks, rank.driver
+        if rank.ended_s is None:
+            rank.ended_s = now_s
+        if clocks is not None:
+            if rank.is_released and clocks.has_reports and now_s < rank.ended_s + _LAST_REPORTS_WITHIN_S:
+                return
+            clocks.leave()  # before a reset, so that it does not lock the clock again
+        others = [other for other in self._others(rank) if other.is_granted]
+        is_over = driver is None or bool(others)
+        if driver is not None and others:
+            if rank.memory is not None and rank.memory.may_be_locked:
                 for other in others:  # they set their clocks again
-                    assert other.memory is not None
-                    other.memory.count_reset()
+                    other.count_reset()
                 driver.reset()
-            rank.send(Released())
-            self._forget(rank)
-            return
-        if rank.clocks is not None:
-            rank.clocks.leave()  # before the reset, so that it does not lock the clock again
-        if rank.is_granted or driver.record.left_by is not None:
-            rank.is_granted = False
-            self._inherited.discard(rank.gpu or "")
-            driver.record.left_by = None
-            driver.reset()
-        is_calling = rank.clocks is not None and rank.clocks.is_calling and now_s < rank.ended_s + _CALL_ENDS_WITHIN_S
-        if not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected)):
+        elif driver is not None:
+            if rank.is_granted or driver.record.left_by is not None:
+                rank.is_granted = False
+                self._inherited.discard(driver.record.gpu)
+                driver.record.left_by = None
+                driver.reset()
+            is_calling = clocks is not None and clocks.is_calling and now_s < rank.ended_s + _CALL_ENDS_WITHIN_S
+            is_over = not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected))
+        if is_over:
             rank.send(Released())
             self._forget(rank)
 
     def _let_go(self, gpu: str, driver: GpuDriver) -> None:
         """Release a GPU that no rank uses after its reset."""
-        is_used = gpu in self._inherited or any(rank.gpu == gpu for rank in self._ranks.values())
+        is_used = gpu in self._inherited or any(rank.driver is driver for rank in self._ranks.values())
         if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
             if gpu not in self._abandoned and not driver.left_error:
                 driver.record.set_locked(False)

@@ -1,23 +1,32 @@
-"""Controls the clocks of one rank's GPU for the job's server, and completes the rank's reports."""
+"""Controls the clocks of one rank's GPU for the job's server.
+
+A :class:`RankClocks` receives the messages of the server and of the client, and completes the rank's reports. Its
+:class:`Follower` follows the rank's marks: when the host begins an iteration, its requests are passed to the thread of
+the GPU's :class:`~perseus_ds.agent.controller.ClockController`, each with the mark after which it is due. The agent's
+loop checks these marks, even while the driver is busy, and wakes that thread.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from perseus_ds.agent.controller import ClockController
+from perseus_ds.agent.controller import ClockController, ClockStatus
 from perseus_ds.agent.fallback import Fallback
-from perseus_ds.agent.follower import Follower
-from perseus_ds.errors import GpuBusyError
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.agent.transitions import ClockTransition, plan_transitions
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.gpu.base import Gpu, GpuState
 from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step, counter_period_s
 from perseus_ds.protocol.job_messages import (
     Follow,
+    Follows,
     Latencies,
     Left,
     RankFailed,
@@ -29,21 +38,359 @@ from perseus_ds.protocol.job_messages import (
     WatchDefaultClocks,
 )
 from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import DEFAULT_CLOCKS, DRIVER_HANGS_S, ClockStatus, IterationEnergy, RankMemory
+from perseus_ds.protocol.layout import (
+    DEFAULT_CLOCKS,
+    DRIVER_HANGS_S,
+    IDLE_S,
+    PAUSED,
+    POSITIONS,
+    REMEMBERED,
+    RankMemory,
+)
 from perseus_ds.protocol.messages import Answer, Ask, Refreshes, ToClient, ToClocks
 from perseus_ds.timebase import REAL_TIME, Timebase
 
+_MOST_AHEAD = 8
+_MOST_TRANSITIONS = 64
+# An iteration that begins within this time [s] after the previous one shares its last reading of the energy counter.
+_TOGETHER_S = 0.001
+# Polling intervals of a mark around its expected time [s], and growth of the interval after that time.
+_SOON_S, _OFTEN_S, _SELDOM_S, _LESS_OFTEN = 0.001, 0.0005, 0.005, 0.1
+_BETWEEN_S = 0.05
+"""Longest polling interval [s]."""
+# A mark may come earlier than expected by this multiple of the recent variation of times between marks.
+_VARIES, _FORGETS = 2.0, 0.95
+_LATE_S = 1.5
+"""A reading of the energy counter is discarded if it is later than this after its mark."""
+_BEGUN, _ENDED = -2, -1
 _MOST_REFRESHES = 1000
 """Maximum number of refreshes in one message."""
 _MOST_LOGS, _LONGEST_PERIOD_S = 16, 10.0
 _MOST_HELD = 64
 
 
-class _Held(NamedTuple):
-    """A message that is sent after the GPU has finished earlier work."""
+class MarkEvent:
+    """A mark of an iteration as an event of the GPU.
 
-    message: Report | Left
-    received_s: float
+    Attributes:
+        iteration: The iteration's number.
+        slot: The slot of a position, or ``_BEGUN`` or ``_ENDED`` for the iteration's own marks.
+    """
+
+    __slots__ = ("_follower", "_passed_s", "iteration", "slot")
+
+    def __init__(self, follower: Follower, iteration: int, slot: int) -> None:
+        self._follower = follower
+        self.iteration = iteration
+        self.slot = slot
+        self._passed_s: float | None = None
+
+    def query(self) -> bool:
+        if self._passed_s is not None:
+            return True
+        memory, now_s = self._follower.memory, self._follower.timebase.now_s()
+        begun = memory.begun
+        marked_s: float | None = None
+        if begun > self.iteration:  # the GPU has continued, and the marks are those of another iteration
+            marked_s = 0.0
+        elif self.slot >= 0 and memory.ended == self.iteration:  # the iteration was aborted
+            marked_s = memory.marked_s(self.slot) or 0.0
+        elif self.slot == _BEGUN:
+            marked_s = self._follower.begun_s(begun) if begun == self.iteration else None
+        elif self.slot == _ENDED:
+            marked_s = memory.ended_s if memory.ended >= self.iteration else None
+        elif begun == self.iteration:
+            marked_s = memory.marked_s(self.slot)
+        if marked_s is None:
+            return False
+        # A GPU writes no time, so the time at which the mark was found is used.
+        self._passed_s = marked_s if 1.0 < marked_s < now_s else now_s
+        self._follower.note(self.iteration, self.slot, self._passed_s)
+        return True
+
+    def passed_s(self) -> float:
+        return self._follower.timebase.now_s() if self._passed_s is None else self._passed_s
+
+
+class IterationRecord(NamedTuple):
+    """Measurements of an iteration.
+
+    Attributes:
+        begun_s: Start of the iteration on the GPU [s]. NaN if unknown.
+        energy_j: Energy used by the GPU [J]. NaN if it cannot be read.
+        status: Status of the controller at its end.
+    """
+
+    begun_s: float
+    energy_j: float
+    status: ClockStatus
+
+
+class Follower:
+    """Passes the requests of a rank's iterations to the controller.
+
+    Attributes:
+        memory: Shared memory of the rank.
+        timebase: Timebase of the marks.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        memory: RankMemory,
+        clocks: ClockController,
+        *,
+        on_error: Callable[[Exception], None],
+        on_latencies: Callable[[LatencyTable], None],
+        on_record: Callable[[], None],
+        timebase: Timebase,
+    ) -> None:
+        """Begin with the iteration that the host begins next.
+
+        Args:
+            gpu: The rank's GPU.
+            memory: Shared memory of the rank.
+            clocks: The GPU's controller.
+            on_error: Called on the controller's thread when the energy counter cannot be read.
+            on_latencies: Called on the controller's thread when the latency of a clock has changed.
+            on_record: Called on the controller's thread when the GPU has finished an iteration.
+            timebase: Timebase of the marks.
+        """
+        self.memory = memory
+        self.timebase = timebase
+        self._gpu = gpu
+        self._clocks = clocks
+        self._on_error = on_error
+        self._on_latencies = on_latencies
+        self._on_record = on_record
+        self._follows = Follows()
+        # By the serial of a message.
+        self._transitions: dict[int, list[ClockTransition]] = {}
+        # By the number of an iteration.
+        self._serials: dict[int, int] = {}
+        self._records: dict[int, IterationRecord] = {}
+        self._latencies = LatencyTable()
+        self._status = ClockStatus()
+        # The iteration that was passed to the controller last, and its order.
+        self._iteration = self._followed = self._recorded = memory.iteration
+        self._order = DEFAULT_CLOCKS
+        self._is_handed_over = self._has_ended = False
+        self._idle = 0, 0.0
+        # Readings of the energy counter at the start of that iteration, and at the end of the previous one.
+        self._begun_of, self._began_s, self._begun_j = 0, math.nan, math.nan
+        self._ended_s, self._ended_j = -math.inf, math.nan
+        # Times of marks since the start of their iteration [s]: of the last complete iteration, and of this one.
+        self._times_s: dict[int, float] = {}
+        self._new_times_s: dict[int, float] = {}
+        self._times_of, self._begun_s = -1, -math.inf
+        self._last_slot, self._last_s, self._varies_s = _BEGUN, -math.inf, 0.0
+        # Future events in their expected order. The controller's thread appends to them.
+        self._awaited: deque[MarkEvent] = deque()
+        self._lock = threading.Lock()
+        # The last iteration that the loop has seen start, and the time of that [s].
+        self._seen_begun = 0, 0.0
+        clocks.source = self.poll
+        clocks.wake()
+
+    def add(self, follow: Follow) -> None:
+        """Accept a message with the program of the iterations of an order. Thread-safe.
+
+        Iterations that the host has begun are not changed.
+        """
+        self._follows.add(follow)
+        self._clocks.wake()
+
+    def forget(self) -> None:
+        """Run future iterations at default clocks. Thread-safe."""
+        self._follows.clear()
+        self._clocks.wake()
+
+    def serial_of(self, iteration: int) -> int:
+        """Return the serial of the message that an iteration followed, or -1 if it is not known."""
+        return self._serials.get(iteration, -1)
+
+    def record_of(self, iteration: int) -> IterationRecord | None:
+        """Return the measurements of an iteration. None if the GPU has not finished it."""
+        if iteration > self._recorded:
+            return None
+        return self._records.get(iteration) or IterationRecord(math.nan, math.nan, self._status)
+
+    def end(self) -> None:
+        """Withdraw all requests, because the rank has ended."""
+        self._has_ended = True
+        self._clocks.wake()
+
+    def poll(self) -> bool:
+        """Pass on the requests of the iterations that the host has begun.
+
+        Runs on the controller's thread. Returns True if it withdrew the item that the thread waits for.
+        """
+        if self._has_ended:
+            with self._lock:
+                self._awaited.clear()
+            return self._clocks.withdraw(lambda event: event is not None)
+        memory, is_withdrawn = self.memory, False
+        if (latencies := self._clocks.readback.latencies) is not self._latencies:
+            self._latencies = latencies
+            self._transitions.clear()
+            self._on_latencies(latencies)
+        if self._is_handed_over and self.memory.program(self._iteration) != self._order:
+            iteration = self._iteration
+            is_withdrawn = self._clocks.withdraw(lambda event: event is not None and event.iteration == iteration)
+            with self._lock:
+                self._awaited = deque(event for event in self._awaited if event.iteration != iteration)
+            self._hand_over(iteration)
+        if (iteration := memory.iteration) != self._iteration:
+            for number in range(max(self._iteration + 1, iteration - _MOST_AHEAD), iteration + 1):
+                self._hand_over(number)
+        self._note_idleness()
+        return is_withdrawn
+
+    def _note_idleness(self) -> None:
+        memory = self.memory
+        idle_since_s, is_open = memory.idle_since_s, memory.progress % 2
+        if not math.isfinite(idle_since_s):  # the client may write any value
+            idle_since_s = PAUSED
+        if idle_since_s and not is_open:
+            # The host has issued everything, but the GPU may not have finished.
+            is_done = memory.ended == self._iteration % 2**32
+            idle_since_s = max(idle_since_s, self._ended_s) if is_done and idle_since_s > 0 else is_done * idle_since_s
+        if (idle := (self._iteration, idle_since_s)) != self._idle:
+            self._idle = idle
+            if idle_since_s:
+                left_s = idle_since_s + IDLE_S - self.timebase.now_s() if idle_since_s > 0 else 0.0
+                self._clocks.reset_when_idle(max(0.0, left_s))
+
+    def check_marks(self) -> float:
+        """Check marks on the agent's loop, and wake the controller's thread if there are any.
+
+        Returns:
+            Time until the next call [s].
+        """
+        if (begun := self.memory.begun) != self._seen_begun[0]:
+            self._seen_begun = begun, self.timebase.now_s()
+        with self._lock:
+            awaited = self._awaited
+            before = len(awaited)
+            while awaited and awaited[0].query():
+                awaited.popleft()
+            if len(awaited) != before:
+                self._clocks.wake()
+            if awaited:
+                return self._expected_in_s(awaited[0])
+        # The controller's thread may not have processed an iteration that the host has just begun.
+        return _BETWEEN_S if self._followed == self.memory.iteration else _SOON_S
+
+    def _expected_in_s(self, event: MarkEvent) -> float:
+        expected_s = self._times_s.get(event.slot)
+        if event.slot == _BEGUN or expected_s is None or self._times_of != event.iteration:
+            return _SOON_S
+        # Durations of passes vary, so the time since the last mark is used.
+        since_s = expected_s - self._times_s.get(self._last_slot, 0.0)
+        in_s = self._last_s + since_s - self.timebase.now_s()
+        soon_s = min(max(_SOON_S, _VARIES * self._varies_s), since_s)
+        if in_s > soon_s:
+            return min(in_s - soon_s, _BETWEEN_S)
+        return min(max(_OFTEN_S, -_LESS_OFTEN * in_s), _SELDOM_S)
+
+    def begun_s(self, iteration: int) -> float:
+        """Return the time at which an iteration began [s], or 0 if it is not known."""
+        number, seen_s = self._seen_begun
+        return self.memory.begun_s or (seen_s if number == iteration else 0.0)
+
+    def note(self, iteration: int, slot: int, passed_s: float) -> None:
+        """Record the time of a mark."""
+        if slot in self._times_s and self._times_of == iteration:
+            since_s = self._times_s[slot] - self._times_s.get(self._last_slot, 0.0)
+            self._varies_s = max(abs(passed_s - self._last_s - since_s), _FORGETS * self._varies_s)
+        self._last_slot, self._last_s = slot, passed_s
+        if slot == _BEGUN:
+            if self._new_times_s:
+                self._times_s, self._new_times_s = self._new_times_s, {}
+            self._times_of, self._begun_s = iteration, passed_s
+        elif iteration == self._times_of:
+            self._new_times_s[slot] = passed_s - self._begun_s
+
+    def _hand_over(self, iteration: int) -> None:
+        """Pass the requests and readings of an iteration to the controller."""
+        self._iteration, self._is_handed_over = iteration, True
+        self._order = self.memory.program(iteration)
+        follow = self._follows.select(self._order, iteration)
+        self._serials[iteration] = 0 if follow is None else follow.serial
+        self._serials.pop(iteration - REMEMBERED, None)
+        clocks = self._clocks
+        begun = self._event(iteration, _BEGUN)
+        clocks.call(partial(self._read_begun, begun), begun)
+        if follow is None or (follow.program.first_mhz is None and not follow.program.clocks_mhz):
+            clocks.request(None, begun)
+        else:
+            self._request(follow, iteration, begun)
+        ended = self._event(iteration, _ENDED)
+        if not clocks.call(partial(self._read_ended, ended), ended):
+            self._record(iteration, math.nan, math.nan)
+        self._followed = iteration
+
+    def _event(self, iteration: int, slot: int) -> MarkEvent:
+        event = MarkEvent(self, iteration, slot)
+        with self._lock:
+            self._awaited.append(event)
+        return event
+
+    def _request(self, follow: Follow, iteration: int, begun: MarkEvent) -> None:
+        program = follow.program
+        transitions = self._transitions.get(follow.serial)
+        if transitions is None:
+            if len(self._transitions) >= _MOST_TRANSITIONS:
+                self._transitions.clear()
+            transitions = plan_transitions(program.clocks_mhz, program.spans_s, program.time_s, self._latencies)
+            self._transitions[follow.serial] = transitions
+        clocks = self._clocks
+        clock_mhz = transitions[0].clock_mhz if transitions else program.first_mhz
+        clocks.request(clock_mhz, begun)
+        for position, transition in enumerate(transitions[:POSITIONS]):
+            if transition.clock_mhz != clock_mhz:
+                clocks.request(transition.clock_mhz, self._event(iteration, 2 * position))
+            if transition.early_s is not None:
+                event = self._event(iteration, 2 * position)
+                clocks.request_early(transition.next_clock_mhz, event, transition.early_s)
+            clock_mhz = transition.next_clock_mhz
+            if clock_mhz != transition.clock_mhz:
+                clocks.request(clock_mhz, self._event(iteration, 2 * position + 1))
+
+    def _read_begun(self, begun: MarkEvent) -> None:
+        if self._begun_of == begun.iteration:
+            return  # it was read before, under another program
+        if self.timebase.now_s() - begun.passed_s() > _LATE_S:
+            return  # the driver was busy, and the counter has advanced
+        together = begun.passed_s() - self._ended_s < _TOGETHER_S
+        self._begun_of, self._began_s = begun.iteration, begun.passed_s()
+        self._begun_j = self._ended_j if together else self._read_energy_j()
+
+    def _read_ended(self, ended: MarkEvent) -> None:
+        self._ended_s, self._ended_j = ended.passed_s(), self._read_energy_j()
+        if self.timebase.now_s() - self._ended_s > _LATE_S:
+            self._ended_j = math.nan
+        if self._begun_of != ended.iteration:  # the driver did not answer at its start
+            self._began_s = self._begun_j = math.nan
+        self._clocks.readback.limits.read()
+        self._record(ended.iteration, self._began_s, self._ended_j - self._begun_j)
+
+    def _record(self, iteration: int, begun_s: float, energy_j: float) -> None:
+        self._status = self._clocks.status()
+        self._records[iteration] = IterationRecord(begun_s, energy_j, self._status)
+        self._records.pop(iteration - REMEMBERED, None)
+        self._recorded = max(self._recorded, iteration)
+        self._on_record()
+
+    def _read_energy_j(self) -> float:
+        """Read the energy counter [J], or return NaN if it cannot be read."""
+        try:
+            return self._gpu.energy_j()
+        except GpuBusyError:  # the client decides how long to accept this
+            return math.nan
+        except GpuError as error:
+            self._on_error(error)
+            return math.nan
 
 
 class RankClocks:
@@ -53,8 +400,8 @@ class RankClocks:
         self,
         gpu: Gpu,
         memory: RankMemory,
-        send: Callable[[ToClient], None],
-        tell: Callable[[ToServer], None],
+        to_client: Callable[[ToClient], None],
+        to_server: Callable[[ToServer], None],
         timebase: Timebase = REAL_TIME,
         *,
         may_lock: Callable[[], bool] = lambda: True,
@@ -65,29 +412,30 @@ class RankClocks:
         Args:
             gpu: The rank's GPU, open.
             memory: Shared memory of the rank.
-            send: Sends a message to the client without waiting. Thread-safe.
-            tell: Sends a message to the job's server without waiting. Thread-safe.
+            to_client: Sends a message to the client without waiting. Thread-safe.
+            to_server: Sends a message to the job's server without waiting. Thread-safe.
             timebase: Timebase of the marks.
             may_lock: Called before each clock is set, and returns whether it may be set.
-            on_record: Called on another thread when the GPU has finished an iteration, so that :meth:`look` is called.
+            on_record: Called on another thread when the GPU has finished an iteration. :meth:`update` should follow.
         """
         self._gpu = gpu
         self._memory = memory
-        memory.on_record = on_record
-        self._send = send
-        self._tell = tell
+        self._to_client = to_client
+        self._to_server = to_server
         self._time = timebase
-        self._clocks = ClockController(gpu, self._fail, tell, timebase=timebase, memory=memory, may_lock=may_lock)
-        self._fallback = Fallback(self._clocks, timebase, tell)
+        self._clocks = ClockController(gpu, self._fail, to_server, timebase=timebase, memory=memory, may_lock=may_lock)
+        self._fallback = Fallback(self._clocks, timebase, to_server)
         self._follower = Follower(
             gpu,
             memory,
             self._clocks,
             on_error=self._fail,
-            on_latencies=self._tell_latencies,
+            on_latencies=self._send_latencies,
+            on_record=on_record,
             timebase=timebase,
         )
-        self._held: deque[_Held] = deque()
+        # Messages that are sent after the GPU has finished earlier work, and the times at which they were received.
+        self._held: deque[tuple[Report | Left, float]] = deque()
         self._before = ClockStatus()
         self._logs: dict[float, CounterLog] = {}
         # The log for the server, and the orders for which the server requests one.
@@ -100,52 +448,52 @@ class RankClocks:
         """Read the rank's shared memory immediately."""
         self._clocks.wake()
 
-    def look(self) -> float:
-        """Look for marks, complete reports, and return the time until the next call [s]."""
-        next_s = self._follower.look()
-        self._fallback.look()
+    def update(self) -> float:
+        """Check marks, complete reports, and return the time until the next call [s]."""
+        next_s = self._follower.check_marks()
+        self._fallback.update()
         if self._memory.is_revoked and not self._was_revoked:
             self._was_revoked = True
-            self._tell(RankFailed("this process received a termination signal, and its clock was reset"))
+            self._to_server(RankFailed("this process received a termination signal, and its clock was reset"))
         self._complete()
         return next_s
 
-    def obey(self, message: ToRank) -> None:
+    def receive_from_server(self, message: ToRank) -> None:
         """Handle a message of the server, or forward it to the client."""
         if isinstance(message, Follow):
             if not 0 <= message.program.number < DEFAULT_CLOCKS:
                 return
             self._follower.add(message)
-            self._log_if_asked(message)
+            self._log_if_requested(message)
             program = msgspec.structs.replace(message.program, spans_s=())
-            self._send(msgspec.structs.replace(message, program=program))
+            self._to_client(msgspec.structs.replace(message, program=program))
         elif isinstance(message, WatchDefaultClocks):
             self._clocks.watch_default_clocks()
         elif isinstance(message, SetProfiledLimit):
             self._clocks.readback.limits.profiled_w = message.power_w
         else:
-            self._send(message)
+            self._to_client(message)
 
-    def receive(self, message: ToClocks) -> None:
+    def receive_from_client(self, message: ToClocks) -> None:
         """Handle a message of the client without waiting for the driver, or forward it to the server."""
         if isinstance(message, Report | Left):
             if len(self._held) < _MOST_HELD:
-                self._held.append(_Held(message, self._time.now_s()))
+                self._held.append((message, self._time.now_s()))
                 self._complete()
         elif not isinstance(message, Ask):
-            self._tell(message)
+            self._to_server(message)
         elif message.question == "start":
             if len(self._logs) >= _MOST_LOGS:
                 self._logs.pop(next(iter(self._logs))).stop()
             self._logs[message.number] = log = CounterLog(self._gpu, self._time)
             log.start()
-            self._send(Answer(message.number))
+            self._to_client(Answer(message.number))
         elif message.question == "refreshes":
             self._send_refreshes(message)
         elif message.question == "stop":
             if (stopped := self._logs.pop(message.value, None)) is not None:
                 stopped.stop()
-            self._send(Answer(message.number))
+            self._to_client(Answer(message.number))
         else:
             self._ask_driver(message)
 
@@ -168,31 +516,19 @@ class RankClocks:
 
     @property
     def has_reports(self) -> bool:
-        """True if there are reports whose energy has not been read yet."""
+        """True if there are reports that wait for a reading of the energy counter."""
         return bool(self._held)
 
     def leave(self) -> None:
         """Stop setting clocks and reading the GPU, without waiting for the driver."""
         self._complete(waits=False)
-        self._stop_logs()
-        self._follower.end()
-        self._clocks.leave()
-
-    def close(self) -> None:
-        """Restore the default clock permanently.
-
-        The energy of iterations that have begun is still read.
-        """
-        self._complete(waits=False)
-        self._stop_logs()
-        self._clocks.close()
-
-    def _stop_logs(self) -> None:
         self._stop_log()
         for log in self._logs.values():
             log.stop()
+        self._follower.end()
+        self._clocks.leave()
 
-    def _log_if_asked(self, follow: Follow) -> None:
+    def _log_if_requested(self, follow: Follow) -> None:
         """Record refreshes of the energy counter while the server requests them for an order."""
         if follow.logs_energy:
             self._logged.add(follow.program.number)
@@ -215,23 +551,24 @@ class RankClocks:
         while self._held:
             message, received_s = self._held[0]
             if isinstance(message, Report):
-                recorded = self._memory.recorded(message.iteration)
-                if recorded is None and waits and self._time.now_s() - received_s < DRIVER_HANGS_S:
+                record = self._follower.record_of(message.iteration)
+                if record is None and waits and self._time.now_s() - received_s < DRIVER_HANGS_S:
                     return
-                self._tell(self._completed(message, recorded or IterationEnergy()))
+                self._to_server(self._completed(message, record or IterationRecord(math.nan, math.nan, self._before)))
             else:
-                self._tell(message)
+                self._to_server(message)
             self._held.popleft()
 
-    def _completed(self, report: Report, recorded: IterationEnergy) -> RankReport:
-        before, status, is_revoked = self._before, self._memory.status, self._memory.is_revoked
+    def _completed(self, report: Report, record: IterationRecord) -> RankReport:
+        before, status, is_revoked = self._before, record.status, self._memory.is_revoked
         self._before = status
         has_failed = self._fallback.is_in_force or is_revoked
         # A fault has passed before this report.
         is_unknown, self._missed = self._clocks.missed != self._missed and not has_failed, self._clocks.missed
         refreshes = clocks = b""
-        log, state = self._log, self._gpu_state()
-        if log is not None:
+        state = GpuState()
+        if (log := self._log) is not None:
+            state = log.state
             changes, read = log.changes, log.clocks
             log.changes, log.clocks = [], []
             refreshes = array("d", [value for change in changes for value in change]).tobytes()
@@ -239,10 +576,10 @@ class RankClocks:
         return RankReport(
             report,
             serial=-1 if is_unknown else self._follower.serial_of(report.iteration),
-            begun_s=recorded.begun_s,
-            energy_j=recorded.energy_j,
-            changes=max(0.0, status.changes - before.changes),
-            skips=max(0.0, status.overtaken - before.overtaken),
+            begun_s=record.begun_s,
+            energy_j=record.energy_j,
+            changes=max(0, status.changes - before.changes),  # a record that was missing has the latest status
+            skips=max(0, status.overtaken - before.overtaken),
             asked_mhz=math.nan if is_revoked else status.asked_mhz,
             reached_mhz=math.nan if is_revoked else status.reached_mhz,
             limit_w=status.limit_w,
@@ -252,50 +589,41 @@ class RankClocks:
             has_failed=has_failed,
             refreshes=refreshes,
             clocks=clocks,
-            **state,
+            temperature_c=state.temperature_c,
+            power_state=state.power_state,
         )
-
-    def _gpu_state(self) -> dict[str, Any]:
-        if self._log is None:
-            return {}
-        return {"temperature_c": self._log.state.temperature_c, "power_state": self._log.state.power_state}
 
     def _ask_driver(self, asked: Ask) -> None:
         def answer() -> None:
-            values: tuple[float, ...] = ()
-            error: Exception | None = None
             try:
-                values = self._do(asked)
-            except Exception as raised:  # the client waits for an answer
-                error = raised
-            self._answer(asked, values, error)
+                if asked.question == "period":
+                    period_s = counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time)
+                    values: tuple[float, ...] = (period_s or 0.0,)
+                else:
+                    found = answer_to_a_step(self._gpu, asked.value, self._time)
+                    values = found.period_s or 0.0, found.settle_s
+                self._to_client(Answer(asked.number, values))
+            except Exception as error:  # the client waits for an answer
+                refuse(error)
 
-        call = self._clocks.call(answer)
-        if call.is_over and not call.has_worked:  # it was refused
-            self._answer(asked, (), self._clocks.problem)
+        def refuse(error: Exception) -> None:
+            self._to_client(Answer(asked.number, (), str(error), isinstance(error, GpuBusyError)))
 
-    def _answer(self, asked: Ask, values: tuple[float, ...], error: Exception | None) -> None:
-        text = "" if error is None else str(error)
-        self._send(Answer(asked.number, values, text, isinstance(error, GpuBusyError)))
-
-    def _do(self, asked: Ask) -> tuple[float, ...]:
-        if asked.question == "period":
-            return (counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time) or 0.0,)
-        answer = answer_to_a_step(self._gpu, asked.value, self._time)
-        return answer.period_s or 0.0, answer.settle_s
+        if not self._clocks.call(answer):
+            refuse(self._clocks.problem or GpuBusyError("the driver did not answer"))
 
     def _send_refreshes(self, asked: Ask) -> None:
         number = asked.number
         if (log := self._logs.get(asked.value)) is None:  # another agent had recorded them
-            self._send(Refreshes(number, (), (), error="the energy counter is not recorded"))
+            self._to_client(Refreshes(number, (), (), error="the energy counter is not recorded"))
             return
         changes, clocks = log.changes[:_MOST_REFRESHES], log.clocks[:_MOST_REFRESHES]
         del log.changes[: len(changes)], log.clocks[: len(clocks)]
         state, error = log.state, "" if log.error is None else str(log.error)
-        self._send(Refreshes(number, tuple(changes), tuple(clocks), state.temperature_c, state.power_state, error))
+        self._to_client(Refreshes(number, tuple(changes), tuple(clocks), state.temperature_c, state.power_state, error))
 
-    def _tell_latencies(self, latencies: LatencyTable) -> None:
-        self._tell(Latencies(tuple((*key, tuple(seen_s)) for key, seen_s in latencies.samples_s.items())))
+    def _send_latencies(self, latencies: LatencyTable) -> None:
+        self._to_server(Latencies(tuple((*key, tuple(seen_s)) for key, seen_s in latencies.samples_s.items())))
 
     def _fail(self, error: Exception) -> None:
         self._fallback.begin(error)

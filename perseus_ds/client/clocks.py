@@ -64,7 +64,7 @@ class AgentClocks:
     def start_server(self, host: str, port: int, description: bytes) -> ServerStarted:
         """Have the agent start the job's server, and wait until it listens or has failed.
 
-        Each later agent is told of the server, so that it starts another one if this one dies.
+        Each later agent receives the request as well, so that it starts another server if this one dies.
 
         Args:
             host: Name or address at which agents reach this node.
@@ -92,7 +92,7 @@ class AgentClocks:
     def received(self) -> list[ToClient]:
         """Return the messages received since the last call. Called between iterations."""
         self._inbox += self._link.received()
-        if self._link.problem() is None and self._grants != self._link.grants:
+        if self._link.is_watched() and self._grants != self._link.grants:
             self._grants = self._link.grants
             if self._server is not None and self._description is not None:
                 self._link.send(self._server, self._description.file)
@@ -148,7 +148,7 @@ class AgentClocks:
     def _idle(self, since_s: float) -> None:
         self.memory.idle_since_s = since_s
         self._link.wake()
-        self._link.problem()  # starts another agent if there is none: the clock may be locked
+        self._link.is_watched()  # starts another agent if there is none: the clock may be locked
 
     def ask(self, question: Question, value: float = 0.0) -> Answer | messages.Refreshes:
         """Send a question to the agent, and wait for its answer. Called before training.
@@ -182,8 +182,8 @@ class AgentClocks:
                 if isinstance(message, kinds):
                     self._inbox.remove(message)
                     return message
-            if (problem := self._link.problem()) is not None:
-                raise problem
+            if not self._link.is_watched():
+                raise GpuError("the agent, which resets the clocks if the job is killed, is gone")
             if self._time.now_s() >= end_s:
                 raise GpuBusyError(f"the agent has not answered for {timeout_s:.0f} s")
             self._link.wait(_LOOK_S)

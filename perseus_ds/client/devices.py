@@ -102,8 +102,12 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
         for setting in gpu.notices:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
         if gpu.settings is not None and gpu.settings.whole_module:
-            told = "its energy counter covers the whole module, processor included, and so do all energies and savings."
-            logger.warning("perseus: rank %d, %s: %s", rank, gpu, told)
+            logger.warning(
+                "perseus: rank %d, %s: its energy counter covers the whole module, processor included, and so do all "
+                "energies and savings.",
+                rank,
+                gpu,
+            )
     return gpu
 
 

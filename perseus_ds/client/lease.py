@@ -123,7 +123,7 @@ class Lease:
         self._inbox: list[messages.ToClient] = []
         self._outbox: list[tuple[bytes, tuple[int, ...]]] = []
         self.grants = 0
-        self._heartbeat_s, self._silent_s, self._looked_at_s = -1.0, 0.0, timebase.now_s()
+        self._heartbeat_s, self._silent_s, self._checked_s = -1.0, 0.0, timebase.now_s()
         self.is_granted = self._is_released = False
         try:
             self._request(job)
@@ -150,8 +150,8 @@ class Lease:
         if self.memory.heartbeat_s != self._heartbeat_s:
             self._heartbeat_s, self._silent_s = self.memory.heartbeat_s, 0.0
         else:  # a pause of the machine pauses the agent as well
-            self._silent_s += min(now_s - self._looked_at_s, _COUNTED_S)
-        self._looked_at_s = now_s
+            self._silent_s += min(now_s - self._checked_s, _COUNTED_S)
+        self._checked_s = now_s
         if self._silent_s < _OLD_S:
             if self.is_granted:
                 self._lost_s = None
@@ -191,12 +191,6 @@ class Lease:
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be a message from the agent, or until the timeout."""
         self._time.sleep(min(timeout_s, _POLL_S))
-
-    def problem(self) -> GpuError | None:
-        """Start another agent if it was lost, and return an error if it has been lost for long."""
-        if self.is_watched():
-            return None
-        return GpuError("the agent, which resets the clocks if the job is killed, is gone")
 
     def close(self, timeout_s: float = 3.0) -> bool:
         """End the lease, and wait until the agent has reset the clock. Has no effect when called again.

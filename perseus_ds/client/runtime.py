@@ -54,7 +54,7 @@ _MOST_SPANS_BYTES = 40_000
 _MOST_SCHEDULE_BYTES = 60_000
 _MOST_UNSENT = 64
 _MOST_GIVEN = 64
-"""Maximum number of future iterations whose lengths are stored until they are sent."""
+"""Maximum number of future iterations with lengths that are stored until they are sent."""
 _FIRST_WITH_MEMORY, _MEMORY_EVERY = 4, 16
 _PROFILED = ("observe", "run", "pause")
 

@@ -69,9 +69,9 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
 
 
 class Follows:
-    """The :class:`Follow` messages that a rank has received, from which client and agent select by the same rule.
+    """The :class:`Follow` messages that a rank has received.
 
-    One thread may add messages while another one selects.
+    Client and agent select from them by the same rule. One thread may add messages while another one selects.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,10 @@ class Follows:
         return self._lasting[number][-1] if number in self._lasting else None
 
     def select(self, number: int, iteration: int) -> Follow | None:
-        """Return the message that applies to an iteration of an order, and forget those that no later one needs."""
+        """Return the message that applies to an iteration of an order, if any.
+
+        Messages that apply to no later iteration are forgotten.
+        """
         for key in [key for key in [*self._single] if key[1] < iteration]:
             self._single.pop(key, None)
         follows = self._lasting.get(number, [])

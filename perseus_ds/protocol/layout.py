@@ -1,8 +1,8 @@
 """Layout of the memory that a rank shares with its agent.
 
 It has four parts: a header, words written by the client (progress of the host, program of each iteration), words
-written by the agent (heartbeat, permission to lock the clock, actions and readings), and the marks, which are written
-by the client's CPU or its GPU.
+written by the agent (heartbeat, whether the clock may be locked, resets), and the marks, which are written by the
+client's CPU or its GPU.
 
 A mark is a word of 8 bytes. It is 0 until the GPU reaches its position. Then it is the time [s] if the CPU wrote it, or
 1 in the lower half if the GPU wrote it. Marks are cleared when an iteration begins on the GPU.
@@ -10,14 +10,11 @@ A mark is a word of 8 bytes. It is 0 until the GPU reaches its position. Then it
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Callable
-from typing import NamedTuple
 
 from perseus_ds.errors import GpuError
 
-VERSION = 4
+VERSION = 5
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
@@ -36,7 +33,7 @@ LENGTH = MARKS_OFFSET + 16 * POSITIONS
 BEGUN_OFFSET, ENDED_OFFSET = 8 * 8, 8 * 10
 """Offsets of the numbers of the last iterations that the GPU has begun and ended [bytes]."""
 REMEMBERED = 64
-"""Number of iterations that have a program and a record."""
+"""Number of iterations that have a program."""
 _MAGIC = b"PERSEUS\0"
 _HEADER = struct.Struct("=8sII")  # magic, version, length
 # Words of 8 bytes, written by the client:
@@ -44,51 +41,8 @@ _PROGRESS, _IDLE, _BEGUN, _BEGUN_S, _ENDED, _ENDED_S = 4, 6, 8, 9, 10, 11
 _PROGRAMS = 64
 # Written by the agent:
 _LOCKED = 3
-_HEARTBEAT, _REVOKED, _RESETS, _RECORDED, _STATUS = 16, 17, 18, 19, 20
-_RECORDS = _PROGRAMS + REMEMBERED
+_HEARTBEAT, _REVOKED, _RESETS = 16, 17, 18
 _FIRST_MARK = MARKS_OFFSET // 8
-_STATUS_STRUCT = struct.Struct("=9d")
-
-
-class ClockStatus(NamedTuple):
-    """Clock changes and readings of a GPU, as reported by the agent.
-
-    Attributes:
-        changes: Number of clock changes.
-        overtaken: Number of requests that were skipped because a later one was already due.
-        asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
-        reached_mhz: Clock at the last read-back [MHz].
-        late_s: 90th percentile of the delay between a mark and its handling by the agent [s].
-        busy_since_s: Time from which on the driver has not answered or has been busy [s]. 0 if it works.
-        limit_w: Power limit, if it is lower than profiled [W]. Infinite otherwise.
-        limit_mhz: Highest clock that is reached, if it is lower than profiled [MHz]. Infinite otherwise.
-        default_mhz: Clock of the busy GPU without a lock [MHz]. 0 if it was not read.
-    """
-
-    changes: float = 0.0
-    overtaken: float = 0.0
-    asked_mhz: float = math.nan
-    reached_mhz: float = math.nan
-    late_s: float = 0.0
-    busy_since_s: float = 0.0
-    limit_w: float = math.inf
-    limit_mhz: float = math.inf
-    default_mhz: float = 0.0
-
-
-class IterationEnergy(NamedTuple):
-    """The agent's record of an iteration.
-
-    Attributes:
-        begun_s: Start of the iteration on the GPU [s]. NaN if unknown.
-        energy_j: Energy used by the GPU [J]. NaN if it cannot be read.
-    """
-
-    begun_s: float = math.nan
-    energy_j: float = math.nan
-
-
-_BUSY = _STATUS + ClockStatus._fields.index("busy_since_s")
 
 
 class RankMemory:
@@ -102,8 +56,6 @@ class RankMemory:
         progress: Number of starts and ends of iterations. It is odd within an iteration.
         idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
             work, and :data:`PAUSED` if it requests default clocks immediately.
-        status: Clock changes and readings of the GPU.
-        on_record: Called when the agent has recorded an iteration, if client and agent are in one process.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -122,7 +74,6 @@ class RankMemory:
         self._numbers = self._bytes.cast("d")
         self._words = self._bytes.cast("Q")
         self._halves = self._bytes.cast("I")
-        self.on_record: Callable[[], None] = _nothing
 
     @classmethod
     def create(cls, view: memoryview | None = None) -> RankMemory:
@@ -131,7 +82,6 @@ class RankMemory:
             view = memoryview(bytearray(LENGTH))
         _HEADER.pack_into(view, 0, _MAGIC, VERSION, LENGTH)
         memory = cls(view)
-        memory.status = ClockStatus()
         for number in range(REMEMBERED):
             memory._words[_PROGRAMS + number] = DEFAULT_CLOCKS
         return memory
@@ -256,43 +206,3 @@ class RankMemory:
         About 0 if it wrote the mark itself, None if it has not reached it.
         """
         return self._numbers[_FIRST_MARK + slot] if self._words[_FIRST_MARK + slot] else None
-
-    # Status written by the agent.
-
-    @property
-    def status(self) -> ClockStatus:
-        return ClockStatus._make(_STATUS_STRUCT.unpack_from(self._bytes, 8 * _STATUS))
-
-    @status.setter
-    def status(self, status: ClockStatus) -> None:
-        _STATUS_STRUCT.pack_into(self._bytes, 8 * _STATUS, *status)
-
-    @property
-    def busy_since_s(self) -> float:
-        """See :class:`ClockStatus`."""
-        return self._numbers[_BUSY]
-
-    @busy_since_s.setter
-    def busy_since_s(self, since_s: float) -> None:
-        self._numbers[_BUSY] = since_s
-
-    def record(self, iteration: int, begun_s: float, begun_j: float, ended_j: float) -> None:
-        """Record the start of an iteration on the GPU [s], and the energy counter at its start and end [J]."""
-        word = _RECORDS + 4 * (iteration % REMEMBERED)
-        self._words[word] = 0
-        self._numbers[word + 1], self._numbers[word + 2], self._numbers[word + 3] = begun_s, begun_j, ended_j
-        self._words[word] = iteration
-        self._words[_RECORDED] = iteration
-        self.on_record()
-
-    def recorded(self, iteration: int) -> IterationEnergy | None:
-        """Return the agent's record of an iteration. None if there is none yet."""
-        word = _RECORDS + 4 * (iteration % REMEMBERED)
-        if self._words[word] != iteration:
-            return IterationEnergy() if self._words[_RECORDED] > iteration else None
-        begun_s, begun_j, ended_j = self._numbers[word + 1], self._numbers[word + 2], self._numbers[word + 3]
-        return IterationEnergy(begun_s, ended_j - begun_j)
-
-
-def _nothing() -> None:
-    """Do nothing, because nothing in this process waits for it."""

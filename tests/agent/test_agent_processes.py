@@ -29,12 +29,15 @@ from perseus_ds.protocol import places
 from perseus_ds.protocol.messages import FindGpu
 from perseus_ds.timebase import REAL_TIME, RealTime
 
-RANK = (
-    f"GIVE_UP_S = {GIVE_UP_S}"
-    + """
+IMPORTS = """
 import os, signal, sys, time
-from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.client import lease
 from perseus_ds.client.lease import Lease
+from perseus_ds.gpu.nvml import NvmlGpu
+"""
+RANK = (
+    f"{IMPORTS}GIVE_UP_S = {GIVE_UP_S}"
+    + """
 job, end, *indices = sys.argv[1:]
 gpus = [NvmlGpu(int(index)) for index in indices]
 if end == "handles SIGTERM":
@@ -61,11 +64,6 @@ if end == "watch":
         leases[0].is_watched()
     print(leases[0].agent_pid, flush=True)
     print(leases[0].close(GIVE_UP_S), flush=True)
-if end == "cannot start":
-    sys.executable = "/bin/false"  # so that no other agent can be started
-    while leases[0].is_watched():
-        time.sleep(0.01)
-    print("not watched", gpus[0].clock_mhz(), flush=True)
 while True:
     for lease in leases:
         lease.memory.begin_iteration()
@@ -102,6 +100,13 @@ class Node:
         pid = int(rank.stdout.readline().split()[0])
         self.agents.add(pid)
         return pid
+
+    def kill_job(self, index: int) -> None:
+        """Start a rank, and kill it together with its agent, which leaves the clock of its GPU locked."""
+        rank = self.rank("wait", index)
+        kill(self.agent_of(rank))
+        rank.kill()
+        rank.wait()
 
 
 @pytest.fixture
@@ -201,16 +206,6 @@ def test_a_record_that_is_removed_is_written_again(node: Node, tmp_path: Path) -
     wait_until_clocks_are(node.stub, [0, 0, 0, 0])
 
 
-@pytest.mark.extended
-def test_a_rank_whose_agent_cannot_be_replaced_notices_it_and_nothing_else_happens(node: Node) -> None:
-    rank = node.rank("cannot start", 0)
-    kill(node.agent_of(rank))
-    assert rank.stdout is not None
-    assert rank.stdout.readline() == "not watched 1200\n"
-    assert rank.poll() is None
-    assert node.stub.locked_clocks_mhz()[0] == 1200
-
-
 def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: Node) -> None:
     ranks = [node.rank("wait", index) for index in range(3)]
     for rank in ranks:
@@ -224,11 +219,8 @@ def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: No
 
 
 def test_an_agent_that_starts_slowly_and_fails_says_why(stub_nvml: StubNvml, tmp_path: Path) -> None:
-    start = (
-        "from perseus_ds.client import lease; lease._CODE = 'import time; time.sleep(1); raise SystemError(1)'; "
-        "lease.Lease('nvml:GPU-dead', 'lost')"
-    )
-    done = stub_nvml.run("-c", start)
+    code = "lease._CODE = 'import time; time.sleep(1); raise SystemError(1)'; Lease('nvml:GPU-dead', 'lost')"
+    done = stub_nvml.run("-c", IMPORTS + code)
     assert "GpuError: The agent of this node failed to start: SystemError: 1" in done.stderr
 
 
@@ -303,13 +295,9 @@ def test_an_agent_that_is_stopped_and_continues_leaves_a_gpu_alone_that_was_rese
 
 def test_a_clock_that_another_job_left_locked_is_reset_and_named_once(node: Node, stub_nvml: StubNvml) -> None:
     stub_nvml.gpus[1].locked_clock_mhz = 900  # locked by another user
-    rank = node.rank("wait", 2)
-    kill(node.agent_of(rank))
-    rank.kill()
-    rank.wait()
+    node.kill_job(2)
     assert stub_nvml.locked_clocks_mhz() == [0, 900, 1200, 0]
-    start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
-    done = [stub_nvml.run("-c", start + "Lease(NvmlGpu(0).address, 'another').close()") for _ in range(2)]
+    done = [stub_nvml.run("-c", IMPORTS + "Lease(NvmlGpu(0).address, 'another').close()") for _ in range(2)]
     assert stub_nvml.locked_clocks_mhz() == [0, 900, 0, 0]
     wait_until(lambda: not stub_nvml.agents(), "the end of the agents")
     assert places.agents() == [], "files of the killed agent are also removed"
@@ -322,19 +310,15 @@ def test_a_clock_that_the_same_job_left_locked_before_it_was_restarted_is_reset(
     node: Node, stub_nvml: StubNvml
 ) -> None:
     """For example, torchrun restarts ranks after all processes were killed."""
-    first = node.rank("wait", 0)
-    kill(node.agent_of(first))
-    first.kill()
-    first.wait()
-    start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client.lease import Lease; "
-    done = stub_nvml.run("-c", f"{start}gpu = NvmlGpu(0); Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())")
+    node.kill_job(0)
+    lease = f"gpu = NvmlGpu(0); Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())"
+    done = stub_nvml.run("-c", IMPORTS + lease)
     assert done.stdout == "1410\n"
 
 
 def test_a_gpu_of_another_job_is_refused_with_its_agent(node: Node, stub_nvml: StubNvml) -> None:
     agent = node.agent_of(node.rank("wait", 0))
-    start = "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client import lease; lease._HELD_S = 0.1; "
-    done = stub_nvml.run("-c", start + "lease.Lease(NvmlGpu(0).address, 'another')")
+    done = stub_nvml.run("-c", IMPORTS + "lease._HELD_S = 0.1; Lease(NvmlGpu(0).address, 'another')")
     assert f"is used by another job of this user (process {agent})" in done.stderr
 
 
@@ -357,9 +341,7 @@ def test_an_agent_that_may_not_set_clocks_ends_with_its_rank(address: str, tmp_p
 def test_a_clock_that_may_not_be_reset_is_named_and_stays_recorded(
     node: Node, address: str, tmp_path: Path, stub_nvml: StubNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = node.rank("wait", 0)
-    kill(node.agent_of(rank))
-    rank.kill()
+    node.kill_job(0)
     stub_nvml.gpus[0].fail("reset_locked", "no_permission")
     assert Lease(address, "another job").close(GIVE_UP_S)
     assert re.search(r"left the clock of nvml:GPU-0\S+ locked: it cannot be reset \(.*needs root", caplog.text)
@@ -426,7 +408,7 @@ def test_a_driver_that_hangs_while_a_gpu_is_looked_for_is_an_error(
 def test_an_agent_reports_which_processes_lease_which_gpus(node: Node, stub_nvml: StubNvml) -> None:
     ranks = [node.rank("wait", 0), node.rank("wait", 0), node.rank("wait", 2)]
     (agent,) = {node.agent_of(rank) for rank in ranks}
-    done = stub_nvml.run("-c", "from perseus_ds.client.lease import leases; print(leases())")
+    done = stub_nvml.run("-c", IMPORTS + "print(lease.leases())")
     found = ast.literal_eval(done.stdout)
     assert [gpu[:10] for gpu in sorted(found)] == ["nvml:GPU-0", "nvml:GPU-2"]
     assert [(pid, sorted(pids)) for _, (pid, pids) in sorted(found.items())] == [
@@ -454,11 +436,8 @@ def test_signals_are_never_written_into_another_file(address: str, tmp_path: Pat
 
 def test_a_gpu_that_another_job_is_about_to_let_go_is_waited_for(node: Node, stub_nvml: StubNvml) -> None:
     agent = node.agent_of(rank := node.rank("wait", 0))
-    start = (
-        "from perseus_ds.gpu.nvml import NvmlGpu; from perseus_ds.client import lease; "
-        f"lease._HELD_S = lease._ANSWER_TIMEOUT_S = {GIVE_UP_S}; "
-    )
-    waits = node.start(start + "print(lease.Lease(NvmlGpu(0).address, 'another').agent_pid, flush=True)")
+    patient = f"lease._HELD_S = lease._ANSWER_TIMEOUT_S = {GIVE_UP_S}; "
+    waits = node.start(IMPORTS + patient + "print(Lease(NvmlGpu(0).address, 'another').agent_pid, flush=True)")
     wait_until(lambda: len(stub_nvml.agents()) == 2, "an agent of the other job")
     rank.kill()
     assert node.agent_of(waits) != agent

@@ -22,21 +22,21 @@ def gpu(now):
 def clocks(gpu, now, told):
     made = clocks_of(gpu, now, tell=told.append)
     program = Program(0, 1110)
-    made._link.agent.obey(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
+    made._link.agent.receive_from_server(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
     yield made
     made.close()
 
 
 @pytest.fixture
 def train(clocks, now, agent):
-    """A function that runs iterations for some time, and calls ``look()`` as the agent's loop does."""
+    """A function that runs iterations for some time, and calls ``update()`` as the agent's loop does."""
 
     def train(seconds, each_s=1.0):
         for _ in range(round(seconds / each_s)):
             number = clocks.begin_iteration(0, 0)
             now.sleep(each_s)
             clocks.end_iteration(number)
-            agent.look()
+            agent.update()
 
     return train
 
@@ -52,7 +52,7 @@ def test_a_rank_falls_back_by_any_fault_and_runs_its_program_again_when_the_driv
     train(5)
     assert gpu.locked_clock_mhz == 1110
     gpu.begin(fault)
-    agent.obey(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
+    agent.receive_from_server(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
     train(20)
     assert agent._fallback.is_in_force
     assert gpu.is_at_default_clock or fault == "driver hangs"
@@ -112,18 +112,18 @@ def test_an_iteration_whose_clock_was_refused_is_known_to_have_run_no_program(cl
         number = clocks.begin_iteration(0, 0)
         now.sleep(1.0)
         clocks.end_iteration(number)
-        agent.look()
+        agent.update()
         return number
 
     for busy in (False, True, False):
         if busy:
-            agent.obey(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
+            agent.receive_from_server(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
             gpu.begin("driver busy")
         number = iterate()
         gpu.end()
         now.sleep(1.0)
         clocks.send(Report(number, 0, agent._follower.serial_of(number), 0, 1.0))
-        agent.look()
+        agent.update()
     reports = [message for message in told if isinstance(message, RankReport)]
     assert [report.serial for report in reports] == [1, -1, 2]
     assert not any(report.has_failed for report in reports)

@@ -1,5 +1,6 @@
-"""Clocks that are not reached are reported with reasons, through the real NVML binding."""
+"""Clocks that are not reached, latencies and limits, read through the real NVML binding."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,10 @@ from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
 
 from perseus_ds.agent.controller import ClockController
+from perseus_ds.agent.readback import LimitWatch
 from perseus_ds.gpu.nvml import NvmlGpu
 
-POWER_CAP, IDLE = 0x4, 0x1
+POWER_CAP, IDLE, SW_THERMAL = 0x4, 0x1, 0x20
 NO_LIMITS = 0x2, 0x10, 0x100
 """Settings of application clocks, synchronized boards and display clocks do not limit the clock."""
 
@@ -20,8 +22,9 @@ def node(stub_nvml_here: StubNvml, stub_time: StubTime):
     errors, refusals = [], []
     gpu = NvmlGpu(0)
     clocks = ClockController(gpu, errors.append, refusals.append, timebase=stub_time)
-    yield SimpleNamespace(stub=stub_nvml_here.gpus[0], time=stub_time, clocks=clocks, refusals=refusals)
-    clocks.close()
+    limits = clocks.readback.limits
+    yield SimpleNamespace(stub=stub_nvml_here.gpus[0], time=stub_time, clocks=clocks, refusals=refusals, limits=limits)
+    clocks.leave()
     gpu.close()
     assert errors == []
 
@@ -140,3 +143,55 @@ def test_a_clock_that_cannot_be_read_does_no_harm(node):
     assert node.stub.calls("clock_info") == 2, "it is tried once for each clock"
     assert node.stub.locked_clock_mhz == 1200
     assert node.refusals == []
+
+
+@pytest.mark.parametrize(
+    ("enforced_w", "limits_w", "profiled_w"),
+    [
+        ((400.0, 450.0, 396.0, 300.0, 400.0), (math.inf, math.inf, math.inf, 300.0, math.inf), None),
+        ((300.0, 302.0, 305.0, 301.0, 310.0, 299.9), (300.0, 300.0, 300.0, 300.0, 308.0, 296.0), None),
+        ((395.0, 393.0, 395.0, 397.0), (math.inf, 392.0, 392.0, math.inf), None),
+        ((400.0,), (400.0,), 500.0),
+        ((None, 300.0), (math.inf, math.inf), None),
+    ],
+    ids=["below the first one", "varies a little", "about the threshold", "against a profile", "cannot be read"],
+)
+def test_a_power_limit_below_the_first_or_the_profiled_one_counts(node, enforced_w, limits_w, profiled_w):
+    node.stub.enforced_power_limit_w = 400.0
+    node.limits.read()
+    if profiled_w is not None:
+        node.limits.profiled_w = profiled_w
+    found_w = []
+    for limit_w in enforced_w:
+        if limit_w is None:
+            node.stub.fail("enforced_power_limit", "not_supported")
+            node.stub.fail("power_limit", "not_supported")
+        else:
+            node.stub.enforced_power_limit_w = limit_w
+        node.limits.read()
+        found_w.append(node.limits.power_w)
+    assert tuple(found_w) == limits_w
+
+
+@pytest.mark.parametrize(("reasons", "limit_mhz"), [(SW_THERMAL, 1200), (POWER_CAP, math.inf), (0, math.inf)])
+def test_heat_limits_the_clock_until_a_higher_one_is_reached(node, reasons, limit_mhz):
+    node.stub.limit_clock_mhz, node.stub.throttle_reasons = 1210, reasons
+    node.clocks.request(1410)
+    node.time.sleep(2.0)
+    assert node.limits.clock_mhz == limit_mhz
+    node.stub.limit_clock_mhz, node.stub.throttle_reasons = 0, 0
+    node.time.sleep(2.0)
+    assert node.limits.clock_mhz == math.inf
+
+
+def test_a_slowdown_is_assumed_to_end_after_a_time_that_doubles_when_this_is_wrong(stub_time):
+    watch = LimitWatch(SimpleNamespace(power_limit_w=lambda: None), stub_time)
+    lasted_s = []
+    for _ in range(4):
+        watch.reached(1210, ("sw_thermal_slowdown",))
+        begin_s = stub_time.now_s()
+        while watch.clock_mhz == 1200:
+            stub_time.sleep(1.0)
+            watch.read()
+        lasted_s.append(round(stub_time.now_s() - begin_s))
+    assert lasted_s == [31, 61, 121, 241]

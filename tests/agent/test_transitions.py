@@ -74,32 +74,38 @@ def around(clocks_mhz, spans_s, length_s, latencies=ALL_ALIKE):
     return [each.clock_mhz for each in found], [each.early_s and pytest.approx(each.early_s) for each in found]
 
 
-def test_every_clock_is_requested_one_latency_before_it_is_due():
-    """A lower clock is due 1 ms after the next instruction has begun."""
-    assert around([1110, 1410], *one_after_the_other([0.1, 0.05])) == ([1110, 1410], [0.085, 0.036])
-
-
-def test_where_the_instruction_before_is_too_short_the_request_falls_into_an_earlier_one():
-    requested, early_s = around([1110, 1110, 1110, 1410], *one_after_the_other([0.1, 0.01, 0.002, 0.05]))
-    assert requested == [1110, 1410, 1410, 1410]
-    assert early_s == [0.097, None, None, 0.036]
-
-
 @pytest.mark.parametrize(
-    ("clock_mhz", "requested", "early_s"),
-    [(1410, [1110, 1410, 1410], [None, None]), (900, [1110, 1110, 900], [None, 0.0])],
+    ("clocks_mhz", "spans_s", "length_s", "requested", "early_s"),
+    [
+        # One latency before it is due. A lower clock is due 1 ms after the next instruction has begun.
+        ([1110, 1410], [(0.0, 0.1), (0.1, 0.15)], 0.15, [1110, 1410], [0.085, 0.036]),
+        # Instructions before that are too short: the request is made during an earlier one.
+        (
+            [1110, 1110, 1110, 1410],
+            [(0.0, 0.1), (0.1, 0.11), (0.11, 0.112), (0.112, 0.162)],
+            0.162,
+            [1110, 1410, 1410, 1410],
+            [0.097, None, None, 0.036],
+        ),
+        # Due while the rank waits: a higher clock is requested before, a lower one after.
+        ([1110, 1110, 1410], [(0.0, 0.05), (0.06, 0.07), (0.07, 0.17)], 0.2, [1110, 1410, 1410], [None, None, 0.1]),
+        ([1110, 1110, 900], [(0.0, 0.05), (0.06, 0.07), (0.07, 0.17)], 0.2, [1110, 1110, 900], [None, 0.0, 0.085]),
+        # The first clock is due when the previous iteration ends, even if the first instruction is short.
+        ([1410, 1110, 1110], [(0.0, 0.1), (0.1, 0.15), (0.15, 0.16)], 0.3, [1410, 1110, 1410], [0.086, 0.045, None]),
+        # A lower clock is not requested before its iteration begins.
+        (
+            [1410, 1110, 1410],
+            [(0.0, 0.005), (0.005, 0.105), (0.105, 0.205)],
+            0.205,
+            [1410, 1110, 1410],
+            [0.0, 0.085, None],
+        ),
+        # The times of instructions are unknown.
+        ([1110, 1410], [], 0.2, [1110, 1410], [None, None]),
+    ],
 )
-def test_where_a_rank_waits_a_higher_clock_comes_sooner_and_a_lower_one_later(clock_mhz, requested, early_s):
-    """The request would be due at 0.055 s, between the first instruction and the second."""
-    found = around([1110, 1110, clock_mhz], [(0.0, 0.05), (0.06, 0.07), (0.07, 0.17)], 0.2)
-    assert (found[0], found[1][:2]) == (requested, early_s)
-
-
-def test_waiting_between_iterations_counts_as_time_in_which_a_clock_may_come():
-    """The first clock is due when the previous iteration ends, even if the first instruction is short."""
-    requested, early_s = around([1410, 1110, 1110], [(0.0, 0.1), (0.1, 0.15), (0.15, 0.16)], 0.3)
-    assert requested == [1410, 1110, 1410]
-    assert early_s == [0.086, 0.045, None]
+def test_a_clock_is_requested_early_by_its_latency(clocks_mhz, spans_s, length_s, requested, early_s):
+    assert around(clocks_mhz, spans_s, length_s) == (requested, early_s)
 
 
 def test_each_clock_is_requested_by_its_own_latency_and_direction():
@@ -107,20 +113,6 @@ def test_each_clock_is_requested_by_its_own_latency_and_direction():
     latencies = LatencyTable(
         {(1410, True): (0.02, 0.03, 0.04, 0.05, 0.06), (1110, False): (0.01, 0.02, 0.03, 0.03, 0.03)}
     )
-    _, early_s = around([1110, 1410], *one_after_the_other([0.1, 0.1]), latencies)
-    assert early_s == [0.05, 0.081]
-
-
-@pytest.mark.parametrize(("spans_s", "latencies"), [((), ALL_ALIKE), ([(0.0, 0.1), (0.1, 0.2)], LatencyTable())])
-def test_without_knowing_durations_or_latencies_clocks_are_requested_when_instructions_end(spans_s, latencies):
-    found = plan_transitions([1110, 1410], spans_s, 0.2, latencies)
-    assert [(each.clock_mhz, each.next_clock_mhz, each.early_s) for each in found] == [
-        (1110, 1410, None),
-        (1410, 1110, None),
-    ]
-
-
-def test_a_lower_clock_is_not_requested_before_its_iteration_begins():
-    requested, early_s = around([1410, 1110, 1410], *one_after_the_other([0.005, 0.1, 0.1]))
-    assert requested == [1410, 1110, 1410]
-    assert early_s == [0.0, 0.085, None]
+    spans_s = [(0.0, 0.1), (0.1, 0.2)]
+    assert around([1110, 1410], spans_s, 0.2, latencies) == ([1110, 1410], [0.05, 0.081])
+    assert around([1110, 1410], spans_s, 0.2, LatencyTable()) == ([1110, 1410], [None, None])

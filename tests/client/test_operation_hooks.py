@@ -61,20 +61,35 @@ def surround(hooks, operation):
         pass
 
 
-@pytest.mark.parametrize(("program", "positions"), [(PLAN, 5), (ONE_CLOCK, 0), (DEFAULT, 0)])
-def test_an_iteration_begins_with_the_number_of_its_order_and_how_many_marks_it_may_have(
-    hooks, calls, program, positions
+FORWARD, LOAD = Compute(INSTRUCTIONS[0]), Load(stage=0, micro_batch=0)
+
+
+def timed(*operations):
+    return [(event, operation) for operation in operations for event in ("begin", "end")]
+
+
+@pytest.mark.parametrize(
+    ("program", "times", "positions", "made"),
+    [
+        (DEFAULT, "none", 0, []),
+        (ONE_CLOCK, "none", 0, []),
+        (DEFAULT, "ends", 0, timed(FORWARD)),
+        (DEFAULT, "passes", 0, timed(FORWARD)),
+        (DEFAULT, "all", 0, timed(LOAD, FORWARD)),
+        (PLAN, "none", 5, [0, 1]),
+        (PLAN, "passes", 5, [0, *timed(FORWARD), 1]),
+    ],
+)
+def test_operations_are_timed_as_requested_and_marked_if_clocks_change_within_the_iteration(
+    hooks, calls, program, times, positions, made
 ):
-    hooks.start_iteration(follow(program), 1, STREAM)
+    hooks.start_iteration(follow(program, times=times), 1, STREAM)
     assert calls.made == ["start", ("iteration", program.number, positions)]
-
-
-def test_instructions_are_marked_at_their_positions_where_clocks_change(hooks, calls):
-    hooks.start_iteration(follow(PLAN, times="passes"), 1, STREAM)
+    assert hooks.is_needed is bool(made)
     calls.made.clear()
-    first = Compute(INSTRUCTIONS[0])
-    surround(hooks, first)
-    assert calls.made == [0, ("begin", first), ("end", first), 1]
+    for operation in (LOAD, FORWARD):
+        surround(hooks, operation)
+    assert calls.made == made
 
 
 def test_an_iteration_in_another_order_marks_each_instruction_at_its_own_position(hooks, calls):
@@ -86,37 +101,14 @@ def test_an_iteration_in_another_order_marks_each_instruction_at_its_own_positio
         assert calls.made == [slot for position in order for slot in (2 * position, 2 * position + 1)]
 
 
-@pytest.mark.parametrize("program", [ONE_CLOCK, DEFAULT])
-def test_nothing_is_marked_where_no_clock_changes_within_an_iteration(hooks, calls, program):
-    hooks.start_iteration(follow(program), 1, STREAM)
-    assert not hooks.is_needed
-    calls.made.clear()
-    for instruction in INSTRUCTIONS:
-        surround(hooks, Load(stage=0, micro_batch=0))
-        surround(hooks, Compute(instruction))
-    assert calls.made == []
-
-
-@pytest.mark.parametrize(
-    ("times", "timed"), [("none", []), ("ends", ["forward"]), ("passes", ["forward"]), ("all", ["load", "forward"])]
-)
-def test_what_is_measured_of_an_iteration_is_timed_and_nothing_else(hooks, calls, times, timed):
-    hooks.start_iteration(follow(DEFAULT, times=times), 1, STREAM)
-    calls.made.clear()
-    operations = {"load": Load(stage=0, micro_batch=0), "forward": Compute(INSTRUCTIONS[0])}
-    for operation in operations.values():
-        surround(hooks, operation)
-    assert calls.made == [(what, operations[name]) for name in timed for what in ("begin", "end")]
-
-
-def test_every_so_many_iterations_more_is_measured(hooks, calls):
-    asked = follow(DEFAULT, times="passes", every=10)
+def test_more_is_measured_at_the_interval_that_the_server_sets(hooks):
+    requested = follow(DEFAULT, times="passes", every=10)
     for number in (9, 10, 11):
-        hooks.start_iteration(asked, number, STREAM)
+        hooks.start_iteration(requested, number, STREAM)
         assert hooks.is_needed is (number == 10)
 
 
-def test_what_is_dropped_within_an_iteration_ends_its_marks(hooks, calls):
+def test_a_plan_that_is_dropped_within_an_iteration_ends_its_marks(hooks, calls):
     hooks.start_iteration(follow(PLAN), 1, STREAM)
     surround(hooks, Compute(INSTRUCTIONS[0]))
     calls.made.clear()

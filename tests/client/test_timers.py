@@ -52,17 +52,6 @@ def test_host_operations_count_from_the_iterations_start(now):
     assert execution.finish_iteration().spans() == []
 
 
-def test_cuda_operations_are_launched_ahead_and_timed_where_they_run(now, cuda, on_cuda):
-    execution = on_cuda
-    begin_s = now.now_s()
-    execution.start_iteration()
-    launch(execution, cuda, FORWARD, 0.10)
-    launch(execution, cuda, BACKWARD, 0.20)
-    assert now.now_s() == begin_s, "the host only launches operations"
-    assert times(execution) == [(FORWARD, 0.0, 0.1), (BACKWARD, 0.1, 0.3)]
-    assert now.now_s() == pytest.approx(begin_s + 0.3), "spans wait for the device"
-
-
 def test_cuda_times_count_from_the_iterations_start_on_the_device(now, cuda, on_cuda):
     execution = on_cuda
     cuda.launch(0.5)  # of the previous iteration

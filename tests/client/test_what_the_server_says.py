@@ -38,7 +38,7 @@ def start(monkeypatch):
 
         def send(*messages):
             for message in messages:
-                clocks._link.agent.obey(message)
+                clocks._link.agent.receive_from_server(message)
             with runtime.iteration():
                 now.sleep(0.1)
             return runtime

@@ -113,8 +113,9 @@ def test_the_agents_controller_sets_and_resets_its_clock(now: VirtualTime) -> No
     set_clock(clocks, 1200)
     now.sleep(1)
     assert library.clock_khz == 1_200_000
-    clocks.close()
+    set_clock(clocks, None)
     assert library.clock_khz is None
+    clocks.leave()
 
 
 def test_its_power_is_integrated_because_it_has_no_counter(now: VirtualTime) -> None:

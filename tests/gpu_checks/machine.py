@@ -33,7 +33,7 @@ from perseus_ds.client.lease import Lease
 from perseus_ds.client.marks import CUDA, Marks, StreamMarks, StreamWrites
 from perseus_ds.client.timers import CudaExecution
 from perseus_ds.gpu.nvml import index_of_cuda_device
-from perseus_ds.protocol.job_messages import Program, RankFailed
+from perseus_ds.protocol.job_messages import Program, RankFailed, RankReport
 from perseus_ds.timebase import REAL_TIME, Flag
 
 _MATRIX = 4096
@@ -75,12 +75,14 @@ class Recorded:
         changes: Returns the requested changes in order.
         follow: Makes the agent follow a program from the next iteration on.
         failures: Failures reported by the agent.
+        reports: Reports of iterations to the server, by their numbers.
     """
 
     clocks: AgentClocks
     changes: Callable[[], list[Change]]
     follow: Callable[[Program], object]
     failures: list[RankFailed]
+    reports: dict[int, RankReport]
 
 
 @contextmanager
@@ -102,7 +104,11 @@ def clocks_by_an_agent(gpu: Any, marks: Callable[[Lease], Marks], latency_s: flo
             clocks.follow(server.connect)
             try:
                 yield Recorded(
-                    clocks, lambda: changes_in(Path(file.name)), partial(server.follow, clocks), server.failures
+                    clocks,
+                    lambda: changes_in(Path(file.name)),
+                    partial(server.follow, clocks),
+                    server.failures,
+                    server.reports,
                 )
             finally:
                 clocks.close()

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pynvml
 
-from perseus_ds.agent import follower, process
+from perseus_ds.agent import process, rank_clocks
 from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.client import lease
 from perseus_ds.errors import GpuError
@@ -75,12 +75,12 @@ def latency_of_all_clocks(latency_s: float | None) -> Iterator[None]:
         yield
         return
     known = LatencyTable({(0, rises): (latency_s,) * 3 for rises in (False, True)})
-    plan = follower.plan_transitions
+    plan = rank_clocks.plan_transitions
 
     def plan_by_it(clocks_mhz: Any, spans_s: Any, length_s: float, _: LatencyTable) -> Any:
         return plan(clocks_mhz, spans_s, length_s, known)
 
-    with patch.object(follower, "plan_transitions", plan_by_it):
+    with patch.object(rank_clocks, "plan_transitions", plan_by_it):
         yield
 
 

@@ -27,7 +27,7 @@ from perseus_ds.client.timers import CudaExecution
 from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.protocol.job_messages import RankFailed, ToServer
+from perseus_ds.protocol.job_messages import RankFailed, RankReport, ToServer
 from perseus_ds.timebase import REAL_TIME
 
 
@@ -64,19 +64,23 @@ class VirtualMachine:
     def clocks(self, latency_s: float | None = None) -> Iterator[Recorded]:
         with latency_of_all_clocks(latency_s):
             failures: list[RankFailed] = []
+            reports: dict[int, RankReport] = {}
 
             def tell(message: ToServer) -> None:
                 if isinstance(message, RankFailed):
                     failures.append(message)
+                elif isinstance(message, RankReport):
+                    reports[message.report.iteration] = message
 
             made = clocks_of(self.gpu, self.timebase, self.cuda, tell)
-            obey = made._link.agent.obey
+            receive = made._link.agent.receive_from_server
             try:
                 yield Recorded(
                     made,
                     lambda: list(self.gpu.changes),
-                    lambda program: obey(follow_of(program, 1)),
+                    lambda program: receive(follow_of(program, 1)),
                     failures,
+                    reports,
                 )
             finally:
                 made.close()

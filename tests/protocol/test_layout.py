@@ -1,6 +1,5 @@
 """Memory is refused if it has another layout, or if its owner could truncate it."""
 
-import math
 import os
 import socket
 
@@ -13,22 +12,14 @@ from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
 
 
-def test_what_one_side_writes_the_other_reads():
+def test_each_side_reads_what_the_other_one_writes_and_marks_of_cpu_and_gpu():
     shared = SharedMemory(layout.LENGTH)
     client, agent = RankMemory.create(shared.view), RankMemory(shared.view)
     agent.heartbeat_s = 2.5
-    assert (client.heartbeat_s, client.is_revoked) == (2.5, False)
+    agent.may_be_locked = True
+    assert (client.heartbeat_s, client.may_be_locked, client.is_revoked, client.resets) == (2.5, True, False, 0)
     agent.revoke()
-    assert client.is_revoked
     agent.count_reset()
-    assert client.resets == 1
-    client.may_be_locked = True
-    assert agent.may_be_locked
-
-
-def test_the_agent_reads_the_marks_of_cpu_and_gpu():
-    shared = SharedMemory(layout.LENGTH)
-    client, agent = RankMemory.create(shared.view), RankMemory(shared.view)
     number = client.begin_iteration(7)
     assert (number, agent.iteration, agent.program(number), agent.begun) == (1, 1, 7, 0)
     client.mark_begun(number, 2.0, positions=3)
@@ -42,33 +33,15 @@ def test_the_agent_reads_the_marks_of_cpu_and_gpu():
     assert (agent.ended, agent.ended_s, agent.progress) == (1, 3.0, 2)
     client.mark_begun(client.begin_iteration(), 3.0, positions=3)
     assert [agent.marked_s(slot) for slot in range(6)] == [None] * 6, "an iteration begins without marks"
-
-
-def test_what_is_recorded_of_iterations_can_be_read_until_64_later_ones_are():
-    memory = RankMemory.create()
-    assert memory.recorded(1) is None
-    memory.record(1, 5.0, 100.0, 130.0)
-    assert memory.recorded(1) == (5.0, 30.0)
-    memory.record(3, 7.0, 140.0, 150.0)
-    assert math.isnan(memory.recorded(2).energy_j), "it was not recorded"
-    assert memory.recorded(4) is None
-    memory.record(65, 9.0, 150.0, 160.0)
-    assert math.isnan(memory.recorded(1).energy_j)
-
-
-def test_progress_is_odd_within_an_iteration_and_increases_whatever_is_left_out():
-    memory = RankMemory.create(memoryview(bytearray(layout.LENGTH)))
-    seen = [memory.progress]
-    for step in (memory.begin_iteration, memory.begin_iteration, memory.end_iteration, memory.end_iteration):
-        step()
-        seen.append(memory.progress)
-    memory.begin_iteration()
-    assert [*seen, memory.progress] == [0, 1, 3, 4, 4, 5]
+    assert (client.heartbeat_s, client.may_be_locked, client.is_revoked, client.resets) == (2.5, True, True, 1)
+    client.begin_iteration()
+    assert (client.progress, client.iteration) == (5, 3), "it continues although the end of an iteration is missing"
 
 
 @pytest.mark.parametrize("content", [b"", b"PERSEUS\0\1\0\0\0", b"x" * layout.LENGTH])
 def test_memory_of_another_layout_is_an_error(content):
-    with pytest.raises(GpuError, match=r"damaged or of another version: expected .* version 4 and 135168 bytes"):
+    expected = f"version {layout.VERSION} and 135168 bytes"
+    with pytest.raises(GpuError, match=f"damaged or of another version: expected .* {expected}"):
         RankMemory(memoryview(bytearray(content)))
 
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild
-from perseus_ds.agent.uplink import Uplink
+from perseus_ds.agent.process import Uplink
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.orders import parse_order
 from perseus_ds.protocol.job_messages import (
@@ -71,7 +71,7 @@ def wait_for(found, what, within_s=120.0):
 
 def are_connected(process, uplink):
     """Let server and agent exchange messages, and return whether both have received one."""
-    uplink.look()
+    uplink.exchange()
     process._receive()
     process._beat()
     return process._has_received and uplink.is_heard
@@ -103,7 +103,7 @@ def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
     (agent,) = process._agents
     process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
-    assert wait_for(uplink.look, "the valid message has come") == [(0, Say("a message"))]
+    assert wait_for(uplink.exchange, "the valid message has come") == [(0, Say("a message"))]
 
 
 def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_again(process, connect, uplink):
@@ -116,7 +116,7 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
         second.flush()
         process._receive()
         process._flush()
-        return [type(message) for _, message in second.look()]
+        return [type(message) for _, message in second.exchange()]
 
     assert wait_for(received, "the programs have come")[0] is Orders
 
@@ -310,7 +310,7 @@ def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_wa
         for rank in (0, 1):
             uplink.join(rank, int)
             uplink.send(rank, Left())
-        wait_for(lambda: uplink.look() is not None and child.is_over, "the server has ended with its job")
+        wait_for(lambda: uplink.exchange() is not None and child.is_over, "the server has ended with its job")
         uplink.close()
         child.restart()
         child.end()
@@ -338,7 +338,7 @@ def test_an_agent_that_replaces_another_one_starts_the_server_again_if_that_dies
         assert later.start_again()
         assert wait_for(later.answer, "another server has started") == started
         uplink = Uplink(Connect(0, started.address, started.server_key, started.public_key, started.secret_key))
-        wait_for(lambda: uplink.look() is not None and uplink.is_heard, "it is heard at the same address")
+        wait_for(lambda: uplink.exchange() is not None and uplink.is_heard, "it is heard at the same address")
         assert int(uplink._epoch) >= 100, "its programs are newer"
         uplink.close()
     finally:
@@ -366,5 +366,5 @@ def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(uplink):
     uplink.send(0, latencies)
     uplink.flush()
     uplink._outbox.clear()
-    uplink._hear([b"1000"])
+    uplink._note_message([b"1000"])
     assert [decode(content) for _, content in uplink._outbox] == [Joined(3), latencies]

@@ -8,12 +8,13 @@ from types import TracebackType
 
 import msgspec
 import zmq
+from run_log import wait_until
 
 from perseus_ds.client.clocks import AgentClocks
-from perseus_ds.protocol.job_messages import Follow, Program, RankFailed, ToServer
+from perseus_ds.protocol.job_messages import Follow, Joined, Program, RankFailed, RankReport, ToServer
 from perseus_ds.protocol.messages import Connect
 
-_POLL_S, _GIVE_UP_S = 0.01, 60.0
+_POLL_S = 0.01
 
 
 def follow_of(program: Program, serial: int) -> Follow:
@@ -26,10 +27,12 @@ class OneRankServer:
 
     Attributes:
         failures: Failures reported by the agent.
+        reports: Reports of iterations, by their numbers.
     """
 
     def __init__(self) -> None:
         self.failures: list[RankFailed] = []
+        self.reports: dict[int, RankReport] = {}
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         server_key, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_server = True
@@ -57,11 +60,12 @@ class OneRankServer:
     def follow(self, clocks: AgentClocks, program: Program) -> Program:
         """Make the agent of a connected rank follow a program, wait for that, and return the program."""
         self.send(program)
-        for _ in range(round(_GIVE_UP_S / _POLL_S)):
-            clocks.wait(_POLL_S)
-            if any(isinstance(message, Follow) and message.serial == len(self._sent) for message in clocks.received()):
-                return program
-        raise TimeoutError("the agent does not follow the server")
+
+        def has_come() -> bool:
+            return any(isinstance(each, Follow) and each.serial == len(self._sent) for each in clocks.received())
+
+        wait_until(has_come, "the agent follows the server")
+        return program
 
     def _serve(self) -> None:
         encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ToServer).decode
@@ -70,8 +74,13 @@ class OneRankServer:
             while self._socket.poll(1000 * _POLL_S):
                 agent, *frames = self._socket.recv_multipart()
                 sent_to.setdefault(agent, 0)
-                if len(frames) == 2 and isinstance(message := decode(frames[1]), RankFailed):
+                message = decode(frames[1]) if len(frames) == 2 else None
+                if isinstance(message, Joined):  # again if this server was silent
+                    sent_to[agent] = 0
+                elif isinstance(message, RankFailed):
                     self.failures.append(message)
+                elif isinstance(message, RankReport):
+                    self.reports[message.report.iteration] = message
             for agent, sent in sent_to.items():
                 self._socket.send_multipart([agent, b"0"])
                 for follow in self._sent[sent:]:

@@ -1,8 +1,11 @@
 """The agent's state of one rank, without processes and sockets, in virtual time."""
 
+from contextlib import suppress
+
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.marks import HostMarks
+from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Joined
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import Connect
@@ -15,30 +18,27 @@ class DirectLink:
     """A connection to :class:`RankClocks` that delivers immediately.
 
     Attributes:
-        lost: Reason why there is no agent; a test may set it.
         late_s: Delay until the agent checks marks; a test may set it [s].
     """
 
     def __init__(self, gpu, memory, time, tell=lambda message: None):
         self.grants = 1
-        self.lost = None
         self.late_s = 0.0
+        self._gpu, self._memory = gpu, memory
         self._received = []
         self._time = time
         self._notifier = time.notifier()
         self._is_waiting = False
         self._tell = tell
-        self.agent = RankClocks(gpu, memory, self._deliver, self._tell_server, time, on_record=self._recorded)
+        self.agent = RankClocks(gpu, memory, self._deliver, tell, time, on_record=self._recorded)
         for write in (memory.mark_begun, memory.mark_ended):
             setattr(memory, write.__name__, self._then_look(write))
 
     def send(self, message, file=None):
-        if self.lost is not None:
-            return
         if isinstance(message, Connect):
             self._tell(Joined(message.issued))
         else:
-            self.agent.receive(message)
+            self.agent.receive_from_client(message)
 
     def received(self):
         received, self._received = self._received, []
@@ -48,7 +48,7 @@ class DirectLink:
         self.agent.wake()
 
     def _recorded(self):
-        self.agent.look()
+        self.agent.update()
         self._ring()
 
     def _then_look(self, write):
@@ -72,7 +72,7 @@ class DirectLink:
         self._look_now()
 
     def _look_now(self):
-        self.agent.look()
+        self.agent.update()
         self.agent.wake()
 
     def wait(self, timeout_s):
@@ -81,16 +81,18 @@ class DirectLink:
             self._notifier.wait(timeout_s)
         self._is_waiting = False
 
-    def problem(self):
-        return self.lost
-
-    def close(self, timeout_s=3.0):
-        self.agent.close()
+    def is_watched(self):
         return True
 
-    def _tell_server(self, message):
-        if self.lost is None:
-            self._tell(message)
+    def close(self, timeout_s=3.0):
+        end_s = self._time.now_s() + 0.5
+        while self.agent.has_reports and self._time.now_s() < end_s:
+            self._time.sleep(0.01)
+        self.agent.leave()
+        if self._memory.may_be_locked and not self.agent.is_calling:
+            with suppress(GpuError):
+                self._gpu.reset_clock()
+        return True
 
     def _deliver(self, message):
         self._received.append(message)

@@ -34,7 +34,7 @@ def cuda_of_engines(monkeypatch):
         opened.clocks = clocks_of(gpu, time, cuda, lambda message: (server.receive(0, message), server.tick()))
         ranks = (rank_facts(config, facts, opened.schedule, gpu, opened.timers),)
         description = JobDescription.of(config.model_dump_json().encode(), ranks)
-        send = lambda rank, message: opened.clocks._link.agent.obey(message)  # noqa: E731
+        send = lambda rank, message: opened.clocks._link.agent.receive_from_server(message)  # noqa: E731
         server = JobServer(description, send, timebase=time, worker=WorkerAtOnce)
         server.start()
         return ServerStarted("virtual", answer=encode(server.welcome()))

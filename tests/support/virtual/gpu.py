@@ -10,6 +10,7 @@ import numpy as np
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.timebase import Flag
 
 REFUSALS = {
     "driver error": GpuError("Locking the clock failed: unknown error (code 999)"),
@@ -23,7 +24,9 @@ DRIVER_FAULTS = ("driver error", "driver busy", "no permission", "driver hangs",
 def set_clock(clocks, clock_mhz):
     """Request a clock, and return when the driver has accepted or refused it."""
     clocks.request(clock_mhz)
-    clocks.call(lambda: 0.0).value()
+    is_over = Flag(clocks._time)
+    clocks.call(is_over.set)
+    assert is_over.wait(60.0), "the driver has not answered"
 
 
 class RecordingGpu(SimulatedGpu):

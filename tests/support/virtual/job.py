@@ -319,7 +319,7 @@ class VirtualJob:
         self.server.tick()
 
     def _send(self, rank, message):
-        self.agent(rank).obey(message)
+        self.agent(rank).receive_from_server(message)
 
     def _begin(self, rank):
         _, place = self._place(rank)

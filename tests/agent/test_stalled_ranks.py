@@ -25,7 +25,7 @@ class Rank:
     def wait(self, seconds):
         for _ in range(round(10 * seconds)):
             self.now_s += 0.1
-            if self.progress.stands_still(self.memory, self.now_s):
+            if self.progress.has_stalled(self.memory, self.now_s):
                 self.resets.append(self.now_s)
 
     def train(self, iterations, seconds):

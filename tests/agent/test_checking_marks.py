@@ -1,4 +1,4 @@
-"""A loop like the agent's looks for a GPU's marks often enough, in virtual time."""
+"""A loop like the agent's checks a GPU's marks often enough, in virtual time."""
 
 import pytest
 from virtual.gpu import RecordingGpu
@@ -28,14 +28,14 @@ def clocks(gpu, memory, now):
     made = RankClocks(gpu, memory, lambda message: None, lambda message: None, now)
     now.sleep(0.1)
     yield made
-    made.close()
+    made.leave()
 
 
-def test_an_iteration_that_has_just_begun_is_looked_at_soon(clocks, memory):
-    assert clocks.look() > 0.01, "no mark is awaited"
+def test_an_iteration_that_has_just_begun_is_checked_soon(clocks, memory):
+    assert clocks.update() > 0.01, "no mark is awaited"
     memory.begin_iteration(DEFAULT_CLOCKS)
     clocks.wake()
-    assert clocks.look() <= 0.001, "the controller's thread has not processed the iteration yet"
+    assert clocks.update() <= 0.001, "the controller's thread has not processed the iteration yet"
 
 
 @pytest.mark.parametrize("varies", [0.0, -0.1, 0.1])
@@ -44,11 +44,11 @@ def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, var
 
     def loop():
         while not is_over.is_set():
-            now.sleep(max(1e-6, clocks.look()))  # virtual time must advance
+            now.sleep(max(1e-6, clocks.update()))  # virtual time must advance
 
     now.thread(loop, "loop").start()
     program = Program(0, None, (1110, 1410) * 5)
-    clocks.obey(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
+    clocks.receive_from_server(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
     for factor in (1.0, 1.0 + varies):
         iteration, ends = memory.begin_iteration(0), []
         clocks.wake()
