@@ -5,17 +5,14 @@ from trials.scenarios import LIGHT
 from trials.trial import NotPossibleError, attempt
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
-# One scenario of each group. tests/integration/test_clocks_are_restored.py has some with launchers.
+# tests/agent/test_agent_processes.py has others, and tests/integration/test_clocks_are_restored.py some with launchers.
 CHOSEN = {
     "SIGHUP to all ranks",
     "SIGKILL to one rank, with loader workers",
     "SIGKILL to the process group",
     "SIGTERM to the process group, profiling",
-    "SIGTERM, on which the script goes on; SIGKILL",
-    "a rank ends: segfault",
     "a rank ends: exec",
     "the agent; when replaced, all ranks",
-    "the agent is stopped; all ranks; it continues",
     "the agent and all at once",
     "the agent and all at once, records of locked clocks too",
 }
