@@ -1,4 +1,4 @@
-"""Fixtures for every test. In CI, an unexpected skip fails the run."""
+"""Fixtures for every test. In CI, a skip fails the run."""
 
 import contextlib
 import os

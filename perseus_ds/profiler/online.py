@@ -3,6 +3,10 @@
 Times are those of the instructions as they ran. Energies come from the energy counter: between two refreshes, the
 energy used is blocking power times the elapsed time, plus the sum over all kinds of their power beyond blocking power
 times the time spent in them. The powers are estimated by least squares over all refreshes at all clocks.
+
+Blocking power, which a GPU draws while it waits for another one, is measured before training while all ranks wait for
+one (:mod:`perseus_ds.client.measuring`), and in the bubbles of these iterations, pooled over ranks. Plans replace the
+latter kind of waiting, but its power is less certain the less ranks wait. It is used if it differs significantly.
 """
 
 from __future__ import annotations
@@ -13,20 +17,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile import Key, Measurement, RowKey, RowQuality, combine_ranks, incomplete_clocks
+from perseus_ds.artifacts.profile import (
+    Floats,
+    Key,
+    Measurement,
+    RowKey,
+    RowQuality,
+    combine_ranks,
+    incomplete_clocks,
+)
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
-from perseus_ds.profiler.blocking_power import WaitingPower, pooled
 from perseus_ds.profiler.fixed_durations import tails_s
-
-Floats = npt.NDArray[np.float64]
 
 # Error of the time of a refresh [s], and lower bound of the relative variation of power between instructions. A larger
 # variation shows in the residuals.
@@ -51,6 +60,9 @@ _UNKNOWN = 1e3
 # Share of its period in which a counter samples power: all of it, or only the last part (a quarter on A100 and H100,
 # arXiv 2312.02741). A share below 1 is assumed only if it reduces the squared residuals by this factor.
 _ALWAYS, _SHARES, _CLEARLY = 1.0, (1.0, 0.5, 0.25, 0.1), 0.5
+# Relative difference between blocking powers that is negligible, and number of standard errors above which a difference
+# is significant.
+_AGREES, _SURE = 0.03, 3.0
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,23 @@ class _Refreshes:
         return float(np.linalg.lstsq(matrix, np.append(beyond_j / scale, 0.0), rcond=None)[0][0])
 
 
+class WaitingPower(NamedTuple):
+    """Power while a GPU waits, and its standard error [W]."""
+
+    power_w: float
+    error_w: float
+
+
+def pooled(found: Iterable[WaitingPower | None]) -> WaitingPower | None:
+    """Return the mean of several measurements, weighted by their errors. None if there are none."""
+    known = [one for one in found if one is not None and 0 < one.error_w < math.inf]
+    if not known:
+        return None
+    weights = [1 / one.error_w**2 for one in known]
+    power_w = sum(weight * one.power_w for weight, one in zip(weights, known, strict=True)) / sum(weights)
+    return WaitingPower(power_w, 1 / math.sqrt(sum(weights)))
+
+
 class OnlineProfiler:
     """Collects iterations of one rank and computes rows from them."""
 
@@ -210,29 +239,28 @@ class OnlineProfiler:
             reached_s: Time at which the GPU reached the clock [s].
         """
         self._state[clock_mhz] = state
-        computed = [
-            (span, (span.operation.instruction.stage, span.operation.instruction.kind))
-            for spans in iterations
-            for span in spans
-            if isinstance(span.operation, Compute)
-        ]
-        keys = sorted({*self._keys, *(key for _, key in computed)})
-        outdated = [known for known in self._known if known[0] == clock_mhz or keys != self._keys]
-        for known in outdated:
-            del self._known[known]
-        self._keys = keys
-        begun_later = {key for span, key in computed if span.start_s >= reached_s}
+        computed: list[tuple[Span, Key]] = []
+        # By kind: whether an instruction began at the clock, and its time.
+        taken_s: dict[Key, list[tuple[bool, float]]] = defaultdict(list)
         for number, spans in enumerate(iterations):
             factor = factors[number] if factors else {}
             for span in spans:
-                if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
+                if isinstance(span.operation, Compute):
                     instruction = span.operation.instruction
                     key = instruction.stage, instruction.kind
-                    if span.start_s >= reached_s or key not in begun_later:
-                        self._times_s[clock_mhz, key].append(span.time_s / factor.get(instruction, 1.0))
-        for spans in iterations:
+                    computed.append((span, key))
+                    if instruction.kind is not Kind.TAIL:
+                        time_s = span.time_s / factor.get(instruction, 1.0)
+                        taken_s[key].append((span.start_s >= reached_s, time_s))
             for stage, time_s in tails_s(spans).items():
-                self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
+                taken_s[stage, Kind.TAIL].append((True, time_s))
+        for key, found in taken_s.items():
+            at_the_clock = [time_s for is_at_the_clock, time_s in found if is_at_the_clock]
+            self._times_s[clock_mhz, key] += at_the_clock or [time_s for _, time_s in found]
+        keys = sorted({*self._keys, *taken_s})
+        still_valid = [known for known in self._known if known[0] != clock_mhz and keys == self._keys]
+        self._known = {known: self._known[known] for known in still_valid}
+        self._keys = keys
         if len(readings) >= 2:
             moments, energy_j = np.array(readings).T
             self._seen[clock_mhz].append(_Part(computed, moments, energy_j))
@@ -241,13 +269,8 @@ class OnlineProfiler:
         """Return the relative error of the mean power beyond blocking power at a clock, from the residuals."""
         return self._refreshes(clock_mhz, self._share()).power_error if clock_mhz in self._seen else math.inf
 
-    @property
-    def blocking_power_w(self) -> float:
-        """Power while waiting, from which rows are computed [W]."""
-        return self._blocking_power_w
-
-    @blocking_power_w.setter
-    def blocking_power_w(self, power_w: float) -> None:
+    def use_blocking_power_w(self, power_w: float) -> None:
+        """Compute rows from another blocking power [W]."""
         self._blocking_power_w = power_w
         self._known.clear()
 
@@ -390,6 +413,24 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
     median_s = statistics.median(times_s)
     deviations_s = [time_s - median_s for time_s in times_s]
     return median_s, error_of_median(deviations_s, len(times_s)) / median_s if len(times_s) > 2 else None
+
+
+def chosen_power_w(alone_w: float, bubbles: WaitingPower | None) -> tuple[float, str | None]:
+    """Return the blocking power for plans [W], and a message if the measurements differ.
+
+    Args:
+        alone_w: Power while all ranks wait for one [W].
+        bubbles: Power in the bubbles of iterations, pooled over ranks. None if unknown.
+    """
+    if bubbles is None or abs(bubbles.power_w - alone_w) <= _AGREES * alone_w:
+        return alone_w, None
+    differ = (
+        f"a waiting GPU draws {bubbles.power_w:.1f} +/- {2 * bubbles.error_w:.1f} W in the bubbles of iterations, and "
+        f"{alone_w:.1f} W where all ranks wait for one"
+    )
+    if abs(bubbles.power_w - alone_w) > _SURE * bubbles.error_w:
+        return bubbles.power_w, f"{differ}: plans are made for the former, the waiting that they replace"
+    return alone_w, f"{differ}: plans are made for the latter, as the former is not certain to differ"
 
 
 def combine_rows(

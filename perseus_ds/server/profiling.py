@@ -24,7 +24,6 @@ from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span
 from perseus_ds.policy.plan_proof import IterationSample
-from perseus_ds.profiler.blocking_power import chosen_power_w, pooled
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.fixed_durations import (
@@ -39,7 +38,7 @@ from perseus_ds.profiler.fixed_durations import (
     without_gaps,
 )
 from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, fit_by_length, typical_error
-from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
+from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power_w, pooled
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.context import ModeContext
 from perseus_ds.server.default_clocks import SETTLED
@@ -441,7 +440,7 @@ class _Measurement:
     def use_blocking_power_w(self, power_w: float) -> None:
         """Compute rows from another blocking power [W]."""
         for profiler in self._profilers.values():
-            profiler.blocking_power_w = power_w
+            profiler.use_blocking_power_w(power_w)
 
     @property
     def share(self) -> float:

@@ -327,7 +327,7 @@ def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, mo
         torch.manual_seed(0)
         losses.append([])
         for rows in ((4, 4), (4, 6), (6, 4), (6, 6), (4, 4)):
-            data = iter([next(batches(rows=count)) for count in rows])
+            data = iter([next(batches(sizes=(count,))) for count in rows])
             trained.reset_activation_shape()
             losses[-1].append(trained.train_batch(data).item())
             shapes.append(Counter(inputs))

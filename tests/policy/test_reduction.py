@@ -159,12 +159,3 @@ def test_a_file_that_was_replaced_or_has_ended_asks_for_nothing_more(by_file):
     assert run(job, 5)[-1] == 0
     file.write_text(requests((-1000, 0.8), (-500, 0.8)))
     assert run(job, 5)[-1] == 0
-
-
-def test_a_file_of_percents_is_an_error_and_the_last_good_values_stay(by_file):
-    job, file = by_file
-    file.write_text("0.8\n")
-    plan = run(job, 5)[-1]
-    file.write_text("80\n")
-    assert run(job, 5)[-1] == plan > 0
-    assert any("expected fractions of the power at default clocks, above 0 and at most 1" in text for text in job.said)

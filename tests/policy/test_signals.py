@@ -32,13 +32,14 @@ def test_our_own_csv_has_time_stamps_and_values_each_of_which_holds_until_the_ne
     assert [signal.next_change_s(begin_s + s) - begin_s for s in (0, 3600, 9000)] == [3600, 7200, 10800]
 
 
+HOSTILE = "\x1b]0;PWNED\x07" + "A" * 100_000
 BAD = {
     "": "the file is empty",
     "time,value": "it has no values",
     own(1): "only one value",
-    own(1, "nan", 3): "row 3: expected a number .*, got 'nan'",
-    own(1, "inf", 3): "row 3: expected a number .*, got 'inf'",
-    own(1, "-1e10", 3): r"row 3: expected a number of at most 1e\+09, got '-1e10'",
+    own(1, "nan", 3): r"row 3: expected a number of at most 1e\+09, got 'nan'",
+    own(1, "-1e10", 3): "row 3: expected a number .*, got '-1e10'",
+    own(1, HOSTILE, 3): "row 3: expected a number .*, got",
     own(1, 2, 3) + "\n2026-11-22T01:00:00+00:00,4": "row 5: '2026-11-22T01:00:00.00:00' is not after .* Sort the rows",
     own(1, 2).replace("+00:00", ""): "row 2: '2026-11-22T00:00:00' has no time zone",
     own(1, 2).replace("2026-11-22T01", "midnight"): "row 3: expected a time such as .*, got 'midnight",
@@ -46,26 +47,13 @@ BAD = {
     own(1, 2, start="2200-12-31T23:00:00+00:00"): "row 3: expected a year from 1970 to 2200, got '2201",
     "hour,price\n1,2": "expected one number, or the columns .time,value., found 'hour,price'",
     "time,value\n2026-11-22T00:00:00Z": "row 2: expected time and value, got '2026",
-    "time,value,unit\n1,2,3": "expected one number, or the columns",
-    '[{"time": 1}]': "expected one number, or the columns",
+    f"time,{HOSTILE}\n1,2": "expected one number, or the columns",
 }
 
 
-HOSTILE = "\x1b]0;PWNED\x07" + "A" * 100_000
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"time,value\n2026-11-22T00:00:00Z,{HOSTILE}\n2026-11-22T01:00:00Z,1",
-        "time,value\n2026-11-22\x1b00:00,1\n2026-11-22T01:00:00Z,1",
-        "time,value\n2026-11-22T01:00:00Z,1\n2026-11-22\x9b00:00+00:00,1",
-        f"time,{HOSTILE}\n1,2",
-    ],
-    ids=["value", "no time zone", "not sorted", "columns"],
-)
-def test_what_is_wrong_with_a_signal_is_said_in_few_and_printable_characters(text):
-    with pytest.raises(SignalError) as raised:
+@pytest.mark.parametrize(("text", "message"), BAD.items(), ids=range(len(BAD)))
+def test_what_is_wrong_with_a_signal_is_said_with_its_place_in_few_and_printable_characters(text, message):
+    with pytest.raises(SignalError, match=message) as raised:
         parse_signal(text)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 800
@@ -78,14 +66,10 @@ def test_a_signal_has_at_most_as_many_values_as_a_year_has_quarter_hours(monkeyp
         parse_signal(own(1, 2, 3, 4))
 
 
-@pytest.mark.parametrize(("text", "message"), BAD.items(), ids=lambda text: text[:20])
-def test_what_is_wrong_with_a_signal_is_said_with_its_place(text, message):
-    with pytest.raises(SignalError, match=message):
-        parse_signal(text)
-
-
-def test_a_cap_of_the_past_or_of_the_future_has_no_value_for_now(tmp_path):
+def test_a_cap_needs_a_value_for_now_and_a_fraction_is_no_percentage(tmp_path):
     (tmp_path / "signal.csv").write_text(own(1, 2))
+    with pytest.raises(SignalError, match=r"expected fractions .* above 0 and at most 1 .*, got 2"):
+        read_signal(tmp_path / "signal.csv", "fraction")
     with pytest.raises(SignalError, match=r"in the past: it ended at 2026-11-22T02:00:00Z"):
         read_signal(tmp_path / "signal.csv", "cap", datetime(2026, 11, 22, 2, tzinfo=UTC))
     with pytest.raises(SignalError, match=r"begins at 2026-11-22T00:00:00Z"):

@@ -15,8 +15,14 @@ from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
-from perseus_ds.profiler.blocking_power import WaitingPower, chosen_power_w, pooled
-from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, combine_rows
+from perseus_ds.profiler.online import (
+    MeasuredRow,
+    OnlineProfiler,
+    WaitingPower,
+    chosen_power_w,
+    combine_rows,
+    pooled,
+)
 
 MEASURED_ON_H100 = Path(__file__).parents[1] / "data" / "h100_at_its_power_limit.json"
 WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ class Block(nn.Module):
 
 
 def batches(
-    seed: int = 0, rows: int = 8, dtype: torch.dtype = torch.float32
+    seed: int = 0, sizes: Sequence[int] = (8,), dtype: torch.dtype = torch.float32, nan_at: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield random inputs and labels endlessly."""
+    """Yield random inputs and labels endlessly, with these numbers of rows in turn, and NaN in one of the inputs."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
+    for number, rows in enumerate(itertools.cycle(sizes)):
         data = torch.randn(rows, WIDTH, generator=generator).to(dtype)
+        if number == nan_at:
+            data[0, 0] = float("nan")
         yield data, data.roll(1, dims=1)
 
 
@@ -74,11 +77,18 @@ def leave_out_shared_memory() -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-def told_by_rank_0(fact: bool) -> bool:
+def of_rank_0(fact: bool) -> bool:
     """Return the value of rank 0, broadcast to all ranks."""
-    told = torch.tensor([fact], dtype=torch.int32)
-    dist.broadcast(told, 0)
-    return bool(told)
+    sent = torch.tensor([fact], dtype=torch.int32)
+    dist.broadcast(sent, 0)
+    return bool(sent)
+
+
+def give_lengths(perseus: Any, job: dict[str, Any], step: int) -> None:
+    """Pass the lengths of the micro-batches of the iteration after a step to Perseus, in a ``mixed`` job."""
+    if perseus is not None and "mixed" in job:
+        for ahead in [0, 1] if step == 0 else [step + 1]:
+            perseus.next_lengths(job["mixed"][ahead % len(job["mixed"])])
 
 
 def train_jobs(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -90,7 +100,7 @@ def train_jobs(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     folder = Path(sys.argv[1])
     reports: list[dict[str, Any]] = []
     for job in json.loads((folder / "jobs.json").read_text()):
-        # By phases, or as long as the longest job so far, whose number of steps depends on the machine.
+        # By phases, or like the longest job so far, because the number of its steps depends on the machine.
         longest = max((len(report.get("weights", ())) for report in reports), default=0)
         steps = sys.maxsize if job.keys() & {"until", "orders"} else longest
         reports.append(train({"steps": steps, **job}))

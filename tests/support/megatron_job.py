@@ -23,7 +23,7 @@ import megatron.core.models.common.model_chunk_schedule_plan
 import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
-from job_parts import hash_of, next_random_number, told_by_rank_0, train_jobs
+from job_parts import give_lengths, hash_of, next_random_number, of_rank_0, train_jobs
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -178,7 +178,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        give_lengths(job, session, [0, 1] if step == 0 else [step + 1])
+        give_lengths(session, job, step)
         own = [cut(of_chunk, job, step) for of_chunk in data] if "mixed" in job else data
         losses = iterate(model, own, micro_batches, length=length_of(job, step))
         norm = gradient_norm(model)
@@ -211,15 +211,8 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
     for count, *until in job.get("orders", orders):
         phase, left = until or (None, 1)
         while left:
-            left -= phase is None or told_by_rank_0(session.phase == phase)
+            left -= phase is None or of_rank_0(session.phase == phase)
             yield count
-
-
-def give_lengths(job: dict[str, Any], session: Any, steps: list[int]) -> None:
-    """Pass the lengths of the micro-batches of some iterations to Perseus, on all ranks."""
-    for step in steps:
-        if session is not None and "mixed" in job:
-            session.next_lengths(job["mixed"][step % len(job["mixed"])])
 
 
 def cut(data: Any, job: dict[str, Any], step: int) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from torch import nn
 
 leave_out_shared_memory()
 config = partial(job_parts.config, rows=4, micro_batches=2)
-batches = partial(job_parts.batches, rows=4)
+batches = partial(job_parts.batches, sizes=(4,))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_parts import WIDTH, config, hash_of, leave_out_shared_memory, told_by_rank_0
+from job_parts import WIDTH, batches, config, give_lengths, hash_of, leave_out_shared_memory, of_rank_0
 from torch import nn
 
 import perseus_ds
@@ -54,15 +53,6 @@ class HalfPrecisionCpu(CPU_Accelerator):
 
     def is_fp16_supported(self) -> bool:
         return True
-
-
-def batches(seed: int, nan_at: int | None = None, dtype: torch.dtype = torch.float32, sizes=(8,)):
-    generator = torch.Generator().manual_seed(seed)
-    for number, size in enumerate(itertools.cycle(sizes)):
-        data = torch.randn(size, WIDTH, generator=generator).to(dtype)
-        if number == nan_at:
-            data[0, 0] = float("nan")
-        yield data, data.roll(1, dims=1)
 
 
 def pipeline_module(job: dict) -> PipelineModule:
@@ -130,7 +120,7 @@ def main() -> None:
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
     buckets = [size for size in job.get("buckets", [8]) for _ in range(job["micro_batches"])]
     buckets = [size for of_iteration in job["mixed"] for size in of_iteration] if "mixed" in job else buckets
-    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job), buckets)
+    data = batches(100 + engine.grid.get_data_parallel_id(), buckets, dtype_of(job), nan_at)
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     report = train(engine, module, data, job, folder)
     perseus = getattr(engine, "perseus", None)
@@ -167,7 +157,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if slow:
             slow.update()
         change_batch(engine, job, step)
-        give_lengths(engine, job, [0, 1] if step == 0 else [step + 1])
+        give_lengths(getattr(engine, "perseus", None) if engine.is_first_stage() else None, job, step)
         losses.append(float(engine.train_batch(data)))
         if "file_limit_bytes" in job and step == first and torch.distributed.get_rank() == 0:
             limit_files_of_server(folder, job["file_limit_bytes"])
@@ -175,8 +165,8 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             plans.append(engine.perseus.plan)
         follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:
-            left_in_phase -= told_by_rank_0(engine.perseus.phase == last_phase)
-        stop = is_ordered(folder / "stop") or (last_phase is not None and left_in_phase == 0)
+            left_in_phase -= of_rank_0(engine.perseus.phase == last_phase)
+        stop = of_rank_0((folder / "stop").exists()) or (last_phase is not None and left_in_phase == 0)
         save(engine, job, folder, step, is_last=stop or step == first + job["steps"] - 1)
         if stop:
             break
@@ -184,7 +174,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             losses.append(float(engine.eval_batch(batches(3))))
         if step in job.get("look_after", ()):
             resources.append(resources_of(engine))
-        if "end_by" in job and is_ordered(folder / "end"):
+        if "end_by" in job and of_rank_0((folder / "end").exists()):
             end(job["end_by"], rank)
     return {"losses": losses, "resources": resources, "plans": plans}
 
@@ -198,13 +188,6 @@ def change_batch(engine, job: dict, step: int) -> None:
         engine.set_train_batch_size(8 * count * engine.grid.data_parallel_size)
 
 
-def give_lengths(engine, job: dict, steps: list[int]) -> None:
-    """Pass the sizes of the micro-batches of some steps to Perseus ahead, on the first stage."""
-    if "mixed" in job and hasattr(engine, "perseus") and engine.is_first_stage():
-        for step in steps:
-            engine.perseus.next_lengths(job["mixed"][step % len(job["mixed"])])
-
-
 def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:
     """Write the loss of a step, and save a checkpoint if requested, in a ``followed`` job."""
     if not job.get("followed"):
@@ -212,15 +195,10 @@ def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:
     if torch.distributed.get_rank() == 1:  # rank 0's disk may be full
         with (folder / "losses.csv").open("a") as file:
             file.write(f"{step},{loss!r}\n")
-    if is_ordered(folder / "save"):
+    if of_rank_0((folder / "save").exists()):
         engine.save_checkpoint(str(folder / "checkpoint"))
         if torch.distributed.get_rank() == 0:
             (folder / "save").unlink()
-
-
-def is_ordered(file: Path) -> bool:
-    """Return whether a file exists on rank 0, broadcast to all ranks."""
-    return told_by_rank_0(file.exists())
 
 
 def resources_of(engine) -> dict[str, int]:
