@@ -255,7 +255,7 @@ class Events:
 
 @dataclass
 class Usage:
-    """What the server's process has used during some iterations.
+    """Resources that the server's process has used during some iterations.
 
     Attributes:
         cpu_s: Processor time of all threads [s].

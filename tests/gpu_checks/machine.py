@@ -148,6 +148,7 @@ class OneGpu:
         size: Width, rows of a micro-batch, layers and micro-batches of the models.
         stage_size: The same for a model whose activations are sent through the host's memory.
         setups: How models are trained (``gpu_checks.training.SETUPS``).
+        most_iterations: Number of iterations after which a mode must have reached its goal.
     """
 
     simulated = False
@@ -158,6 +159,7 @@ class OneGpu:
     size = (1024, 16384, 4, 8)
     stage_size = (1024, 2048, 8, 8)
     setups = ("bf16", "fp16", "ZeRO-1", "recomputation", "contiguous recomputation", "torch.compile")
+    most_iterations = 400
 
     def __init__(self) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products bitwise reproducible

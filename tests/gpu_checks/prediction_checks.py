@@ -31,15 +31,15 @@ def closure(machine: Any, results: Results) -> None:
         block = block_of(machine, "profile", folder)
         with engine_of(machine, setup, block) as engine:
             data = batches(machine, setup)
-            train_until_profiled(engine, data, Path(block["output_dir"]))
+            train_until_profiled(machine, engine, data, Path(block["output_dir"]))
             finished = _kept_iterations(engine.perseus.runtime.timers)
             begin_s = now_s()
             while now_s() - begin_s < machine.seconds(30.0) or len(finished) < _FEWEST:
                 engine.train_batch(data)
             spans = [iteration.spans() for iteration in finished[-_KEPT:]]
         output = Path(block["output_dir"])
-        _energy_and_time(machine, results, output)
         _passes(results, StageProfile.load(output / "measured.csv"), spans)
+        _energy_and_time(machine, results, output)
 
 
 def _energy_and_time(machine: Any, results: Results, output: Path) -> None:

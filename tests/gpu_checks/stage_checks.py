@@ -14,7 +14,6 @@ from gpu_checks.checks import named, place_of
 from gpu_checks.results import Results
 
 _RANKS = 2
-_MOST_ITERATIONS = 200
 _RANK = """
 import sys
 from gpu_checks.stage_checks import train_one_rank
@@ -25,7 +24,7 @@ train_one_rank(*sys.argv[1:])
 def stages(machine: Any, results: Results) -> None:
     """Losses and weights of two stages on one GPU have the same bits with and without Perseus."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {"profile": _train(machine, Path(folder), "profile", _MOST_ITERATIONS)}
+        found = {"profile": _train(machine, Path(folder), "profile", machine.most_iterations)}
         iterations = found["profile"][0]["iterations"]
         for mode in ("observe", "plain"):
             found[mode] = _train(machine, Path(folder), mode, iterations)

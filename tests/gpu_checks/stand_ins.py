@@ -114,7 +114,7 @@ class VirtualMachine:
 
 
 class StubCudaMachine:
-    """The stub CUDA driver, whose streams are threads of this process.
+    """The stub CUDA driver. Its streams are threads of this process.
 
     Args:
         cuda: The stub.
@@ -203,6 +203,7 @@ class HostMachine:
     }
     size = stage_size = (8, 4, 2, 4)
     setups = ("bf16", "contiguous recomputation")
+    most_iterations = 1_000_000  # a busy machine plans after any number of such short iterations
 
     def __init__(self) -> None:
         torch.set_num_threads(1)

@@ -28,7 +28,6 @@ from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_recor
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 
 _BATCHES = 4
-MOST_ITERATIONS = 400
 DONE = {"observe": ("observe", 6), "profile": ("observe", 3), "run": ("run", 3)}
 """A phase, and the number of its iterations that suffices, by mode."""
 
@@ -59,7 +58,7 @@ class CompiledBlock(Block):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained.
+    """Settings of a training.
 
     Attributes:
         keys: Keys of DeepSpeed's config.
@@ -169,7 +168,7 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
     wanted, count = DONE[block["mode"]]
     with engine_of(machine, setup, block) as engine:
         data = batches(machine, setup)
-        while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
+        while phases.count(wanted) < count and len(phases) < machine.most_iterations:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
         bits = bits_of(engine, machine, losses)
@@ -197,9 +196,9 @@ def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[i
     return found
 
 
-def train_until_profiled(engine: Any, data: Any, output: Path) -> None:
+def train_until_profiled(machine: Any, engine: Any, data: Any, output: Path) -> None:
     """Train until the profile is written."""
-    for _ in range(MOST_ITERATIONS):
+    for _ in range(machine.most_iterations):
         engine.train_batch(data)
         if engine.perseus.phase == "observe":
             break

@@ -51,7 +51,7 @@ class HostileRanks:
             "mode": "run",
             "frontier": str(self._folder / "frontier"),
             "device": "nvml",
-            # Kept as long as it draws less power, however irregular the times on this machine are.
+            # A plan is kept while it draws less power, even if times on this machine are irregular.
             "policy": _POWER_CAP,
         }
         self._has_checkpoint = False
@@ -102,10 +102,10 @@ class HostileRanks:
         self._wait_until_back(len(records(self._job.folder / "perseus")))
         outcome.back_s.append(time.monotonic() - ended_s)
         outcome.times += 1
-        told = [event["rank"] for event in events(records(self._job.folder / "perseus")[begun:], "failure")]
-        outcome.warnings += len(told)
-        if len(told) > len(set(told)):
-            outcome.broken.append(f"warned more than once on ranks {told}")
+        warned = [event["rank"] for event in events(records(self._job.folder / "perseus")[begun:], "failure")]
+        outcome.warnings += len(warned)
+        if len(warned) > len(set(warned)):
+            outcome.broken.append(f"warned more than once on ranks {warned}")
 
     def _cause(self, cause, for_s):
         """Cause a fault for some time [s]."""

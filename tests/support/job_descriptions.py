@@ -15,7 +15,7 @@ GPU = {"gpu": "simulated", "clocks_mhz": tuple(range(900, 1411, 15)), "simulated
 
 
 def described(schedule=TWO_STAGES, *, pipelines=1, of_ranks=(), **block):
-    """Return the description of a job whose pipelines execute a schedule.
+    """Return the description of a job with pipelines that execute a schedule.
 
     Args:
         of_ranks: Facts of each rank that replace others.

@@ -1,4 +1,4 @@
-"""Jobs whose stages consist of known parts: layouts, and profiles computed from costs."""
+"""Jobs with stages of known parts: layouts, and profiles computed from costs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int]
 
 
 def profile_of(layout: Layout, *, noise: float = 0.0, seed: int = 0, clocks: Any = CLOCKS, **info: Any) -> StageProfile:
-    """Return the profile of stages whose parts have the costs ``COSTS_S``, with known errors."""
+    """Return the profile of stages of parts with the costs ``COSTS_S``, with known errors."""
     draw = np.random.default_rng(seed)
     rows, quality = [], []
     for stage, parts in enumerate(layout.stages):

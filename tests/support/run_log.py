@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GIVE_UP_S = 600.0
-"""Timeout of a test whose job hangs; no test depends on times."""
+"""Timeout of a test if its job hangs; no test depends on times."""
 
 Record = dict[str, Any]
 

@@ -62,7 +62,7 @@ class RecordingGpu(SimulatedGpu):
 
 
 class FaultyGpu(SimulatedGpu):
-    """A GPU whose driver fails between :meth:`begin` and :meth:`end`.
+    """A GPU with a driver that fails between :meth:`begin` and :meth:`end`.
 
     Attributes:
         fault: One of :data:`DRIVER_FAULTS` or of :data:`REFUSALS`, or ``"counter stands still"``; None if it works.
@@ -114,7 +114,7 @@ class FaultyGpu(SimulatedGpu):
 
 
 class AveragingGpu(SimulatedGpu):
-    """A GPU whose counter integrates a moving average of the power, as power readings are.
+    """A GPU with a counter that integrates a moving average of the power, as power readings do.
 
     Attributes:
         average_s: Window of the average [s]; a test may change it.

@@ -144,7 +144,7 @@ class HostileDay:
         job.gpus[rank].begin(cause)
         self._train_for(120.0)
         if not (job.has_fallen_back(rank) and job.gpus[rank].is_at_default_clock):
-            self.outcomes[cause].broken.append("a fault that stays leaves another clock than the default")
+            self.outcomes[cause].broken.append("a permanent fault leaves a clock that is not the default")
         job.close()
         if not all(gpu.is_at_default_clock for gpu in job.gpus):
-            self.outcomes[cause].broken.append("the job leaves other clocks than the default")
+            self.outcomes[cause].broken.append("the job leaves clocks that are not the default")

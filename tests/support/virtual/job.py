@@ -13,6 +13,7 @@ import statistics
 import threading
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -77,7 +78,7 @@ class VirtualJob:
         graphs=False,
         **block,
     ):
-        """Start the job, of which :meth:`train` runs the first iteration.
+        """Start the job. :meth:`train` runs its first iteration.
 
         Args:
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
@@ -139,7 +140,7 @@ class VirtualJob:
 
     @property
     def is_under_a_plan(self):
-        """Whether the next iterations run under a plan and no rank has fallen back."""
+        """True if the next iterations run under a plan and no rank has fallen back."""
         return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
 
     def has_fallen_back(self, rank):
@@ -260,7 +261,7 @@ class VirtualJob:
         self.server.start()
         for rank, runtime in enumerate(self.runtimes):
             self.agent(rank).forget_server()
-            self._tell(rank, Joined(runtime.clocks.memory.iteration))
+            self._to_server(rank, Joined(runtime.clocks.memory.iteration))
 
     def close(self):
         """Wait for the devices, end the job, and return its iterations."""
@@ -278,9 +279,7 @@ class VirtualJob:
         self._description, self._epoch = JobDescription.of(self._config.model_dump_json().encode(), facts), 0
         self.server = self._make_server(state=state)
         self._clocks = [
-            clocks_of(
-                gpu, self.time, self._cuda and self._cuda[rank], lambda message, rank=rank: self._tell(rank, message)
-            )
+            clocks_of(gpu, self.time, self._cuda and self._cuda[rank], partial(self._to_server, rank))
             for rank, gpu in enumerate(self.gpus)
         ]
         self._on_all_ranks(self._begin)
@@ -314,7 +313,7 @@ class VirtualJob:
         )
         return rank_facts(self._config, facts, own, gpu, self._timers(rank))
 
-    def _tell(self, rank, message):
+    def _to_server(self, rank, message):
         self.server.receive(rank, message)
         self.server.tick()
 
@@ -339,7 +338,7 @@ class VirtualJob:
             clocks.send(measured)
         elif welcome.measures_counter:
             clocks.send(measure_counter(clocks))
-        self._tell(rank, Joined())
+        self._to_server(rank, Joined())
         self.runtimes[rank] = PerseusRuntime(
             clocks,
             self._timers(rank),
