@@ -332,15 +332,9 @@ class PlanComparison:
         """Time beyond the promised time, as a fraction of the promised time."""
         return (1 + self.slowdown) / (1 + self.promised_slowdown) - 1
 
-    @property
-    def knows_slowdown(self) -> bool:
-        """True if the slowdown is known well enough for its estimate to decide."""
-        return self.standard_errors(_KNOWN) * self.slowdown_error <= _KNOWN_ERROR
-
-    @property
-    def knows_saving(self) -> bool:
-        """True if the saving is known so well that it counts as none if it is not certain."""
-        return self.standard_errors(_KNOWN) * self.saved_error <= _KNOWN_ERROR
+    def is_small(self, error: float) -> bool:
+        """Return True if an estimate with this standard error decides, even if it is not certain."""
+        return self.standard_errors(_KNOWN) * error <= _KNOWN_ERROR
 
     def is_late(self, sure: float) -> bool:
         """Return True if the promised time is certainly exceeded, given the number of standard errors."""
@@ -393,7 +387,9 @@ class Verdict:
             reason = "it uses more energy"
         elif comparison.is_in_time(sure) and uses < 0:
             kept, reason = True, "it is in time and saves energy"
-        elif not (is_last or (comparison.knows_slowdown and (uses or comparison.knows_saving))):
+        elif not is_last and not (
+            comparison.is_small(comparison.slowdown_error) and (uses or comparison.is_small(comparison.saved_error))
+        ):
             return None
         elif comparison.slowdown > comparison.promised_slowdown + TOLERANCE:
             is_late, reason = True, "it seems to take longer than promised"

@@ -35,7 +35,6 @@ _LONGEST_MESSAGE = 600
 _POLL_S = 1.0
 _READ_TIMEOUT_S = 10.0
 _Signature = tuple[int, int, int]
-_NO_SIGNATURE: _Signature = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -185,6 +184,20 @@ def _text(time_s: float) -> str:
     return f"{datetime.fromtimestamp(time_s, timezone.utc):%FT%TZ}"
 
 
+@dataclass
+class _File:
+    """A file that is watched.
+
+    Attributes:
+        known: Signature of its contents when they were last used or reported. None if there was no file.
+        suspect: Signature of contents that were found invalid once. They may have been half written.
+    """
+
+    use: SignalUse
+    known: _Signature | None
+    suspect: _Signature | None = (0, 0, 0)
+
+
 class SignalWatch:
     """Keeps the last valid values of a policy's signals, so that decisions never wait for a file system.
 
@@ -205,10 +218,7 @@ class SignalWatch:
         self._changed = timebase.condition()
         self._is_closed = False
         self._is_watching = False
-        # Signatures of contents that are in use or were reported, and of those found invalid once.
-        self._known: dict[str, _Signature | None] = {}
-        self._uses: Mapping[str, SignalUse] = {}
-        self._suspects: dict[str, _Signature | None] = {}
+        self._files: Mapping[str, _File] = {}
 
     def follow(self, policy: PolicyConfig) -> None:
         """Read the signals of a policy, and watch their files from now on.
@@ -216,15 +226,12 @@ class SignalWatch:
         Raises:
             SignalError: A file cannot be used. The signals are unchanged.
         """
-        uses = signal_files(policy)
-        found = {file: self._read_with_timeout(file, use) for file, use in uses.items()}
+        found = {path: self._read_with_timeout(path, use) for path, use in signal_files(policy).items()}
         with self._changed:
-            self._known = {file: signature for file, (signature, _) in found.items()}
-            # The previous policy may make one more decision.
-            self._uses = uses
-            read = {file: signal for file, (_, signal) in found.items()}
-            self.signals = {**self.signals, **read}
-            begins = bool(uses) and not self._is_watching and not self._is_closed
+            self._files = {path: file for path, (file, _) in found.items()}
+            # Those of the previous policy are kept, because it may make one more decision.
+            self.signals = {**self.signals, **{path: signal for path, (_, signal) in found.items()}}
+            begins = bool(found) and not self._is_watching and not self._is_closed
             self._is_watching = self._is_watching or begins
         if begins:
             self._timebase.thread(self._watch, "perseus-signals").start()
@@ -242,14 +249,14 @@ class SignalWatch:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _read_with_timeout(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
+    def _read_with_timeout(self, path: str, use: SignalUse) -> tuple[_File, Signal]:
         """Read a file on another thread, because a file system may hang."""
         done = Flag(self._timebase)
-        found: list[tuple[_Signature | None, Signal] | SignalError] = []
+        found: list[tuple[_File, Signal] | SignalError] = []
 
         def read() -> None:
             try:
-                found.append((_signature(file), self._read(file, use)))
+                found.append((_File(use, _signature(path)), self._read(path, use)))
             except SignalError as error:
                 found.append(error)
             finally:
@@ -258,18 +265,18 @@ class SignalWatch:
         self._timebase.thread(read, "perseus-signal").start()
         done.wait(_READ_TIMEOUT_S)
         if not found:
-            raise SignalError(f"{file}: the signal cannot be read: no answer for {_READ_TIMEOUT_S:.0f} s.")
+            raise SignalError(f"{path}: the signal cannot be read: no answer for {_READ_TIMEOUT_S:.0f} s.")
         if isinstance(found[0], SignalError):
             raise found[0]
         return found[0]
 
-    def _read(self, file: str, use: SignalUse) -> Signal:
+    def _read(self, path: str, use: SignalUse) -> Signal:
         try:
-            return read_signal(Path(file), use, self._timebase.date())
+            return read_signal(Path(path), use, self._timebase.date())
         except SignalError:
             raise
         except Exception as error:  # no content of a file may end the thread
-            raise SignalError(f"{file}: the signal cannot be read ({error!r}).") from error
+            raise SignalError(f"{path}: the signal cannot be read ({error!r}).") from error
 
     def _watch(self) -> None:
         while True:
@@ -277,29 +284,25 @@ class SignalWatch:
                 self._changed.wait(_POLL_S)
                 if self._is_closed:
                     return
-                known, uses = self._known, self._uses
-            for path, use in uses.items():
-                self._read_if_changed(path, use, known)
+                files = self._files
+            for path, file in files.items():
+                self._read_if_changed(path, file)
 
-    def _read_if_changed(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
-        """Read a file if it has changed.
-
-        An invalid file may be half written, so it is reported only if it persists.
-        """
+    def _read_if_changed(self, path: str, file: _File) -> None:
         signature = _signature(path)
-        if signature == known[path]:
+        if signature == file.known:
             return
         try:
-            signal = self._read(path, use)
+            signal = self._read(path, file.use)
         except SignalError as error:
-            if signature == self._suspects.get(path, _NO_SIGNATURE):
-                known[path] = signature
+            if signature == file.suspect:
+                file.known = signature
                 self._on_problem(f"{error} The last valid values stay in use")
-            self._suspects[path] = signature
+            file.suspect = signature
             return
-        known[path] = signature
+        file.known = signature
         with self._changed:
-            if known is self._known and signal != self.signals[path]:
+            if self._files.get(path) is file and signal != self.signals[path]:
                 self.signals = {**self.signals, path: signal}
 
 

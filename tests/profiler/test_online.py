@@ -62,7 +62,7 @@ def gpu_in(now, seed, **settings):
 @pytest.mark.parametrize(
     ("forward_s", "seed", "conditions"),
     [
-        *[(forward_s, seed, ()) for forward_s in (0.02, 0.05, 0.2) for seed in range(4)],
+        *[(forward_s, seed, ()) for forward_s in (0.02, 0.2) for seed in range(2)],
         (0.05, 0, ("sampled-counter",)),
         (0.05, 0, ("low-clock-waiting",)),
     ],
@@ -90,7 +90,7 @@ def test_rows_agree_with_the_simulated_gpu(forward_s, seed, conditions):
         assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws(seed):
     work_s = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1, Kind.TAIL: 0.1}
     ranks = []
