@@ -196,10 +196,14 @@ def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
     steady, varying = OnlineProfiler(blocking_power_w=80.0), OnlineProfiler(blocking_power_w=80.0)
     steady.add(1200, [spans], readings)
     noise_j = np.cumsum(rng.normal(0, 10.0, len(readings)))
-    varying.add(1200, [spans], [(moment, j + noise) for (moment, j), noise in zip(readings, noise_j, strict=True)])
+    noisy = [(moment, j + noise) for (moment, j), noise in zip(readings, noise_j, strict=True)]
+    varying.add(1200, [spans], noisy)
     assert steady.power_error(1200) < 0.05 < varying.power_error(1200)
     errors = [min(r.quality.energy_relative_error for r in found.rows()) for found in (steady, varying)]
     assert errors[1] > 2 * errors[0]
+    known_before = steady.power_error(1200)
+    steady.add(1200, [spans], noisy)
+    assert steady.power_error(1200) > 2 * known_before, "what is computed from a clock changes with its iterations"
 
 
 def test_the_error_of_a_power_that_is_not_above_waiting_is_not_small():
