@@ -7,7 +7,6 @@ from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -22,6 +21,11 @@ OPTIONAL = PYPROJECT["project"]["optional-dependencies"]
 NEEDED = PYPROJECT["project"]["dependencies"]
 DECLARED = [*NEEDED, *chain.from_iterable(OPTIONAL.values()), *PYPROJECT["dependency-groups"]["dev"]]
 DISTRIBUTIONS = packages_distributions()
+
+
+def pins_of(lock):
+    lines = (ROOT / lock).read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if not line.startswith("#")]
 
 
 def names(requirements):
@@ -48,14 +52,11 @@ def test_the_examples_import_what_their_extra_declares():
     assert imported("examples") - names(NEEDED) == names(OPTIONAL["examples"])
 
 
-@pytest.mark.parametrize("requirement", DECLARED)
-def test_every_dependency_is_pinned_within_its_range(requirement):
-    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
-    pins = [Requirement(line) for line in lines if not line.startswith("#")]
-    wanted = Requirement(requirement)
-    (pin,) = (p for p in pins if canonicalize_name(p.name) == canonicalize_name(wanted.name))
-    (version,) = pin.specifier
-    assert wanted.specifier.contains(version.version)
+def test_every_dependency_is_pinned_within_its_range():
+    pins = {canonicalize_name(pin.name): pin for pin in pins_of("requirements.lock")}
+    for requirement in map(Requirement, DECLARED):
+        (version,) = pins[canonicalize_name(requirement.name)].specifier
+        assert requirement.specifier.contains(version.version), requirement
 
 
 def test_supported_pythons_are_named_alike_and_tested():
@@ -69,11 +70,10 @@ def test_supported_pythons_are_named_alike_and_tested():
 
 
 def test_other_pythons_have_the_same_pins_where_there_are_such_versions_for_them():
-    lines = (ROOT / "requirements-pythons.lock").read_text(encoding="utf-8").splitlines()
-    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pins = pins_of("requirements-pythons.lock")
     newest = {str(pin).partition(";")[0] for pin in pins if pin.marker is None or "3.11" in str(pin.marker)}
     newest -= {str(pin).partition(";")[0] for pin in pins if "<" in str(pin.marker)}
-    assert newest <= set((ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines())
+    assert newest <= set(map(str, pins_of("requirements.lock")))
 
 
 def test_reference_pages_are_made_with_what_the_lock_of_the_docs_has():
@@ -87,5 +87,6 @@ def test_reference_pages_are_made_with_what_the_lock_of_the_docs_has():
     )
     modules = {name.split(b".")[0].decode() for name in done.stdout.split()} - sys.stdlib_module_names
     found = {canonicalize_name(DISTRIBUTIONS[module][0]) for module in modules if module in DISTRIBUTIONS}
-    lines = (ROOT / "requirements-docs.lock").read_text(encoding="utf-8").splitlines()
-    assert found - {"perseus-ds", "setuptools"} <= names(line for line in lines if not line.startswith("#"))
+    assert found - {"perseus-ds", "setuptools"} <= {
+        canonicalize_name(p.name) for p in pins_of("requirements-docs.lock")
+    }

@@ -1,9 +1,8 @@
 """The structure of the package: permitted imports."""
 
 import ast
+import graphlib
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "perseus_ds"
 # From top to bottom; a folder may import only from those below it.
@@ -43,48 +42,35 @@ def folder_of(module):
 
 
 def imports_of(path):
+    """Yield the imported names of a file, and the modules in which they are."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "perseus_ds":
+        if isinstance(node, ast.ImportFrom):
             for name in node.names:
-                yield f"{node.module}.{name.name}".replace(".", "/"), node.module.replace(".", "/")
+                yield f"{node.module}.{name.name}", str(node.module)
         elif isinstance(node, ast.Import):
             for name in node.names:
-                if name.name.split(".")[0] == "perseus_ds":
-                    yield name.name.replace(".", "/"), name.name.replace(".", "/")
+                yield name.name, name.name
 
 
 def modules_imported(path):
-    for name, parent in imports_of(path):
-        for candidate in (name, f"{name}/__init__", parent, f"{parent}/__init__"):
-            if candidate in MODULES:
-                yield candidate
-                break
-        else:
-            raise AssertionError(f"{path} imports {name}, which is no module of the package")
+    for names in imports_of(path):
+        if names[1].split(".")[0] == "perseus_ds":
+            candidates = [f"{name.replace('.', '/')}{end}" for name in names for end in ("", "/__init__")]
+            yield next(candidate for candidate in candidates if candidate in MODULES)
 
 
 IMPORTS = {module: sorted(set(modules_imported(path))) for module, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module):
-    ours = FOLDERS.index(folder_of(module))
-    up = [other for other in IMPORTS[module] if FOLDERS.index(folder_of(other)) < ours]
-    assert not up, f"{module} imports {up} from above"
+def test_imports_point_down():
+    for module, imported in IMPORTS.items():
+        ours = FOLDERS.index(folder_of(module))
+        up = [other for other in imported if FOLDERS.index(folder_of(other)) < ours]
+        assert not up, f"{module} imports {up} from above"
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    done: set[str] = set()
-
-    def visit(module, above):
-        assert module not in above, " -> ".join([*above[above.index(module) :], module])
-        if module not in done:
-            for other in IMPORTS[module]:
-                visit(other, [*above, module])
-            done.add(module)
-
-    for module in MODULES:
-        visit(module, [])
+    list(graphlib.TopologicalSorter(IMPORTS).static_order())
 
 
 def test_no_engine_imports_another():
@@ -95,18 +81,15 @@ def test_no_engine_imports_another():
 
 
 def test_test_modules_import_no_test_modules():
-    tests = Path(__file__).parent
-    for path in tests.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            assert not [name for name in names if name.split(".")[-1].startswith("test_")], path
+    for path in Path(__file__).parent.rglob("*.py"):
+        modules = {parent.split(".")[-1] for _, parent in imports_of(path)}
+        assert not [name for name in modules if name.startswith("test_")], path
 
 
 def test_tests_mirror_the_package():
     tests = Path(__file__).parent
     works = {"clients", "examples", "fuzz", "gpu_checks", "integration", "nodes", "trials"}
     others = {*works, "data", "stub_cuda", "stub_nvml", "support", "__pycache__"}
-    # A folder whose tests were moved may still contain bytecode.
+    # A folder may contain nothing but old bytecode.
     folders = {path.name for path in tests.iterdir() if any(path.rglob("*.py"))} - others
     assert folders <= set(FOLDERS)

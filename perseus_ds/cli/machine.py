@@ -1,4 +1,4 @@
-"""Implements ``perseus-ds doctor`` and ``reset``."""
+"""``perseus-ds reset`` and ``doctor``, for this machine and its GPUs."""
 
 from __future__ import annotations
 
@@ -10,50 +10,53 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from perseus_ds.agent.gpu_records import note_reset
-from perseus_ds.client.lease import Lease, SharedMemory, leases
-from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
+from perseus_ds.cli.values import OPTIONAL, Texts
 from perseus_ds.errors import ConfigError, GpuBusyError, GpuError
-from perseus_ds.gpu.energy_counter import counter_period_s
-from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_uuid
-from perseus_ds.protocol.latencies import LatencyTable
-from perseus_ds.protocol.layout import LENGTH, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-
-def reset_gpus(chosen: list[str]) -> int:
-    """Reset the chosen GPUs, by default all, and return the exit code."""
-    results = [_reset(index) for index in _indices(chosen)]
-    return 0 if all(results) else 2
+if TYPE_CHECKING:
+    from perseus_ds.gpu.nvml import NvmlGpu
 
 
-def _indices(chosen: list[str]) -> list[int]:
-    """Return the indices of the chosen GPUs.
+@dataclass(frozen=True, kw_only=True)
+class Reset:
+    """Return GPUs to their default clocks.
 
-    Raises:
-        ConfigError: If one of them is not on this node.
-        GpuError: If NVML or the driver is missing.
+    This is necessary if the agent of a node was killed together with its job.
     """
-    count = gpu_count()
-    if not chosen:
-        return [*range(count)]
-    try:
-        indices = [int(gpu) if gpu.isdecimal() else index_of_uuid(gpu) for gpu in chosen]
-    except GpuError as error:
-        raise ConfigError(f"--gpus: {error}") from None
-    for index in indices:
-        if not 0 <= index < count:
-            raise ConfigError(f"--gpus: there is no GPU {index} on this node, which has {count}; see `nvidia-smi -L`.")
-    return indices
+
+    examples = ("perseus-ds reset", "perseus-ds reset --gpus 0 1")
+
+    gpus: Annotated[Texts, OPTIONAL] = field(default_factory=list)
+    """index in nvidia-smi, UUID, or beginning of a UUID; by default all GPUs of this node"""
+
+    def execute(self) -> int:
+        from perseus_ds.gpu.nvml import gpu_count, index_of_uuid
+
+        count = gpu_count()
+        try:
+            indices = [int(gpu) if gpu.isdecimal() else index_of_uuid(gpu) for gpu in self.gpus]
+        except GpuError as error:
+            raise ConfigError(f"--gpus: {error}") from None
+        for index in indices:
+            if index >= count:
+                raise ConfigError(
+                    f"--gpus: there is no GPU {index} on this node, which has {count}; see `nvidia-smi -L`."
+                )
+        results = [_reset(index) for index in indices or range(count)]
+        return 0 if all(results) else 2
 
 
 def _reset(index: int) -> bool:
+    from perseus_ds.agent.gpu_records import note_reset
+    from perseus_ds.gpu.nvml import NvmlGpu
+
     try:
         gpu = NvmlGpu(index)
         try:
@@ -86,25 +89,35 @@ _ONLY_FOR: dict[str, set[str]] = {
 }
 
 
-def examine(device: str, *, lock: bool) -> int:
-    """Print the findings and whether the machine is ready for a device, and return the exit code."""
-    software = examine_software()
-    gpus = [] if device == "simulated" else examine_gpus(lock=lock)
-    print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
-    for findings in [software, *gpus]:
-        print()
-        for finding in findings:
-            print(f"{finding.level:4}  {finding.what:13} {finding.text}")
-            if finding.remedy:
-                print(f"{'':20} -> {finding.remedy}")
-    to_solve = _failures(chain(software, *gpus), device)
-    if not to_solve:
-        print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
-    elif _failures(software, "simulated"):
-        print(f"\nTo solve: {to_solve}.")
-    else:
-        print(f"\nThis machine is ready for simulated GPUs; for real ones solve: {to_solve}.")
-    return 1 if to_solve else 0
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Report on one page whether this machine is ready, and how to solve problems."""
+
+    examples = ("perseus-ds doctor", "perseus-ds doctor --lock", "perseus-ds doctor --device simulated")
+
+    device: Literal["nvml", "zeus", "simulated"] = "nvml"
+    """nvml: the job changes the clocks itself; zeus: zeusd changes the clocks; simulated: no real GPU"""
+    lock: bool = False
+    """also lock clocks for a moment, to check the permission and measure the latency"""
+
+    def execute(self) -> int:
+        software = examine_software()
+        gpus = [] if self.device == "simulated" else examine_gpus(lock=self.lock)
+        print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
+        for findings in [software, *gpus]:
+            print()
+            for finding in findings:
+                print(f"{finding.level:4}  {finding.what:13} {finding.text}")
+                if finding.remedy:
+                    print(f"{'':20} -> {finding.remedy}")
+        to_solve = _failures(chain(software, *gpus), self.device)
+        if not to_solve:
+            print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
+        elif _failures(software, "simulated"):
+            print(f"\nTo solve: {to_solve}.")
+        else:
+            print(f"\nThis machine is ready for simulated GPUs; for real ones solve: {to_solve}.")
+        return 1 if to_solve else 0
 
 
 def _failures(findings: Iterable[Finding], device: str) -> str:
@@ -142,6 +155,8 @@ def _package(name: str) -> Finding:
 
 
 def _deepspeed() -> Finding:
+    from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
+
     problem = deepspeed_problem()
     if problem:
         return Finding("fail", "deepspeed", problem, REMEDY)
@@ -163,6 +178,9 @@ def _torch_devices() -> Finding:
 
 def _marks() -> Iterator[Finding]:
     """Have each GPU that torch sees write a mark into shared memory, as training does."""
+    from perseus_ds.client.lease import SharedMemory
+    from perseus_ds.protocol.layout import LENGTH, RankMemory
+
     try:
         import torch
 
@@ -208,6 +226,8 @@ def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Fin
     Returns:
         The findings of each GPU, or one list with one failure if there is no NVML.
     """
+    from perseus_ds.gpu.nvml import gpu_count
+
     try:
         count = gpu_count()
     except GpuError as error:
@@ -228,6 +248,8 @@ def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Fin
 
 
 def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding]:
+    from perseus_ds.gpu.nvml import NvmlGpu
+
     try:
         gpu = NvmlGpu(index, timebase)
     except GpuError as error:
@@ -274,6 +296,8 @@ def _power(gpu: NvmlGpu) -> Iterator[Finding]:
 
 
 def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
+    from perseus_ds.gpu.energy_counter import counter_period_s
+
     if not gpu.has_energy_counter:
         remedy = "Energies are integrated from the power that the driver reports, which is less accurate."
         yield Finding("warn", "energy", "no energy counter", remedy)
@@ -283,7 +307,7 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     else:
         refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
         if gpu.settings.whole_module:
-            remedy = "Savings are fractions of the module's energy, whose CPU part does not follow the GPU's clock."
+            remedy = "Savings are fractions of the module's energy. Its CPU part does not follow the GPU's clock."
             yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
         else:
             yield Finding("ok", "energy", refreshed)
@@ -291,6 +315,8 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
 
 def _agent(gpu: NvmlGpu) -> Iterator[Finding]:
     """Report the agent of a GPU and the processes that have a lease."""
+    from perseus_ds.client.lease import leases
+
     if (found := leases().get(gpu.address)) is not None:
         agent, pids = found
         yield Finding("ok", "agent", f"process {agent}; leased by process {', '.join(map(str, pids))}")
@@ -300,6 +326,8 @@ def _agent(gpu: NvmlGpu) -> Iterator[Finding]:
 
 def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     """Lock clocks under a lease, so that an agent resets them however this process ends."""
+    from perseus_ds.client.lease import Lease
+
     try:
         lease = Lease(gpu.address, f"doctor {os.getpid()}")
     except GpuBusyError as error:
@@ -311,6 +339,8 @@ def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
 
 def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     """Lock a few clocks of the upper half in rising and falling order, and reset the clock."""
+    from perseus_ds.protocol.latencies import LatencyTable
+
     clocks = gpu.supported_clocks_mhz()
     upper = clocks[len(clocks) // 2 :]
     rising = upper[:: max(1, len(upper) // _CLOCKS_TRIED)][-_CLOCKS_TRIED:]

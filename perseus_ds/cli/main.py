@@ -51,8 +51,8 @@ COMMANDS = {
     "control reduce": "jobs:Reduce",
     "control pause": "jobs:Pause",
     "control resume": "jobs:Resume",
-    "reset": "gpus:Reset",
-    "doctor": "gpus:Doctor",
+    "reset": "machine:Reset",
+    "doctor": "machine:Doctor",
 }
 GROUPS = {
     "": "Plan, watch and evaluate training with less energy.\n\nUse perseus-ds --version for the version, and "
@@ -171,7 +171,7 @@ def command_of(name: str) -> type[Command]:
 
 
 def description_of(name: str) -> str:
-    """Return the description of a command or group, whose first line is the summary."""
+    """Return the description of a command or group. Its first line is the summary."""
     return GROUPS[name] if name in GROUPS else inspect.getdoc(command_of(name)) or ""
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu, GpuState
@@ -110,7 +109,8 @@ class CounterLog(Refreshes):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.stop()
+        self._thread.join(_STOP_TIMEOUT_S)
 
     def start(self) -> None:
         """Start the thread that reads the counter."""
@@ -119,11 +119,6 @@ class CounterLog(Refreshes):
     def stop(self) -> None:
         """Request the thread to stop, without waiting for it. May be called repeatedly."""
         self._stop.set()
-
-    def close(self) -> None:
-        """Stop the thread and wait until it has ended."""
-        self.stop()
-        self._thread.join(_STOP_TIMEOUT_S)
 
     def _read(self) -> None:
         """Read the counter once, and the clock if the counter was refreshed."""
@@ -165,8 +160,7 @@ class CounterLog(Refreshes):
             self.error = GpuError(f"{self._gpu.name}: the energy counter cannot be read ({error!r}).")
 
 
-@dataclass(frozen=True)
-class CounterAnswer:
+class CounterAnswer(NamedTuple):
     """Response of an energy counter to the end of a load.
 
     Attributes:

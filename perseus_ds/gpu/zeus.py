@@ -43,19 +43,14 @@ def _zeus_errors(what: str) -> Iterator[None]:
         raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
 
 
-def open_zeus_gpu(
-    ordinal: int,
-    uuid: str | None = None,
-    pci_address: str | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Gpu:
+def open_zeus_gpu(ordinal: int, uuid: str | None, pci_address: str | None, environment: Mapping[str, str]) -> Gpu:
     """Open the GPU that CUDA or HIP calls ``ordinal`` in a process.
 
     Args:
         ordinal: Number of the device in that process.
         uuid: UUID of an NVIDIA GPU, if CUDA reports it.
         pci_address: PCI address of an AMD GPU, if HIP reports it.
-        environment: Environment variables of the process. By default those of this one.
+        environment: Environment variables of the process.
 
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
@@ -69,8 +64,7 @@ def open_zeus_gpu(
     if is_nvidia:
         return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid, environment))
     if is_amd:
-        variables = os.environ if environment is None else environment
-        return ZeusAmdGpu(amd_gpu(ordinal, variables, _amd_gpus(), pci_address))
+        return ZeusAmdGpu(amd_gpu(ordinal, environment, _amd_gpus(), pci_address))
     raise GpuError("Zeus finds neither NVIDIA nor AMD GPUs. Check nvidia-smi or amd-smi.")
 
 

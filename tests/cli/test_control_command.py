@@ -24,52 +24,38 @@ def orders(run, tmp_path):
     server.close()
 
 
-def test_status_is_printed_as_by_watch(run, orders):
+def test_status_is_printed_as_by_watch_or_as_json(run, orders):
     code, out, _ = run("control", "status", ".")
     assert code == 0
     words = " ".join(out.split())
     assert words.startswith("job gpt3 state no step yet phase starting policy none")
     assert "saved nothing yet: no iteration under a plan" in words
+    status = json.loads(run("control", "status", ".", "--json")[1])
+    assert (status["name"], status["paused"], status["saved_j"]) == ("gpt3", True, 0.0)
 
 
-def test_status_is_an_object_for_programs(run, orders):
-    code, out, _ = run("control", "status", ".", "--json")
-    status = json.loads(out)
-    assert (code, status["name"], status["paused"], status["saved_j"]) == (0, "gpt3", True, 0.0)
-
-
-def test_a_policy_is_sent_as_it_was_given(run, orders):
+def test_an_order_is_sent_as_it_was_given(run, orders):
     code, out, _ = run("control", "policy", ".", "--name", "slowdown", "--max-slowdown", "0.05")
     assert (code, out) == (0, "as you say\n")
     assert (orders[0].policy.name, orders[0].policy.max_slowdown) == ("slowdown", 0.05)
-
-
-@pytest.mark.parametrize("duration", ["1.5h", "1h30m", "1h30min", "90min", "5400s", "1h29m60s"])
-def test_a_reduction_is_sent_in_seconds(run, orders, duration):
-    assert run("control", "reduce", ".", "--power-fraction", "0.75", "--duration", duration, "--within", "30s")[0] == 0
-    assert (orders[0].power_fraction, orders[0].duration_s, orders[0].within_s) == (0.75, 5400.0, 30.0)
+    run("control", "straggler", ".", "--pipeline", "1", "--slowdown", "1.2")
+    assert (orders[1].pipeline, orders[1].slowdown, orders[1].after_iterations) == (1, 1.2, 0)
+    for duration in ("1.5h", "1h30min", "90min", "5400s", "1h29m60s"):
+        run("control", "reduce", ".", "--power-fraction", "0.75", "--duration", duration, "--within", "30s")
+        assert (orders[-1].power_fraction, orders[-1].duration_s, orders[-1].within_s) == (0.75, 5400.0, 30.0)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["policy", "--name", "slowdown", "--max-slowdown", "5"],
-            "--max-slowdown: expected a fraction below 1, got",
-        ),
+        (["policy", "--name", "slowdown", "--max-slowdown", "5"], "--max-slowdown: expected a fraction below 1, got"),
         (["policy", "--name", "energy_optmal"], "did you mean 'energy_optimal'?"),
         (["policy", "--name", "deadline", "--total-steps", "9"], "--finish-by: missing."),
-        (
-            ["reduce", "--power-fraction", "0.75", "--duration", "3"],
-            "--duration: expected a time such as 90s, 30min",
-        ),
-        (
-            ["reduce", "--power-fraction", "75", "--duration", "3h"],
-            "--power-fraction: expected a fraction, at most 1",
-        ),
+        (["reduce", "--power-fraction", "0.75", "--duration", "3"], "--duration: expected a time such as 90s, 30min"),
+        (["reduce", "--power-fraction", "75", "--duration", "3h"], "--power-fraction: expected a fraction, at most 1"),
     ],
 )
-def test_an_order_that_is_wrong_or_not_whole_is_not_sent(run, orders, words, message):
+def test_a_wrong_or_incomplete_order_is_not_sent(run, orders, words, message):
     order, *options = words
     code, _, err = run("control", order, ".", *options)
     assert (code, orders) == (2, [])

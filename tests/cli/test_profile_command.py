@@ -1,34 +1,32 @@
 """``perseus-ds profile``."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pipelines import synthetic_profile
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
 
 
 @pytest.fixture(autouse=True)
-def profile(run):
+def original(run):
     """A profile in the folder "p"."""
     synthetic_profile(2, simulated=True, blocking_power_w=80.0, micro_batches=3).save("p/profile.csv")
+    return StageProfile.load("p")
 
 
-def test_show_prints_every_row_and_draws_a_picture(run):
+def test_show_prints_every_row_and_draws_a_picture(run, original):
     code, out, _ = run("profile", "show", "--profile", "p", "--out", "pictures/p.png")
     assert code == 0
-    rows = StageProfile.load("p").measurements
-    assert sum(line.strip()[:1].isdigit() for line in out.splitlines()) == len(rows)
+    assert sum(line.strip()[:1].isdigit() for line in out.splitlines()) == len(original.measurements)
     assert "SIMULATED" in out
     assert Path("pictures/p.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_compare_says_by_how_much_rows_differ(run):
-    original = StageProfile.load("p")
-    slower = [
-        type(m)(m.stage, m.kind, m.clock_mhz, 1.1 * m.time_s, m.energy_j) for m in original.measurements if m.stage == 0
-    ]
+def test_compare_prints_by_how_much_rows_differ(run, original):
+    slower = [replace(m, time_s=1.1 * m.time_s) for m in original.measurements if m.stage == 0]
     StageProfile(slower, original.info).save("q/profile.csv")
     code, out, _ = run("profile", "compare", "p", "q")
     assert code == 0
@@ -45,26 +43,22 @@ def test_validate_distinguishes_usable_profiles_from_others(run):
     assert "not above the blocking power" in err
 
 
-def test_merge_joins_rows_and_refuses_those_of_another_gpu(run):
-    original = StageProfile.load("p")
+def test_merge_combines_stages_and_refuses_another_gpu(run, original):
     for stage in (0, 1):
         rows = [m for m in original.measurements if m.stage == stage]
-        StageProfile(rows, original.info).save(f"s{stage}/profile.csv")
+        StageProfile(rows, original.info.model_copy(update={"gpu": "one"})).save(f"s{stage}/profile.csv")
     assert run("profile", "merge", "s0", "s1", "--out", "m")[0] == 0
     assert StageProfile.load("m").measurements == original.measurements
     StageProfile(rows, original.info.model_copy(update={"gpu": "another"})).save("x/profile.csv")
-    original.info.gpu = "one"
-    StageProfile(original.measurements, original.info).save("y/profile.csv")
-    code, _, err = run("profile", "merge", "y", "x", "--out", "z")
+    code, _, err = run("profile", "merge", "s0", "x", "--out", "z")
     assert code == 2
     assert "gpu is 'another'" in err
 
 
-def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, caplog):
-    original = StageProfile.load("p")
+def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, original, caplog):
     clocks = original.options(0, Kind.FORWARD).clock_mhz.tolist()
     slower = [
-        Measurement(m.stage, m.kind, m.clock_mhz, 1.4 * m.time_s, 1.4 * m.energy_j)
+        replace(m, time_s=1.4 * m.time_s, energy_j=1.4 * m.energy_j)
         for m in original.measurements
         if m.stage == 0 and m.clock_mhz >= clocks[2]
     ]
@@ -72,12 +66,10 @@ def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, caplog):
     assert run("profile", "merge", "p", "slow", "--out", "m")[0] == 0
     merged = StageProfile.load("m")
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        assert merged.options(0, kind).clock_mhz.tolist() == clocks[2:]
-        assert merged.options(0, kind).time_s == pytest.approx(1.4 * original.options(0, kind).time_s[2:])
-        waited_j = 0.2 * original.options(0, kind).time_s[2:] * 80.0
-        assert merged.options(0, kind).energy_j == pytest.approx(
-            1.2 * original.options(0, kind).energy_j[2:] + waited_j
-        )
+        found, before = merged.options(0, kind), original.options(0, kind)
+        assert found.clock_mhz.tolist() == clocks[2:]
+        assert found.time_s == pytest.approx(1.4 * before.time_s[2:])
+        assert found.energy_j == pytest.approx(1.2 * before.energy_j[2:] + 0.2 * before.time_s[2:] * 80.0)
         assert merged.options(1, kind).clock_mhz.tolist() == clocks
     (record,) = caplog.records
     assert f"stage 0: {clocks[0]}, {clocks[1]} MHz, missing on slow" in record.getMessage()
@@ -87,7 +79,7 @@ def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, caplog):
     assert "stage 0, backward: no clock" in err
 
 
-def test_convert_reads_meraks_rows_of_several_ranks(run):
+def test_convert_reads_the_rows_of_several_ranks_of_merak(run):
     lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
     for tp in (0, 1):
         for kind in ("forward", "backward"):

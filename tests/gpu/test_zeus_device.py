@@ -18,11 +18,11 @@ from perseus_ds.gpu.selection import amd_gpu
 from perseus_ds.gpu.zeus import ZeusAmdGpu, _amd_gpus, open_address
 
 USE = """
-import sys
+import os, sys
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.zeus import open_address, open_zeus_gpu
 try:
-    gpu = open_zeus_gpu(0)
+    gpu = open_zeus_gpu(0, None, None, os.environ)
     gpu.check_lock_permission()
     gpu.lock_clock(1200)
     again = open_address(gpu.address.partition(":")[2])

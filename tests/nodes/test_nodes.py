@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import run_log
-from frontiers import save_random_plan, save_true_frontier
+from frontiers import save_random_plan
 from job import DEEPSPEED, SCRIPT, SIMULATED
 from nodes.cluster import CannotBeMadeError, Cluster
 from run_log import wait_until
@@ -57,9 +57,10 @@ def make_cluster(tmp_path, stub_library):
 
 
 def put(node, ranks, **job):
-    """Put a job's files on a node's own disk."""
+    """Put the files of a job that runs under a plan on a node's own disk."""
     disk = node.variables["DISK"]
-    block = {"device": "nvml", "output_dir": f"{disk}/perseus", "simulated": SIMULATED, **job.pop("perseus", {})}
+    block = {"device": "nvml", "output_dir": f"{disk}/perseus", "simulated": SIMULATED}
+    block |= {"mode": "run", "frontier": f"{disk}/frontier"}
     default = {"stages": ranks, "micro_batches": 4, "work": [3] * 4, "steps": 1_000_000, "timeout_s": TIMEOUT_S}
     settings = {**default, **job, "perseus": block}
     (node.disk / "job.json").write_text(json.dumps(settings))
@@ -69,22 +70,10 @@ def put_plan(node, ranks):
     save_random_plan(node.disk / "frontier", ranks=ranks, simulated=False)
 
 
-def under_a_plan(node):
-    return {"mode": "run", "frontier": f"{node.variables['DISK']}/frontier"}
-
-
-def torchrun(node, *options, ranks=1):
-    """Start torch's launcher on a node, with one rank or more."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), *options]
+def torchrun(node, *options):
+    """Start torch's launcher on a node, with one rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", *options]
     return node.start(*command, str(SCRIPT), node.variables["DISK"])
-
-
-def start_all(cluster, ranks_per_node=1):
-    """Start torch's launcher on every node, with the node's rank."""
-    options = [f"--nnodes={len(cluster.nodes)}", "--master_addr=node-1", f"--master_port={PORT}"]
-    return [
-        torchrun(node, *options, f"--node_rank={rank}", ranks=ranks_per_node) for rank, node in enumerate(cluster.nodes)
-    ]
 
 
 def finished(process):
@@ -98,8 +87,9 @@ def start_under_a_plan(cluster, **job):
     ranks = len(cluster.nodes)
     put_plan(cluster.nodes[0], ranks)
     for node in cluster.nodes:
-        put(node, ranks, perseus=under_a_plan(node), **job)
-    return start_all(cluster)
+        put(node, ranks, **job)
+    options = [f"--nnodes={ranks}", "--master_addr=node-1", f"--master_port={PORT}"]
+    return [torchrun(node, *options, f"--node_rank={rank}") for rank, node in enumerate(cluster.nodes)]
 
 
 def stop(cluster, started):
@@ -111,10 +101,6 @@ def stop(cluster, started):
 
 def iterations(node, *phases):
     return run_log.iterations(run_log.records(node.disk / "perseus"), *phases)
-
-
-def mean_power_w(found):
-    return sum(record["energy_j"] for record in found) / sum(record["time_s"] for record in found)
 
 
 def report(node, rank):
@@ -174,7 +160,7 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     put_plan(first, 2)
     for node in cluster.nodes:
         (tmp_path / f"{node.name}.entry").write_text(shlex.join(node.entry))
-        put(node, 2, buckets=[BATCH], perseus=under_a_plan(node))
+        put(node, 2, buckets=[BATCH])
     launcher = [sys.executable, DEEPSPEED, "--no_local_rank", "--hostfile", str(hostfile), "--master_port", str(PORT)]
     process = subprocess.Popen(
         [*launcher, str(SCRIPT), str(cluster.disk)],
@@ -194,62 +180,6 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     assert all(record["time_s"] > least_s for record in iterations(first))
 
 
-def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_iteration(make_cluster):
-    """Two pipelines have their first stages on one node, and their second stages on another."""
-    cluster = make_cluster(2)
-    first = cluster.nodes[0]
-    save_true_frontier(first.disk / "frontier")
-    request = cluster.folder / "power"  # on a shared disk
-    request.write_text("1\n")
-    policy = {"name": "reduce", "signal": str(request), "policy": {"name": "slowdown"}}
-    for node in cluster.nodes:
-        perseus = {**under_a_plan(node), "device": "simulated", "policy": policy}
-        put(node, 2, perseus={**perseus, "simulated": {"longest_instruction_s": 0.03}})
-    started = start_all(cluster, ranks_per_node=2)
-
-    def caps():
-        return [event["watts"] for event in run_log.events(run_log.records(first.disk / "perseus"), "cap")]
-
-    def count(phase):
-        return len(iterations(first, phase))
-
-    def draws_less():
-        return mean_power_w(iterations(first, "run")[-20:]) <= 1.02 * caps()[1]
-
-    def knows_default_clocks():
-        return any(record["default_measured"] for record in iterations(first, "run"))
-
-    wait_for(knows_default_clocks, "iterations under the plan, after those at default clocks", started)
-    ran = count("run")
-    run = f"{first.variables['DISK']}/perseus"
-    order = [
-        sys.executable,
-        "-m",
-        "perseus_ds",
-        "control",
-        "reduce",
-        run,
-        "--power-fraction",
-        "0.85",
-        "--duration",
-        "1h",
-    ]
-    assert "at most 85% of the power" in finished(first.start(*order))
-    wait_for(lambda: len(caps()) == 1 and count("run") > ran + 10, "less power by the order", started)
-    request.write_text("0.8\n")
-    wait_for(lambda: len(caps()) == 2, "less power by the file", started)
-    ran = count("run")
-    # Slower plans are selected while the measured power is above the cap.
-    wait_for(lambda: count("run") > ran + 20 and draws_less(), "twenty iterations below the cap", started)
-    stop(cluster, started)
-    # The job's mean power at default clocks, of both pipelines on both nodes.
-    default_w = mean_power_w(iterations(first, "default")[1:])
-    assert caps() == pytest.approx([0.85 * default_w, 0.8 * default_w], rel=0.05)
-    by_rank = [report(cluster.nodes[rank // 2], rank)["plans"] for rank in range(4)]
-    assert by_rank[1:] == by_rank[:1] * 3
-    assert len(set(by_rank[0]) - {None}) >= 3
-
-
 @pytest.mark.parametrize("lost_rank", [0, 1])
 def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_runs, lost_rank):
     """A node fails suddenly, and torch's launchers restart the job from its checkpoint with a spare node."""
@@ -261,7 +191,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
         # Otherwise a launcher that remains that of rank 0 does not send rank 0's address to a new one (torch 2.13).
         node.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         put_plan(node, 2)
-        put(node, 2, keep_every=5, resume_from=str(checkpoint), perseus=under_a_plan(node))
+        put(node, 2, keep_every=5, resume_from=str(checkpoint))
     store = ["--rdzv-backend=c10d", f"--rdzv-endpoint={survivor.name}:{STORE_PORT}", "--rdzv-id=job"]
     elastic = ["--nnodes=2", "--max-restarts=3", *store, "--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=8"]
     before = [torchrun(node, *elastic) for node in (lost, survivor)]

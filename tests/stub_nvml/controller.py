@@ -23,7 +23,7 @@ MAX_FIELDS = 16
 A100_CLOCKS_MHZ = tuple(range(1410, 209, -15))
 
 FUNCTIONS = (
-    "init", "shutdown", "driver_version", "count", "by_index", "by_uuid", "by_pci", "uuid", "name", "pci_info",
+    "init", "shutdown", "driver_version", "count", "by_index", "uuid", "name", "pci_info",
     "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
     "mig_mode", "application_clock", "default_application_clock", "power_limit", "default_power_limit",
     "power_profiles", "enforced_power_limit", "fields",

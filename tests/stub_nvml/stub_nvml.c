@@ -9,7 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -23,7 +22,7 @@
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
        DRIVER_NOT_LOADED = 9 };
 
-enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, BY_UUID, BY_PCI, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
+enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
                 GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
                 APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES,
                 ENFORCED_POWER_LIMIT, FIELDS, FUNCTIONS };
@@ -203,28 +202,6 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct gpu **gpu) {
     if (index >= state->gpu_count) return INVALID_ARGUMENT;
     *gpu = &state->gpus[index];
     return call(*gpu, BY_INDEX);
-}
-
-int nvmlDeviceGetHandleByUUID(const char *uuid, struct gpu **gpu) {
-    int error = global_call(BY_UUID);
-    if (error) return error;
-    for (unsigned i = 0; i < state->gpu_count; i++)
-        if (!strcmp(state->gpus[i].uuid, uuid)) return *gpu = &state->gpus[i], call(*gpu, BY_UUID);
-    return NOT_FOUND;
-}
-
-int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, struct gpu **gpu) {
-    int error = global_call(BY_PCI);
-    if (error) return error;
-    for (unsigned i = 0; i < state->gpu_count; i++)
-        if (!strcasecmp(state->gpus[i].bus_id, bus_id)) return *gpu = &state->gpus[i], call(*gpu, BY_PCI);
-    return NOT_FOUND;
-}
-
-int nvmlDeviceGetIndex(struct gpu *gpu, unsigned *index) {
-    int error = call(gpu, BY_INDEX);
-    if (!error) *index = (unsigned)(gpu - state->gpus);
-    return error;
 }
 
 int nvmlDeviceGetUUID(struct gpu *gpu, char *uuid, unsigned length) {

@@ -8,14 +8,14 @@ import pytest
 
 _MISSING = frozenset({"torch", "deepspeed", "transformers", "datasets", "hydra", "megatron"})
 _PROCESSES_NEED_IT = (
-    "tests/cli/test_command_line.py::test_the_version_is_the_packages",
+    "tests/cli/test_command_line.py::test_the_version_is_that_of_the_package",
     "tests/cli/test_command_line.py::test_text_that_cannot_be_printed_is_an_error_in_words[words0]",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_driver",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_for_",
     "tests/clients/test_launch.py::test_engines_of_an_untouched_script_get_perseus",
     "tests/examples/test_models_and_configs.py::test_without_transformers",
     "tests/test_dependencies.py",
-    "tests/test_public_names.py::test_each_name_is_what_it_says[initialize]",
+    "tests/test_public_names.py::test_each_public_name_is_that_of_its_object[initialize]",
 )
 
 
