@@ -105,7 +105,7 @@ class PerseusConfig(StrictModel):
     )
     device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
         "auto",
-        description="auto: NVML for NVIDIA's GPUs, Zeus for AMD's, a simulated GPU where the engine runs on the CPU; "
+        description="auto: NVML for NVIDIA's GPUs, Zeus for AMD's, a simulated GPU if the engine runs on the CPU; "
         "zeus: Zeus's device layer, for zeusd and AMD GPUs.",
     )
     required: bool = Field(

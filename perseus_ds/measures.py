@@ -475,7 +475,7 @@ class JobMeasures:
             self.frontier = self.frontier[0], self.frontier[1] + 1
 
     def _keep_savings(self) -> None:
-        """Keep the savings of plans whose numbers are no longer valid."""
+        """Keep the savings of plans with numbers that are no longer valid."""
         self._planned_before, self._saved_before = Counter(self.planned_by_kind()), self.saving_by_kind()
         self._plans.clear()
         self._verdicts.clear()

@@ -156,7 +156,7 @@ class Plot(RunArguments):
     out: OptionalPath = None
     """folder for frontier.png and timeline.png; by default the folder of the run"""
     max_slowdown: Amount = 0.0
-    """slowdown setting whose plan to draw; by default the fastest plan"""
+    """slowdown setting of the plan to draw; by default the fastest plan"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import sources_for
