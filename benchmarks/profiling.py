@@ -69,8 +69,8 @@ class NoisyGpu(SimulatedGpu):
     draw = 0
 
     @classmethod
-    def named(cls, name: str, *, seed: int = 0, **settings: Any) -> SimulatedGpu:
-        return cls(DEVICES[name], seed=seed + 100 * cls.draw, **settings)
+    def named(cls, gpu: str, *, seed: int = 0, **settings: Any) -> SimulatedGpu:
+        return cls(DEVICES[gpu], seed=seed + 100 * cls.draw, **settings)
 
 
 def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str], judge: Judge) -> Figures:

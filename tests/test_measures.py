@@ -31,7 +31,7 @@ def test_the_time_is_a_median_and_the_energy_the_mean_power_times_that():
     assert Typical.of([], []) is None
 
 
-def test_errors_follow_from_how_iterations_differ_and_are_not_below_the_counters():
+def test_errors_follow_from_the_spread_of_iterations_and_the_refreshes_of_the_counter():
     steady = Typical.of([1.0] * 80, [100.0] * 80, counter_period_s=0.1)
     assert (steady.time_error, steady.power_error) == (0.0, pytest.approx(0.41 * 0.1 / 80, rel=0.01))
     noisy = Typical.of([1.0, 1.02] * 40, [100.0, 103.0] * 40)
@@ -49,25 +49,18 @@ def by_second(*iterations, most=None, pause_after=None):
     return seconds.figures
 
 
-def test_power_over_a_second_is_of_as_many_iterations_as_take_one():
+def test_power_over_a_second_is_that_of_whole_iterations():
     figures = by_second(*[(0.25, 100.0), (0.25, 300.0)] * 2, *[(0.25, 300.0)] * 4, (0.5, 1000.0))
     assert (figures.lowest_w, figures.highest_w, figures.change_w) == pytest.approx((200.0, 300.0, 100.0))
     assert (figures.mean_w, figures.window_s) == pytest.approx((250.0, 1.0))
+    assert by_second((30.0, 200.0), (30.0, 210.0)).window_s == 30.0
 
 
-def test_of_iterations_that_take_longer_nothing_within_one_is_known():
-    figures = by_second((30.0, 200.0), (30.0, 210.0), (30.0, 190.0))
-    assert (figures.lowest_w, figures.highest_w, figures.change_w, figures.window_s) == (190.0, 210.0, 20.0, 30.0)
-
-
-def test_a_change_of_power_is_one_between_seconds_that_follow_each_other():
+def test_a_change_of_power_is_between_seconds_without_a_gap():
     levels = [(1.0, 100.0), (1.0, 150.0), (1.0, 400.0)]
     assert by_second(*levels).change_w == 250.0
     assert by_second(*levels, pause_after=1).change_w == 50.0
     assert by_second((1.0, 100.0), (1.0, 150.0), (1.0, None), (1.0, 400.0)).change_w == 50.0
-
-
-def test_the_last_seconds_count_and_one_alone_says_nothing():
     assert by_second((1.0, 900.0), (1.0, 100.0), (1.0, 110.0), most=2).highest_w == 110.0
     assert by_second((1.0, 900.0)) is None
 
@@ -126,14 +119,14 @@ def test_a_run_of_the_job_that_has_more_iterations_at_default_clocks_is_the_base
     assert judged.baseline(3, {"default": other}).run is None
 
 
-def test_where_nothing_was_measured_the_profile_says_what_default_clocks_take():
+def test_without_measurement_the_baseline_is_the_prediction_of_the_profile():
     found = measures(started(), *planned())
     assert str(found.baseline(3)) == "default clocks, by the profile"
     assert found.plan(3).saved == pytest.approx(0.2)
     assert measures(*planned(default_time_s=None, default_energy_j=None)).plans() == []
 
 
-def test_what_was_saved_is_so_many_typical_iterations_those_of_earlier_frontiers_included():
+def test_the_saving_is_that_of_typical_iterations_including_earlier_frontiers():
     stalled = planned_iteration(50, time_s=60.0, energy_j=80.0 * 60 / 1.02)
     found = measures(*at_default("observe", [1.0] * 8), *planned(10), stalled)
     saving = found.saving()
@@ -177,7 +170,7 @@ def test_shapes_of_inputs_are_compared_with_default_clocks_of_their_own():
     assert mixed.saving().saved_j == pytest.approx(11 * 20.0 + 10 * 40.0), "weighted by what was run"
 
 
-def test_orders_that_alternate_count_each_for_itself_and_the_saving_is_weighted_by_what_was_run():
+def test_orders_that_alternate_are_compared_separately_and_the_saving_is_their_sum():
     first = {"plan": 3, "time_s": 1.0, "energy_j": 90.0, "default_time_s": 1.0, "default_energy_j": 100.0}
     other = {"plan": 0, "order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
     records = [planned_iteration(n, **(other if n % 3 == 0 else first)) for n in range(100, 130)]
@@ -189,6 +182,6 @@ def test_orders_that_alternate_count_each_for_itself_and_the_saving_is_weighted_
     assert measures(*at_default("default", [1.0] * 6), judged).verdict is None, "the verdict is for another order"
 
 
-def test_a_long_job_is_known_by_its_last_iterations():
+def test_only_the_last_iterations_of_a_long_series_count():
     found = measures(*at_default("observe", [1.0] * 3000), *at_default("observe", [2.0] * 2000, first=4000))
     assert found.baseline().typical.time_s == 2.0

@@ -424,11 +424,7 @@ def open_address(identity: str, logs: Sequence[memoryview]) -> SimulatedGpu:
         settings = json.loads(identity.rpartition("#")[0] or identity)
         turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
         return SimulatedGpu.named(
-            settings.pop("gpu"),
-            **settings,
-            driver_turn=turn,
-            work_log=Log(work, "work"),
-            clock_log=Log(clock, "clock"),
+            **settings, driver_turn=turn, work_log=Log(work, "work"), clock_log=Log(clock, "clock")
         )
     except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise GpuError(f"The address of a simulated GPU cannot be used: {error!r}.") from error
@@ -504,15 +500,15 @@ class SimulatedGpu:
         self._physics = Physics(model, self._work_log, self._clock_log, conditions, counter_period_s)
 
     @classmethod
-    def named(cls, name: str, **settings: Any) -> SimulatedGpu:
+    def named(cls, gpu: str, **settings: Any) -> SimulatedGpu:
         """Create a GPU of one of the :data:`DEVICES`.
 
         Raises:
             ConfigError: There is no such device model.
         """
-        if name not in DEVICES:
-            raise ConfigError(f"perseus.simulated.gpu is {name!r}, expected one of {', '.join(sorted(DEVICES))}.")
-        return cls(DEVICES[name], **settings)
+        if gpu not in DEVICES:
+            raise ConfigError(f"perseus.simulated.gpu is {gpu!r}, expected one of {', '.join(sorted(DEVICES))}.")
+        return cls(DEVICES[gpu], **settings)
 
     @classmethod
     def shared(cls, work: memoryview, clock: memoryview, **settings: Any) -> SimulatedGpu:
@@ -524,8 +520,9 @@ class SimulatedGpu:
             settings: Settings as for :meth:`named`, which must be serializable as JSON.
         """
         began_s = REAL_TIME.now_s()
-        logs = {"work_log": Log.create("work", began_s, work), "clock_log": Log.create("clock", began_s, clock)}
-        made = cls.named(settings["gpu"], **{key: value for key, value in settings.items() if key != "gpu"}, **logs)
+        made = cls.named(
+            **settings, work_log=Log.create("work", began_s, work), clock_log=Log.create("clock", began_s, clock)
+        )
         made.address = f"simulated:{json.dumps(settings)}"
         return made
 
