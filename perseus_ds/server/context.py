@@ -27,8 +27,6 @@ class ModeContext:
         send: Sends a message to a rank.
         timebase: Timebase of the server.
         worker: Computes plans in another process.
-        order: Number of the order.
-        shape: Number of the shape.
         comparisons: Numbers the comparisons of plans with default clocks, which share a total error probability.
     """
 
@@ -39,8 +37,6 @@ class ModeContext:
     send: Callable[[int, ToRank], None]
     timebase: Timebase = REAL_TIME
     worker: Callable[..., OptimizeWorker] = OptimizeWorker
-    order: int = 0
-    shape: int = 0
     comparisons: Iterator[int] = field(default_factory=itertools.count)
 
     def send_all(self, message: ToRank) -> None:

@@ -213,7 +213,7 @@ def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
         Whether iterations are planned by length.
     """
     job, look_ahead = context.job, context.look_ahead
-    look_ahead.stop(context.order)
+    look_ahead.stop(job.order)
     if not look_ahead.is_used:
         return False
     settings = PlanningSettings(
@@ -231,7 +231,7 @@ def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
             return False
         LengthsPlanner(job.schedule, profile, settings)
         planned = PlannedJob(profile=job.profile_path, schedule=job.schedule, settings=settings)
-        look_ahead.start(planned, job.output_dir / "lengths.log", context.order)
+        look_ahead.start(planned, job.output_dir / "lengths.log", job.order)
     except (PerseusError, OSError) as error:
         context.recorder.say(f"iterations are not planned by the lengths given: {str(error).rstrip('.')}")
         return False

@@ -65,6 +65,8 @@ class Job:
         places: Position of each rank in the job.
         states: State of each rank.
         fingerprint: Distinguishes its iterations from others of the job.
+        order: Number of the order.
+        shape: Number of the shape.
     """
 
     config: PerseusConfig
@@ -74,6 +76,8 @@ class Job:
     places: tuple[Place, ...]
     states: tuple[RankState, ...]
     fingerprint: str = ""
+    order: int = 0
+    shape: int = 0
 
     @classmethod
     def of(cls, description: JobDescription) -> Job:
@@ -178,13 +182,13 @@ class Job:
     def of_shape(self, number: int, shape: str) -> Job:
         """Return the job of iterations with inputs of one shape, with its own folder and fingerprint."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
-        return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
+        return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}", shape=number)
 
     def of_order(self, number: int, schedule: Schedule) -> Job:
         """Return the job of iterations of another order, with its own schedule and folder."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "orders" / str(number))})
         info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
-        return replace(self, config=config, schedule=schedule, info=info)
+        return replace(self, config=config, schedule=schedule, info=info, order=number)
 
     def started(self) -> Started:
         """Return the event of the job's start."""

@@ -144,7 +144,7 @@ class Kind:
         """End the mode. Iterations of this kind then run at default clocks."""
         if self._mode is not None:
             self._mode.close()
-            self.context.look_ahead.stop(self.context.order)
+            self.context.look_ahead.stop(self.context.job.order)
         self._mode, self.wanted = None, UNPLANNED
 
 
@@ -281,10 +281,10 @@ class Kinds:
             return measured, NO_ORDER, None
         if kind is None:
             return None, NO_ORDER, None
-        order = kind.context.order or None
+        order = kind.context.job.order or None
         if kind.shapes is not None:
             found = self._of_shape(seen, kind, kind.shapes)
-            return found, order, None if found is None else found.context.shape
+            return found, order, None if found is None else found.context.job.shape
         return kind, order, None
 
     def _is_measured_with_first(self, key: int) -> bool:
@@ -465,7 +465,7 @@ class Kinds:
             self._give_up_order(key, error)
             return
         self._orders.numbers = number
-        context = replace(self._context, job=job, order=number)
+        context = replace(self._context, job=job)
         planned = OrderPlanned(order=number, micro_batches=schedule.micro_batches, shares_profile=has_profile)
         self._context.recorder.announce(planned)
         kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
@@ -477,9 +477,9 @@ class Kinds:
             self._close(kind)
         else:
             self._orders.numbers += 1
-            context = replace(self._context, order=self._orders.numbers)
+            context = replace(self._context, job=replace(self._context.job, order=self._orders.numbers))
             kind = self._orders.kinds[key] = Kind(DEFAULT_CLOCKS, context, None, key)
-        given_up = OrderPlanned(order=kind.context.order, given_up=str(error).rstrip("."))
+        given_up = OrderPlanned(order=kind.context.job.order, given_up=str(error).rstrip("."))
         self._context.recorder.announce(given_up)
         self._send_orders()
 
@@ -524,14 +524,14 @@ class Kinds:
         else:
             number = shapes.numbers = shapes.numbers + 1
             job = order.context.job.of_shape(number, f"{shape.total}")
-        context = replace(order.context, job=job, shape=number)
+        context = replace(order.context, job=job)
         mode, error = mode_of_shape(context, length, shapes.measured, order.context.job.profile_path)
         self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
         self._begin(Kind(self._next_number(), context, mode, order.key, shape), shape, shapes)
 
     def _give_up_shape(self, kind: Kind, why: str) -> None:
         self._close(kind)
-        self._context.recorder.announce(ShapePlanned(shape=kind.context.shape, given_up=why))
+        self._context.recorder.announce(ShapePlanned(shape=kind.context.job.shape, given_up=why))
         self._send_orders()
 
     # Both.

@@ -243,8 +243,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
-            order=context.order,
-            shape=context.shape,
+            order=job.order,
+            shape=job.shape,
             resumed_clocks=search.resumed,
             iterations=measurement.iterations,
             lost_s=round(measurement.lost_s, 3),

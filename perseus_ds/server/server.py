@@ -355,7 +355,7 @@ class JobServer:
         kind, order, shape = self._kinds.route(seen, key)
         if kind is not None:
             is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
-            self.look_ahead.has_ended(number, kind.context.order, is_missed=is_missed)
+            self.look_ahead.has_ended(number, kind.context.job.order, is_missed=is_missed)
         recorded = run or self._runs.get(messages[0].report.serial) or UNPLANNED
         if messages[0].has_failed:
             recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan
@@ -418,7 +418,7 @@ class JobServer:
             if state.is_here:
                 self._send(rank, follows(rank, from_iteration))
         if wanted.by_length:
-            for iteration in self.look_ahead.plans_of(kind.context.order):
+            for iteration in self.look_ahead.plans_of(kind.context.job.order):
                 if iteration >= from_iteration:
                     self._send_planned(kind, iteration)
 
@@ -467,7 +467,7 @@ class JobServer:
         """Request plans for iterations with known lengths, and send new plans to the ranks."""
         for order, iteration in self.look_ahead.new_plans(self._issued):
             for kind in self._kinds.kinds():
-                if kind.context.order == order:
+                if kind.context.job.order == order:
                     self._send_planned(kind, iteration)
 
     def _send_planned(self, kind: Kind, iteration: int) -> None:
@@ -475,7 +475,7 @@ class JobServer:
         sent = self._sent.get(kind.number)
         if sent is not None and iteration < sent.from_iteration:
             sent = sent.before
-        plan = self.look_ahead.plans_of(kind.context.order).get(iteration)
+        plan = self.look_ahead.plans_of(kind.context.job.order).get(iteration)
         if sent is None or not sent.wanted.by_length or plan is None or iteration <= self._issued:
             return
         run = sent.wanted.with_lengths(plan)

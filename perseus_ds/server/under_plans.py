@@ -323,7 +323,7 @@ class PlanRunner:
         figures = {name: round(value, 5) for name, value in figures.items() if name != "freedom"}
         decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
         plan = self._compared_plan if self._compared_plan is not None else self.selector.in_force.plan
-        kind = {"order": self._context.order, "shape": self._context.shape}
+        kind = {"order": self._job.order, "shape": self._job.shape}
         self._recorder.announce(PlanJudged.model_validate({"plan": plan, **kind, **decided, **figures}))
 
     def _add_iteration(self, seen: Seen) -> Outcome | None:
@@ -411,7 +411,7 @@ class PlanRunner:
             return self._at_default("pause", next_phase, block)
         if self.by_length:
             fastest = self.frontier.plans[min(assignment.plans)]
-            self._context.look_ahead.set_slowdown(self._context.order, fastest.time_s / self.frontier.t_min_s - 1)
+            self._context.look_ahead.set_slowdown(self._job.order, fastest.time_s / self.frontier.t_min_s - 1)
         return Run(
             "run",
             plans=Plans(self.frontier, assignment, self._dag),

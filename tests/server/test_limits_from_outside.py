@@ -198,14 +198,6 @@ def test_a_plan_is_compared_again_under_a_limit_and_when_it_has_gone(start_compa
     assert {record.phase for record in records} >= {"default", "run"}
 
 
-def test_a_plan_that_is_late_under_a_limit_is_dropped(start_compared):
-    job = start_compared()
-    job.gpus[1].limit(power_w=300.0)
-    job.late_under_plans()
-    job.train_while(lambda: "training continues at default clocks" not in job.events(PlanJudged)[-1].then)
-    assert set(job.train(20)) == {"observe"}
-
-
 def test_under_a_power_cap_that_default_clocks_exceed_no_iteration_runs_at_them_whatever_limits_come(start_compared):
     job = start_compared()
     job.control(command="policy", policy={"name": "power_cap", "watts": 450.0})

@@ -1,11 +1,9 @@
 """Plans for the lengths of micro-batches, which the job provides before each iteration."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pipelines import one_f_one_b
 from virtual.job import SLOWER, LengthsWorkerAtOnce, VirtualJob
 
 from perseus_ds.artifacts.profile import StageProfile
@@ -92,6 +90,7 @@ def test_the_profile_tells_how_passes_depend_on_lengths_and_its_rows_are_for_the
     for job in jobs:
         job.train_until("run")
     profile, of_one_length = (StageProfile.load(job.folder) for job in jobs)
+    assert of_one_length.info.by_length is None, "lengths that do not vary"
     found = profile.info.by_length
     assert found.length == pytest.approx(1000, rel=0.3)
     for length in (500, 1000, 1500):
@@ -143,28 +142,10 @@ def test_plans_that_do_not_come_leave_default_clocks_and_that_is_said_once(start
     assert capsys.readouterr().out.count("no plans for the lengths given") == 1
 
 
-def test_plans_that_are_late_again_and_again_are_said_once(tmp_path):
-    said = []
-    server = LookAhead(1, said.append, lambda job, log_path: SimpleNamespace(error="", stop=lambda: None))
-    server.start(SimpleNamespace(schedule=one_f_one_b(ranks=1, micro_batches=1)), tmp_path, order=0)
-    for iteration in range(100):
-        server.give(iteration, 0, (1.0,), begun=iteration - 1)
-        server._planners[0].plans[iteration] = None
-        server.has_ended(iteration, 0, is_missed=iteration % 20 < 15)
-    assert len(said) == 1
-
-
 def test_lengths_of_another_number_of_micro_batches_are_not_planned(start):
     job = start(**SLOWER, micro_batches=3)
     job.train(100)
     assert "run" not in {phase for phase, _, _ in job.taken}
-
-
-def test_lengths_that_do_not_vary_are_planned_as_one_length(start):
-    job = start(**SLOWER, variation=0.0)
-    job.train_until("run")
-    assert job.train(20)[-1] == "run"
-    assert StageProfile.load(job.folder).info.by_length is None
 
 
 @pytest.mark.parametrize("tells_shapes", [False, True])
@@ -196,6 +177,7 @@ def test_lengths_given_and_never_used_take_no_memory(start):
     for iteration in range(1000):
         server.give(iteration, 0, (1.0,), begun=0)
     assert server.lengths_of(1, 0) == (1.0,), "the next ones are kept"
+    assert len(server._given) <= 129
     for iteration in range(1000):
         server.give(iteration, 0, (1.0,), begun=iteration - 1)
     assert len(server._given) <= 2 * 128

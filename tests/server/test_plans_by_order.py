@@ -137,8 +137,9 @@ def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(jo
     assert job.read == 0
 
 
-def test_more_orders_than_have_numbers_run_at_default_clocks(job, monkeypatch):
-    monkeypatch.setattr(kinds, "MOST_NUMBERS", 1)
+@pytest.mark.parametrize(("limit", "most"), [("MOST_NUMBERS", 1), ("MOST_KINDS", 2)])
+def test_more_orders_than_may_have_plans_run_at_default_clocks(job, monkeypatch, limit, most):
+    monkeypatch.setattr(kinds, limit, most)
     train(job, [8] * 80)
     counts = [8, 4, 5] * 60
     phases = train(job, counts)
@@ -281,7 +282,7 @@ def fail_in(order, monkeypatch):
     advance = kinds.Kind.advance
 
     def advance_or_fail(kind, seen):
-        if kind.context.order == order and seen is not None:
+        if kind.context.job.order == order and seen is not None:
             raise GpuError("no counter")
         advance(kind, seen)
 
@@ -314,9 +315,9 @@ def test_shapes_of_a_replaced_order_are_replaced_too(start, monkeypatch):
     found = job.server._kinds
     found._ends(found.latest, None)
     train(job, [3] * 10)
-    assert {(kind.number, kind.context.shape) for kind in found.kinds()} == {(0, 0), (2, 1)}
+    assert {(kind.number, kind.context.job.shape) for kind in found.kinds()} == {(0, 0), (2, 1)}
     train(job, [4] * 40)
-    assert {(kind.number, kind.context.shape) for kind in found.kinds()} == {(0, 0), (3, 0)}
+    assert {(kind.number, kind.context.job.shape) for kind in found.kinds()} == {(0, 0), (3, 0)}
     assert job.runtime._follows.latest(2).phase == "observe"
 
 

@@ -155,15 +155,6 @@ def part_times(backward_s=2.0, transfer_s=0.1, tail_s=0.5):
 BEFORE = part_times().instructions
 
 
-def test_an_instruction_that_has_become_longer_is_corrected_at_all_clocks_at_the_same_power():
-    factors, corrected = difference(profile(), part_times(backward_s=2.4), BEFORE, TIME_S)
-    assert factors == {"backward of stage 1": pytest.approx(1.2)}
-    for clock, (time_s, energy_j) in CLOCKS.items():
-        row = corrected.at(1, Kind.BACKWARD, clock)
-        assert (row.time_s, row.energy_j) == pytest.approx((2.4 * time_s, 2.4 * energy_j))
-        assert corrected.at(0, Kind.BACKWARD, clock) == profile().at(0, Kind.BACKWARD, clock)
-
-
 def test_more_than_a_factor_of_two_is_not_corrected_and_a_short_difference_is_ignored():
     assert difference(profile(), part_times(backward_s=5.0), BEFORE, TIME_S)[1] is None
     assert difference(profile(), part_times(transfer_s=0.11), BEFORE, TIME_S)[0] == {}

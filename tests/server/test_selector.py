@@ -33,8 +33,7 @@ def test_a_condition_that_no_plan_meets_is_recorded_and_said_once():
     assert [event.problem for event in job.events if isinstance(event, PolicyChanged)] == job.said
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.05])
-@pytest.mark.parametrize("differ", [0.0, 0.015])
+@pytest.mark.parametrize(("noise", "differ"), [(0.05, 0.0), (0.01, 0.015)])
 def test_a_cap_at_the_edge_of_two_plans_hardly_changes_plans_and_is_kept_on_average(noise, differ):
     cap_w = sum(PLANS[n].energy_j / PLANS[n].time_s for n in (5, 6)) / 2
     job, draw = Job(PowerCapPolicy(name="power_cap", watts=cap_w)), random.Random(1)
