@@ -101,7 +101,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._seen = self._reset_at = -1
-        self._since_s = self._locked_s = 0.0
+        self._since_s = self._looked_s = self._locked_s = 0.0
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def has_stalled(self, memory: RankMemory, now_s: float) -> bool:
@@ -109,9 +109,11 @@ class Progress:
         progress = memory.progress
         if progress != self._seen:
             if self._seen >= 0 and (self._seen % 2 or progress > self._seen + 1):
+                begun_s = self._since_s if self._seen % 2 else self._looked_s
                 iterations = max(1, (progress - self._seen) // 2)  # several if they are short
-                self._taken_s.append((now_s - self._since_s) / iterations)
+                self._taken_s.append((now_s - begun_s) / iterations)
             self._seen, self._since_s = progress, now_s
+        self._looked_s = now_s
         if not memory.may_be_locked:
             self._reset_at, self._locked_s = -1, now_s
         longest_s = _STALLED_S
