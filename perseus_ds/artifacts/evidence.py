@@ -45,7 +45,7 @@ class Figure(FileModel):
 
 
 class Machine(FileModel):
-    """The machine on which checks ran.
+    """The machine that ran the checks.
 
     Attributes:
         simulated: Whether it is a stand-in without a GPU, whose figures do not apply to GPUs.
@@ -91,6 +91,11 @@ class Evidence(FileModel):
     machine: Machine
     checks: Many[CheckResult]
     not_made: Many[Text] = Field(default_factory=list)
+
+    @property
+    def passed(self) -> int:
+        """Number of checks that passed."""
+        return sum(check.outcome == "passed" for check in self.checks)
 
     def save(self, folder: Path) -> Path:
         """Write ``evidence.json`` into a folder, and return its path.

@@ -393,11 +393,6 @@ class ComparedSchedule(FileModel):
     assumptions: list[str]
 
     @property
-    def t_star_s(self) -> float:
-        """Iteration time of the plan of least energy [s]."""
-        return self.plans[-1][0]
-
-    @property
     def label(self) -> str:
         """Name and number of micro-batches."""
         return f"{self.name}, {self.micro_batches} micro-batches"

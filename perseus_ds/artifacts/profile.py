@@ -209,20 +209,16 @@ class ProfileInfo(FileModel):
     def with_fixed_durations(self, fixed: FixedDurations) -> ProfileInfo:
         """Return a copy with these durations, which take precedence over its own."""
         own = self.fixed_durations
-        transfer_s, other_s = {**own.transfer_s, **fixed.transfer_s}, {**own.other_s, **fixed.other_s}
-        durations = {
-            "load_s": {**own.load_s, **fixed.load_s},
-            "tail_s": {**own.tail_s, **fixed.tail_s},
-            "transfers": [
-                TransferDuration(payload=payload, source=source, target=target, time_s=time_s)
-                for (payload, source, target), time_s in transfer_s.items()
-            ],
-            "others": [
-                OtherDuration(command=command, stage=stage, time_s=time_s)
-                for (command, stage), time_s in other_s.items()
-            ],
-        }
-        return self.model_copy(update=durations)
+        transfers = [
+            TransferDuration(payload=payload, source=source, target=target, time_s=time_s)
+            for (payload, source, target), time_s in (own.transfer_s | fixed.transfer_s).items()
+        ]
+        others = [
+            OtherDuration(command=command, stage=stage, time_s=time_s)
+            for (command, stage), time_s in (own.other_s | fixed.other_s).items()
+        ]
+        by_stage = {"load_s": own.load_s | fixed.load_s, "tail_s": own.tail_s | fixed.tail_s}
+        return self.model_copy(update={**by_stage, "transfers": transfers, "others": others})
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,22 +302,17 @@ def evidence_page(evidence: Evidence) -> str:
         simulated=machine.simulated,
         missing=[f"not made: {title}" for title in evidence.not_made],
         evidence=evidence,
-        passed=_passed(evidence),
     )
 
 
 def evidence_text(evidence: Evidence) -> str:
     """Return the number of passed checks and the reasons of failures as lines for a terminal."""
-    lines = [f"{_passed(evidence)} of {len(evidence.checks)} checks passed on {evidence.machine.gpu}."]
+    lines = [f"{evidence.passed} of {len(evidence.checks)} checks passed on {evidence.machine.gpu}."]
     lines += [f"FAILED: {check.title}: {check.reason}" for check in evidence.checks if check.outcome == "failed"]
     lines += [f"Not made: {title}" for title in evidence.not_made]
     if evidence.machine.simulated:
         lines.append("SIMULATED: a stand-in replaced the GPU, so no figure applies to a real GPU.")
     return "\n".join(lines)
-
-
-def _passed(evidence: Evidence) -> int:
-    return sum(check.outcome == "passed" for check in evidence.checks)
 
 
 def rendered(template: str, data: Mapping[str, Any], **variables: Any) -> str:

@@ -68,12 +68,10 @@ def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
     found = find_sources(tmp_path)
     found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4)
     bill = tile_of(found, "The whole run")
-    assert "3 iterations in 6.000 s" in plain(bill.note)
-    assert "not counting 1 iterations with unknown energy" in bill.note
     assert bill.value == units.watt_hours(1.5 * 200.0)
-    assert units.gpu_time(8 * 6.0) in bill.note
-    assert units.money(1.5 * 200.0 / 3.6e6 * 0.25, FACTORS.currency) in bill.note
-    assert FACTORS.price(3.6e6) == pytest.approx(1.5 * 0.25)
+    price = units.money(1.5 * 200.0 / 3.6e6 * 0.25, "EUR")
+    for part in ("3 iterations in 6.000 s", "not counting 1 iterations", "48.00 GPU-s", plain(price)):
+        assert part in plain(bill.note)
     assert FACTORS.carbon_g(3.6e6) == pytest.approx(1.5 * 400)
 
 
@@ -134,18 +132,16 @@ def test_the_trend_shows_a_saving_that_fades(tmp_path):
 
 
 def test_other_plans_are_compared_with_the_one_in_use(job):
-    others = other_plans(job.frontier, 2)
-    assert [other.plan for other in others] == sorted({other.plan for other in others})
-    assert {0, 2, len(job.frontier.plans) - 1} <= {other.plan for other in others}
+    plans, others = job.frontier.plans, other_plans(job.frontier, 2)
+    assert [other.plan for other in others] == sorted({0, 2, len(plans) - 1} | {other.plan for other in others})
     own = next(other for other in others if other.plan == 2)
     assert (own.time, own.energy) == (0, 0)
     fastest, frugal = others[0], others[-1]
-    assert fastest.energy == pytest.approx(job.frontier.plans[0].energy_j / job.frontier.plans[2].energy_j - 1)
-    assert fastest.energy > 0 > frugal.energy
-    assert frugal.saved == pytest.approx(1 - job.frontier.plans[-1].energy_j / job.frontier.baseline.energy_j)
+    assert fastest.energy == pytest.approx(plans[0].energy_j / plans[2].energy_j - 1)
+    assert frugal.saved == pytest.approx(1 - plans[-1].energy_j / job.frontier.baseline.energy_j)
     more = one_percent_slower(job.frontier, 2)
     assert more is None or (0 < more.time <= 0.01 and more.energy < 0)
-    assert one_percent_slower(job.frontier, len(job.frontier.plans) - 1) is None
+    assert one_percent_slower(job.frontier, len(plans) - 1) is None
 
 
 def test_the_terminal_shows_the_tiles_of_the_page(tmp_path, job, capsys):

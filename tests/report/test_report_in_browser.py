@@ -1,4 +1,4 @@
-"""The report in a real browser: it is drawn at any width, in light and dark and on paper."""
+"""Pages in a real browser: they are drawn at any width, in light and dark and on paper."""
 
 import json
 import re
@@ -18,19 +18,26 @@ DRAWN = """
     return plots.every(plot => plot.querySelector(".main-svg")) && (!timeline || timeline.querySelector(".bar"));
 """
 SCREENS = [
-    pytest.param(width, scheme, marks=() if (width, scheme) == (390, "dark") else pytest.mark.extended)
-    for width in (1280, 844, 390)
-    for scheme in ("light", "dark")
+    (390, "dark"),
+    *(pytest.param(width, "light", marks=pytest.mark.extended) for width in (844, 1280)),
 ]
 PLOTS = {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, job):
+def pages(tmp_path_factory, job):
     folder = tmp_path_factory.mktemp("run")
-    write_auto_run(folder, job)
-    assert main(["report", str(folder)]) == 0
-    return (folder / "report.html").as_uri()
+    write_auto_run(folder / "run", job)
+    assert main(["report", str(folder / "run")]) == 0
+    for name, phase, energy_j, plan in (("default", "observe", 100.0, None), ("planned", "run", 85.0, 0)):
+        write_log(folder / name, [{"event": "start"}, *(record(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
+    assert main(["compare", str(folder / "default"), str(folder / "planned"), "--out", f"{folder}"]) == 0
+    return {"report": (folder / "run/report.html").as_uri(), "comparison": (folder / "comparison.html").as_uri()}
+
+
+@pytest.fixture(scope="module")
+def page(pages):
+    return pages["report"]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +79,6 @@ def choose(browser, plan):
     )
 
 
-def figure(value_j):
-    return f"{value_j:.1f} J"
-
-
 def test_it_draws_everything_without_a_complaint_or_a_request(browser, page, job):
     with browser.default_screen():
         browser.driver.get_log("performance")
@@ -84,8 +87,8 @@ def test_it_draws_everything_without_a_complaint_or_a_request(browser, page, job
         before, after, measured = titles(browser)
         default, plan = job.frontier.baseline, job.frontier.plans[2]
         highest = "Everything at the highest clock, predicted"
-        assert before == f"{highest}: {default.time_s:.3f} s, {figure(default.energy_j)}"
-        assert after == f"Plan 2, predicted: {plan.time_s:.3f} s, {figure(plan.energy_j)}"
+        assert before == f"{highest}: {default.time_s:.3f} s, {default.energy_j:.1f} J"
+        assert after == f"Plan 2, predicted: {plan.time_s:.3f} s, {plan.energy_j:.1f} J"
         assert measured.startswith("Measured: plan 2, iteration 8 of ")
         assert f"{plan.time_s:.3f} s" in measured
         assert requests(browser) <= {page, "data:,"}
@@ -116,6 +119,8 @@ def test_a_click_on_a_plan_shows_its_timeline(opened, job):
     opened.wait_for(f"return document.getElementById('timeline').panels[1].title[0].startsWith('Plan {last},')")
     assert f"{job.frontier.plans[-1].time_s:.3f} s" in titles(opened)[1]
     assert opened.js("return document.getElementById('plan').value") == str(last)
+    spoken = opened.js("return document.getElementById('plan').getAttribute('aria-valuetext')")
+    assert spoken.startswith(f"Plan {last}:")
     assert bars(opened, 1) != shown
     assert opened.complaints() == []
 
@@ -185,20 +190,27 @@ CUT_OFF = """
 """
 
 
+@pytest.mark.parametrize("name", ["report", "comparison"])
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_it_fits_every_screen_in_light_and_dark(browser, page, width, scheme):
+def test_a_page_fits_every_screen_in_light_and_dark_and_is_accessible(browser, pages, name, width, scheme):
+    from axe_core_python.selenium import Axe
+
     with browser.default_screen():
         browser.prefer(scheme)
         browser.resize(width)
-        browser.open(page, ready=DRAWN)
+        browser.open(pages[name], ready=DRAWN)
         assert browser.js("return document.documentElement.scrollWidth") <= width
         assert browser.js(CUT_OFF) == []
-        for name, (box, drawn) in browser.js(HEIGHTS).items():
-            assert box == drawn > 200, name
-        ink, surface = (PALETTE[name][scheme == "dark"] for name in ("ink", "surface"))
-        assert browser.js("return document.getElementById('frontier')._fullLayout.paper_bgcolor") == surface
-        assert browser.js("return document.getElementById('frontier')._fullLayout.font.color") == ink
-        assert browser.js("return getComputedStyle(document.querySelector('#timeline .title')).fill") == rgb(ink)
+        for plot, (box, drawn) in browser.js(HEIGHTS).items():
+            assert box == drawn > 200, plot
+        ink, surface = (PALETTE[colour][scheme == "dark"] for colour in ("ink", "surface"))
+        colours = browser.js(
+            "const l = document.querySelector('.plot')._fullLayout; return [l.paper_bgcolor, l.font.color]"
+        )
+        assert colours == [surface, ink]
+        assert browser.js("return getComputedStyle(document.querySelector('h1')).color") == rgb(ink)
+        violations = Axe().run(browser.driver)["violations"]
+        assert [(v["id"], v["impact"], [node["html"][:100] for node in v["nodes"]]) for v in violations] == []
         assert browser.complaints() == []
 
 
@@ -206,95 +218,34 @@ def rgb(colour):
     return "rgb({}, {}, {})".format(*(int(colour[at : at + 2], 16) for at in (1, 3, 5)))
 
 
-@pytest.mark.extended
-def test_plots_keep_their_height_when_the_window_is_resized_turned_and_printed(opened):
-    opened.resize(1280)
+BACKGROUND = "return document.getElementById('frontier')._fullLayout.paper_bgcolor"
+
+
+def test_a_change_of_scheme_is_followed_and_paper_is_light(opened):
+    opened.prefer("dark")
+    assert opened.js(BACKGROUND) == PALETTE["surface"][1]
     before = opened.js(HEIGHTS)
-    opened.resize(1000)
-    opened.wait_for("return document.querySelector('#timeline svg').getBoundingClientRect().width < 960")
-    assert opened.js(HEIGHTS) == before
-    opened.pdf()
+    opened.js(
+        f"addEventListener('beforeprint', () => {{ window.seen = [(() => {{ {BACKGROUND} }})(), "
+        f"(() => {{ {HEIGHTS} }})()] }})"
+    )
+    assert len(opened.pdf()) > 30_000
+    background, heights = opened.js("return window.seen")
+    assert background == PALETTE["surface"][0]
+    for name, (box, drawn) in heights.items():
+        assert 200 < box == drawn <= 340, f"{name} on paper"
     opened.settle()
-    assert opened.js(HEIGHTS) == before
+    assert (opened.js(BACKGROUND), opened.js(HEIGHTS)) == (PALETTE["surface"][1], before)
+    opened.prefer("light")
+    assert opened.js(BACKGROUND) == PALETTE["surface"][0]
+
+
+@pytest.mark.extended
+def test_plots_keep_their_height_when_the_screen_is_turned(opened):
     for width, height in ((390, 844), (844, 390), (390, 844)):
         opened.resize(width, height)
         for name, (box, drawn) in opened.js(HEIGHTS).items():
             assert box == drawn > 200, (name, width)
         assert opened.js("return document.documentElement.scrollWidth") == width
         assert opened.js("return document.querySelector('#timeline svg').getBoundingClientRect().right") <= width
-    opened.js(f"addEventListener('beforeprint', () => {{ window.seen = (() => {{ {HEIGHTS} }})() }})")
-    opened.pdf()
-    for name, (box, drawn) in opened.js("return window.seen").items():
-        assert 200 < box == drawn <= 340, f"{name} on paper"
     assert opened.complaints() == []
-
-
-def test_a_change_of_scheme_is_followed_and_paper_is_light(opened):
-    background = "return document.getElementById('frontier')._fullLayout.paper_bgcolor"
-    opened.prefer("dark")
-    assert opened.js(background) == PALETTE["surface"][1]
-    opened.js(
-        "window.seen = []; addEventListener('beforeprint', () => window.seen.push("
-        "document.getElementById('frontier')._fullLayout.paper_bgcolor))"
-    )
-    assert len(opened.pdf()) > 30_000
-    assert opened.js("return window.seen[0]") == PALETTE["surface"][0]
-    opened.settle()
-    assert opened.js(background) == PALETTE["surface"][1]
-    opened.prefer("light")
-    assert opened.js(background) == PALETTE["surface"][0]
-
-
-@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.extended), "dark"])
-def test_axe_finds_nothing_that_keeps_anybody_from_reading_it(opened, scheme):
-    from axe_core_python.selenium import Axe
-
-    opened.prefer(scheme)
-    violations = Axe().run(opened.driver)["violations"]
-    assert [(v["id"], v["impact"], [node["html"][:100] for node in v["nodes"]]) for v in violations] == []
-
-
-def test_plans_can_be_chosen_by_keyboard(opened, job):
-    opened.js("document.getElementById('plan').focus()")
-    for kind in ("keyDown", "keyUp"):
-        opened.cdp("Input.dispatchKeyEvent", type=kind, key="End", code="End", windowsVirtualKeyCode=35)
-    last = len(job.frontier.plans) - 1
-    opened.wait_for(f"return document.getElementById('plan-number').textContent === '{last}'")
-    assert opened.js("return document.getElementById('plan').getAttribute('aria-valuetext')").startswith(
-        f"Plan {last}:"
-    )
-    assert opened.js("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
-
-
-def test_a_long_run_shows_its_trend(browser, tmp_path, job):
-    job.frontier.save(tmp_path)
-    default = [record(n, "observe", 1.0, 100.0) for n in range(1, 5)]
-    ran = [record(n, "run", 1.0, 80.0 + n / 50, plan=n // 40) for n in range(5, 105)]
-    write_log(tmp_path, [{"event": "start", "mode": "run"}, *default, *ran])
-    assert main(["report", str(tmp_path)]) == 0
-    browser.open((tmp_path / "report.html").as_uri(), ready=DRAWN)
-    energy, time = browser.js("return document.getElementById('trend').data.map(t => Array.from(t.y))")
-    assert energy == sorted(energy)
-    assert time == [0.0] * len(energy)
-    assert browser.complaints() == []
-
-
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_a_comparison_fits_every_screen_and_is_accessible(browser, tmp_path, width, scheme):
-    from axe_core_python.selenium import Axe
-
-    for name, phase, energy_j, plan in (("default", "observe", 100.0, None), ("planned", "run", 85.0, 0)):
-        write_log(tmp_path / name, [{"event": "start"}, *(record(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
-    assert main(["compare", str(tmp_path / "default"), str(tmp_path / "planned"), "--out", f"{tmp_path}"]) == 0
-    with browser.default_screen():
-        browser.prefer(scheme)
-        browser.resize(width)
-        browser.open((tmp_path / "comparison.html").as_uri(), ready=DRAWN)
-        assert browser.js("return document.documentElement.scrollWidth") <= width
-        assert browser.js(CUT_OFF) == []
-        assert browser.js("return document.getElementById('comparison').data.map(t => t.name)") == [
-            "default: default clocks",
-            "planned: plan 0",
-        ]
-        assert Axe().run(browser.driver)["violations"] == []
-        assert browser.complaints() == []

@@ -1,13 +1,17 @@
 """Charts of pages and pictures: equal contents, and colours with enough contrast."""
 
+from dataclasses import replace
+
 import pytest
 from matplotlib.figure import Figure
 from pipelines import synthetic_profile
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.figures import (
     PALETTE,
     SERIES,
+    STYLES,
     frontier_figure,
     frontier_traces,
     profile_curves,
@@ -36,16 +40,17 @@ def test_picture_and_page_show_the_same_points_under_the_same_names_in_the_same_
 
 
 def test_stages_that_take_the_same_are_one_curve():
-    profile = synthetic_profile(3)
-    copies = [Measurement(m.stage + 3, m.kind, m.clock_mhz, m.time_s, m.energy_j) for m in profile.measurements]
-    slower = [m for m in copies if m.stage == 4]
-    others = [m for m in copies if m.stage != 4]
-    slower = [Measurement(m.stage, m.kind, m.clock_mhz, 1.1 * m.time_s, m.energy_j) for m in slower]
-    both = StageProfile([*profile.measurements, *others, *slower])
+    ours = synthetic_profile(3).measurements
+    copies = [replace(m, stage=m.stage + 3, time_s=m.time_s * (1.1 if m.stage == 1 else 1.0)) for m in ours]
+    both = StageProfile([*ours, *copies])
     assert stage_groups(both) == [(0, 3), (1,), (2, 5), (4,)]
     curves = profile_curves(both)
     assert [curve.label for curve in curves[::2]] == ["stages 0, 3", "stage 1", "stages 2, 5", "stage 4"]
     assert len({(curve.colour, curve.kind) for curve in curves}) == len(curves) == 8
+
+
+def test_each_kind_of_instruction_has_lines_of_its_own():
+    assert len(set(STYLES.values())) == len(STYLES) == len(Kind)
 
 
 TEXT = [("ink", "ground"), ("ink", "surface"), ("soft", "ground"), ("soft", "surface"), ("blue", "ground")]
