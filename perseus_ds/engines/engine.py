@@ -575,10 +575,7 @@ def fingerprint(modules: Iterable[torch.nn.Module], *settings: object) -> str:
     return hashlib.sha256(repr((content, settings)).encode()).hexdigest()
 
 
-Ranks = tuple[int, ...]
-
-
-def ranks_of(group: Any) -> Ranks:
+def ranks_of(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a process group or one-dimensional ``DeviceMesh``. None means all ranks."""
     if hasattr(group, "get_group"):
         group = group.get_group()

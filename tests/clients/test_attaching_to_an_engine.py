@@ -230,6 +230,7 @@ def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(
     engine.save_checkpoint(str(tmp_path / "checkpoint"))
     engine.perseus.close()
     resumed = make(perseus={**block, "mode": "auto", "cache": False})
+    train(resumed, 1)
     path, client_state = resumed.load_checkpoint(str(tmp_path / "checkpoint"))
     assert path is not None
     assert "perseus_ds" not in client_state

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.client.meeting import EngineFacts
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Engine, attach_to
-from perseus_ds.errors import ConfigError
+from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 
@@ -144,6 +145,24 @@ def test_a_package_that_is_not_installed_but_in_pythons_path_trains_too(tmp_path
     train(trainer, 2)
     session.detach()
     assert sum("iteration" in json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_gpu_that_cannot_be_used_ends_no_job_unless_it_is_required(tmp_path, monkeypatch, caplog):
+    def start(*_):
+        raise GpuError("GPU 1 fell off the bus")
+
+    monkeypatch.setattr(PerseusRuntime, "start", start)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    block = {"device": "simulated", "output_dir": str(tmp_path)}
+    trainer = Trainer()
+    attach_to(TrainerEngine(trainer), parse_block(block))
+    assert train(trainer, 2) == train(Trainer(), 2)
+    expected = "perseus: GPU 1 fell off the bus. Training continues without Perseus."
+    assert [record.getMessage() for record in caplog.records] == [expected]
+    required = Trainer()
+    attach_to(TrainerEngine(required), parse_block({**block, "required": True}))
+    with pytest.raises(GpuError, match="fell off the bus"):
+        train(required, 1)
 
 
 ENDS_WITHOUT_DETACH = """

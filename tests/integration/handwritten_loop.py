@@ -36,8 +36,7 @@ def main() -> None:
             losses.append(iteration(model, perseus, stage, last, data))
         optimizer.step()
         optimizer.zero_grad()
-    report = {"losses": losses, "plan": perseus.follow.plan is not None}
-    (folder / f"rank{stage}.json").write_text(json.dumps(report))
+    (folder / f"rank{stage}.json").write_text(json.dumps({"losses": losses}))
     perseus.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -42,11 +42,11 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     store(folder, cached(profile.info.job))
     earlier = {"XDG_CACHE_HOME": str(tmp_path / "kept")}
-    again = run(tmp_path / "again", environment=earlier, perseus=BLOCK, **JOB, steps=3)
+    again = run(tmp_path / "again", environment=earlier, perseus=BLOCK, **JOB, steps=1000, until=["default", 2])
     assert phases(again.records()) == ["calibrate", "default"]
     assert "using plans profiled by an earlier run" in again.output
     assert job_of(again) == job_of(finished)
-    changed = {**JOB, "work": [4, 3, 3, 2], "steps": 3}
+    changed = {**JOB, "work": [4, 3, 3, 2], "steps": 1000, "until": ["warm-up", 2]}
     other = run(tmp_path / "changed", environment=earlier, perseus=BLOCK, **changed)
     assert phases(other.records()) == ["calibrate", "warm-up"]
     assert job_of(other) != job_of(finished)

@@ -82,14 +82,3 @@ def test_losses_stay_and_all_ranks_are_under_a_plan_again_after_faults_and_kills
     job = HostileRanks(tmp_path, make_stub_nvml(4), seed=1, causes=causes, longest_s=2.0)
     assert job.run(minutes=0.5) == []
     assert all(outcome.times for outcome in job.outcomes.values())
-
-
-def test_a_gpu_that_is_lost_ends_no_job_unless_it_is_required(tmp_path, make_stub_nvml):
-    stub = make_stub_nvml(2)
-    stub.gpus[1].fail("by_index", "gpu_is_lost")
-    finished = run(tmp_path / "job", 2, stub.environment, perseus={"device": "nvml"}, steps=4)
-    assert "Training continues without Perseus" in finished.printed
-    assert_same_losses(finished, tmp_path / "without", 2)
-    required = run(tmp_path / "required", 2, stub.environment, perseus={"device": "nvml", "required": True}, steps=4)
-    assert required.returncode != 0
-    assert "fell off the bus" in required.output

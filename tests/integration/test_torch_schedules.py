@@ -43,7 +43,7 @@ def train_in(folder, name, modes):
 
 
 def test_plans_leave_losses_weights_and_random_numbers_as_they_are(tmp_path):
-    train_in(tmp_path, "ZBVZeroBubble", ["observe", "run"])
+    train_in(tmp_path, "ZBVZeroBubble", ["run"])
 
 
 @pytest.mark.extended

@@ -121,12 +121,11 @@ def _block(folder: Path, mode: str) -> dict[str, Any]:
 
 
 def _is_done(mode: str, phases: list[str], most_steps: int) -> bool:
-    """Auto mode ends shortly after its plan starts to run."""
+    """Auto and run modes end shortly after their plan starts to run."""
     steps = len(phases) - 1
     if mode == "plain":
         return steps == most_steps
-    done = phases.count("run") > STEPS if mode == "auto" else steps == STEPS
-    return done or steps == MOST_STEPS
+    return phases.count("run") > STEPS or steps == MOST_STEPS
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> 
         "observe": {"steps": 6, "perseus": block_in(folder, "observe")},
         "profile": {"until": ["observe", 2], "perseus": block_in(folder, "profile")},
         "auto": {"until": ["run", 3], "perseus": block_in(folder, "auto", policy={"name": "energy_optimal"})},
-        "run": {"steps": 8, "perseus": block_in(folder, "run", frontier=str(frontier))},
+        "run": {"until": ["run", 6], "perseus": block_in(folder, "run", frontier=str(frontier))},
         "without": {},
     }
     return {mode: {**job, **of_modes[mode]} for mode in (*modes, "without")}

@@ -10,7 +10,6 @@ when ``save`` appears, which it then removes.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -79,15 +78,6 @@ def pipeline_module(job: dict) -> PipelineModule:
 def dtype_of(job: dict) -> torch.dtype:
     keys = job.get("deepspeed", {})
     return torch.half if "fp16" in keys else torch.bfloat16 if "bf16" in keys else torch.float32
-
-
-def limit_files_of_server(folder: Path, most_bytes: int) -> None:
-    """Make larger files of the job's server fail from now on, as on a full disk."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            is_server = "perseus_ds.server.process" in " ".join(process.cmdline())
-            if is_server and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
-                process.rlimit(psutil.RLIMIT_FSIZE, (most_bytes, psutil.RLIM_INFINITY))
 
 
 def main() -> None:
@@ -159,8 +149,6 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         change_batch(engine, job, step)
         give_lengths(getattr(engine, "perseus", None) if engine.is_first_stage() else None, job, step)
         losses.append(float(engine.train_batch(data)))
-        if "file_limit_bytes" in job and step == first and torch.distributed.get_rank() == 0:
-            limit_files_of_server(folder, job["file_limit_bytes"])
         if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
             plans.append(engine.perseus.plan)
         follow(engine, job, folder, step, losses[-1])

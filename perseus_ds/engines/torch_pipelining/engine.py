@@ -26,7 +26,6 @@ from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
-    Ranks,
     Session,
     attach_to,
     fingerprint,
@@ -145,7 +144,7 @@ class TorchSchedule(Engine):
     as often as in the first iteration, or else with the next ``step()``, an ``eval()``, or the end of the session.
     """
 
-    def __init__(self, schedule: Any, pipeline: Ranks, data_parallel: Ranks | None) -> None:
+    def __init__(self, schedule: Any, pipeline: tuple[int, ...], data_parallel: tuple[int, ...] | None) -> None:
         """Wrap a schedule of a class derived from torch's, with the ranks of this rank's groups."""
         self._schedule = schedule
         self._pipeline = pipeline
