@@ -190,20 +190,12 @@ def test_ranks_start_another_agent_when_theirs_has_died(node: Node) -> None:
     assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
 
 
-@pytest.mark.extended
 def test_a_record_that_is_removed_is_written_again(node: Node, tmp_path: Path) -> None:
     """The end of a login session removes its user's files in memory."""
-    rank = node.rank("wait", 0)
-    agent = node.agent_of(rank)
+    node.agent_of(node.rank("wait", 0))
     (record,) = (tmp_path / "runtime").glob("*/gpu.*")
     record.unlink()
     wait_until(lambda: record.exists() and record.read_text(), "a record")
-    kill(agent)
-    rank.kill()
-    next_rank = node.rank("close", 1)
-    assert next_rank.stdout is not None
-    assert next_rank.stdout.readline()
-    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
 
 
 def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: Node) -> None:
