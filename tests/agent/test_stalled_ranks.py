@@ -92,8 +92,12 @@ def test_the_first_iteration_may_take_a_minute():
     assert len(rank.resets) == 1
 
 
-def test_a_clock_that_is_not_locked_is_not_reset():
+def test_only_a_locked_clock_is_reset_and_again_if_it_is_locked_again():
     rank = Rank()
-    rank.memory.may_be_locked = False
-    rank.wait(60)
-    assert rank.resets == []
+    rank.train(3, 0.5)
+    for resets in (1, 2):
+        rank.memory.may_be_locked = False
+        rank.wait(60)
+        rank.memory.may_be_locked = True
+        rank.wait(60)
+        assert len(rank.resets) == resets
