@@ -156,8 +156,22 @@ class Balance:
         )
 
     def errors(self, *terms: tuple[float, EvaluatedCut]) -> tuple[float, float]:
-        """Return the standard errors of a sum of cuts' times [s] and energies [J], each with a factor."""
-        return self.kinds.errors(self.job.layout, terms, self.costs, ranks=self.job.ranks)
+        """Return the standard errors of a weighted sum of cuts' times [s] and energies [J] at default clocks.
+
+        The errors are of first order: they assume that the longest path of each cut stays the same.
+        """
+        kinds, parts = self.kinds, self.job.layout.parts
+        of_kind = np.array([[part.kind == kind for part in parts] for kind in kinds.kinds], dtype=float)
+        path = sum(factor * (of_kind @ found.on_path) for factor, found in terms)  # shape (kinds, instructions)
+        runs = sum(factor for factor, _ in terms) * (of_kind @ terms[0][1].runs)
+        time_variance = energy_variance = 0.0
+        for number, kind in enumerate(kinds.time_s):
+            covariance, on_path = kinds.time_covariance[kind], np.asarray(path)[:, number]
+            time_variance += float(on_path @ covariance @ on_path)
+            waited = self.costs.blocking_power_w * (self.job.ranks * on_path - runs[:, number])
+            energy_variance += float(waited @ covariance @ waited)
+            energy_variance += float(runs[:, number] @ kinds.energy_covariance[kind] @ runs[:, number])
+        return time_variance**0.5, energy_variance**0.5
 
     def of_size(self, ranks: int, stages_per_rank: int, schedule_of: Callable[[int, int, int], Schedule]) -> OtherSize:
         """Return the best layout for a pipeline of another size, with the same GPUs and the same batch.

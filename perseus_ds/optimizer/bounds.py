@@ -249,7 +249,7 @@ _Alike = tuple[int, tuple[int, ...], tuple[float, float], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PathPairs:
-    """Pairs of parallel paths of the same two ranks whose instructions have the same options.
+    """Pairs of parallel paths of the same two ranks, with equal options for their instructions.
 
     Attributes:
         rank: The lower one of the two neighbouring ranks.

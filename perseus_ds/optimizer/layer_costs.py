@@ -18,7 +18,7 @@ from scipy.sparse.csgraph import connected_components
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError
-from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts
+from perseus_ds.optimizer.partition import Cut, LayerCosts
 from perseus_ds.optimizer.problem import Floats
 from perseus_ds.pipeline.instruction import Kind
 
@@ -63,33 +63,6 @@ class KindCosts:
             fixed=info.fixed_durations,
             tails=tuple(row for row in profile.measurements if row.kind is Kind.TAIL),
         )
-
-    def errors(
-        self, layout: Layout, terms: Sequence[tuple[float, EvaluatedCut]], costs: LayerCosts, *, ranks: int
-    ) -> tuple[float, float]:
-        """Return the standard errors of a sum of cuts' times [s] and energies [J] at default clocks.
-
-        The errors are of first order: they assume that the longest path of each cut stays the same.
-
-        Args:
-            layout: The parts of the model.
-            terms: Pairs of a factor and a cut: one pair for the cut's own errors, two for those of a difference.
-            costs: The costs of the parts.
-            ranks: Number of pipeline ranks.
-        """
-        of_kind = np.array([[part.kind == kind for part in layout.parts] for kind in self.kinds], dtype=float)
-        factor = sum(factor for factor, _ in terms)
-        path = sum(factor * (of_kind @ found.on_path) for factor, found in terms)  # shape (kinds, instructions)
-        runs = factor * (of_kind @ terms[0][1].runs)
-        waiting_w = costs.blocking_power_w
-        time_variance = energy_variance = 0.0
-        for number, kind in enumerate(self.time_s):
-            covariance, on_path = self.time_covariance[kind], np.asarray(path)[:, number]
-            time_variance += float(on_path @ covariance @ on_path)
-            waited = waiting_w * (ranks * on_path - runs[:, number])
-            energy_variance += float(waited @ covariance @ waited)
-            energy_variance += float(runs[:, number] @ self.energy_covariance[kind] @ runs[:, number])
-        return time_variance**0.5, energy_variance**0.5
 
 
 def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:

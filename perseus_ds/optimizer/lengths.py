@@ -100,7 +100,7 @@ class LengthsPlanner:
                 "a job that calls next_lengths()."
             )
         if any(kind is Kind.FORWARD_BACKWARD for _, kind in schedule.keys):
-            raise ScheduleError(f"{schedule.name} combines passes of two micro-batches, whose lengths may differ.")
+            raise ScheduleError(f"{schedule.name} combines passes of two micro-batches, which may differ in length.")
         self.schedule = schedule
         self._profile = profile
         self._by_length = profile.info.by_length

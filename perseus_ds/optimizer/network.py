@@ -128,7 +128,7 @@ class Network:
         return self._sums_of(edges), self._sums_of(source)
 
     def _sums_of(self, lists: list[list[int]]) -> csr_array:
-        """Return the matrix whose rows sum the listed arcs, which are numbered as they were generated."""
+        """Return the matrix with a row for each list that sums its arcs, numbered as they were generated."""
         columns = self._topological[np.fromiter(chain.from_iterable(lists), np.intp)]
         begins = [0, *accumulate(map(len, lists))]
         return csr_array((np.ones(len(columns)), columns, begins), shape=(len(lists), len(self.tail)))

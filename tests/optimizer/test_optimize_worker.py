@@ -46,7 +46,7 @@ def test_it_says_how_long_it_will_take_and_uses_one_thread_at_low_priority(tmp_p
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     before = psutil.Process().children()
     # So long that it has not ended before it is stopped.
-    worker = OptimizeWorker(request(tmp_path, one_f_one_b(8, 128)), tmp_path / "optimize.log")
+    worker = OptimizeWorker(request(tmp_path, one_f_one_b(8, 128), plans=120), tmp_path / "optimize.log")
     (process,) = set(psutil.Process().children()) - set(before)
     assert wait_until(worker.remaining_s, "an estimate") > 0
     assert process.num_threads() == 1

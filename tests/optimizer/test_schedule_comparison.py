@@ -37,9 +37,12 @@ def test_time_and_energy_of_the_model_are_the_same_for_any_number_of_stages(stag
         assert totals(result, clock_mhz) == pytest.approx(totals(profile, clock_mhz))
 
 
-def test_a_fitting_profile_is_unchanged_without_assumptions():
-    profile = synthetic_profile(3)
-    result, assumptions = recut(profile, one_f_one_b(3, 4), weight_share=0.5)
+@pytest.mark.parametrize(
+    ("kinds", "schedule"), [((Kind.FORWARD, Kind.BACKWARD), one_f_one_b(3, 4)), (SPLIT, split_schedule(3))]
+)
+def test_a_fitting_profile_is_unchanged_without_assumptions(kinds, schedule):
+    profile = synthetic_profile(3, kinds=kinds)
+    result, assumptions = recut(profile, schedule, weight_share=0.3)
     assert result.measurements == profile.measurements
     assert assumptions == []
 
@@ -52,21 +55,22 @@ def test_a_backward_is_split_in_the_given_proportion_which_is_an_assumption():
     assert any("30%" in sentence for sentence in assumptions)
 
 
-def test_a_split_backward_that_was_measured_is_not_assumed():
-    profile = synthetic_profile(2, kinds=SPLIT)
-    assert recut(profile, split_schedule(2), weight_share=0.3)[0].measurements == profile.measurements
-    joined, assumptions = recut(profile, one_f_one_b(2, 4), weight_share=0.3)
-    halves = [profile.at(0, kind, 900).energy_j for kind in SPLIT[1:]]
-    assert joined.at(0, Kind.BACKWARD, 900).energy_j == pytest.approx(sum(halves))
-    assert assumptions == []
-
-
-def test_recomputation_becomes_part_of_the_backward_where_the_schedule_has_none():
-    profile = synthetic_profile(2, kinds=(Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD))
-    result, assumptions = recut(profile, one_f_one_b(2, 4), weight_share=0.5)
-    parts = [profile.at(0, kind, 900).time_s for kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
-    assert result.at(0, Kind.BACKWARD, 900).time_s == pytest.approx(sum(parts))
-    assert any("recomputation" in sentence for sentence in assumptions)
+@pytest.mark.parametrize(
+    ("parts", "assumed"),
+    [
+        ((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), []),
+        (
+            (Kind.RECOMPUTE, Kind.BACKWARD),
+            ["recomputation, measured as a separate instruction, is part of the backward"],
+        ),
+    ],
+)
+def test_parts_of_a_backward_that_were_measured_are_added(parts, assumed):
+    profile = synthetic_profile(2, kinds=(Kind.FORWARD, *parts))
+    result, assumptions = recut(profile, one_f_one_b(2, 4), weight_share=0.3)
+    measured_s = sum(profile.at(0, kind, 900).time_s for kind in parts)
+    assert result.at(0, Kind.BACKWARD, 900).time_s == pytest.approx(measured_s)
+    assert assumptions == assumed
 
 
 def test_the_tail_of_a_rank_is_that_of_all_its_stages():
@@ -74,6 +78,8 @@ def test_the_tail_of_a_rank_is_that_of_all_its_stages():
     result, _ = recut(profile, dual_pipe_v(2, 4), weight_share=0.5)
     # Each rank has a half of both measured stages: stages 0 and 3, or stages 1 and 2.
     assert list(result.info.tail_s.values()) == pytest.approx([0.3, 0.3])
+    result, _ = recut(synthetic_profile(1, tail_s={0: 0.2}), dual_pipe_v(2, 4), weight_share=0.5)
+    assert list(result.info.tail_s.values()) == pytest.approx([0.1, 0.1])
 
 
 def test_transfers_within_a_measured_stage_take_the_mean_of_those_between_stages():
