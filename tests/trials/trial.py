@@ -244,7 +244,9 @@ def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_
 
 
 def _launch(trial: Trial, light: LightJob) -> None:
-    trial.watch(int(fork(launch, light).pid or 0))
+    pid = int(fork(launch, light).pid or 0)
+    trial.watch(pid)
+    trial.wait_until(lambda: os.getpgid(pid) == pid, "its own process group")  # signals are sent to this group
 
 
 def _environment(trial: Trial) -> dict[str, str]:
