@@ -257,11 +257,11 @@ def test_a_long_schedule_fits_into_a_message(start, monkeypatch):
 
 def test_a_schedule_that_was_lost_is_requested_again_from_a_rank_that_joins_again(start):
     job = start(mode="profile", micro_batches=8)
-    tell = job._tell
-    job._tell = lambda rank, message: None if isinstance(message, ScheduleRead) else tell(rank, message)
+    send = job._to_server
+    job._to_server = lambda rank, message: None if isinstance(message, ScheduleRead) else send(rank, message)
     train(job, [8, 4, 4, 4])
-    job._tell = tell
-    job._tell(0, Joined(job.runtime.clocks.memory.iteration))
+    job._to_server = send
+    job._to_server(0, Joined(job.runtime.clocks.memory.iteration))
     train(job, [4, 4])
     assert job.server._kinds.streams_of(key_of(4))
 
