@@ -136,6 +136,7 @@ class AgentClocks:
                 self._marks.end(iteration)
         except GpuError as error:
             self.mark_error = error
+        self._link.is_watched()  # starts another agent if there is none: the clock may be locked
 
     def may_idle(self) -> None:
         """Return to default clocks in 2 s, unless an iteration begins before."""

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -113,6 +114,7 @@ class Lease:
         # The lease itself: the kernel ends this lock with the process.
         fcntl.lockf(self.shared.file, fcntl.LOCK_EX)
         self._connection: socket.socket | None = None
+        self._hangup = select.poll()
         self._signals = SignalForwarder()
         self._name = places.agent_name(job)
         self._starting: subprocess.Popen[bytes] | None = None
@@ -152,6 +154,8 @@ class Lease:
         else:  # a pause of the machine pauses the agent as well
             self._silent_s += min(now_s - self._checked_s, _COUNTED_S)
         self._checked_s = now_s
+        if self.is_granted and self._hangup.poll(0):
+            self._read_all()
         if self._silent_s < _OLD_S:
             if self.is_granted:
                 self._lost_s = None
@@ -175,12 +179,16 @@ class Lease:
 
     def received(self) -> list[messages.ToClient]:
         """Return the messages received since the last call, without waiting."""
-        with contextlib.suppress(GpuError):  # a message of another version: another agent is started
-            while self.is_granted and (message := self._receive()) is not None:
-                self._inbox.append(message)
+        self._read_all()
         self._flush()
         received, self._inbox = self._inbox, []
         return received
+
+    def _read_all(self) -> None:
+        """Read all messages, and disconnect if the agent has closed the connection after them."""
+        with contextlib.suppress(GpuError):  # a message of another version: another agent is started
+            while self.is_granted and (message := self._receive()) is not None:
+                self._inbox.append(message)
 
     def wake(self) -> None:
         """Have the agent read the shared memory immediately."""
@@ -245,6 +253,8 @@ class Lease:
         if self._connection is None:
             try:
                 self._connection = places.connect(self._name)
+                self._hangup = select.poll()
+                self._hangup.register(self._connection, 0)  # only for the end of the connection
                 if self._place is not None and not self.gpu:
                     self._connection.send(messages.encode(self._place))
                 else:

@@ -150,6 +150,11 @@ class Session:
         _SESSIONS.add(self)
 
     @property
+    def profiled(self) -> bool:
+        """True if the profile is complete."""
+        return self.runtime is not None and self.runtime.profiled
+
+    @property
     def follows_operations(self) -> bool:
         """True if the operations of the current iteration must be reported."""
         return self.operation is not _no_operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -94,12 +95,16 @@ def lock(path: Path) -> int:
     If a process opens its own lock file again and closes it, it loses the lock.
 
     Raises:
-        OSError: Another process has locked the file.
+        BlockingIOError: Another process has locked the file.
+        OSError: The file cannot be opened or locked.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_CREAT, 0o600)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except PermissionError as error:  # what some network file systems return instead of EAGAIN
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path)) from error
             if is_at(path, file):  # otherwise it was removed between these two calls
                 return file
         except BaseException:

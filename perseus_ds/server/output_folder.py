@@ -32,7 +32,10 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = places.lock(path)
         except BlockingIOError:
-            return path.read_text(errors="replace").strip() or "another process"
+            owner = ""
+            with contextlib.suppress(OSError):
+                owner = path.read_text(errors="replace").strip()
+            return owner or "another process"
         except OSError:
             return None
         with contextlib.suppress(OSError):  # a full disk, which does not affect the lock

@@ -323,7 +323,7 @@ class _Measurement:
             if refreshes == 0:  # iterations are shorter than expected, or not in a row
                 needed = min(2 * needed, _LONGEST_VISIT * first)
             elif refreshes < _REFRESHES:
-                needed = self.iterations_with(_REFRESHES - refreshes, time_s)
+                needed = min(self.iterations_with(_REFRESHES - refreshes, time_s), _LONGEST_VISIT * first)
             elif all(profiler.power_error(clock_mhz) <= _KNOWN for profiler in self._profilers.values()):
                 break
         else:

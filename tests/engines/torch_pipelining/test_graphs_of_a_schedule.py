@@ -105,6 +105,17 @@ def test_replayed_steps_are_profiled_and_run_under_a_plan(make, cuda, tmp_path):
     assert "run" in phases
 
 
+def test_a_job_in_profile_mode_is_profiled_when_its_profile_is_written(make, tmp_path):
+    trainer = make("profile")
+    steps = 0
+    while not trainer.schedule.perseus.profiled:
+        trainer.train()
+        steps += 1
+        assert steps < 100
+    assert steps > 1
+    assert StageProfile.load(tmp_path).keys
+
+
 def test_each_replay_marks_all_passes_and_is_an_iteration_of_its_own(make, cuda, tmp_path):
     trainer = make("observe")
     for number in range(1, 6):
