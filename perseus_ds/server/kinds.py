@@ -489,7 +489,8 @@ class Kinds:
         """Return the kind of an iteration by the shape of its inputs. A frequent shape becomes a kind."""
         shape = Shape.of(seen)
         found = shapes.add(shape)
-        alike = {other for other in (*shapes.kinds, *shapes.last) if other != shape and other.begins_like(shape)}
+        known = {*shapes.kinds, *shapes.last}
+        alike = {other for other in known if other != shape and other.begins_like(shape)}
         for other, kind in shapes.kinds.items():
             if other in alike:
                 kind.confused += 1

@@ -306,7 +306,7 @@ class _Measurement:
             GpuError: The clock could not be set, or the power remains unknown.
         """
         self._measured.add(clock_mhz)
-        needed = first = self.iterations_with(_REFRESHES, time_s)
+        needed = first = self.iterations_with(missing := _REFRESHES, time_s)
         for _ in range(_MOST_VISITS):
             early = 0
             while self._received[clock_mhz] < needed:
@@ -316,16 +316,17 @@ class _Measurement:
                 self._requested[wanted_mhz] += 1
                 wanted = Run("profile", wanted_mhz, times="all", logs_energy=True, next_phase=next_phase())
                 self._add_iteration(await iteration(wanted))
-            time_s = min((seen.time_s for seen in self._visit), default=time_s)
             self._end_visit()
             self._received[clock_mhz] = self._requested[clock_mhz] = 0
-            refreshes = min(self._refreshes[rank, clock_mhz] for rank in self._ranks)
-            if refreshes == 0:  # iterations are shorter than expected, or not in a row
+            expected, missing = missing, _REFRESHES - min(self._refreshes[rank, clock_mhz] for rank in self._ranks)
+            if 2 * missing > expected:  # iterations are shorter than expected, or not in a row
                 needed = min(2 * needed, _LONGEST_VISIT * first)
-            elif refreshes < _REFRESHES:
-                needed = min(self.iterations_with(_REFRESHES - refreshes, time_s), _LONGEST_VISIT * first)
+            elif missing > 0:
+                needed = self.iterations_with(missing, time_s)
             elif all(profiler.power_error(clock_mhz) <= _KNOWN for profiler in self._profilers.values()):
                 break
+            else:
+                needed = max(needed, first)
         else:
             self.rows([clock_mhz])  # raises the error if the power remains unknown
 

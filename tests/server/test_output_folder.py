@@ -1,5 +1,6 @@
 """Exclusive use of output folders. Other jobs are separate processes, which own the locks."""
 
+import errno
 import subprocess
 import sys
 import time
@@ -81,6 +82,16 @@ def test_an_agent_has_the_server_that_it_starts_again_write_where_the_first_one_
         child.end()
     assert first.output_dir == second.output_dir == str(tmp_path / "perseus-2")
     assert first.address == second.address
+
+
+def test_a_folder_is_another_jobs_if_its_file_system_answers_eacces(tmp_path, monkeypatch):
+    (tmp_path / "job.lock").write_text("process 7 on another node\n")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    assert FolderLock().acquire(tmp_path) == "process 7 on another node"
 
 
 def test_a_folder_that_cannot_be_made_belongs_to_nobody(tmp_path):

@@ -31,8 +31,6 @@ class DirectLink:
         self._is_waiting = False
         self._tell = tell
         self.agent = RankClocks(gpu, memory, self._deliver, tell, time, on_record=self._recorded)
-        for write in (memory.mark_begun, memory.mark_ended):
-            setattr(memory, write.__name__, self._then_look(write))
 
     def send(self, message, file=None):
         if isinstance(message, Connect):
@@ -50,15 +48,6 @@ class DirectLink:
     def _recorded(self):
         self.agent.update()
         self._ring()
-
-    def _then_look(self, write):
-        """Return a function that writes a mark, after which the agent looks for it."""
-
-        def write_and_look(*arguments):
-            write(*arguments)
-            self.look()
-
-        return write_and_look
 
     def look(self):
         """Have the agent look for marks."""
@@ -104,41 +93,54 @@ class DirectLink:
             self._notifier.notify()
 
 
-class SeenMarks(HostMarks):
-    """Marks of the CPU, for which the agent looks immediately."""
+class SeenMarks:
+    """Marks for which the agent looks immediately.
 
-    def __init__(self, memory, time, link):
-        super().__init__(memory, time)
-        self._link = link
+    Args:
+        marks: Writes the marks.
+        write: Calls a function when the device arrives at the current position.
+        link: The connection to the agent.
+    """
 
-    def mark(self, slot):
-        super().mark(slot)
-        self._link.look()
-
-
-class StreamMarks:
-    """Marks on a stream of :class:`virtual.gpu.VirtualCuda`."""
-
-    def __init__(self, memory, cuda, link):
-        self._memory, self._cuda, self._link = memory, cuda, link
+    def __init__(self, marks, write, link):
+        self._marks, self._write, self._link = marks, write, link
 
     def begin(self, iteration, positions):
-        self._cuda.enqueue(lambda: self._memory.mark_begun(iteration, 0.0, positions))
+        self._then_look(self._marks.begin, iteration, positions)
 
     def mark(self, slot):
-        self._cuda.enqueue(lambda: self._mark(slot))
+        self._then_look(self._marks.mark, slot)
 
     def end(self, iteration):
-        self._cuda.enqueue(lambda: self._memory.mark_ended(iteration, 0.0))
+        self._then_look(self._marks.end, iteration)
 
-    def _mark(self, slot):
+    def _then_look(self, mark, *arguments):
+        def mark_and_look():
+            mark(*arguments)
+            self._link.look()
+
+        self._write(mark_and_look)
+
+
+class GpuMarks:
+    """Marks as a GPU writes them, which knows no time."""
+
+    def __init__(self, memory):
+        self._memory = memory
+
+    def begin(self, iteration, positions):
+        self._memory.mark_begun(iteration, 0.0, positions)
+
+    def mark(self, slot):
         self._memory.slots[slot] = _BY_GPU
-        self._link.look()
+
+    def end(self, iteration):
+        self._memory.mark_ended(iteration, 0.0)
 
 
 def clocks_of(gpu, time, cuda=None, tell=lambda message: None):
     """Return the clocks of a rank that computes on a GPU, or on a CUDA stream."""
     memory = RankMemory.create()
     link = DirectLink(gpu, memory, time, tell)
-    marks = SeenMarks(memory, time, link) if cuda is None else StreamMarks(memory, cuda, link)
-    return AgentClocks(link, memory, marks, gpu.name, time)
+    marks, write = (HostMarks(memory, time), lambda run: run()) if cuda is None else (GpuMarks(memory), cuda.enqueue)
+    return AgentClocks(link, memory, SeenMarks(marks, write, link), gpu.name, time)
