@@ -1,4 +1,6 @@
-"""The frontier of Pareto-optimal frequency plans: its files, tables of several frontiers, and plans in Zeus's format.
+"""Files of the frontier of Pareto-optimal frequency plans.
+
+Tables of several frontiers and plans in Zeus's format are here as well.
 
 Zeus and lowtime store a plan in ``freqs_pipeline_%05d.py`` as one Python literal: a list with one list per pipeline
 rank of ``(instruction, MHz)`` in program order. These files are parsed as data and never executed.

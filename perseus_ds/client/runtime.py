@@ -527,7 +527,10 @@ class PerseusRuntime:
         self.clocks.send(report)
 
     def _read_memory_bytes(self, iteration: int) -> int:
-        """Return the peak memory of tensors. 0 in most iterations, because it hardly changes and reading it is slow."""
+        """Return the peak memory of tensors, or 0 if it is not read in this iteration.
+
+        It hardly changes, and reading it is slow.
+        """
         is_read = iteration <= _FIRST_WITH_MEMORY or iteration % _MEMORY_EVERY == 0
         return (self._memory_bytes() or 0) if is_read else 0
 

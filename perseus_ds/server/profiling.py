@@ -331,7 +331,7 @@ class _Measurement:
             self.rows([clock_mhz])  # raises the error if the power remains unknown
 
     def iterations_with(self, refreshes: int, time_s: float) -> int:
-        """Return the number of iterations, of ``time_s`` each, in which energy counters are refreshed this often."""
+        """Return the number of iterations of ``time_s`` in which counters are refreshed this often."""
         settled_s = _SETTLE_S + self._baseline.counter_settle_s
         return math.ceil((settled_s + (refreshes + 1) * self._baseline.counter_period_s) / time_s)
 
