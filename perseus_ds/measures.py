@@ -15,9 +15,10 @@ this module, which computes them from the job's records:
   observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
   than five iterations is used only if the profile has no prediction for default clocks.
 - The *saving of the whole job* compares what iterations took under plans and while the profile was measured with what
-  default clocks take, as the iterations under plans recorded it. All others run at default clocks: they add to the
-  job's total, and save nothing. An iteration under a plan that took more than 1.5 times as long as predicted contains a
-  stall, and is not compared.
+  default clocks take, as the iterations under plans recorded it: as measured in the job, also for iterations before
+  that measurement, and as predicted by the profile only if they were never measured. All others run at default
+  clocks: they add to the job's total, and save nothing. An iteration under a plan that took more than 1.5 times as
+  long as predicted contains a stall, and is not compared.
 - *Power over a second* is the mean power of the fewest consecutive whole iterations that take at least a second: the
   power within an iteration is unknown. With an energy counter that is refreshed every 100 ms, the power of a GPU
   over one second has an error of 4 %.
@@ -345,51 +346,92 @@ class Saving:
         return self.time_s / self.default_s - 1
 
 
+@dataclass
+class _Sums:
+    iterations: int = 0
+    known: int = 0  # those with a known energy
+    time_s: float = 0.0
+    energy_j: float = 0.0
+
+    def add(self, record: IterationRecord) -> None:
+        self.iterations += 1
+        self.time_s += record.time_s
+        if record.energy_j is not None:
+            self.known += 1
+            self.energy_j += record.energy_j
+
+    def compared(self, default_s: float, default_j: float) -> tuple[float, float]:
+        return self.iterations * default_s - self.time_s, self.known * default_j - self.energy_j
+
+
+class _Uncompared:
+    """Sums over iterations of one kind for which default clocks have not been measured yet.
+
+    Attributes:
+        gained_s: Time saved so far according to the profile [s].
+        saved_j: Energy saved so far according to the profile [J].
+    """
+
+    def __init__(self) -> None:
+        self._all = _Sums()
+        self._profiled = _Sums()  # without default clocks by the profile, until a plan runs
+        self.gained_s = self.saved_j = 0.0
+
+    def add(self, record: IterationRecord, *, is_stall: bool) -> None:
+        """Add an iteration, and its default clocks by the profile if it has them."""
+        if not is_stall:
+            self._all.add(record)
+            self._profiled.add(record)
+        if record.default_time_s is not None and record.default_energy_j is not None:
+            gained_s, saved_j = self._profiled.compared(record.default_time_s, record.default_energy_j)
+            self.gained_s, self.saved_j = self.gained_s + gained_s, self.saved_j + saved_j
+            self._profiled = _Sums()
+
+    def compared(self, default_s: float, default_j: float) -> tuple[float, float]:
+        """Return the time [s] and energy [J] saved relative to measured default clocks."""
+        return self._all.compared(default_s, default_j)
+
+
 class WholeJob:
     """Sums up the saving of the whole job from its iterations, in order."""
 
     def __init__(self) -> None:
         self._steps = self._stalls = 0
         self._time_s = self._energy_j = self._gained_s = self._saved_j = 0.0
-        # Time, energy, number of iterations and number of those with known energy, while the profile was measured.
-        # What default clocks take is known from the next iteration under a plan.
-        self._profiled: dict[IterationKind, tuple[float, float, int, int]] = {}
+        self._uncompared: defaultdict[IterationKind, _Uncompared] = defaultdict(_Uncompared)
         self._is_compared = False
 
     def add(self, record: IterationRecord) -> None:
         """Add an iteration."""
-        kind, time_s, energy_j = IterationKind.of(record), record.time_s, record.energy_j
         self._steps += 1
-        self._time_s += time_s
-        self._energy_j += energy_j or 0.0
-        if record.phase == "profile":
-            total_s, total_j, iterations, known = self._profiled.get(kind, (0.0, 0.0, 0, 0))
-            is_known = energy_j is not None
-            self._profiled[kind] = total_s + time_s, total_j + (energy_j or 0.0), iterations + 1, known + is_known
+        self._time_s += record.time_s
+        self._energy_j += record.energy_j or 0.0
         default_s, default_j = record.default_time_s, record.default_energy_j
-        if default_s is None or default_j is None or record.predicted_time_s is None:
+        has_default = default_s is not None and default_j is not None and record.predicted_time_s is not None
+        if record.phase != "profile" and not has_default:
             return
-        self._is_compared = True
-        total_s, total_j, iterations, known = self._profiled.pop(kind, (0.0, 0.0, 0, 0))
-        if time_s > STALL * record.predicted_time_s:
-            self._stalls += 1
-        else:
-            total_s, total_j = total_s + time_s, total_j + (energy_j or 0.0)
-            iterations, known = iterations + 1, known + (energy_j is not None)
-        self._gained_s += iterations * default_s - total_s
-        self._saved_j += known * default_j - total_j
+        kind = IterationKind.of(record)
+        is_stall = record.predicted_time_s is not None and record.time_s > STALL * record.predicted_time_s
+        self._stalls += is_stall
+        self._is_compared |= has_default
+        self._uncompared[kind].add(record, is_stall=is_stall)
+        if record.default_measured and default_s is not None and default_j is not None:
+            gained_s, saved_j = self._uncompared.pop(kind).compared(default_s, default_j)
+            self._gained_s, self._saved_j = self._gained_s + gained_s, self._saved_j + saved_j
 
     @property
     def saving(self) -> WholeSummary | None:
         """The saving so far, or None before an iteration could be compared."""
         if not self._is_compared or not self._energy_j:
             return None
+        gained_s = self._gained_s + sum(one.gained_s for one in self._uncompared.values())
+        saved_j = self._saved_j + sum(one.saved_j for one in self._uncompared.values())
         return WholeSummary(
             steps=self._steps,
-            saved_j=self._saved_j,
-            saved=self._saved_j / (self._energy_j + self._saved_j),
-            gained_s=self._gained_s,
-            gained=self._gained_s / (self._time_s + self._gained_s),
+            saved_j=saved_j,
+            saved=saved_j / (self._energy_j + saved_j),
+            gained_s=gained_s,
+            gained=gained_s / (self._time_s + gained_s),
             stalls=self._stalls,
         )
 

@@ -150,6 +150,7 @@ class Run:
                 energy_j=(1 - plan.saved) * default_j,
                 default_time_s=default_s,
                 default_energy_j=default_j,
+                default_measured=forecast.default_measured,
             )
         return replace(self, lengths=plan, forecast=forecast)
 

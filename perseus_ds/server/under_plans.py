@@ -452,5 +452,5 @@ class PlanRunner:
             energy_j=time_s * assignment.promised_power * default_j / default_s,
             default_time_s=default_s,
             default_energy_j=default_j,
-            default_measured=self._default is not None and self._scale == 1.0,
+            default_measured=self._default is not None,
         )

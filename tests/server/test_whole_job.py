@@ -17,7 +17,7 @@ def recomputed(folder, monkeypatch):
     """Run the code of the page in the output folder of a job, and return its variables and output."""
     section = PAGE.read_text(encoding="utf-8").split("## The saving of the whole job")[1]
     lines = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    assert len([line for line in lines.splitlines() if line]) <= 10
+    assert len([line for line in lines.splitlines() if line]) <= 12
     printed = []
     found = {"print": printed.append}
     with monkeypatch.context() as context:
@@ -65,6 +65,18 @@ def test_an_iteration_with_a_stall_is_counted_and_not_compared():
     assert (whole.steps, whole.stalls) == (27, 1)
     assert whole.saved_j == pytest.approx(summed(before).saved_j)
     assert "(without 1 with stalls)" in whole.in_words()
+
+
+def test_iterations_before_the_first_measurement_are_compared_with_it():
+    by_profile = [
+        planned_iteration(n, default_measured=False, default_time_s=1.5, default_energy_j=120.0) for n in (2, 3)
+    ]
+    before = [default_iteration(1, "profile"), *by_profile]
+    predicted = summed(before)
+    assert predicted.saved_j == pytest.approx(20.0 + 2 * 40.0)
+    whole = summed([*before, planned_iteration(4)])
+    assert whole.saved_j == pytest.approx(3 * 20.0)
+    assert whole.gained_s == pytest.approx(3 * -0.02)
 
 
 def test_before_a_plan_has_run_there_is_no_saving_to_state():
