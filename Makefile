@@ -104,6 +104,7 @@ clean:
 
 # Made again when the pins or the package's metadata change; otherwise targets start at once.
 $(READY): requirements.lock pyproject.toml
+	@echo "Installing the packages of requirements.lock in $(VENV): some minutes, without output."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .

@@ -54,7 +54,7 @@ def run(title: str, command: list[str], log: Path) -> None:
     print(f"  ({time.monotonic() - began_s:.0f} s)", flush=True)
 
 
-def table(frontier: Frontier, measured: Measured) -> str:
+def table(frontier: Frontier, measured: Measured) -> tuple[str, bool]:
     """Return predicted and measured figures side by side, and whether they meet the expectations."""
     plan = frontier.within(0.0)
     rows = [
@@ -89,11 +89,11 @@ def table(frontier: Frontier, measured: Measured) -> str:
     lines += ["", *(f"  [{'ok' if good else 'NOT MET'}] {what}" for what, good in checks.items())]
     if not all(checks.values()):
         lines.append("  Passes are computed for real, so other work on this machine changes their times. Run it again.")
-    return "\n".join(lines)
+    return "\n".join(lines), all(checks.values())
 
 
-def main() -> None:
-    """Run all steps, then print the results."""
+def main() -> int:
+    """Run all steps, print the results, and return 1 if they do not meet the expectations, else 0."""
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
@@ -123,11 +123,13 @@ def main() -> None:
     run("6. Report", [perseus_ds, "report", str(OUT)], OUT / "report.log")
     job = main_job(jobs_of(find_sources(OUT)))
     assert job is not None
-    print(f"\n{table(Frontier.load(frontier_dir), job.plans[0])}\n")
+    text, is_met = table(Frontier.load(frontier_dir), job.plans[0])
+    print(f"\n{text}\n")
     print(f"  Report:    {OUT}/report.html (open it in a browser)")
     print(f"  Pictures:  {OUT}/frontier.png, {OUT}/timeline.png")
     print(f"  Profile:   {profile}\n  Frontier:  {frontier_dir}/frontier.csv\n  Iterations: {OUT}/plan/run.jsonl")
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -109,6 +109,6 @@ def test_the_table_of_the_demo_says_the_same(tmp_path):
         def within(slowdown):
             return Plan
 
-    text = demo.table(OnePlan, measured)
+    text, _ = demo.table(OnePlan, measured)
     assert f"Energy saved: {measured.saved:.1%} (measured), at {measured.slowdown:+.1%} iteration time" in text
     assert f"compared with {measured.baseline}" in text
