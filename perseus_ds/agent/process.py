@@ -42,7 +42,8 @@ from perseus_ds.gpu import find_gpu, open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.protocol import layout, messages, places
-from perseus_ds.protocol.job_messages import Joined, Latencies, Left, Say, ToRank, ToServer
+from perseus_ds.protocol.job_messages import Joined, Left, Say, ToRank, ToServer
+from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import (
     Connect,
@@ -248,7 +249,7 @@ class Uplink:
         self._socket.connect(server.address)
         self._ranks: dict[int, Callable[[], int]] = {}
         # The latest of each rank, for a server that replaces another one.
-        self._latencies: dict[int, Latencies] = {}
+        self._latencies: dict[int, LatencyTable] = {}
         self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
         self._epoch = b""
         self.is_heard = False
@@ -281,7 +282,7 @@ class Uplink:
 
         It is lost if the server has not received thousands of earlier ones.
         """
-        if isinstance(message, Latencies):
+        if isinstance(message, LatencyTable):
             self._latencies[rank] = message
         self._outbox.append((_RANK.pack(rank), _encode(message)))
 

@@ -27,7 +27,6 @@ from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step, counter_
 from perseus_ds.protocol.job_messages import (
     Follow,
     Follows,
-    Latencies,
     Left,
     RankFailed,
     RankReport,
@@ -430,7 +429,7 @@ class RankClocks:
             memory,
             self._clocks,
             on_error=self._fail,
-            on_latencies=self._send_latencies,
+            on_latencies=self._to_server,
             on_record=on_record,
             timebase=timebase,
         )
@@ -621,9 +620,6 @@ class RankClocks:
         del log.changes[: len(changes)], log.clocks[: len(clocks)]
         state, error = log.state, "" if log.error is None else str(log.error)
         self._to_client(Refreshes(number, tuple(changes), tuple(clocks), state.temperature_c, state.power_state, error))
-
-    def _send_latencies(self, latencies: LatencyTable) -> None:
-        self._to_server(Latencies(tuple((*key, tuple(seen_s)) for key, seen_s in latencies.samples_s.items())))
 
     def _fail(self, error: Exception) -> None:
         self._fallback.begin(error)

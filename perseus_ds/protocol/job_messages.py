@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from perseus_ds.protocol.latencies import LatencyTable
+
 Times: TypeAlias = Literal["none", "ends", "passes", "all"]
 """Measurements of a rank in an iteration: only its time, the end of its passes, all passes, or all operations."""
 
@@ -19,52 +21,32 @@ Times: TypeAlias = Literal["none", "ends", "passes", "all"]
 
 
 class Program(msgspec.Struct, tag=True, frozen=True):
-    """The clocks of a rank in the iterations of an order.
+    """The clocks of a rank in the iterations of an order."""
 
-    Attributes:
-        number: Number of the order, from 0 to 254.
-        first_mhz: Clock of the whole iteration if ``clocks_mhz`` is empty [MHz]. None for the default.
-        clocks_mhz: Clock of each instruction, by its position in the rank's schedule [MHz].
-        spans_s: Start and end of each instruction in an iteration [s]. Empty if unknown.
-        time_s: Time of the iteration [s].
-    """
-
-    number: int
-    first_mhz: int | None = None
-    clocks_mhz: tuple[int, ...] = ()
-    spans_s: tuple[tuple[float, float], ...] = ()
-    time_s: float = 0.0
+    number: int  # of the order, from 0 to 254
+    first_mhz: int | None = None  # clock of the whole iteration without ``clocks_mhz``; None for the default
+    clocks_mhz: tuple[int, ...] = ()  # of each instruction, by its position in the rank's schedule
+    spans_s: tuple[tuple[float, float], ...] = ()  # predicted start and end of each instruction; empty if unknown
+    time_s: float = 0.0  # predicted time of the iteration
 
 
 class Follow(msgspec.Struct, tag=True, frozen=True):
-    """The program and the measurements of the iterations of an order, from one iteration on.
+    """The program and the measurements of the iterations of an order, from one iteration on."""
 
-    Attributes:
-        program: The clocks. Its number is that of the order. A program without clocks means default clocks.
-        serial: Number of this message in the job, which reports refer to.
-        from_iteration: First iteration to which the message applies.
-        shown_from: Iteration from which the phase is shown to the user's code. By then all ranks have received it, so
-            the code may end training because of it.
-        phase: Phase, as in ``run.jsonl``.
-        plan: Index of the plan on the frontier. None without a plan.
-        times: Measurements in iterations with a number that is a multiple of ``every``.
-        otherwise: Measurements in other iterations.
-        logs_energy: Whether refreshes of the energy counter are reported.
-        only_iteration: The only iteration to which the message applies, instead of a message with 0. With 0, iterations
-            without such a message of their own run at default clocks, as if they were of no order. None for all
-            future iterations.
-    """
-
-    program: Program
-    serial: int
+    program: Program  # without clocks, it means default clocks
+    serial: int  # number of this message in the job, which reports refer to
     from_iteration: int
+    # Iteration from which the phase is shown to the user's code. By then all ranks have received the message, so the
+    # code may end training because of it.
     shown_from: int
-    phase: str
-    plan: int | None = None
-    times: Times = "none"
+    phase: str  # as in ``run.jsonl``
+    plan: int | None = None  # index on the frontier
+    times: Times = "none"  # measured in iterations with a number that is a multiple of ``every``
     every: int = 1
-    otherwise: Times = "none"
-    logs_energy: bool = False
+    otherwise: Times = "none"  # measured in other iterations
+    logs_energy: bool = False  # refreshes of the energy counter are reported
+    # The only iteration to which the message applies, instead of a message with 0. With 0, iterations without such a
+    # message of their own run at default clocks, as if they were of no order. None for all future iterations.
     only_iteration: int | None = None
 
 
@@ -113,15 +95,10 @@ class Follows:
 
 
 class Orders(msgspec.Struct, tag=True, frozen=True):
-    """The numbers of orders.
+    """The numbers of orders."""
 
-    Attributes:
-        numbers: Key of an order, shape of a rank's first inputs (0 for any), and the order's number.
-        others: Number of all other orders.
-    """
-
-    numbers: tuple[tuple[int, float, int], ...]
-    others: int
+    numbers: tuple[tuple[int, float, int], ...]  # key, shape of a rank's first inputs (0 for any), and number
+    others: int  # number of all other orders
 
 
 class ReadSchedule(msgspec.Struct, tag=True, frozen=True):
@@ -131,38 +108,24 @@ class ReadSchedule(msgspec.Struct, tag=True, frozen=True):
 
 
 class Calibrate(msgspec.Struct, tag=True, frozen=True):
-    """Durations of passes on a simulated GPU.
+    """Durations of passes on a simulated GPU."""
 
-    Attributes:
-        seconds_per_flop: Time of a floating-point operation at the top clock [s].
-        flops: Floating-point operations of passes, in the order of the rank's own list.
-    """
-
-    seconds_per_flop: float
-    flops: tuple[int, ...]
+    seconds_per_flop: float  # at the top clock
+    flops: tuple[int, ...]  # of each pass, in the order of the rank's own list
 
 
 class Say(msgspec.Struct, tag=True, frozen=True):
-    """Request to print a line.
-
-    Attributes:
-        warns: Whether to log it as a warning instead.
-    """
+    """Request to print a line, or to log it as a warning."""
 
     text: str
     warns: bool = False
 
 
 class Observed(msgspec.Struct, tag=True, frozen=True):
-    """Figures of an iteration for a monitor, such as DeepSpeed's.
+    """Figures of an iteration for a monitor, such as DeepSpeed's."""
 
-    Attributes:
-        figures: Tag and value of each figure.
-        samples: Number of samples that the job has processed after the iteration.
-    """
-
-    figures: tuple[tuple[str, float], ...]
-    samples: int
+    figures: tuple[tuple[str, float], ...]  # tag and value
+    samples: int  # that the job has processed after the iteration
 
 
 class Summarised(msgspec.Struct, tag=True, frozen=True):
@@ -174,13 +137,9 @@ class WatchDefaultClocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class SetProfiledLimit(msgspec.Struct, tag=True, frozen=True):
-    """The power limit with which the agent compares the current one.
+    """The power limit with which the agent compares the current one."""
 
-    Attributes:
-        power_w: Power limit recorded in the profile [W]. None for the one that is read next.
-    """
-
-    power_w: float | None
+    power_w: float | None  # as recorded in the profile; None for the one that is read next
 
 
 # From a rank to the server.
@@ -194,111 +153,64 @@ class Spans(msgspec.Struct, tag=True, frozen=True):
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
-    """An iteration as measured by a rank's client.
+    """An iteration as measured by a rank's client."""
 
-    Attributes:
-        iteration: Number of the iteration in this process, from 1.
-        order: Number of its order.
-        serial: Serial of the :class:`Follow` that the client applied.
-        key: Key of its order.
-        time_s: Duration [s].
-        stopped_s: Time of the host between the end of the previous iteration and the start of this one [s].
-        issued: Number of the last iteration that the host has begun.
-        ended: End of the iteration for the host [Unix seconds].
-        samples: Number of samples that the job has processed after it.
-        first_shape: Number of the shape of the first forward's inputs. 0 if unknown.
-        shapes: Sum of these numbers over all forwards.
-        length: Mean length of the inputs of a forward. NaN if unknown.
-        computed_s: Time from the iteration's start to the end of the last pass [s]. 0 if not measured.
-        tail_s: Duration of the tail, waiting included [s]. 0 if not measured.
-        memory_bytes: Peak memory of tensors on the GPU. 0 if unknown or not read in this iteration.
-        is_calibrated: Whether passes take as long as on the simulated GPU.
-    """
-
-    iteration: int
-    order: int
-    serial: int
-    key: int
+    iteration: int  # number in this process, from 1
+    order: int  # number of its order
+    serial: int  # of the :class:`Follow` that the client applied
+    key: int  # of its order
     time_s: float
-    stopped_s: float = 0.0
-    issued: int = 0
-    ended: float = 0.0
-    samples: int = 0
-    first_shape: float = 0.0
-    shapes: float = 0.0
-    length: float = math.nan
-    computed_s: float = 0.0
-    tail_s: float = 0.0
-    memory_bytes: int = 0
-    is_calibrated: bool = True
+    stopped_s: float = 0.0  # time of the host between the end of the previous iteration and the start of this one
+    issued: int = 0  # number of the last iteration that the host has begun
+    ended: float = 0.0  # end for the host [Unix seconds]
+    samples: int = 0  # that the job has processed after it
+    first_shape: float = 0.0  # number of the shape of the first forward's inputs; 0 if unknown
+    shapes: float = 0.0  # sum of these numbers over all forwards
+    length: float = math.nan  # mean length of the inputs of a forward; NaN if unknown
+    computed_s: float = 0.0  # from the start to the end of the last pass; 0 if not measured
+    tail_s: float = 0.0  # duration of the tail, waiting included; 0 if not measured
+    memory_bytes: int = 0  # peak of tensors on the GPU; 0 if unknown or not read in this iteration
+    is_calibrated: bool = True  # passes take as long as on the simulated GPU
 
 
 class RankReport(msgspec.Struct, tag=True, frozen=True):
-    """A rank's report with measurements by its agent.
-
-    Attributes:
-        report: The client's report.
-        serial: Serial of the :class:`Follow` that the agent applied to the iteration. -1 if unknown.
-        begun_s: Start of the iteration on the GPU, in the node's monotonic time [s]. NaN if unknown.
-        energy_j: Energy of the GPU [J]. NaN if it cannot be read.
-        changes: Number of clock changes.
-        skips: Number of clock changes that were skipped because a later one was due.
-        asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
-        reached_mhz: Clock at the last read-back [MHz].
-        limit_w: Power limit, if it is lower than profiled [W]. Infinite otherwise.
-        limit_mhz: Highest clock that is reached, if it is lower than profiled [MHz]. Infinite otherwise.
-        late_s: Delay with which the agent follows marks [s].
-        default_mhz: Clock of the busy GPU without a lock [MHz]. 0 if unknown.
-        has_failed: Whether the rank has fallen back to default clocks.
-        refreshes: Time [s] and value [J] of the energy counter at each refresh since the last report, as doubles.
-        clocks: Time [s] and clock [MHz] of each reading of the clock, as doubles.
-        temperature_c: Temperature of the GPU. None if unknown.
-        power_state: Performance state of the GPU. None if unknown.
-    """
+    """A rank's report with measurements by its agent."""
 
     report: Report
-    serial: int = -1
-    begun_s: float = math.nan
-    energy_j: float = math.nan
-    changes: float = 0.0
-    skips: float = 0.0
-    asked_mhz: float = math.nan
-    reached_mhz: float = math.nan
-    limit_w: float = math.inf
-    limit_mhz: float = math.inf
-    late_s: float = 0.0
-    default_mhz: float = 0.0
-    has_failed: bool = False
-    refreshes: bytes = b""
-    clocks: bytes = b""
+    serial: int = -1  # of the :class:`Follow` that the agent applied; -1 if unknown
+    begun_s: float = math.nan  # start on the GPU, in the node's monotonic time; NaN if unknown
+    energy_j: float = math.nan  # NaN if it cannot be read
+    changes: float = 0.0  # number of clock changes
+    skips: float = 0.0  # number of clock changes that were skipped because a later one was due
+    asked_mhz: float = math.nan  # requested clock at the last read-back; NaN at default clocks
+    reached_mhz: float = math.nan  # clock at the last read-back
+    limit_w: float = math.inf  # power limit, if it is lower than profiled
+    limit_mhz: float = math.inf  # highest clock that is reached, if it is lower than profiled
+    late_s: float = 0.0  # delay with which the agent follows marks
+    default_mhz: float = 0.0  # clock of the busy GPU without a lock; 0 if unknown
+    has_failed: bool = False  # the rank has fallen back to default clocks
+    refreshes: bytes = b""  # time [s] and energy [J] at each refresh since the last report, as doubles
+    clocks: bytes = b""  # time [s] and clock [MHz] of each reading of the clock, as doubles
     temperature_c: float | None = None
     power_state: str | None = None
 
 
 class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
-    """A rank's operations in an order.
-
-    Attributes:
-        schedule: A schedule of one rank as JSON, compressed by zlib. Empty if it cannot be read.
-        error: Reason why it cannot be read. Empty if it can.
-    """
+    """A rank's operations in an order."""
 
     key: int
-    schedule: bytes = b""
-    error: str = ""
+    schedule: bytes = b""  # a schedule of one rank as JSON, compressed by zlib
+    error: str = ""  # why it cannot be read
 
 
 class Lengths(msgspec.Struct, tag=True, frozen=True):
     """Lengths of the micro-batches of a rank's pipeline in a future iteration.
 
-    Attributes:
-        iteration: Number of that iteration in this process.
-        lengths: Length of each micro-batch's input, such as its number of tokens. Empty if the iteration has begun,
-            or if too many were given at once.
+    There are none if that iteration has begun, or if too many were given at once.
     """
 
     iteration: int
-    lengths: tuple[float, ...]
+    lengths: tuple[float, ...]  # of each micro-batch's input, such as its number of tokens
 
 
 class Worked(msgspec.Struct, tag=True, frozen=True):
@@ -308,36 +220,22 @@ class Worked(msgspec.Struct, tag=True, frozen=True):
 
 
 class Measured(msgspec.Struct, tag=True, frozen=True):
-    """Measurements of a rank's GPU before training.
+    """Measurements of a rank's GPU before training."""
 
-    Attributes:
-        period_s: Refresh period of its energy counter [s].
-        settle_s: Time for which the counter still includes power from before a step of power [s].
-        blocking_power_w: Power while the rank waits for another one [W]. NaN if not measured.
-    """
-
-    period_s: float
-    settle_s: float = 0.0
-    blocking_power_w: float = math.nan
+    period_s: float  # refresh period of its energy counter
+    settle_s: float = 0.0  # time for which the counter still includes power from before a step of power
+    blocking_power_w: float = math.nan  # power while the rank waits for another one; NaN if not measured
 
 
 class Steps(msgspec.Struct, tag=True, frozen=True):
-    """Number of training steps of the engine, for example after loading a checkpoint.
+    """Number of training steps of the engine, for example after loading a checkpoint."""
 
-    Attributes:
-        after: Number of the last iteration that is included in the steps.
-    """
-
-    after: int
+    after: int  # the last iteration that is included in the steps
     steps: int
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
-    """An order of the user, as ``perseus-ds control`` sends it.
-
-    Attributes:
-        content: The order as JSON.
-    """
+    """An order of the user as JSON, as ``perseus-ds control`` sends it."""
 
     content: bytes
 
@@ -353,26 +251,11 @@ class RankRecovered(msgspec.Struct, tag=True, frozen=True):
 
 
 class ClockRefused(msgspec.Struct, tag=True, frozen=True):
-    """A requested clock that the GPU does not reach.
+    """A requested clock that the GPU does not reach."""
 
-    Attributes:
-        clock_mhz: Requested clock. None for default clocks.
-        reasons: Reasons reported by the driver, such as ``sw_power_cap``.
-    """
-
-    clock_mhz: int | None
+    clock_mhz: int | None  # None for default clocks
     reached_mhz: int
-    reasons: tuple[str, ...]
-
-
-class Latencies(msgspec.Struct, tag=True, frozen=True):
-    """Latencies of clocks. See :class:`~perseus_ds.protocol.latencies.LatencyTable`.
-
-    Attributes:
-        samples_s: Clock [MHz], whether it was reached from below, and its measured latencies [s].
-    """
-
-    samples_s: tuple[tuple[int, bool, tuple[float, ...]], ...]
+    reasons: tuple[str, ...]  # as reported by the driver, such as ``sw_power_cap``
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -390,4 +273,4 @@ ToRank: TypeAlias = (
 )
 FromClient: TypeAlias = Spans | Report | ScheduleRead | Lengths | Worked | Measured | Steps | Command | Left
 """Messages of a client, which its agent forwards or completes."""
-ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | Latencies | Joined
+ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | LatencyTable | Joined

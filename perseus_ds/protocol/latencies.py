@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 _ENOUGH, _POOLED = 3, 5
 """Minimum number of latencies, and the number up to which those of neighbouring clocks are added."""
 _PERCENTILE = 0.9
 
 
-@dataclass(frozen=True)
-class LatencyTable:
-    """Times from the driver's call until the GPU runs at the clock.
+class LatencyTable(msgspec.Struct, tag=True, frozen=True):
+    """Times from the driver's call until the GPU runs at the clock, which agents send to the server.
 
-    Clocks with few or no measurements use the latencies of neighbouring clocks.
-
-    Attributes:
-        samples_s: Latencies [s] by clock [MHz] and whether it was reached from below. A latency that timed out is a
-            lower bound.
+    Clocks with few or no measurements use the latencies of neighbouring clocks. A latency that timed out is a lower
+    bound.
     """
 
-    samples_s: Mapping[tuple[int, bool], Sequence[float]] = field(default_factory=dict)
+    samples_s: Mapping[tuple[int, bool], Sequence[float]] = {}  # by clock [MHz] and whether it was reached from below
 
     @property
     def is_known(self) -> bool:

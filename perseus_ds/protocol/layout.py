@@ -14,7 +14,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 5
+VERSION = 6
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
@@ -36,27 +36,71 @@ REMEMBERED = 64
 """Number of iterations that have a program."""
 _MAGIC = b"PERSEUS\0"
 _HEADER = struct.Struct("=8sII")  # magic, version, length
-# Words of 8 bytes, written by the client:
-_PROGRESS, _IDLE, _BEGUN, _BEGUN_S, _ENDED, _ENDED_S = 4, 6, 8, 9, 10, 11
+# Indices of words of 8 bytes, written by the client (further ones are below):
+_BEGUN, _BEGUN_S, _ENDED, _ENDED_S = 8, 9, 10, 11
 _PROGRAMS = 64
-# Written by the agent:
-_LOCKED = 3
-_HEARTBEAT, _REVOKED, _RESETS = 16, 17, 18
 _FIRST_MARK = MARKS_OFFSET // 8
+
+
+class _Word:
+    """A word that is an unsigned integer."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, memory: RankMemory, owner: type) -> int:
+        return memory.words[self._index]
+
+    def __set__(self, memory: RankMemory, value: int) -> None:
+        memory.words[self._index] = value
+
+
+class _Flag(_Word):
+    """A word that is 0 or 1."""
+
+    def __get__(self, memory: RankMemory, owner: type) -> bool:
+        return super().__get__(memory, owner) != 0
+
+
+class _Number:
+    """A word that is a double."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, memory: RankMemory, owner: type) -> float:
+        return memory.numbers[self._index]
+
+    def __set__(self, memory: RankMemory, value: float) -> None:
+        memory.numbers[self._index] = value
 
 
 class RankMemory:
     """Memory of a rank, as seen by the client or the agent.
 
     Attributes:
+        progress: Number of starts and ends of iterations. It is odd within an iteration.
+        idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
+            work, and :data:`PAUSED` if it requests default clocks immediately.
         heartbeat_s: Monotonic time when the agent last handled this rank [s]. 0 before the first time.
         is_revoked: Whether the agent has ended the lease because the rank's process received a termination signal.
         resets: Number of times that the agent has reset the clock during the lease.
         may_be_locked: Whether the clock may be locked. It is set before the clock is locked.
-        progress: Number of starts and ends of iterations. It is odd within an iteration.
-        idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
-            work, and :data:`PAUSED` if it requests default clocks immediately.
+        begun_s: When the GPU has begun the last iteration [s]. 0 if the GPU wrote the mark.
+        ended_s: When it has ended one [s]. 0 if the GPU wrote the mark.
+        words: The memory as integers of 8 bytes.
+        numbers: The memory as doubles.
     """
+
+    # Written by the client:
+    progress = _Word(4)
+    idle_since_s = _Number(6)
+    begun_s, ended_s = _Number(_BEGUN_S), _Number(_ENDED_S)
+    # Written by the agent:
+    may_be_locked = _Flag(3)
+    heartbeat_s = _Number(16)
+    is_revoked = _Flag(17)
+    resets = _Word(18)
 
     def __init__(self, view: memoryview) -> None:
         """Wrap memory with this layout.
@@ -71,8 +115,8 @@ class RankMemory:
                 f"{LENGTH} bytes, got {found} in {view.nbytes} bytes. Use the same version of perseus-ds on the node."
             )
         self._bytes = view[:LENGTH]
-        self._numbers = self._bytes.cast("d")
-        self._words = self._bytes.cast("Q")
+        self.numbers = self._bytes.cast("d")
+        self.words = self._bytes.cast("Q")
         self._halves = self._bytes.cast("I")
 
     @classmethod
@@ -83,78 +127,42 @@ class RankMemory:
         _HEADER.pack_into(view, 0, _MAGIC, VERSION, LENGTH)
         memory = cls(view)
         for number in range(REMEMBERED):
-            memory._words[_PROGRAMS + number] = DEFAULT_CLOCKS
+            memory.words[_PROGRAMS + number] = DEFAULT_CLOCKS
         return memory
-
-    @property
-    def heartbeat_s(self) -> float:
-        return self._numbers[_HEARTBEAT]
-
-    @heartbeat_s.setter
-    def heartbeat_s(self, now_s: float) -> None:
-        self._numbers[_HEARTBEAT] = now_s
-
-    @property
-    def is_revoked(self) -> bool:
-        return self._words[_REVOKED] != 0
 
     def revoke(self) -> None:
         """Forbid locking the clock from now on."""
-        self._words[_REVOKED] = 1
-
-    @property
-    def resets(self) -> int:
-        return self._words[_RESETS]
+        self.is_revoked = True
 
     def count_reset(self) -> None:
         """Record that the agent is about to reset the clock."""
-        self._words[_RESETS] = (self._words[_RESETS] + 1) % 2**64  # robust to any value written by the client
-
-    @property
-    def may_be_locked(self) -> bool:
-        return self._words[_LOCKED] != 0
-
-    @may_be_locked.setter
-    def may_be_locked(self, locked: bool) -> None:
-        self._words[_LOCKED] = locked
-
-    @property
-    def progress(self) -> int:
-        return self._words[_PROGRESS]
+        self.resets = (self.resets + 1) % 2**64  # robust to any value written by the client
 
     @property
     def iteration(self) -> int:
         """Number of the last iteration that the host has begun. The first is 1, and 0 means none."""
-        return (self._words[_PROGRESS] + 1) // 2
+        return (self.progress + 1) // 2
 
     def begin_iteration(self, program: int = DEFAULT_CLOCKS) -> int:
         """Record that the host begins an iteration with a program, and return the iteration's number."""
-        progress = (self._words[_PROGRESS] + 1) | 1
+        progress = (self.progress + 1) | 1
         number = (progress + 1) // 2
-        self._words[_PROGRAMS + number % REMEMBERED] = program
-        self._numbers[_IDLE] = 0.0
-        self._words[_PROGRESS] = progress
+        self.words[_PROGRAMS + number % REMEMBERED] = program
+        self.idle_since_s = 0.0
+        self.progress = progress
         return number
 
     def end_iteration(self) -> None:
         """Record that the host has issued the current iteration, if any."""
-        self._words[_PROGRESS] += self._words[_PROGRESS] & 1
+        self.progress += self.progress & 1
 
     def program(self, iteration: int) -> int:
         """Return the number of the program of an iteration."""
-        return self._words[_PROGRAMS + iteration % REMEMBERED]
+        return self.words[_PROGRAMS + iteration % REMEMBERED]
 
     def change_program(self, program: int) -> None:
         """Run the rest of the current iteration with another program."""
-        self._words[_PROGRAMS + self.iteration % REMEMBERED] = program
-
-    @property
-    def idle_since_s(self) -> float:
-        return self._numbers[_IDLE]
-
-    @idle_since_s.setter
-    def idle_since_s(self, since_s: float) -> None:
-        self._numbers[_IDLE] = since_s
+        self.words[_PROGRAMS + self.iteration % REMEMBERED] = program
 
     # Marks written by the CPU.
 
@@ -162,21 +170,18 @@ class RankMemory:
         """Mark that the GPU begins an iteration, and clear the marks of the given number of positions."""
         if positions:
             self._bytes[MARKS_OFFSET : MARKS_OFFSET + 16 * positions] = bytes(16 * positions)
-        self._numbers[_BEGUN_S] = now_s
-        self._words[_BEGUN] = number % 2**32
+        self.begun_s = now_s
+        self.words[_BEGUN] = number % 2**32
 
     def mark_ended(self, number: int, now_s: float) -> None:
         """Mark that the GPU has finished an iteration."""
-        self._numbers[_ENDED_S] = now_s
-        self._words[_ENDED] = number % 2**32
+        self.ended_s = now_s
+        self.words[_ENDED] = number % 2**32
 
     @property
     def slots(self) -> memoryview[float]:
-        """Times of the marks [s]. Slot ``2 * position`` is the start of the instruction at a position.
-
-        The next slot is its end.
-        """
-        return self._numbers[_FIRST_MARK:]
+        """Times of the marks [s]: the start of the instruction at a position in slot ``2 * position``, then its end."""
+        return self.numbers[_FIRST_MARK:]
 
     # Marks read by the agent.
 
@@ -190,19 +195,9 @@ class RankMemory:
         """Lower half of the number of the last iteration that the GPU has ended."""
         return self._halves[2 * _ENDED]
 
-    @property
-    def begun_s(self) -> float:
-        """Time of the start [s]. 0 if the GPU wrote the mark."""
-        return self._numbers[_BEGUN_S]
-
-    @property
-    def ended_s(self) -> float:
-        """Time of the end [s]. 0 if the GPU wrote the mark."""
-        return self._numbers[_ENDED_S]
-
     def marked_s(self, slot: int) -> float | None:
         """Return when the GPU reached a slot [s].
 
         About 0 if it wrote the mark itself, None if it has not reached it.
         """
-        return self._numbers[_FIRST_MARK + slot] if self._words[_FIRST_MARK + slot] else None
+        return self.numbers[_FIRST_MARK + slot] if self.words[_FIRST_MARK + slot] else None

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from perseus_ds import errors
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.protocol.job_messages import FromClient, ToRank
 
 WAKE = b"\0"
@@ -23,21 +23,16 @@ Reason: TypeAlias = Literal["unusable", "held", "memory"]
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error of a GPU or its driver.
+    """An error of a GPU or its driver, and the name of its class in :mod:`perseus_ds.errors`."""
 
-    Attributes:
-        kind: Name of its class in :mod:`perseus_ds.errors`.
-    """
-
-    kind: Literal["GpuError", "GpuPermissionError", "GpuBusyError"]
+    kind: str
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
         """Convert an error to a message."""
-        kinds: tuple[Literal["GpuPermissionError", "GpuBusyError"], ...] = ("GpuPermissionError", "GpuBusyError")
-        kind = next((name for name in kinds if isinstance(error, getattr(errors, name))), None)
-        return cls(kind or "GpuError", str(error))
+        is_known = isinstance(error, GpuPermissionError | GpuBusyError)
+        return cls(type(error).__name__ if is_known else "GpuError", str(error))
 
     def error(self) -> GpuError:
         """Return the error to raise."""
@@ -46,58 +41,33 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class FindGpu(msgspec.Struct, tag=True, frozen=True):
-    """A client requests the address of the GPU with a number that CUDA or HIP uses in its process.
-
-    Attributes:
-        device: ``zeus`` for Zeus's device layer.
-        ordinal: The number.
-        uuid: UUID that CUDA reports, or None.
-        pci_address: PCI address that HIP reports, or None.
-        variables: Environment variables of the process that hide or renumber GPUs.
-        cgroups: Control groups of the process, which determine the GPUs that it can open.
-    """
+    """A client requests the address of the GPU that has a number in its process."""
 
     device: Literal["nvml", "zeus"]
-    ordinal: int
-    uuid: str | None = None
-    pci_address: str | None = None
-    variables: dict[str, str] = {}
-    cgroups: str = ""
+    ordinal: int  # as CUDA or HIP count
+    uuid: str | None = None  # as CUDA reports it
+    pci_address: str | None = None  # as HIP reports it
+    variables: dict[str, str] = {}  # environment variables of the process that hide or renumber GPUs
+    cgroups: str = ""  # of the process, which determine the GPUs that it can open
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
-    """The answer to :class:`FindGpu`.
-
-    Attributes:
-        gpu: :attr:`~perseus_ds.gpu.base.Gpu.address` of the GPU.
-    """
+    """The :attr:`~perseus_ds.gpu.base.Gpu.address` of the GPU."""
 
     gpu: str
 
 
 class GpuDescription(msgspec.Struct, frozen=True):
-    """Description of a GPU by its agent.
+    """Description of a GPU by its agent."""
 
-    Attributes:
-        text: Name of the GPU in messages.
-        name: Product name.
-        driver: Version of the driver. None if unknown.
-        settings: Fields of :class:`~perseus_ds.artifacts.profile.GpuSettings`. None if the driver reports none.
-        notices: Settings by an administrator that affect plans, one sentence each.
-        clocks_mhz: SM clocks that can be locked, ascending [MHz].
-        clocks_fault: Reason why there are no clocks.
-        permission_fault: Reason why clocks cannot be set. None if they can, or if it was not checked.
-        is_permission_checked: Whether the permission was checked.
-    """
-
-    text: str
-    name: str
+    text: str  # its name in messages
+    name: str  # of the product
     driver: str | None
-    settings: dict[str, Any] | None
-    notices: tuple[str, ...]
-    clocks_mhz: tuple[int, ...]
-    clocks_fault: Fault | None
-    permission_fault: Fault | None
+    settings: dict[str, Any] | None  # fields of artifacts.profile.GpuSettings, if the driver reports them
+    notices: tuple[str, ...]  # settings by an administrator that affect plans, one sentence each
+    clocks_mhz: tuple[int, ...]  # SM clocks that can be locked, ascending
+    clocks_fault: Fault | None  # why there are no clocks
+    permission_fault: Fault | None  # why clocks cannot be set
     is_permission_checked: bool
 
 
@@ -105,51 +75,33 @@ class RequestLease(msgspec.Struct, tag=True, frozen=True):
     """A client requests a lease of a GPU.
 
     The file descriptor of its memory is passed with the message, and those of the logs of a simulated GPU.
-
-    Attributes:
-        gpu: :attr:`~perseus_ds.gpu.base.Gpu.address` of the GPU.
-        is_renewal: Whether an agent that has ended had granted this lease before.
-        describes: Whether the answer is to describe the GPU.
-        checks_permission: Whether to check that clocks may be set, which resets the clock.
     """
 
-    gpu: str
-    is_renewal: bool = False
-    describes: bool = False
-    checks_permission: bool = False
+    gpu: str  # its address
+    is_renewal: bool = False  # an agent that has ended had granted this lease before
+    describes: bool = False  # the answer is to describe the GPU
+    checks_permission: bool = False  # checks that clocks may be set, which resets the clock
 
 
 class LeftLocked(msgspec.Struct, frozen=True):
-    """A GPU that an earlier process left locked.
-
-    Attributes:
-        pid: Process ID of the agent of that process.
-        error: Reason why its clock could not be reset. Empty if it was reset.
-    """
+    """A GPU that an earlier process left locked."""
 
     gpu: str
-    pid: int
-    error: str
+    pid: int  # of the agent of that process
+    error: str  # why its clock could not be reset; empty if it was reset
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """The lease is granted. The agent has opened the GPU and recorded that its clock may be locked.
+    """The lease is granted. The agent has opened the GPU and recorded that its clock may be locked."""
 
-    Attributes:
-        left_locked: GPUs that earlier processes of this user left locked. Sent to one client only.
-        gpu: The GPU, if the client has requested its description.
-    """
-
-    left_locked: tuple[LeftLocked, ...] = ()
-    gpu: GpuDescription | None = None
+    left_locked: tuple[LeftLocked, ...] = ()  # by earlier processes of this user; sent to one client only
+    gpu: GpuDescription | None = None  # if it was requested
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """The lease is refused, or the GPU was not found.
 
-    Attributes:
-        reason: ``unusable`` if this agent cannot use the GPU, ``held`` if another job holds it, ``memory`` if the
-            client's memory has another layout.
+    This agent cannot use the GPU, another job holds it, or the client's memory has another layout.
     """
 
     reason: Reason
@@ -160,16 +112,16 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     """The client ends its lease."""
 
 
+class Released(msgspec.Struct, tag=True, frozen=True):
+    """The lease has ended, and the clock is the default one unless another rank uses the GPU."""
+
+
 class RequestStatus(msgspec.Struct, tag=True, frozen=True):
     """A process of this user requests the agent's status."""
 
 
 class Status(msgspec.Struct, tag=True, frozen=True):
-    """Status of the agent.
-
-    Attributes:
-        leases: GPU and process of each lease.
-    """
+    """GPU and process of each lease of the agent."""
 
     leases: tuple[tuple[str, int], ...]
 
@@ -180,115 +132,71 @@ Question: TypeAlias = Literal["period", "step", "start", "refreshes", "stop"]
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A question to the driver of the GPU.
 
-    Attributes:
-        number: Number that identifies the answer.
-        question: ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``step``
-            measures its response to a step of power, from ``value`` watts. ``start`` begins a log of its refreshes,
-            ``refreshes`` requests new ones, and ``stop`` ends the log. For these two, ``value`` is the number of the
-            question that began the log.
+    ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``step`` measures its
+    response to a step of power, from ``value`` watts. ``start`` begins a log of its refreshes, ``refreshes`` requests
+    new ones, and ``stop`` ends the log. For these two, ``value`` is the number of the question that began the log.
     """
 
-    number: int
+    number: int  # identifies the answer
     question: Question
     value: float = 0.0
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a question.
-
-    Attributes:
-        values: Values that depend on the question.
-        error: Reason why there is no answer. Empty if there is one.
-        is_busy: Whether the driver is only busy.
-    """
+    """The answer to a question."""
 
     number: int
     values: tuple[float, ...] = ()
-    error: str = ""
-    is_busy: bool = False
+    error: str = ""  # why there is no answer
+    is_busy: bool = False  # the driver is only busy
 
 
 class Refreshes(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``refreshes``: the refreshes since the last answer.
-
-    Attributes:
-        changes: Time [s] and energy [J] of each refresh.
-        clocks: Time [s] and clock [MHz] of each reading of the clock.
-        temperature_c: Temperature of the GPU. None if the driver does not report it.
-        power_state: Performance state of the GPU. None if the driver does not report it.
-        error: Reason why the counter cannot be read. Empty if it can.
-    """
+    """The answer to ``refreshes``: the refreshes since the last answer."""
 
     number: int
-    changes: tuple[tuple[float, float], ...]
-    clocks: tuple[tuple[float, int], ...]
+    changes: tuple[tuple[float, float], ...]  # time [s] and energy [J] of each refresh
+    clocks: tuple[tuple[float, int], ...]  # time [s] and clock [MHz] of each reading of the clock
     temperature_c: float | None = None
     power_state: str | None = None
-    error: str = ""
-
-
-class Released(msgspec.Struct, tag=True, frozen=True):
-    """The lease has ended, and the clock is the default one unless another rank uses the GPU."""
+    error: str = ""  # why the counter cannot be read
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """The rank follows a server from now on.
-
-    Attributes:
-        rank: Global rank.
-        address: Address of the server, such as ``tcp://10.0.0.1:4711``.
-        server_key: Public key of the server.
-        public_key: Public key of the job's agents.
-        secret_key: Secret key of the job's agents.
-        issued: Number of the iteration that the host has begun last.
-    """
+    """The rank follows a server from now on."""
 
     rank: int
-    address: str
+    address: str  # of the server, such as tcp://10.0.0.1:4711
     server_key: bytes
-    public_key: bytes
+    public_key: bytes  # of the job's agents
     secret_key: bytes
-    issued: int = 0
+    issued: int = 0  # number of the iteration that the host has begun last
 
 
 class ServerStarted(msgspec.Struct, tag=True, frozen=True):
-    """The server listens, or cannot start.
-
-    Attributes:
-        kind: Class of the error. Empty if there is none.
-        error: Reason why it cannot start.
-        answer: Encoded :class:`~perseus_ds.protocol.description.Welcome` for all ranks.
-        output_dir: Folder that it writes to.
-        server_secret: Its secret key, for later agents of this node.
-    """
+    """The server listens, or cannot start."""
 
     address: str = ""
     server_key: bytes = b""
     public_key: bytes = b""
     secret_key: bytes = b""
-    answer: bytes = b""
-    kind: str = ""
+    answer: bytes = b""  # the encoded description.Welcome for all ranks
+    kind: str = ""  # class of the error, if there is one
     error: str = ""
-    output_dir: str = ""
-    server_secret: bytes = b""
+    output_dir: str = ""  # the folder that it writes to
+    server_secret: bytes = b""  # its secret key, for later agents of this node
 
 
 class StartServer(msgspec.Struct, tag=True, frozen=True):
     """A client requests the agent to start the server of the job, and to restart it if it dies.
 
     The file descriptor of the job's description is passed with the message.
-
-    Attributes:
-        host: Name or address at which agents reach this node.
-        port: Port to listen at. 0 for any.
-        length: Length of the description [bytes].
-        running: The server that an earlier agent of this node has started. It is only replaced if it dies.
     """
 
-    host: str
-    port: int
-    length: int
-    running: ServerStarted | None = None
+    host: str  # name or address at which agents reach this node
+    port: int  # 0 for any
+    length: int  # of the description [bytes]
+    running: ServerStarted | None = None  # started by an earlier agent of this node, and only replaced if it dies
 
 
 ToClocks: TypeAlias = Ask | FromClient

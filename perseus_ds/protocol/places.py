@@ -51,10 +51,8 @@ def boot_id() -> str:
 def agent_name(job: str | None = None, gpu: str = "") -> str:
     """Return the name of an agent, which is the same for all ranks of a job on one node.
 
-    Args:
-        job: Text that is the same for all these ranks. By default it is made from ``MASTER_ADDR`` and ``MASTER_PORT``,
-            or from the number of this process.
-        gpu: Address of the only GPU that the agent serves, if ranks do not see each other's GPUs.
+    By default, the job is identified by ``MASTER_ADDR`` and ``MASTER_PORT``, or by this process. If ranks do not see
+    each other's GPUs, each agent serves only the GPU with a given address.
     """
     if job is None:
         port = os.environ.get("MASTER_PORT")
@@ -131,9 +129,7 @@ def holder(file: int) -> int | None:
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the process that has locked the file at a path. See :func:`holder`.
-
-    None if there is no file.
+    """Return the process that has locked the file at a path. None if there is no file. See :func:`holder`.
 
     A process that holds the lock itself must not call this function, because it would lose the lock.
     """
@@ -147,11 +143,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def listen(name: str) -> socket.socket:
-    """Return the socket of an agent. It replaces one that a dead agent left.
-
-    Raises:
-        OSError: It cannot be created.
-    """
+    """Return the socket of an agent. It replaces one that a dead agent left."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with _short(name) as path:
         with contextlib.suppress(FileNotFoundError):
@@ -163,11 +155,7 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to an agent.
-
-    Raises:
-        OSError: There is no agent.
-    """
+    """Connect to an agent. Raises an ``OSError`` if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
     try:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import GpuError, PlanError, ProfileError, ScheduleError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.protocol.description import JobDescription, Place, RankFacts, places_of
+from perseus_ds.protocol.description import JobDescription, RankFacts
 from perseus_ds.protocol.job_messages import Measured
 from perseus_ds.protocol.latencies import LatencyTable
 
@@ -26,6 +27,14 @@ _COUNTER_PERIOD_S, _COUNTER_SETTLE_S = 1.0, 1.0
 """Defaults for an energy counter that was not measured."""
 _MOST_PROFILED = 8
 """Maximum number of pipelines that are profiled. More would add little information."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Number of a rank's data-parallel pipeline, and its position in the pipeline from 0."""
+
+    pipeline: int
+    pipeline_rank: int
 
 
 @dataclass
@@ -88,7 +97,7 @@ class Job:
         """
         config = PerseusConfig.model_validate_json(description.config)
         ranks = description.ranks
-        places, tensor_parallel = places_of(ranks)
+        places, tensor_parallel = _places_of(ranks)
         schedules = [ScheduleStreams.model_validate_json(each).to_schedule() for each in description.schedules]
         streams = [schedules[number] for number in description.schedule_of]
         facts = ranks[0]
@@ -246,3 +255,17 @@ class Job:
 
     def _slowest(self, of: Callable[[Measured], float]) -> float:
         return max((of(state.measured) for state in self.states if state.measured is not None), default=0.0)
+
+
+def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:
+    """Return the place of each rank, and the largest number of ranks at one place.
+
+    Ranks share a place with tensor parallelism, for example.
+    """
+    if any(facts.copies is None for facts in ranks):
+        pipelines = sorted({facts.pipeline[0] for facts in ranks})
+        numbers = [pipelines.index(facts.pipeline[0]) for facts in ranks]
+    else:
+        numbers = [sorted(facts.copies or ()).index(rank) for rank, facts in enumerate(ranks)]
+    found = tuple(Place(number, ranks[rank].pipeline.index(rank)) for rank, number in enumerate(numbers))
+    return found, max(Counter(found).values())

@@ -244,8 +244,8 @@ class JobServer:
             case msg.ClockRefused():
                 fields = msgspec.structs.asdict(message)
                 self.recorder.event(ClockRefused(rank=rank, **fields))
-            case msg.Latencies():
-                state.latencies = LatencyTable({(mhz, rises): seen_s for mhz, rises, seen_s in message.samples_s})
+            case LatencyTable():
+                state.latencies = message
             case msg.RankFailed():
                 text = f"perseus: {message.error}. Training continues at default clocks."
                 self._send(rank, Say(text, warns=True))

@@ -7,7 +7,7 @@ import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
 
-from perseus_ds.protocol.job_messages import Follow, Latencies, Program, RankReport, Report
+from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Report
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
 
@@ -90,8 +90,8 @@ def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(agen
     for _ in range(12):
         iterate(program)
         now.sleep(2.0)
-    (*_, latencies) = [message for message in told if isinstance(message, Latencies)]
-    assert {clock_mhz for clock_mhz, _, _ in latencies.samples_s} == {1110, 1410}
+    (*_, latencies) = [message for message in told if isinstance(message, LatencyTable)]
+    assert {clock_mhz for clock_mhz, _ in latencies.samples_s} == {1110, 1410}
     assert agent._clocks.readback.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S, abs=0.002)
     made, begin_s = len(gpu.set_at), now.now_s()
     iterate(program)

@@ -13,11 +13,11 @@ from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
 from perseus_ds.policy.decisions import Forecast
-from perseus_ds.protocol.description import Place, RankFacts
+from perseus_ds.protocol.description import RankFacts
 from perseus_ds.protocol.job_messages import Observed, Say
 from perseus_ds.report.sources import read_history
 from perseus_ds.server.iterations import Run
-from perseus_ds.server.job import RankState
+from perseus_ds.server.job import Place, RankState
 from perseus_ds.server.progress import JobLog
 from perseus_ds.server.recorder import Recorder, RecordWriter, TimelineLog, begin_after_s
 

@@ -19,7 +19,6 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.policy.orders import parse_order
 from perseus_ds.protocol.job_messages import (
     Joined,
-    Latencies,
     Left,
     Orders,
     RankReport,
@@ -28,6 +27,7 @@ from perseus_ds.protocol.job_messages import (
     Spans,
     ToServer,
 )
+from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.control_socket import send_order
 from perseus_ds.server.process import ServerProcess
@@ -363,7 +363,7 @@ def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(proces
 
 
 def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(uplink):
-    latencies = Latencies(((1200, True, (0.015,)),))
+    latencies = LatencyTable({(1200, True): [0.015]})
     uplink.send(0, latencies)
     uplink.flush()
     uplink._outbox.clear()
