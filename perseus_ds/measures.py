@@ -475,6 +475,7 @@ class JobMeasures:
         # By plan of the first kind of iterations, or by kind.
         self._plans: defaultdict[int | IterationKind, _Series] = defaultdict(_Series)
         self._verdicts: dict[int | None, Baseline] = {}
+        self._is_judged = False  # whether any plan of the frontier, also of other kinds and under limits
         self._compared = _Series()
         self._predicted: Baseline | None = None
         # The mean of the predictions at default clocks, of each kind but the first.
@@ -502,8 +503,10 @@ class JobMeasures:
             self._number_order(record.order, record.micro_batches)
         elif isinstance(record, ProfileWritten) and not (record.order or record.shape):
             self.frontier = self.frontier[0], self.frontier[1] + 1
-        elif isinstance(record, PlanJudged) and not (self._is_limited or record.order or record.shape):
-            self._add_verdict(record.plan)
+        elif isinstance(record, PlanJudged):
+            self._is_judged = True
+            if not (self._is_limited or record.order or record.shape):
+                self._add_verdict(record.plan)
         return False
 
     def _number_order(self, order: int, micro_batches: int | None) -> None:
@@ -521,6 +524,7 @@ class JobMeasures:
         self._planned_before, self._saved_before = Counter(self.planned_by_kind()), self.saving_by_kind()
         self._plans.clear()
         self._verdicts.clear()
+        self._is_judged = False
         self._kinds.clear()
         self._predicted = None
 
@@ -551,7 +555,7 @@ class JobMeasures:
         if isinstance(plan, IterationKind):
             if counts and default_s and default_j:
                 series.add(record.time_s / default_s, None if record.energy_j is None else record.energy_j / default_j)
-                self._add_default(plan, default_s, default_j)
+                self._add_default(plan, default_s, default_j, is_measured=record.default_measured)
         else:
             if counts:
                 series.add(record.time_s, record.energy_j)
@@ -559,14 +563,14 @@ class JobMeasures:
                 self._predicted = Baseline(Typical(1, default_s, default_j / default_s))
         series.ran += 1
 
-    def _add_default(self, kind: IterationKind, default_s: float, default_j: float) -> None:
-        """Add the prediction at default clocks of an iteration."""
+    def _add_default(self, kind: IterationKind, default_s: float, default_j: float, *, is_measured: bool) -> None:
+        """Add what an iteration takes at default clocks, measured or predicted."""
         known = self._kinds[kind].typical if kind in self._kinds else Typical(0, 0.0, 0.0)
         iterations = known.iterations + 1
         time_s = known.time_s + (default_s - known.time_s) / iterations
         known_j = known.energy_j or 0.0
         energy_j = known_j + (default_j - known_j) / iterations
-        self._kinds[kind] = Baseline(Typical(iterations, time_s, energy_j / time_s), "default")
+        self._kinds[kind] = Baseline(Typical(iterations, time_s, energy_j / time_s), "default" if is_measured else None)
 
     def _add_verdict(self, plan: int | None) -> None:
         typical = self._compared.typical
@@ -589,6 +593,10 @@ class JobMeasures:
     def verdict(self) -> Baseline | None:
         """The baseline of the last verdict, or None if there was none."""
         return [*self._verdicts.values()][-1] if self._verdicts else None
+
+    def is_undecided(self, baseline: Baseline) -> bool:
+        """Return whether a saving against this baseline precedes the first complete comparison with default clocks."""
+        return not self._is_judged and baseline.phase != "observe"
 
     def baseline(self, plan: int | None = None, others: Mapping[str, JobMeasures] | None = None) -> Baseline | None:
         """Return the baseline with which to compare iterations, or None if there is none.

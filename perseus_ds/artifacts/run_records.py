@@ -42,6 +42,7 @@ _REASONS = {
     "sw_thermal_slowdown": "too hot",
     "hw_thermal_slowdown": "too hot",
 }
+UNDECIDED = "undecided, as no comparison with default clocks is complete"
 NO_ORDER = 255
 """The number of all orders without plans, which run at default clocks."""
 
@@ -472,6 +473,7 @@ class Ended(Event):
     saved: float | None = None
     slowdown: float | None = None
     baseline: str | None = None
+    undecided: bool = False
     whole: WholeSummary | None = None
     plans: tuple[PlanSummary, ...] = ()
     kinds: tuple[KindSummary, ...] = ()
@@ -485,6 +487,7 @@ class Ended(Event):
         if self.saved is not None and self.slowdown is not None:
             typical = _less_or_more(self.slowdown, self.saved)
             text += f"; {self.planned} under plans: a typical one takes {typical} than at {self.baseline}"
+            text += f" ({UNDECIDED})" if self.undecided else ""
         if len(self.plans) > 1:
             longest = sorted(self.plans, key=lambda plan: -plan.iterations)[:_MOST_IN_WORDS]
             text += f" ({'; '.join(plan.in_words() for plan in longest if plan.saved is not None)})"

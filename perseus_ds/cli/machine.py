@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import socket
 import statistics
 import sys
@@ -144,7 +145,7 @@ class Finding:
 def examine_software() -> list[Finding]:
     """Examine Python packages, torch's access to CUDA, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
-    return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), *_marks(), _zeusd()]
+    return [python, *map(_package, _PACKAGES), *_deepspeed(), _torch_devices(), *_marks(), _zeusd()]
 
 
 def _package(name: str) -> Finding:
@@ -154,13 +155,28 @@ def _package(name: str) -> Finding:
         return Finding("fail", name, "not installed", f"pip install {name}")
 
 
-def _deepspeed() -> Finding:
+def _deepspeed() -> Iterator[Finding]:
+    """Report the version of DeepSpeed, and the programs with which it compiles its extensions in training."""
     from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 
     problem = deepspeed_problem()
-    if problem:
-        return Finding("fail", "deepspeed", problem, REMEDY)
-    return _package("deepspeed")
+    yield Finding("fail", "deepspeed", problem, REMEDY) if problem else _package("deepspeed")
+    try:
+        importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # as torch.utils.cpp_extension finds it
+    remedies = {
+        compiler: "Install a C++ compiler (apt-get install g++), or set CXX to its path.",
+        "ninja": "pip install ninja; the folder of the program must be in PATH.",
+    }
+    for name, remedy in remedies.items():
+        if (path := shutil.which(name)) is None:
+            yield Finding(
+                "fail", "compiler", f"DeepSpeed compiles extensions with {name}, which is not in PATH", remedy
+            )
+        else:
+            yield Finding("ok", "compiler", path)
 
 
 def _torch_devices() -> Finding:

@@ -83,7 +83,7 @@ class Compare:
     baseline: Text = None
     """name of the run to compare with; by default the one with the most iterations at default clocks"""
     out: OptionalPath = None
-    """file to write, or an existing folder for it; by default in this folder"""
+    """file to write, or an existing folder for it; by default in the folder of the first run"""
 
     def execute(self) -> int:
         from perseus_ds.report.comparison import compare, comparison_page, comparison_text
@@ -91,7 +91,7 @@ class Compare:
         from perseus_ds.report.sources import find_sources
 
         comparison = compare([find_sources(folder) for folder in self.runs], self.baseline)
-        out = write_output(comparison_page(comparison), self.out, Path(), "comparison.html")
+        out = write_output(comparison_page(comparison), self.out, self.runs[0], "comparison.html")
         print(comparison_text(comparison))
         print(f"Written: {out}")
         return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus_ds.artifacts.run_records import of_kind
+from perseus_ds.artifacts.run_records import UNDECIDED, of_kind
 from perseus_ds.measures import Baseline, Measured, Saving, Typical
 from perseus_ds.report.sources import History, Sources, Step
 from perseus_ds.units import J_PER_KWH
@@ -153,6 +153,12 @@ class ReportedJob:
         if len(self.plans) == 1:
             return f"under plan {self.plans[0].plan}"
         return "under both plans" if len(self.plans) == 2 else f"under all {len(self.plans)} plans"
+
+    @property
+    def doubt(self) -> str:
+        """A remark on the savings if no comparison of a plan with default clocks is complete, otherwise empty."""
+        is_undecided = self.baseline is not None and self.history.measures.is_undecided(self.baseline)
+        return f"; {UNDECIDED}" if self.saving is not None and is_undecided else ""
 
     @property
     def everything(self) -> Saving | None:

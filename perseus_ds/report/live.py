@@ -294,7 +294,8 @@ def _saved(facts: JobFacts) -> str:
         return "nothing yet: no iteration under a plan" if not facts.planned else "unknown"
     energy = f"{joules(abs(facts.saved_j))} {'saved' if facts.saved_j >= 0 else 'more used'}"
     time = f"{duration(abs(facts.gained_s))} {'gained' if facts.gained_s >= 0 else 'lost'}"
-    return f"{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
+    undecided = "undecided: " if facts.undecided else ""
+    return f"{undecided}{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
 
 
 def _pipelines(facts: JobFacts) -> str:
@@ -344,6 +345,7 @@ def jobs_table(jobs: Sequence[JobFacts]) -> Table:
         phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
         if phase == "run" and plan is not None:
             phase = f"plan {plan.plan}"
+        phase += ", undecided" if facts.undecided else ""
         cells = (
             "-" if facts.step is None else str(facts.step),
             "-" if facts.iteration_s is None else duration(facts.iteration_s),

@@ -154,24 +154,25 @@ def _saved(job: ReportedJob, found: Sources, factors: Factors) -> Iterator[Tile]
     counted = sum(one.typical.iterations for one in job.plans)
     yield Tile(
         f"Energy {job.under_plans}", percent(-planned.saved),
-        f"{joules(each.energy_j)} instead of {joules(each.default_j)} an iteration; compared with {job.baseline}",
+        f"{joules(each.energy_j)} instead of {joules(each.default_j)} an iteration; "
+        f"compared with {job.baseline}{job.doubt}",
     )  # fmt: skip
     yield Tile(
         f"Iteration time {job.under_plans}", percent(planned.slowdown),
-        f"{duration(each.time_s)} instead of {duration(each.default_s)}, typical of {counted} iterations",
+        f"{duration(each.time_s)} instead of {duration(each.default_s)}, typical of {counted} iterations{job.doubt}",
     )  # fmt: skip
     if total is None:
         return
     yield Tile(
         "Saved so far", watt_hours(total.saved_j * factors.pue),
         f"{grams(factors.carbon_g(total.saved_j))} CO₂e, {money(factors.price(total.saved_j), factors.currency)}; "
-        f"all {total.iterations} iterations, profiling counted, PUE {number(factors.pue, 3)}",
+        f"all {total.iterations} iterations, profiling counted, PUE {number(factors.pue, 3)}{job.doubt}",
     )  # fmt: skip
     if found.gpus is not None:
         gained_s = total.gained_s * found.gpus
         yield Tile(
             f"GPU time {'gained' if gained_s >= 0 else 'lost'}", gpu_time(abs(gained_s)),
-            f"{percent(total.slowdown)} time on {found.gpus} GPUs, all iterations",
+            f"{percent(total.slowdown)} time on {found.gpus} GPUs, all iterations{job.doubt}",
         )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ class JobFacts(_Facts):
     saved: float | None = Field(description="Energy saved by a typical iteration under plans; 0.1 is 10 %.")
     slowdown: float | None = Field(description="Change of its time; 0.01 is 1 % longer than at default clocks.")
     baseline: str | None = Field(description="The iterations at default clocks that this is relative to, in words.")
+    undecided: bool = Field(False, description="Whether no comparison of a plan with them is complete.")
     profiling_s: float = Field(description="Additional time for profiling; negative for less.")
     profiling_j: float = Field(description="Additional energy for profiling; negative for less.")
     iteration_s: float | None = Field(description="Median time of the last iterations.")
@@ -426,6 +427,7 @@ class JobProgress:
             "saved": saving.saved if saving else None,
             "slowdown": saving.slowdown if saving else None,
             "baseline": str(plans[-1].baseline) if plans else None,
+            "undecided": bool(plans) and self.measures.is_undecided(plans[-1].baseline),
             "whole": self.whole,
             "plans": tuple(
                 PlanSummary(plan=one.plan, iterations=one.ran, slowdown=one.slowdown, saved=one.saved)

@@ -201,6 +201,18 @@ def test_doctor_without_a_driver_reports_that_simulated_gpus_can_be_used(run, no
     assert page.endswith("\nThis machine is ready for simulated GPUs.\n")
 
 
+def test_doctor_finds_the_programs_with_which_deepspeed_compiles(run, monkeypatch, tmp_path):
+    (tmp_path / "ninja").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "clang++-99 -pipe")
+    code, page, _ = run("doctor", "--device", "simulated")
+    assert code == 1
+    assert f"ok    compiler      {tmp_path / 'ninja'}\n" in page
+    assert "fail  compiler      DeepSpeed compiles extensions with clang++-99, which is not in PATH" in page
+    assert "-> Install a C++ compiler (apt-get install g++), or set CXX to its path." in page
+    assert page.endswith("To solve: compiler.\n")
+
+
 def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(run, node, monkeypatch, tmp_path):
     for gpu in node.gpus:
         gpu.fail("set_locked", "no_permission")

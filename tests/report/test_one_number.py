@@ -1,15 +1,18 @@
 """All outputs show the same saving, with the same named baseline."""
 
 import importlib.util
+import io
 import re
 from pathlib import Path
 
 import pytest
 from live_records import BEGIN, auto_job, default_iteration, planned_iteration, write
+from rich.console import Console
 
 from perseus_ds.artifacts.run_records import PlanJudged
 from perseus_ds.cli.main import main
 from perseus_ds.report.jobs import jobs_of, main_job
+from perseus_ds.report.live import jobs_table
 from perseus_ds.report.sources import find_sources
 from perseus_ds.server.metrics import registry_of
 from perseus_ds.server.progress import JobLog
@@ -44,15 +47,15 @@ def by_the_profile():
 
 
 @pytest.mark.parametrize(
-    ("records", "named"),
+    ("records", "named", "undecided"),
     [
-        (judged(), "default clocks, 8 iterations of this job measured for the comparison"),
-        (not_judged(), "default clocks, 7 iterations of this job in observe mode"),
-        (by_the_profile(), "default clocks, by the profile"),
+        (judged(), "default clocks, 8 iterations of this job measured for the comparison", False),
+        (not_judged(), "default clocks, 7 iterations of this job in observe mode", False),
+        (by_the_profile(), "default clocks, by the profile", True),
     ],
     ids=["judged", "not judged", "by the profile"],
 )
-def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
+def test_all_surfaces_say_the_same(tmp_path, capsys, records, named, undecided):
     write(tmp_path / "gpt3", records)
     job = main_job(jobs_of(find_sources(tmp_path / "gpt3")))
     (measured,) = job.plans
@@ -85,7 +88,15 @@ def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
     assert f"Iteration time under plan 3 {time}" in reported
     assert named in reported
 
-    assert main(["compare", str(tmp_path / "gpt3"), "--out", f"{tmp_path}"]) == 0
+    page = (tmp_path / "gpt3" / "report.html").read_text(encoding="utf-8")
+    table = page[page.index('id="savings-1"') :].partition("</p>")[0]
+    jobs = Console(file=io.StringIO(), width=80)
+    jobs.print(jobs_table([facts]))
+    for shown in (watched, last, reported, table, jobs.file.getvalue()):
+        assert ("undecided" in shown) == undecided, shown
+
+    assert main(["compare", str(tmp_path / "gpt3")]) == 0
+    assert (tmp_path / "gpt3" / "comparison.html").is_file()
     out = capsys.readouterr().out
     row = next(plain(line) for line in out.splitlines() if line.startswith("gpt3: plan 3"))
     assert re.findall(r"[+-]\d+\.\d %", row) == [time, energy]
