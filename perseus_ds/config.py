@@ -70,11 +70,7 @@ class ProfileConfig(StrictModel):
     )
 
     def clocks_among(self, supported: Sequence[int], gpu: str) -> list[int]:
-        """Return the clocks that may be measured, of those that a GPU supports, ascending [MHz].
-
-        Raises:
-            ConfigError: The GPU supports fewer than two clocks in the configured range.
-        """
+        """Return the clocks that may be measured, of those that a GPU supports, ascending [MHz]. There must be two."""
         if not supported:
             raise ConfigError(f"perseus.profile: {gpu} has no clocks that all GPUs of the job support.")
         low, high = self.min_clock_mhz or supported[0], self.max_clock_mhz or supported[-1]
@@ -137,12 +133,10 @@ class PerseusConfig(StrictModel):
 
     @property
     def needs_gpu(self) -> bool:
-        """True if a GPU that cannot be used is an error."""
         return self.required or self.mode in ("profile", "run")
 
     @property
     def needs_clocks(self) -> bool:
-        """True if clocks that may not be set are an error."""
         return self.mode in ("profile", "run") or (self.mode == "auto" and self.required)
 
     @model_validator(mode="after")
@@ -154,11 +148,7 @@ class PerseusConfig(StrictModel):
 
 
 def parse_block(block: object) -> PerseusConfig:
-    """Validate a ``perseus`` block.
-
-    Raises:
-        ConfigError: The block is invalid. The message names the key and a valid value.
-    """
+    """Validate a ``perseus`` block. The error names the key and a valid value."""
     if not isinstance(block, Mapping):
         raise ConfigError(f'perseus: expected an object such as {{"enabled": true}}, got {block!r}.')
     try:
@@ -177,21 +167,16 @@ def _plain(value: Any) -> Any:
 
 
 def settings_of(block: Any) -> PerseusConfig | None:
-    """Return the settings of a job. None if neither its config nor the environment has any.
+    """Return the settings of a job, or None if it has neither a ``perseus`` block nor the variable ``PERSEUS``.
 
-    Args:
-        block: The ``perseus`` block of the job's config, or None. Keys of the variable ``PERSEUS`` (JSON, or the path
-            of a JSON file) override those of the block.
-
-    Raises:
-        ConfigError: The settings are invalid. The message names the key and a valid value.
+    Keys of the variable (JSON, or the path of a JSON file) override those of the block.
     """
     variable = _from_environment()
-    if variable is None:
-        return None if block is None else parse_block(block)
-    if block is not None and not isinstance(block, Mapping):
+    if variable is None and block is None:
+        return None
+    if not isinstance(block or {}, Mapping):
         return parse_block(block)
-    return parse_block({**(block or {}), **variable})
+    return parse_block({**(block or {}), **(variable or {})})
 
 
 def _from_environment() -> Mapping[str, Any] | None:

@@ -72,8 +72,7 @@ class Typical:
     Attributes:
         iterations: Number of iterations in the series, with and without stalls.
         power_w: Power of all GPUs [W], or None if no energy could be read.
-        time_error: Relative standard error of the time.
-        power_error: Relative standard error of the power.
+        time_error: Relative standard error of the time; likewise of the power.
     """
 
     iterations: int
@@ -88,10 +87,8 @@ class Typical:
     ) -> Typical | None:
         """Return the typical iteration of a series, or None if the series is empty.
 
-        Args:
-            times_s: The iterations' times [s].
-            energies_j: The iterations' energies of all GPUs [J], None for those that could not be read.
-            counter_period_s: The period at which energy counters are refreshed [s].
+        Energies are those of all GPUs [J], None for those that could not be read. The refresh period of the counters
+        [s] adds to the error.
         """
         if not times_s:
             return None
@@ -106,12 +103,10 @@ class Typical:
 
     @property
     def energy_j(self) -> float | None:
-        """Energy of all GPUs [J]."""
         return None if self.power_w is None else self.power_w * self.time_s
 
     @property
     def energy_error(self) -> float:
-        """Relative standard error of the energy."""
         return math.hypot(self.time_error, self.power_error)
 
 
@@ -152,9 +147,8 @@ def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_p
 class PowerFigures(NamedTuple):
     """Power of all GPUs over a second, as defined at the top of this module.
 
-    Attributes:
-        change_w: Largest change from one second to the next [W].
-        window_s: Mean length of these seconds, which consist of whole iterations [s].
+    ``change_w`` is the largest change from one second to the next, and ``window_s`` the mean length of these seconds,
+    which consist of whole iterations.
     """
 
     mean_w: float
@@ -165,11 +159,7 @@ class PowerFigures(NamedTuple):
 
 
 class PowerBySecond:
-    """The power over each of the last seconds of a job.
-
-    Args:
-        most: Number of seconds to keep, or None for all.
-    """
+    """The power over each second of a job, or of the last ones."""
 
     def __init__(self, most: int | None = None) -> None:
         # Time, energy, and whether it follows the previous second without a gap.
@@ -179,13 +169,7 @@ class PowerBySecond:
         self._follows = False
 
     def add(self, time_s: float, energy_j: float | None, ended: float | None) -> None:
-        """Add an iteration.
-
-        Args:
-            time_s: Its time [s].
-            energy_j: Its energy [J], or None if it could not be read.
-            ended: Its end [Unix seconds], or None if unknown.
-        """
+        """Add an iteration, of which energy and end [Unix seconds] may be unknown."""
         is_apart = ended is not None and self._ended is not None and ended - time_s - self._ended > _SECOND_S
         self._ended = ended
         if energy_j is None or is_apart:
@@ -225,12 +209,10 @@ class Baseline:
 
     @property
     def is_measured(self) -> bool:
-        """True if the iterations were measured and not predicted."""
         return self.phase is not None
 
     @property
     def is_enough(self) -> bool:
-        """True if there are enough iterations for a comparison."""
         return self.typical.iterations >= _LEAST_MEASURED
 
     def __str__(self) -> str:
@@ -248,7 +230,6 @@ class IterationKind(NamedTuple):
 
     @classmethod
     def of(cls, record: IterationRecord) -> IterationKind:
-        """Return the kind of an iteration."""
         return cls(record.order or 0, record.shape or 0)
 
 
@@ -282,7 +263,6 @@ class Measured:
 
     @property
     def slowdown_error(self) -> float:
-        """Standard error of ``slowdown``."""
         return (1 + self.slowdown) * math.hypot(self.typical.time_error, self.baseline.typical.time_error)
 
     @property
@@ -293,7 +273,6 @@ class Measured:
 
     @property
     def saved_error(self) -> float | None:
-        """Standard error of ``saved``."""
         if self.saved is None:
             return None
         return (1 - self.saved) * math.hypot(self.typical.energy_error, self.baseline.typical.energy_error)
@@ -327,7 +306,6 @@ class Saving:
 
     @property
     def saved_j(self) -> float:
-        """Energy saved [J]."""
         return self.default_j - self.energy_j
 
     @property
@@ -402,7 +380,6 @@ class WholeJob:
         self._is_compared = False
 
     def add(self, record: IterationRecord) -> None:
-        """Add an iteration."""
         self._steps += 1
         self._time_s += record.time_s
         self._energy_j += record.energy_j or 0.0
@@ -466,8 +443,7 @@ def _preference(baseline: Baseline) -> tuple[bool, int, int]:
 class JobMeasures:
     """Times, energies and savings of a job, computed from its records in order.
 
-    Attributes:
-        frontier: Identifies the frontier to which the plans of the next records belong.
+    ``frontier`` identifies the frontier to which the plans of the next records belong.
     """
 
     def __init__(self) -> None:
@@ -599,12 +575,7 @@ class JobMeasures:
         return not self._is_judged and baseline.phase != "observe"
 
     def baseline(self, plan: int | None = None, others: Mapping[str, JobMeasures] | None = None) -> Baseline | None:
-        """Return the baseline with which to compare iterations, or None if there is none.
-
-        Args:
-            plan: The plan under which the iterations ran.
-            others: Other runs of the same job, by name.
-        """
+        """Return the baseline of iterations under a plan, from this run or other runs of the job, by name."""
         if (found := self._verdicts.get(plan) or self.verdict) is not None:
             return found
         candidates = [self.longest_at_default_clocks()]
@@ -618,14 +589,9 @@ class JobMeasures:
         return longest
 
     def plan(self, plan: int | IterationKind, others: Mapping[str, JobMeasures] | None = None) -> Measured | None:
-        """Return the iterations under plans, with their baseline.
+        """Return the iterations under a plan of the current frontier, or of a kind that has its own plans.
 
-        Args:
-            plan: A plan of the current frontier, or a kind of iterations that has its own plans.
-            others: Other runs of the same job, by name.
-
-        Returns:
-            None if no iteration counts or there is no baseline.
+        None if no iteration counts or there is no baseline.
         """
         series = self._plans.get(plan)
         if series is None or series.typical is None:
@@ -660,14 +626,10 @@ class JobMeasures:
 
     @property
     def planned(self) -> int:
-        """Number of iterations that ran under plans."""
         return sum(self.planned_by_kind().values())
 
     def saving(self, others: Mapping[str, JobMeasures] | None = None) -> Saving | None:
-        """Return the saving of all iterations under plans, or None if it is unknown.
-
-        It includes the iterations under plans of earlier frontiers.
-        """
+        """Return the saving of all iterations under plans, also of earlier frontiers, or None if it is unknown."""
         found = [*self.saving_by_kind(others).values()]
         return sum(found[1:], found[0]) if found else None
 

@@ -38,11 +38,7 @@ class PlanningSettings:
         return max(dwell_s.values(), default=0.0) if isinstance(dwell_s, Mapping) else dwell_s
 
     def check(self) -> None:
-        """Check that every value is within its limits.
-
-        Raises:
-            ConfigError: If a value is not.
-        """
+        """Raise a ConfigError if a value is beyond its limits."""
         # Imported here because the command line's help imports this module and does not need pydantic.
         from perseus_ds.artifacts.validation import (
             LEAST_GPU_W,

@@ -23,8 +23,7 @@ class Notifier(Protocol):
     def notify(self) -> None:
         """Wake one waiting thread, or the next thread that waits if there is none."""
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until notified, or until the timeout [s]."""
+    def wait(self, timeout_s: float | None = None) -> None: ...
 
 
 class Timebase(Protocol):

@@ -62,7 +62,6 @@ class Certificates:
         return (1 - share) * edges[first] + share * edges[second], (1 - share) * source[first] + share * source[second]
 
     def to_bytes(self) -> bytes:
-        """Return the contents of the file."""
         data = io.BytesIO()
         np.savez_compressed(
             data,
@@ -78,11 +77,7 @@ class Certificates:
 
     @classmethod
     def load(cls, path: Path) -> Certificates:
-        """Read the file, given its path or its folder.
-
-        Raises:
-            FrontierError: If the file is missing, truncated, damaged, too large, or of another version.
-        """
+        """Read the file, given its path or its folder. If it is not valid, a :class:`FrontierError` is raised."""
         path = path / FILE_NAME if path.is_dir() else path
         if not path.exists():
             raise FrontierError(f"{path}: no such file; it contains the proofs of the lower bounds. {_REMEDY}")
@@ -113,11 +108,7 @@ class Certificates:
 
 
 def _read_arrays(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays, checking the archive's directory before anything is unpacked.
-
-    Raises:
-        ValueError: If the file is damaged, too large, or has other contents.
-    """
+    """Read the arrays, checking the archive's directory before anything is unpacked."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()

@@ -19,11 +19,7 @@ Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 
 
 class Figure(FileModel):
-    """One measured figure with its limits, if any.
-
-    Attributes:
-        unit: Unit, such as ``ms``, or empty for a number or a ratio.
-    """
+    """One measured figure with its limits, if any. The unit is empty for a number or a ratio."""
 
     name: Text
     value: Number
@@ -33,7 +29,6 @@ class Figure(FileModel):
 
     @property
     def is_within_limits(self) -> bool:
-        """True if the value is within its limits."""
         least, most = self.at_least, self.at_most
         return (least is None or self.value >= least) and (most is None or self.value <= most)
 
@@ -45,12 +40,9 @@ class Figure(FileModel):
 
 
 class Machine(FileModel):
-    """The machine that ran the checks.
+    """The machine that ran the checks, with versions of packages and of CUDA.
 
-    Attributes:
-        simulated: Whether it is a stand-in without a GPU, whose figures do not apply to GPUs.
-        driver: Version of the driver, or None for a stand-in.
-        versions: Versions of packages and of CUDA.
+    A stand-in without a GPU is ``simulated`` and has no driver; its figures do not apply to GPUs.
     """
 
     simulated: bool
@@ -60,12 +52,7 @@ class Machine(FileModel):
 
 
 class CheckResult(FileModel):
-    """The result of one check.
-
-    Attributes:
-        title: One sentence that states what the check shows.
-        outcome: ``passed``, or ``failed`` if a figure is beyond its limits or the check could not run.
-    """
+    """The result of one check, which has failed if a figure is beyond its limits or the check could not run."""
 
     name: Text
     title: Text
@@ -77,13 +64,7 @@ class CheckResult(FileModel):
 
 
 class Evidence(FileModel):
-    """The results of all checks on one machine.
-
-    Attributes:
-        made: Time at which the last check ended, UTC.
-        checks: Results in the order of their numbers.
-        not_made: Titles of the checks that were not run.
-    """
+    """The results of all checks on one machine, until the last one ended (``made``, UTC); ``not_made`` has titles."""
 
     format: Literal["perseus-ds evidence"] = "perseus-ds evidence"
     schema_version: Literal[1] = 1
@@ -94,24 +75,14 @@ class Evidence(FileModel):
 
     @property
     def passed(self) -> int:
-        """Number of checks that passed."""
         return sum(check.outcome == "passed" for check in self.checks)
 
     def save(self, folder: Path) -> Path:
-        """Write ``evidence.json`` into a folder, and return its path.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
+        """Write ``evidence.json`` into a folder, and return its path."""
         path = folder / FILE_NAME
         write_atomically(path, self.model_dump_json(indent=2) + "\n")
         return path
 
     @classmethod
     def load(cls, path: Path) -> Evidence:
-        """Read an ``evidence.json``.
-
-        Raises:
-            ConfigError: If the file is missing or invalid. The message names the key.
-        """
         return read_model(cls, path, ConfigError, "evidence.json of checks on a GPU", most_bytes=MOST_EVIDENCE_BYTES)

@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -86,17 +86,12 @@ class Provenance(FileModel):
     profile: Text | None = None
 
 
-@dataclass(frozen=True)
-class AlternativePoint:
-    """An iteration under a setting other than a plan.
+class AlternativePoint(NamedTuple):
+    """An iteration of one pipeline, with one GPU per rank, under a setting other than a plan."""
 
-    Attributes:
-        energy_j: Energy of one pipeline with one GPU per rank [J].
-    """
-
-    time_s: float
-    energy_j: float
-    setting: str
+    time_s: Time
+    energy_j: Energy
+    setting: Text
 
 
 P = TypeVar("P", FrequencyPlan, AlternativePoint)
@@ -104,12 +99,7 @@ P = TypeVar("P", FrequencyPlan, AlternativePoint)
 
 @dataclass(frozen=True)
 class Alternative:
-    """A simple setting that one could use instead of plans.
-
-    Attributes:
-        name: Name, such as ``one clock for all GPUs``.
-        points: Points by ascending time and descending energy.
-    """
+    """A simple setting that one could use instead of plans, with its points by ascending time and descending energy."""
 
     name: str
     points: tuple[AlternativePoint, ...]
@@ -191,10 +181,9 @@ class Frontier:
     def savings(self) -> dict[str, list[float | None]]:
         """Return the savings of plans and alternatives by name, ``Perseus`` first.
 
-        Returns:
-            Relative to the highest clock: for each name, a fraction of the energy for each of :data:`SLOWDOWNS`, or
-            None if no plan or point meets the deadline. Slowdown 0 means the time at the highest clock, or ``T_min`` if
-            clock changes make it longer.
+        Savings are relative to the highest clock: a fraction of the energy for each of :data:`SLOWDOWNS`, or None if no
+        plan or point meets the deadline. Slowdown 0 means the time at the highest clock, or ``T_min`` if clock changes
+        make it longer.
         """
 
         def saved(found: FrequencyPlan | AlternativePoint | None) -> float | None:
@@ -221,10 +210,7 @@ class Frontier:
         return self.plans[index - 1] if index else None
 
     def save(self, directory: Path | str) -> Path:
-        """Write ``frontier.json``, ``frontier.csv`` and, if there are any, the certificates.
-
-        Returns:
-            The path of ``frontier.json``.
+        """Write ``frontier.json``, ``frontier.csv`` and any certificates, and return the path of ``frontier.json``.
 
         Raises:
             FrontierError: If a number is beyond the limits of the format, or the file would be too large.
@@ -289,9 +275,7 @@ class Frontier:
             plans=[_PlanFile.of(plan) for plan in self.plans],
             instruction_times_s=[(*key, time_s) for key, time_s in self.instruction_times_s.items()],
             streams=None if self.schedule is None else ScheduleStreams.of(self.schedule),
-            alternatives={
-                one.name: [(p.time_s, p.energy_j, p.setting) for p in one.points] for one in self.alternatives
-            },
+            alternatives={one.name: list(one.points) for one in self.alternatives},
         )
 
 
@@ -334,9 +318,7 @@ class _FrontierFile(FileModel):
     plans: Many[_PlanFile] = Field(min_length=1, max_length=MOST_PLANS)
     instruction_times_s: Many[tuple[Stage, Kind, Clock, Time]] = Field(default_factory=list)
     streams: ScheduleStreams | None = None
-    alternatives: dict[Text, Many[tuple[Time, Energy, Text]]] = Field(
-        default_factory=dict, max_length=_MOST_ALTERNATIVES
-    )
+    alternatives: dict[Text, Many[AlternativePoint]] = Field(default_factory=dict, max_length=_MOST_ALTERNATIVES)
 
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
@@ -347,10 +329,7 @@ class _FrontierFile(FileModel):
         times_s = {(stage, kind, clock): time_s for stage, kind, clock, time_s in self.instruction_times_s}
         schedule = None if self.streams is None else self.streams.to_schedule()
         baseline = self.baseline.to_plan(instructions)
-        alternatives = tuple(
-            Alternative(name, tuple(AlternativePoint(*point) for point in points))
-            for name, points in self.alternatives.items()
-        )
+        alternatives = tuple(Alternative(name, tuple(points)) for name, points in self.alternatives.items())
         return Frontier(plans, self.t_min_s, baseline, self.provenance, times_s, schedule, alternatives)
 
 
@@ -370,12 +349,10 @@ class ComparedSchedule(FileModel):
     """One schedule with one number of micro-batches.
 
     Attributes:
-        stages: Number of stages on all ranks.
         held_by_stage: Maximum number of micro-batches for which each stage holds activations.
         held_by_rank: Maximum number of micro-batches that each rank holds, counted for all of its layers.
-        t_min_s: Iteration time with every instruction at its fastest measured clock [s].
-        baseline_time_s: Iteration time with every instruction at the highest measured clock [s].
-        baseline_energy_j: Energy of one pipeline with one GPU per rank at the highest measured clock [J].
+        baseline_time_s: Iteration time with every instruction at the highest measured clock [s]; likewise its energy,
+            of one pipeline with one GPU per rank [J].
         plans: Time [s] and energy [J] of every plan, the fastest first.
         worst_gap: Largest possible excess of a plan's energy over the optimum, as a fraction.
         assumptions: Assumptions that are not based on measurements.
@@ -396,7 +373,6 @@ class ComparedSchedule(FileModel):
 
     @property
     def label(self) -> str:
-        """Name and number of micro-batches."""
         return f"{self.name}, {self.micro_batches} micro-batches"
 
 
@@ -418,7 +394,6 @@ class ScheduleTable(FileModel):
         return gpu + (" (SIMULATED)" if hidden else "")
 
     def save(self, path: Path) -> None:
-        """Write the file completely or not at all."""
         write_atomically(path, self.model_dump_json(indent=2) + "\n")
 
 
@@ -430,12 +405,9 @@ _COMMENT, _TRAILING_COMMA, _TO_JSON = re.compile(r"#[^\n]*"), re.compile(r",\s*\
 
 
 def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
-    """Write every plan to a file for Zeus's server, numbered as in ``frontier.csv``.
+    """Write every plan to a file for Zeus's server, numbered as in ``frontier.csv``, and return the paths.
 
     All files are written, or none. Clocks of tails are omitted, because Zeus has only forward and backward passes.
-
-    Returns:
-        The paths of the files, the fastest plan first.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"freqs_pipeline_{number:05d}.py" for number in range(len(frontier.plans))]
@@ -454,11 +426,7 @@ def _literal(number: int, plan: FrequencyPlan) -> str:
 
 
 def read_zeus(path: Path) -> Pairs:
-    """Read one plan file without executing it.
-
-    Raises:
-        FrontierError: If the file is not a list of this form. The message names rank and position.
-    """
+    """Read one plan file without executing it. If it has another form, the error names rank and position."""
     text = read_text(path, FrontierError, "file of a plan", _MOST_BYTES)
     try:
         value = parse_json(_TRAILING_COMMA.sub("]", _COMMENT.sub("", text).translate(_TO_JSON)))
@@ -484,11 +452,7 @@ def read_zeus(path: Path) -> Pairs:
 
 
 def read_plans(directory: Path) -> Iterator[tuple[Path, Pairs]]:
-    """Return an iterator that reads the plan files of a folder in the order of their names.
-
-    Raises:
-        FrontierError: If there are no plan files, or one has another form.
-    """
+    """Return an iterator that reads the plan files of a folder in the order of their names."""
     paths = sorted(directory.glob("freqs_pipeline_*.py"))
     if not paths:
         raise FrontierError(f"{directory}: no freqs_pipeline_*.py in this folder. Give the folder that lowtime wrote.")

@@ -36,22 +36,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all, with the permissions that the umask allows.
 
     A link at this path is replaced by the file, and its target stays unchanged.
-
-    Raises:
-        OSError: If the disk is full or the folder is not writable. An existing file stays unchanged.
     """
     write_together([(path, content)])
 
 
 def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable[Path] = ()) -> None:
-    """Write files that belong together, either all of them or none.
+    """Write files that belong together, either all of them or none, each as by :func:`write_atomically`.
 
-    The last file does not exist while the others are replaced, so that new and old files are never read together.
-
-    Args:
-        files: Paths and contents. The file without which the others are not read comes last. Each file is written as
-            by :func:`write_atomically`. Characters that UTF-8 lacks, from file names, are written as escapes.
-        outdated: Files that are not valid with the new ones, to be removed at the end.
+    The file without which the others are not read comes last: it does not exist while the others are replaced, so that
+    new and old files are never read together. Outdated files, which are not valid with the new ones, are removed at the
+    end. Characters that UTF-8 lacks, from file names, are written as escapes.
 
     Raises:
         OSError: If the disk is full or a folder is not writable. The error names the file, and all old files stay.
@@ -61,12 +55,11 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
         for path, content in files:
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
             temporaries.append((temporary, path))
+            data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
             with _name_in_errors(path):
                 if path.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-                _write_new(
-                    temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content
-                )
+                _write_new(temporary, data)
         with _hidden(temporaries[-1][1] if len(temporaries) > 1 else None):
             for temporary, path in temporaries:
                 with _name_in_errors(path):
@@ -113,18 +106,9 @@ def _name_in_errors(path: Path) -> Iterator[None]:
 
 
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
-    """Open a file for writing step by step, to be closed by the caller.
-
-    Raises:
-        OSError: If the file cannot be written, is not a regular file, or is a link, which another user may have made.
-    """
-    how = os.O_APPEND if append else 0
+    """Open a file for writing step by step. A link, which another user may have made, is an error."""
+    how = os.O_APPEND if append else os.O_TRUNC
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o666)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{path} is not a regular file")
-    if not append:
-        os.ftruncate(handle, 0)
     return os.fdopen(handle, "wb")
 
 
@@ -149,31 +133,17 @@ def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_by
             raise error_class(f"{path}: expected a {what}, but it is not a regular file.")
         raise error_class(f"{path}: {found.st_size} bytes, at most {most_bytes} are read of a {what}.")
     with os.fdopen(handle, "rb") as file:
-        try:
-            yield file
-        except OSError as error:
-            raise error_class(f"{path}: cannot be read ({error.strerror}).") from None
+        yield file
 
 
 def read_bytes(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> bytes:
-    """Return the contents of a file.
-
-    Raises:
-        PerseusError: As :func:`open_bounded`, or if the file has grown too large in the meantime.
-    """
+    """Return the contents of a file, with the errors of :func:`open_bounded`."""
     with open_bounded(path, error_class, what, most_bytes) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise error_class(f"{path}: more than {most_bytes} bytes, the maximum for a {what}.")
-    return data
+        return file.read(most_bytes)
 
 
 def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return the contents of a text file without a byte order mark.
-
-    Raises:
-        PerseusError: As :func:`read_bytes`, or if the file is not UTF-8.
-    """
+    """Return the contents of a text file without a byte order mark. If it is not UTF-8, ``error_class`` is raised."""
     try:
         return read_bytes(path, error_class, what, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -192,11 +162,7 @@ def parse_json(data: str | bytes) -> Any:
 
 
 def check_json_size(data: bytes) -> None:
-    """Check that a JSON text is small enough to be read.
-
-    Raises:
-        ValueError: If it is not. The message contains the numbers.
-    """
+    """Raise a ValueError with the numbers if a JSON text is too large to be read."""
     parts = sum(map(data.count, (b"{", b"[", b":")))
     if len(data) > MOST_JSON_BYTES or parts > MOST_JSON_PARTS:
         raise ValueError(
@@ -208,11 +174,7 @@ def check_json_size(data: bytes) -> None:
 def read_json(
     path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_JSON_BYTES
 ) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        PerseusError: As ``error_class``, if the file is missing, too large, truncated or not an object.
-    """
+    """Read a JSON object. If the file is missing, too large, truncated or not an object, ``error_class`` is raised."""
     data = read_bytes(path, error_class, what, most_bytes)
     try:
         raw = parse_json(data)
@@ -232,11 +194,7 @@ def read_model(
     most_bytes: int = MOST_JSON_BYTES,
     remedy: str = "",
 ) -> Model:
-    """Read a JSON file as a model.
-
-    Raises:
-        PerseusError: As :func:`read_json`, or if keys are invalid. The message names them and the remedy.
-    """
+    """Read a JSON file as a model. If keys are invalid, ``error_class`` is raised with them and the remedy."""
     raw = read_json(path, error_class, what, most_bytes)
     try:
         return model.model_validate(raw)

@@ -32,12 +32,9 @@ def kind_of_layer(classes: Iterable[type]) -> str:
 
 
 class Part(FileModel):
-    """A part of a model.
+    """A part of a model: its kind, the names of its modules in the engine, and its parameters on this rank.
 
-    Attributes:
-        kind: ``embedding``, ``dense``, ``moe``, ``mtp``, ``head`` or the name of a class.
-        names: Names of its modules in the engine.
-        parameters: Number of its parameters on this rank.
+    The kind is ``embedding``, ``dense``, ``moe``, ``mtp``, ``head`` or the name of a class.
     """
 
     kind: Annotated[Text, Field(pattern=r"^[^\s\x00-\x1f\x7f-\x9f][^\x00-\x1f\x7f-\x9f]*$")]
@@ -48,8 +45,7 @@ class Part(FileModel):
 class Layout(FileModel):
     """The parts of each stage, with stages in the order of the model.
 
-    Attributes:
-        tied: Whether the embedding and the head share a weight.
+    ``tied`` is true if the embedding and the head share a weight.
     """
 
     engine: EngineName
@@ -86,7 +82,6 @@ class Layout(FileModel):
 
     @property
     def parts(self) -> list[Part]:
-        """All parts in the order of the model."""
         return list(chain.from_iterable(self.stages))
 
     @property
@@ -121,7 +116,6 @@ class Layout(FileModel):
 
 
 def _joined(parts: Sequence[Part], counts: Mapping[str, int]) -> Iterator[Part]:
-    """Yield parts, joining adjacent ones with unique kinds."""
     for single, group in groupby(parts, lambda part: counts[part.kind] == 1):
         own = list(group)
         if single and len(own) > 1:
@@ -157,11 +151,7 @@ def megatron_layout(layout: Layout) -> str:
 
 
 def stages_of_megatron(text: str) -> list[str]:
-    """Return the letters of each stage of a Megatron-Core layout, with repetitions expanded.
-
-    Raises:
-        ConfigError: If it contains other letters or invalid repetitions.
-    """
+    """Return the letters of each stage of a Megatron-Core layout, with repetitions expanded."""
 
     def repeat(found: re.Match[str]) -> str:
         if len(found[1]) * int(found[2]) > _MOST_PARTS:
@@ -178,11 +168,7 @@ def stages_of_megatron(text: str) -> list[str]:
 
 
 def cut_of_megatron(text: str, layout: Layout) -> tuple[int, ...]:
-    """Return the number of parts on each stage of a Megatron-Core layout.
-
-    Raises:
-        ConfigError: If the layout does not fit the model.
-    """
+    """Return the number of parts on each stage of a Megatron-Core layout, which must fit the model."""
     stages = stages_of_megatron(text)
     letters = "".join(stages)
     own = "".join(stages_of_megatron(megatron_layout(layout))).replace("|", "")
@@ -203,11 +189,7 @@ def cut_of_megatron(text: str, layout: Layout) -> tuple[int, ...]:
 
 
 def check_cut_of_megatron(layout: Layout, cut: Sequence[int], ranks: int) -> None:
-    """Check that Megatron-Core supports a cut.
-
-    Raises:
-        ConfigError: If it does not. The message names the rule.
-    """
+    """Raise a ConfigError with the rule if Megatron-Core does not support a cut."""
     if len(cut) % ranks:
         raise ConfigError(
             f"The layout has {len(cut)} stages for {ranks} pipeline ranks. Megatron-Core requires the same number of "
@@ -229,14 +211,10 @@ def default_cut_of_megatron(
     accounts_for_embedding: bool = False,
     accounts_for_loss: bool = False,
 ) -> tuple[int, ...]:
-    """Return Megatron-Core's default cut, with equally many decoder layers on each stage.
+    """Return Megatron-Core's default cut, with equally many decoder layers on each stage of all ranks.
 
-    Args:
-        layout: The parts of the model.
-        stages: Number of stages on all ranks.
-        ranks: Number of pipeline ranks.
-        accounts_for_embedding: Whether the embedding counts as a layer (``account_for_embedding_in_pipeline_split``).
-        accounts_for_loss: Whether head and loss count as a layer (``account_for_loss_in_pipeline_split``).
+    The embedding counts as a layer with ``account_for_embedding_in_pipeline_split``, and head and loss do with
+    ``account_for_loss_in_pipeline_split``.
 
     Raises:
         ConfigError: If the layers do not divide evenly. The message names the rule.

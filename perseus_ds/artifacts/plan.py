@@ -16,10 +16,9 @@ ClockTimes = Mapping[tuple[int, Kind, int], float]
 
 @dataclass(frozen=True)
 class PowerSwing:
-    """Extremes of a pipeline's mean power over one second, with one GPU per rank.
+    """Extremes of a pipeline's mean power over one second, and its largest change from one second to the next.
 
-    Attributes:
-        change_w: Largest change from one second to the next [W].
+    There is one GPU per rank.
     """
 
     highest_w: float
@@ -58,7 +57,6 @@ class FrequencyPlan:
 
     @property
     def clock_of_mhz(self) -> dict[Instruction, int]:
-        """The clock of each instruction."""
         return dict(zip(chain(*self.instructions), chain(*self.clocks_mhz), strict=True))
 
     @property
@@ -68,16 +66,11 @@ class FrequencyPlan:
 
     @property
     def clock_changes(self) -> int:
-        """Number of clock changes of all ranks in an iteration."""
         return sum(self.changes_by_rank)
 
 
 def check_ranks(planned: int, expected: int, remedy: str = "") -> None:
-    """Check that a plan has the number of ranks of a pipeline.
-
-    Raises:
-        PlanError: If it has not. The message ends with the remedy.
-    """
+    """Raise a PlanError with the remedy if a plan has another number of ranks than a pipeline."""
     if planned != expected:
         remedy = remedy or f'Run "perseus-ds optimize" again for {expected} ranks.'
         raise PlanError(
@@ -86,12 +79,9 @@ def check_ranks(planned: int, expected: int, remedy: str = "") -> None:
 
 
 def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Sequence[Sequence[Instruction]]) -> None:
-    """Check that a plan's instruction streams are those of a schedule.
+    """Raise an error that names rank and position if a plan's instruction streams are not those of a schedule.
 
     A plan that was made from a profile without a stage's tail has no clock for it, which is not an error.
-
-    Raises:
-        PlanError: If they differ. The message names rank, position and both instructions.
     """
     tails = {i.stage for stream in planned for i in stream if i.kind is Kind.TAIL}
     expected = [[i for i in stream if i.kind is not Kind.TAIL or i.stage in tails] for stream in expected]

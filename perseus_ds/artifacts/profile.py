@@ -51,11 +51,10 @@ logger = logging.getLogger("perseus_ds")
 
 
 class GpuSettings(FileModel):
-    """Settings of a GPU that affect its default clocks and its power.
+    """Settings of a GPU that affect its default clocks and its power. None stands for unknown.
 
     Attributes:
-        power_limit_w: The enforced power limit [W], or None if unknown.
-        application_clock_mhz: Upper limit of default clocks [MHz], or None if unknown.
+        application_clock_mhz: Upper limit of default clocks [MHz].
         power_profiles: Enforced workload power profiles, by NVML's names.
         power_smoothing: Settings of power smoothing by NVML's names and in NVML's units, empty if it is off.
         whole_module: Whether the energy counter covers more than the GPU, such as a processor on the same module.
@@ -108,14 +107,12 @@ class OtherDuration(FileModel):
 
 
 class RowQuality(FileModel):
-    """Quality of the measurement of one row.
+    """Quality of the measurement of one row. None stands for unknown.
 
     Attributes:
         samples: Number of measurements, 0 for a clock that was estimated from others.
-        time_relative_error: Relative standard error of the time, or None if unknown.
-        energy_relative_error: Relative standard error of the energy, or None if unknown.
-        temperature_c: Temperature of the GPU at the end of the measurement, or None if unknown.
-        power_state: Performance state of the GPU at the end of the measurement, such as ``P0``, or None if unknown.
+        time_relative_error: Relative standard error of the time; likewise of the energy.
+        temperature_c: Temperature of the GPU at the end of the measurement; likewise its performance state.
     """
 
     stage: Stage
@@ -146,11 +143,7 @@ class PassByLength(FileModel):
 
 
 class ByLength(FileModel):
-    """Dependence of passes on the lengths of their inputs.
-
-    Attributes:
-        length: Length to which the rows apply, such as a number of tokens.
-    """
+    """Dependence of passes on the lengths of their inputs. The rows apply to ``length``, such as a number of tokens."""
 
     length: Length
     passes: Many[PassByLength]
@@ -241,9 +234,7 @@ def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
 def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> dict[RowKey, list[str]]:
     """Return the clocks that some rank of a stage lacks, each with the names of these ranks.
 
-    Args:
-        measured: For each stage and kind, the clocks of each rank, by the rank's name. A rank with any kind of a stage
-            shares that stage.
+    ``measured`` has the clocks of each rank, by the rank's name. A rank with any kind of a stage shares that stage.
     """
     sharing: dict[int, dict[str, None]] = defaultdict(dict)
     for (stage, _), by_rank in measured.items():
@@ -259,13 +250,8 @@ def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> 
 def leave_out(incomplete: Mapping[RowKey, Sequence[str]], kept: Collection[Key], where: str = "") -> None:
     """Log the clocks that are ignored, and the ranks that lack them.
 
-    Args:
-        incomplete: The ignored clocks.
-        kept: The stages and kinds that still have clocks.
-        where: The file, followed by a colon and a space.
-
     Raises:
-        ProfileError: If no clock remains for a stage's forward or backward.
+        ProfileError: If no clock remains for a stage's forward or backward, which are then not in ``kept``.
     """
     by_key: dict[Key, dict[int, Sequence[str]]] = defaultdict(dict)
     for (stage, kind, clock_mhz), lacking in incomplete.items():
@@ -279,16 +265,15 @@ def leave_out(incomplete: Mapping[RowKey, Sequence[str]], kept: Collection[Key],
                 f"{where}stage {stage}, {kind}: no clock was measured on every rank that shares the stage; "
                 f"{ranks[0]} lacks {clocks[0]} MHz. Measure all ranks at the same clocks."
             )
-        lacking_ranks = "; ".join(ranks[:_MOST_NAMED])
-        if (more := len(ranks) - _MOST_NAMED) > 0:
-            lacking_ranks += f" and {more} more"
-        mhz = ", ".join(map(str, clocks))
-        if len(clocks) > _MOST_NAMED:
-            mhz = f"{len(clocks)} clocks from {clocks[0]} to {clocks[-1]}"
-        texts[f"stage {stage}: {mhz} MHz, missing on {lacking_ranks}"].append(kind)
+        texts[f"stage {stage}: {_listed(clocks)} MHz, missing on {_listed(ranks, '; ')}"].append(kind)
     if texts:
         text = "; ".join(f"{clocks} ({', '.join(kinds)})" for clocks, kinds in texts.items())
         logger.warning("perseus: %sonly clocks that every rank of a stage has are used. Left out: %s.", where, text)
+
+
+def _listed(values: Sequence[object], separator: str = ", ") -> str:
+    more = len(values) - _MOST_NAMED
+    return separator.join(map(str, values[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -416,11 +401,7 @@ class StageProfile:
         return 1 + max((stage for stage, _ in self._rows), default=-1)
 
     def options(self, stage: int, kind: Kind) -> ClockOptions:
-        """Return the measured clocks of one (stage, kind).
-
-        Raises:
-            ProfileError: If there are none.
-        """
+        """Return the measured clocks of one (stage, kind). If there are none, a :class:`ProfileError` says why."""
         rows = self._rows.get((stage, kind))
         if rows is None:
             stages = sorted({stage for stage, _ in self._rows})
@@ -439,11 +420,7 @@ class StageProfile:
         )
 
     def at(self, stage: int, kind: Kind, clock_mhz: int) -> Measurement:
-        """Return the row of one clock.
-
-        Raises:
-            ProfileError: If this clock was not measured.
-        """
+        """Return the row of one clock, which must have been measured."""
         row = self._rows.get((stage, kind), {}).get(clock_mhz)
         if row is None:
             raise ProfileError(f"The profile has no row for stage {stage}, {kind}, {clock_mhz} MHz.")
@@ -473,11 +450,7 @@ class _Row(FileModel):
 
 
 def _measurement(cells: Mapping[str, Any], where: str) -> Measurement:
-    """Validate the cells of a row, which may be texts, by column.
-
-    Raises:
-        ProfileError: If a cell is invalid. The message begins with ``where``.
-    """
+    """Validate the cells of a row, which may be texts, by column."""
     try:
         row = _Row.model_validate(cells)
     except ValidationError as error:
@@ -499,26 +472,18 @@ def _clock_unit(clock: object) -> str:
 
 
 def _check_units(row: Measurement, where: str) -> None:
-    """Check that the mean power of a row and its time are plausible for a GPU.
-
-    Raises:
-        ProfileError: If they are not. The message names the likely unit of the values.
-    """
+    """Raise an error that names the likely unit if the mean power or the time of a row is not plausible for a GPU."""
     power_w = row.energy_j / row.time_s
-    drawn = f"{where}{row.energy_j:g} J in {row.time_s:g} s is {power_w:.4g} W, and a GPU draws {LEAST_GPU_W:g} to "
-    drawn += f"{MOST_GPU_W:g} W."
-    for unit, factor in (("millijoules", 1e3), ("microjoules", 1e6)):
-        if power_w > MOST_GPU_W >= power_w / factor >= LEAST_GPU_W:
-            raise ProfileError(f"{drawn} Energies are probably in {unit}: divide the column energy by {factor:.0f}.")
-    for time_unit, energy_unit, factor in (("milliseconds", "kilojoules", 1e3), ("microseconds", "megajoules", 1e6)):
-        if power_w < LEAST_GPU_W <= power_w * factor <= MOST_GPU_W:
-            if row.time_s >= 1:
-                raise ProfileError(
-                    f"{drawn} Times are probably in {time_unit}: divide the column time by {factor:.0f}."
-                )
-            raise ProfileError(
-                f"{drawn} Energies are probably in {energy_unit}: multiply the column energy by {factor:.0f}."
-            )
+    drawn = (
+        f"{where}{row.energy_j:g} J in {row.time_s:g} s is {power_w:.4g} W, and a GPU draws {LEAST_GPU_W:g} to "
+        f"{MOST_GPU_W:g} W."
+    )
+    if power_w > MOST_GPU_W >= power_w / 1000 >= LEAST_GPU_W:
+        raise ProfileError(f"{drawn} Energies are probably in millijoules: divide the column energy by 1000.")
+    if power_w < LEAST_GPU_W <= power_w * 1000 <= MOST_GPU_W:
+        if row.time_s >= 1:
+            raise ProfileError(f"{drawn} Times are probably in milliseconds: divide the column time by 1000.")
+        raise ProfileError(f"{drawn} Energies are probably in kilojoules: multiply the column energy by 1000.")
     if not LEAST_GPU_W <= power_w <= MOST_GPU_W:
         raise ProfileError(f"{drawn} Give times in seconds, and energies in joules per GPU.")
     if row.time_s > MOST_INSTRUCTION_S:
@@ -526,8 +491,6 @@ def _check_units(row: Measurement, where: str) -> None:
             f"{where}an instruction takes {row.time_s:g} s. Times are probably in milliseconds, and energies in "
             "millijoules: use seconds and joules."
         )
-    if unit := _clock_unit(row.clock_mhz):
-        raise ProfileError(f"{where}frequency is {row.clock_mhz}. {unit}")
 
 
 def _read_rows(path: Path) -> list[Measurement]:

@@ -385,7 +385,6 @@ class PlanSummary(_Summary):
     saved: float | None
 
     def in_words(self) -> str:
-        """Return a description of the plan and its changes."""
         return f"plan {self.plan}: {self.iterations} iterations, {_less_or_more(self.slowdown, self.saved)}"
 
 
@@ -393,10 +392,7 @@ class KindSummary(_Summary):
     """Iterations with the same order of passes and the same input shape.
 
     Attributes:
-        micro_batches: Number of micro-batches, or None if it is unknown.
         order: Number of the order if ``micro_batches`` is unknown, otherwise 0.
-        shape: Number of the input shape.
-        iterations: Number of iterations of this kind.
         planned: Number of these iterations that ran under plans.
         slowdown: Increase of the time of the planned iterations, as a fraction of their time at default clocks.
         saved: Decrease of their energy, as a fraction of their energy at default clocks.
@@ -412,14 +408,12 @@ class KindSummary(_Summary):
 
     @property
     def name(self) -> str:
-        """Name of the kind in messages."""
         if self.order == NO_ORDER:
             return "other orders"
         count = f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
         return f"{count}, shape {self.shape}" if self.shape else count
 
     def in_words(self) -> str:
-        """Return a description of the share of planned iterations and their changes."""
         text = f"{self.name}: {self.planned} of {self.iterations} iterations under plans"
         if self.slowdown is None:
             return text
@@ -430,11 +424,9 @@ class WholeSummary(_Summary):
     """Saving of a job in all its steps, including profiling and comparisons, relative to default clocks.
 
     Attributes:
-        steps: Number of iterations.
-        saved_j: Energy saved [J].
         saved: Energy saved, as a fraction of the energy that default clocks would have used.
-        gained_s: Time saved [s], negative if the job took longer.
-        gained: Time saved, as a fraction of the time that default clocks would have taken.
+        gained_s: Time saved [s], negative if the job took longer; ``gained`` is its fraction of the time at default
+            clocks.
         stalls: Number of iterations that were not compared because they contain a stall.
     """
 
@@ -446,7 +438,6 @@ class WholeSummary(_Summary):
     stalls: int = 0
 
     def in_words(self) -> str:
-        """Return a description of the saving."""
         less = "less" if self.saved_j >= 0 else "more"
         energy = f"{joules(abs(self.saved_j))} {less} energy ({percent(-self.saved)})"
         time = (
@@ -567,11 +558,7 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes) -> Record:
-    """Return the record of a line of ``run.jsonl``.
-
-    Raises:
-        ValueError: If it is not a record.
-    """
+    """Return the record of a line of ``run.jsonl``. A ValueError is raised if it is not one."""
     raw = parse_json(line)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
@@ -583,10 +570,7 @@ def from_line(line: str | bytes) -> Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a ``run.jsonl``, except a truncated last one.
-
-    Args:
-        path: The file or its folder.
+    """Yield the records of a ``run.jsonl``, given its path or its folder, except a truncated last one.
 
     Raises:
         ConfigError: If the file is missing, a line is not a record, or there are too many records.
@@ -617,13 +601,10 @@ _HEAD_BYTES = 256
 
 
 class RecordFollower:
-    """Returns the records that were added to a file since the previous call.
+    """Returns the records that were added to a file since the previous call, and counts lines that are not records.
 
     The file is opened again at each call, so that a shared disk shows the data written by other nodes. An incomplete
     last line is read once it is complete.
-
-    Attributes:
-        unreadable: Number of lines that are not records.
     """
 
     def __init__(self, folder: Path) -> None:

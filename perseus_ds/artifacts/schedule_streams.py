@@ -59,11 +59,9 @@ _Stream = Annotated[tuple[_Operation, ...], Field(fail_fast=True)]
 
 
 class ScheduleStreams(FileModel):
-    """A schedule in its file format, with lists such as ``["compute", stage, kind, micro-batch]``.
+    """A schedule in its file format: its class, which is never imported, and each rank's operations in program order.
 
-    Attributes:
-        name: Class of the schedule. It is only a label and is never imported.
-        ranks: Operations of every pipeline rank in program order.
+    Operations are lists such as ``["compute", stage, kind, micro-batch]``.
     """
 
     name: Text
@@ -72,16 +70,11 @@ class ScheduleStreams(FileModel):
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleStreams:
-        """Convert a schedule to its file format."""
         ranks = tuple(tuple(_written(operation) for operation in stream) for stream in schedule.ranks)
         return cls.model_construct(name=schedule.name, micro_batches=schedule.micro_batches, ranks=ranks)
 
     def to_schedule(self) -> Schedule:
-        """Convert the streams to a schedule.
-
-        Raises:
-            ScheduleError: If no rank has an instruction, or there are too many.
-        """
+        """Return the schedule; ScheduleError if no rank has an instruction, or there are too many."""
         ranks = tuple(tuple(_read(operation) for operation in stream) for stream in self.ranks)
         schedule = Schedule(self.name, self.micro_batches, ranks)
         if not any(schedule.instructions):

@@ -42,17 +42,14 @@ def described(work: Work) -> tuple[str, int, int | None, int]:
 
 
 class MeasuredOperation(FileModel):
-    """One operation of one rank.
-
-    An exchange of several transfers is stored as several operations with the same start and end.
+    """One operation of one rank. An exchange of several transfers is several operations with the same start and end.
 
     Attributes:
         kind: Kind of an instruction, ``load``, payload of a transfer, or ``other`` for an unknown command.
         stage: Stage of the operation; of a transfer, the sending one.
         micro_batch: Micro-batch; of an unknown command, its number on the stage.
-        start_s: Start relative to the start of the pipeline's first rank [s].
-        end_s: End relative to the start of the pipeline's first rank [s]. A transfer includes waiting for the other
-            rank.
+        start_s: Start relative to the start of the pipeline's first rank [s]; likewise the end. A transfer includes
+            waiting for the other rank.
         target: Receiving stage of a transfer.
         command: Class name of an unknown command.
         clock_mhz: Clock in the plan, or None at default clocks and for operations without a clock.
@@ -81,7 +78,6 @@ class MeasuredOperation(FileModel):
 
     @classmethod
     def of(cls, work: Work, start_s: float, end_s: float, clock_mhz: int | None = None) -> MeasuredOperation:
-        """Return a measured operation with its start and end."""
         kind, stage, target, micro_batch = described(work)
         fields = {"kind": kind, "stage": stage, "target": target, "micro_batch": micro_batch}
         command = work.command if isinstance(work, Other) else None
@@ -91,7 +87,6 @@ class MeasuredOperation(FileModel):
 
     @property
     def work(self) -> Work:
-        """The instruction, load, transfer or unknown command."""
         match self.kind:
             case "activation" | "grad" as payload:
                 return Transfer(payload, self.stage, self.target or 0, self.micro_batch)
@@ -104,12 +99,9 @@ class MeasuredOperation(FileModel):
 
 
 class MeasuredIteration(FileModel):
-    """One measured iteration.
+    """One measured iteration, with its number in ``run.jsonl`` and each rank's operations in program order.
 
-    Attributes:
-        iteration: Number of the iteration in ``run.jsonl``.
-        ranks: Operations by pipeline rank in program order.
-        plan: Index of the plan on the frontier, or None at default clocks.
+    ``plan`` is the plan's index on the frontier, or None at default clocks.
     """
 
     iteration: Index
@@ -119,7 +111,7 @@ class MeasuredIteration(FileModel):
 
     @property
     def operations(self) -> int:
-        """Total number of operations of all ranks."""
+        """Number of operations of all ranks."""
         return sum(map(len, self.ranks))
 
     @property
@@ -141,11 +133,7 @@ class MeasuredIteration(FileModel):
 
 
 class TimelineFile(FileModel):
-    """The contents of ``timeline.json``.
-
-    Attributes:
-        job: Description of the job with its schedule and layout, or None in files of earlier versions.
-    """
+    """The contents of ``timeline.json``. Files of earlier versions have no ``job``, the schedule and the layout."""
 
     format: Literal["perseus-ds timeline"] = "perseus-ds timeline"
     schema_version: Literal[1] = 1
@@ -156,15 +144,10 @@ class TimelineFile(FileModel):
 
     @classmethod
     def load(cls, path: Path) -> TimelineFile:
-        """Read the file.
-
-        Raises:
-            ConfigError: If the file is missing, truncated, or of another format or version. The message names the key.
-        """
         what, remedy = "timeline.json of a training run", "Train again to write a new one."
         return read_model(cls, path, ConfigError, what, most_bytes=MOST_TIMELINE_BYTES, remedy=remedy)
 
     @property
     def operations(self) -> int:
-        """Total number of operations of all iterations."""
+        """Number of operations of all iterations."""
         return sum(iteration.operations for iteration in self.iterations)

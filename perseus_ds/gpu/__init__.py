@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 
 
 def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
-    """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`.
+    """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`; GpuError if it cannot be opened.
 
-    Args:
-        address: The address.
-        logs: For a simulated GPU, the memory of its work log and of its clock log.
-
-    Raises:
-        GpuError: It cannot be opened.
+    A simulated GPU needs the memory of its work log and of its clock log.
     """
     device, _, identity = address.partition(":")
     if device == "nvml":
@@ -42,11 +37,7 @@ def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
 
 
 def find_gpu(place: FindGpu) -> Gpu:
-    """Open the GPU that CUDA or HIP gives a number in a process.
-
-    Raises:
-        GpuError: There is no such GPU, it cannot be opened, or the match is not certain.
-    """
+    """Open the GPU that CUDA or HIP gives a number in a process; GpuError if the match is not certain."""
     if place.device == "zeus":
         from perseus_ds.gpu.zeus import open_zeus_gpu
 

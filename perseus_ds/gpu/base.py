@@ -11,12 +11,7 @@ if TYPE_CHECKING:  # an agent needs no pydantic
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of a GPU.
-
-    Attributes:
-        temperature_c: None if the driver does not report it.
-        power_state: Performance state, such as ``P0``. None if the driver does not report it.
-    """
+    """The state of a GPU, such as the performance state ``P0``. None: its driver does not report it."""
 
     temperature_c: float | None = None
     power_state: str | None = None

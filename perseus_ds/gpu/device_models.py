@@ -12,12 +12,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of work, relative to a forward or backward.
-
-    Attributes:
-        clock_share: Share of the time that scales with the clock, relative to a forward's.
-        dynamic_share: Dynamic power, relative to a forward's.
-    """
+    """A kind of work, with its clock-dependent share of time and its dynamic power, both relative to a forward's."""
 
     clock_share: float
     dynamic_share: float

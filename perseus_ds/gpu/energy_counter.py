@@ -60,10 +60,7 @@ class Refreshes:
         return [change for change in self.changes if start_s <= change[0] <= end_s]
 
     def reached_s(self, clock_mhz: int, start_s: float, end_s: float) -> float | None:
-        """Return when the GPU first ran at about the given clock in a time window [s], or None.
-
-        The clock is read at each refresh of the counter.
-        """
+        """Return when the GPU first ran at about the given clock in a time window [s], or None."""
         self.update()
         for moment_s, read_mhz in self.clocks:
             if start_s <= moment_s <= end_s and -_TOLERANCE_BELOW <= read_mhz / clock_mhz - 1 <= _TOLERANCE_ABOVE:
@@ -76,11 +73,7 @@ class Refreshes:
         self.clocks = [reading for reading in self.clocks if reading[0] >= before_s]
 
     def power_w(self, start_s: float, end_s: float) -> float:
-        """Return the average power between two points in time [W].
-
-        Raises:
-            GpuError: The counter was refreshed fewer than three times in between.
-        """
+        """Return the average power between two points in time [W], which needs three refreshes."""
         inside = self.readings(start_s, end_s)
         if len(inside) < 3:
             raise GpuError(
@@ -113,7 +106,6 @@ class CounterLog(Refreshes):
         self._thread.join(_STOP_TIMEOUT_S)
 
     def start(self) -> None:
-        """Start the thread that reads the counter."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -161,12 +153,9 @@ class CounterLog(Refreshes):
 
 
 class CounterAnswer(NamedTuple):
-    """Response of an energy counter to the end of a load.
+    """Refresh period of a counter [s], and the time for which it includes power drawn before the end of a load [s].
 
-    Attributes:
-        period_s: Refresh period [s]. None if fewer than two refreshes were seen.
-        settle_s: Time for which the counter still includes power drawn before the step [s]. About a second if it
-            integrates averages.
+    The period is None if fewer than two refreshes were seen. The time is about a second if it integrates averages.
     """
 
     period_s: float | None
@@ -174,12 +163,9 @@ class CounterAnswer(NamedTuple):
 
 
 class PowerIntegrator:
-    """Wraps a GPU without an energy counter and integrates its power readings on a thread.
+    """Wraps a GPU without an energy counter (older than Volta, or virtual) and integrates its power on a thread.
 
     This is less exact than a counter: boards average the power that they report, some over a second.
-
-    Args:
-        gpu: A GPU without a counter: older than Volta, or virtual.
     """
 
     has_energy_counter = True
@@ -201,17 +187,12 @@ class PowerIntegrator:
         return str(self._gpu)
 
     def energy_j(self) -> float:
-        """Return the energy used since the thread started [J].
-
-        Raises:
-            GpuError: Power could not be read.
-        """
+        """Return the energy used since the thread started [J]; GpuError if power could not be read."""
         if self._error is not None:
             raise self._error
         return self._energy_j
 
     def close(self) -> None:
-        """Stop the thread and release the driver."""
         self._stop.set()
         self._thread.join()
         self._gpu.close()
@@ -235,23 +216,13 @@ def with_energy(gpu: Gpu, timebase: Timebase = REAL_TIME) -> Gpu:
 def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REAL_TIME) -> float | None:
     """Return the refresh period of the energy counter [s]. None if fewer than two refreshes were seen.
 
-    Args:
-        gpu: The GPU. While it draws power, its counter changes at every refresh.
-        duration_s: Time for which the counter is read [s].
-        timebase: The GPU's timebase.
-
-    Raises:
-        GpuError: The counter is missing, or the driver refused.
+    While the GPU draws power, its counter changes at every refresh.
     """
     return _period_s(list(_refreshes(gpu, duration_s, timebase)))
 
 
 def answer_to_a_step(gpu: Gpu, before_w: float, timebase: Timebase = REAL_TIME) -> CounterAnswer:
-    """Read the counter of a GPU after its load has ended, until the power derived from it is steady.
-
-    Raises:
-        GpuError: The counter is missing, or the driver refused.
-    """
+    """Read the counter of a GPU after its load has ended, until the power derived from it is steady."""
     begin_s = timebase.now_s()
     seen: list[tuple[float, float]] = []
     for refresh in _refreshes(gpu, _LONGEST_ANSWER_S, timebase):

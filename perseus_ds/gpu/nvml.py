@@ -100,23 +100,16 @@ _POWER_PROFILES = {
 
 
 class NvmlGpu:
-    """One NVIDIA GPU.
+    """One NVIDIA GPU, with NVML's index, which nvidia-smi uses too.
 
     NVML and this class are thread-safe. Setting a clock can take tens of milliseconds, and any call can hang if the
     driver hangs. Call it only from threads that may wait.
-
-    Attributes:
-        index: NVML's index of the GPU, which nvidia-smi uses too.
     """
 
     simulated = False
 
     def __init__(self, index: int, timebase: Timebase = REAL_TIME) -> None:
-        """Open a GPU by NVML's index (see :func:`index_of_cuda_device`).
-
-        Raises:
-            GpuError: NVML, the driver or the GPU is missing, or the GPU is split into MIG devices.
-        """
+        """Open a GPU by NVML's index; GpuError if it is missing or split into MIG devices."""
         self._time = timebase
         self._settings: dict[str, Any] | None = None
         _start_nvml()
@@ -140,7 +133,6 @@ class NvmlGpu:
 
     @property
     def address(self) -> str:
-        """Address by which the agent opens this GPU."""
         return f"nvml:{self.uuid}"
 
     def __str__(self) -> str:
@@ -236,7 +228,6 @@ class NvmlGpu:
 
     @property
     def state(self) -> GpuState:
-        """Current temperature and performance state, if the driver reports them."""
         temperature_c = self._optional("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
         state = self._optional("nvmlDeviceGetPerformanceState")
         return GpuState(
@@ -246,7 +237,6 @@ class NvmlGpu:
 
     @property
     def settings(self) -> GpuSettings:
-        """Settings of the GPU when they were first read, if the driver reports them."""
         from perseus_ds.artifacts.profile import GpuSettings
 
         return GpuSettings(**self.read_settings())
@@ -363,18 +353,7 @@ class NvmlGpu:
 
 
 def call(what: str, function: str, *arguments: Any) -> Any:
-    """Call a function of pynvml.
-
-    Args:
-        what: Start of the error message if the call fails, such as ``Opening GPU 0``.
-        function: Name of the function.
-        arguments: Arguments of the function.
-
-    Raises:
-        GpuPermissionError: This process lacks the permission.
-        GpuBusyError: The call failed temporarily.
-        GpuError: The call failed for another reason.
-    """
+    """Call a function of pynvml. ``what`` begins the message of its :class:`GpuError`, such as ``Opening GPU 0``."""
     try:
         return getattr(pynvml, function)(*arguments)
     except pynvml.NVMLError as error:
@@ -384,11 +363,7 @@ def call(what: str, function: str, *arguments: Any) -> Any:
 
 
 def _start_nvml() -> None:
-    """Start NVML. Each call must be followed by an ``nvmlShutdown`` later, because NVML counts its users.
-
-    Raises:
-        GpuError: The binding, the library or the driver is missing.
-    """
+    """Start NVML. Each call must be followed by an ``nvmlShutdown`` later, because NVML counts its users."""
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # the unofficial package pynvml before version 12
         raise GpuError(
             f"The module pynvml at {getattr(pynvml, '__file__', '?')} is not NVIDIA's binding. "
@@ -408,34 +383,21 @@ def _nvml() -> Iterator[None]:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs of this node, including those hidden from CUDA.
-
-    Raises:
-        GpuError: NVML or the driver is missing.
-    """
+    """Return the number of GPUs of this node, including those hidden from CUDA."""
     with _nvml():
         return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
 
 
 def index_of_uuid(uuid: str) -> int:
-    """Return the index of a GPU by its full or abbreviated UUID. ``CUDA_VISIBLE_DEVICES`` is ignored.
-
-    Raises:
-        GpuError: No GPU has this UUID, or several do.
-    """
+    """Return the index of a GPU by its full or abbreviated UUID, which one GPU must have."""
     return by_uuid(uuid, _node_gpus()).number
 
 
 def index_of_cuda_device(cuda_index: int, uuid: str | None = None, environment: Mapping[str, str] | None = None) -> int:
-    """Return the index of the GPU that CUDA calls ``cuda_index`` in a process.
+    """Return the index of the GPU that CUDA calls ``cuda_index`` in a process; GpuError if the match is not certain.
 
-    Args:
-        cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
-        uuid: The GPU's UUID if CUDA reports it (``torch.cuda.get_device_properties(i).uuid``).
-        environment: Environment variables of the process; by default those of this one.
-
-    Raises:
-        GpuError: There is no such GPU, it is a MIG device, or the order of different GPUs is not certain.
+    ``uuid`` is the one that CUDA reports (``torch.cuda.get_device_properties(i).uuid``), if any. ``environment`` has
+    the process's variables, by default those of this one.
     """
     return nvidia_gpu(cuda_index, os.environ if environment is None else environment, _node_gpus(), uuid).number
 

@@ -19,13 +19,9 @@ from perseus_ds.errors import GpuError
 
 @dataclass(frozen=True)
 class NodeGpu:
-    """A GPU of the node.
+    """A GPU of the node: NVML's index (HIP's if no GPU is hidden), UUID such as ``GPU-1b2c…``, and PCI address.
 
-    Attributes:
-        number: NVML's index, or HIP's index if no GPU is hidden.
-        uuid: UUID such as ``GPU-1b2c…``. Empty if the driver does not report it.
-        pci_address: PCI address such as ``0000:c1:00.0``. Empty if the driver does not report it.
-        name: Product name.
+    UUID and address are empty if the driver does not report them.
     """
 
     number: int
@@ -42,16 +38,10 @@ def pci_numbers(address: str) -> tuple[int, ...]:
 def nvidia_gpu(
     ordinal: int, environment: Mapping[str, str], gpus: Sequence[NodeGpu], uuid: str | None = None
 ) -> NodeGpu:
-    """Return the GPU that CUDA calls ``ordinal`` in a process.
+    """Return the GPU that CUDA calls ``ordinal`` in a process with an environment.
 
-    Args:
-        ordinal: CUDA's number of the device.
-        environment: Environment variables of the process.
-        gpus: GPUs that NVML lists, in NVML's order, which is that of PCI addresses.
-        uuid: UUID that CUDA reports (``torch.cuda.get_device_properties(i).uuid``), if any.
-
-    Raises:
-        GpuError: There is no such GPU, it is a MIG device, or the match is not certain.
+    ``gpus`` are in NVML's order, which is that of PCI addresses. ``uuid`` is the one that CUDA reports, if any. If the
+    match is not certain, or the GPU is a MIG device, a :class:`GpuError` is raised.
     """
     value = environment.get("CUDA_VISIBLE_DEVICES")
     if value is not None and any(entry.strip().startswith("MIG-") for entry in value.split(",")):
@@ -76,19 +66,11 @@ def nvidia_gpu(
 def amd_gpu(
     ordinal: int, environment: Mapping[str, str], gpus: Sequence[NodeGpu], pci_address: str | None = None
 ) -> NodeGpu:
-    """Return the GPU that HIP calls ``ordinal`` in a process.
+    """Return the GPU that HIP calls ``ordinal`` in a process with an environment.
 
-    ``ROCR_VISIBLE_DEVICES`` hides GPUs from HIP and renumbers them. ``HIP_VISIBLE_DEVICES`` then does the same with
-    the remaining ones.
-
-    Args:
-        ordinal: HIP's number of the device.
-        environment: Environment variables of the process.
-        gpus: The node's GPUs in the order in which HIP numbers them if none is hidden.
-        pci_address: PCI address that HIP reports for the device, if any.
-
-    Raises:
-        GpuError: There is no such GPU, or the match is not certain.
+    ``ROCR_VISIBLE_DEVICES`` hides GPUs from HIP and renumbers them. ``HIP_VISIBLE_DEVICES`` then does the same with the
+    remaining ones. ``gpus`` are in the order in which HIP numbers them if none is hidden; ``pci_address`` is the one
+    that HIP reports, if any. If the match is not certain, a :class:`GpuError` is raised.
     """
     if pci_address is not None:
         return by_pci_address(pci_address, gpus)
@@ -111,22 +93,14 @@ _OF_HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def by_uuid(uuid: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
-    """Return the GPU with the UUID that starts with ``uuid``. The prefix ``GPU-`` is optional.
-
-    Raises:
-        GpuError: No GPU matches, or several do.
-    """
+    """Return the only GPU with a UUID that starts with ``uuid``. The prefix ``GPU-`` is optional."""
     wanted = uuid.lower().removeprefix("gpu-")
     found = [gpu for gpu in gpus if wanted and gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
     return _the_one(found, f"GPU UUID {uuid!r}", [gpu.uuid for gpu in gpus])
 
 
 def by_pci_address(address: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
-    """Return the GPU at a PCI address.
-
-    Raises:
-        GpuError: There is no GPU at this address.
-    """
+    """Return the GPU at a PCI address."""
     found = [gpu for gpu in gpus if gpu.pci_address and pci_numbers(gpu.pci_address) == pci_numbers(address)]
     return _the_one(found, f"PCI address {address}", [gpu.pci_address for gpu in gpus])
 

@@ -68,21 +68,10 @@ _MAGIC: dict[LogKind, bytes] = {"work": b"PDSSIMwk", "clock": b"PDSSIMck"}
 
 
 class Log:
-    """A ring buffer of entries of four numbers, with one writing process and any number of readers.
+    """A ring buffer of entries of four numbers in a buffer such as shared memory, with one writer and many readers.
 
     An entry is complete before the counter of entries includes it. A reader may miss entries that are overwritten
     before it reads them. The next entry still gives the current state.
-
-    Attributes:
-        began_s: Time at which the log begins [s].
-        capacity: Number of entries that it holds.
-
-    Args:
-        memory: A buffer that contains a log, such as shared memory.
-        kind: Expected kind of log.
-
-    Raises:
-        GpuError: The buffer does not contain such a log.
     """
 
     _HEADER = struct.Struct("=8sIIQd")  # magic and kind, version, capacity, entries written, begin
@@ -147,26 +136,17 @@ class Physics:
     Time advances in closed form from one entry to the next, so that the result does not depend on when it is read.
     Memory does not grow, because the state includes the effects of all earlier entries.
 
-    Args:
-        model: Device model of the GPU.
-        work_log: Entries with time [s], number of the workload (0 for none), factor of its power, and, at its end, the
-            amount of work done [s at the top clock].
-        clock_log: Entries with time [s], 0 and the clock [MHz], or with time [s], 1, the power limit [W] and the
-            highest clock allowed by the temperature [MHz].
-        conditions: See :data:`CONDITIONS`.
-        counter_period_s: Refresh period of the energy counter [s].
+    Entries of the work log have a time [s], the number of the workload (0 for none), a factor of its power, and, at its
+    end, the amount of work done [s at the top clock]. Entries of the clock log have a time [s], 0 and the clock [MHz],
+    or a time [s], 1, the power limit [W] and the highest clock allowed by the temperature [MHz].
 
     Attributes:
         at_s: Time of this state [s].
         workload: Workload that runs, or None.
         progress_s: Amount of its work done [s at the top clock].
-        locked_mhz: Clock that is set [MHz].
-        reached_mhz: Clock at which the GPU runs [MHz].
-        thermal_mhz: Highest clock allowed by the temperature [MHz].
-        power_limit_w: Power limit in force [W].
-        energy_j: Energy used [J].
-        counter_j: Energy that the counter shows [J].
-        changes_s: Times of the last clock changes [s].
+        reached_mhz: Clock at which the GPU runs, which is below ``locked_mhz`` at a limit [MHz].
+        counter_j: Energy that the counter shows, unlike ``energy_j`` [J].
+        changes_s: Times of the last changes of the clock [s].
     """
 
     def __init__(
@@ -195,12 +175,10 @@ class Physics:
 
     @property
     def power_w(self) -> float:
-        """The power drawn [W]."""
         return self._cold_w * (1 + self._rise_per_c * self._warmer_c)
 
     @property
     def temperature_c(self) -> float:
-        """The temperature of the board [°C]."""
         return _COLD_C + self._warmer_c
 
     @property
@@ -222,9 +200,6 @@ class Physics:
         """Apply all entries up to a point in time.
 
         An entry that arrives late takes effect at the time that the state has already reached.
-
-        Raises:
-            GpuError: A log contains an invalid entry.
         """
         # The work log is read first, so that the clocks at which this work ran are in the other log by then.
         self._work_read, work = self._work_log.since(self._work_read)
@@ -338,12 +313,8 @@ def _require(is_valid: bool, kind: LogKind, entry: tuple[float, ...]) -> None:
 class LatencyModel:
     """Log-normal distribution of the duration of a clock-setting call, with a tail.
 
-    Attributes:
-        lowest_s: Median for the lowest target clock [s]. Medians in between are interpolated.
-        highest_s: Median for the highest target clock [s].
-        spread: Standard deviation of the logarithm.
-        slow_share: Share of slow calls.
-        slow_factor: Factor by which slow calls take longer.
+    Its median is interpolated between those for the lowest and the highest target clock [s]. ``spread`` is the standard
+    deviation of the logarithm. A share of calls is slower by a factor.
     """
 
     lowest_s: float
@@ -353,12 +324,7 @@ class LatencyModel:
     slow_factor: float = 1.0
 
     def sample_s(self, target: float, source: random.Random) -> float:
-        """Return the duration of one call [s].
-
-        Args:
-            target: Target clock, from 0 for the lowest to 1 for the highest.
-            source: Source of randomness.
-        """
+        """Return the duration of one call [s], for a target from 0 for the lowest clock to 1 for the highest."""
         median_s = self.lowest_s + (self.highest_s - self.lowest_s) * target
         factor = self.slow_factor if source.random() < self.slow_share else 1.0
         return median_s * factor * math.exp(self.spread * source.gauss(0, 1))
@@ -410,15 +376,7 @@ class SimulatedConfig(StrictModel):
 
 
 def open_address(identity: str, logs: Sequence[memoryview]) -> SimulatedGpu:
-    """Open a GPU of another process by the part of its address after ``simulated:``.
-
-    Args:
-        identity: Settings of :meth:`SimulatedGpu.shared` as JSON.
-        logs: Memory of the work log and of the clock log.
-
-    Raises:
-        GpuError: The settings or the memory are invalid.
-    """
+    """Open a GPU of another process by the part of its address after ``simulated:``, which is JSON."""
     try:
         work, clock = logs
         settings = json.loads(identity.rpartition("#")[0] or identity)
@@ -501,23 +459,16 @@ class SimulatedGpu:
 
     @classmethod
     def named(cls, gpu: str, **settings: Any) -> SimulatedGpu:
-        """Create a GPU of one of the :data:`DEVICES`.
-
-        Raises:
-            ConfigError: There is no such device model.
-        """
+        """Create a GPU of one of the :data:`DEVICES`."""
         if gpu not in DEVICES:
             raise ConfigError(f"perseus.simulated.gpu is {gpu!r}, expected one of {', '.join(sorted(DEVICES))}.")
         return cls(DEVICES[gpu], **settings)
 
     @classmethod
     def shared(cls, work: memoryview, clock: memoryview, **settings: Any) -> SimulatedGpu:
-        """Create a GPU with logs in shared memory, which another process can open by its address.
+        """Create a GPU with logs in empty shared memory, which another process can open by its address.
 
-        Args:
-            work: Empty memory for the work log.
-            clock: Empty memory for the clock log.
-            settings: Settings as for :meth:`named`, which must be serializable as JSON.
+        The settings, as for :meth:`named`, must be serializable as JSON.
         """
         began_s = REAL_TIME.now_s()
         made = cls.named(
@@ -587,7 +538,6 @@ class SimulatedGpu:
 
     @property
     def state(self) -> GpuState:
-        """Current temperature and performance state."""
         with self._present() as gpu:
             return GpuState(round(gpu.temperature_c), "P0")
 
@@ -617,8 +567,7 @@ class SimulatedGpu:
     def finish_work(self, top_clock_time_s: float) -> None:
         """Wait until the started work is done, at the speed of the current clocks.
 
-        Args:
-            top_clock_time_s: Duration of the work at the top clock without a power limit [s].
+        The duration is that at the top clock without a power limit [s].
         """
         work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
         with self._present() as gpu:

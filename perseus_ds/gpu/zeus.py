@@ -44,16 +44,10 @@ def _zeus_errors(what: str) -> Iterator[None]:
 
 
 def open_zeus_gpu(ordinal: int, uuid: str | None, pci_address: str | None, environment: Mapping[str, str]) -> Gpu:
-    """Open the GPU that CUDA or HIP calls ``ordinal`` in a process.
+    """Open the GPU that CUDA or HIP calls ``ordinal`` in a process with an environment.
 
-    Args:
-        ordinal: Number of the device in that process.
-        uuid: UUID of an NVIDIA GPU, if CUDA reports it.
-        pci_address: PCI address of an AMD GPU, if HIP reports it.
-        environment: Environment variables of the process.
-
-    Raises:
-        GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
+    CUDA reports the UUID of an NVIDIA GPU, and HIP the PCI address of an AMD GPU, unless it is too old. If the match is
+    not certain, a :class:`GpuError` is raised.
     """
     with _zeus_errors("Looking for GPUs through Zeus"):
         from zeus.device.gpu.amd import amdsmi_is_available
@@ -69,11 +63,7 @@ def open_zeus_gpu(ordinal: int, uuid: str | None, pci_address: str | None, envir
 
 
 def open_address(identity: str) -> Gpu:
-    """Open a GPU by the part of its address after ``zeus:``, in a process that sees all GPUs of the node.
-
-    Raises:
-        GpuError: As for :func:`open_zeus_gpu`.
-    """
+    """Open a GPU by the part of its address after ``zeus:``, in a process that sees all GPUs of the node."""
     if identity.startswith("GPU-"):
         return ZeusNvidiaGpu(index_of_uuid(identity))
     return ZeusAmdGpu(by_pci_address(identity, _amd_gpus()))
@@ -120,11 +110,6 @@ class _GpuOfZeusd:
     """
 
     def __init__(self, gpu: NvmlGpu, config: Any) -> None:
-        """Find the GPU among those of zeusd.
-
-        Raises:
-            GpuError: No GPU of zeusd can be identified with this one.
-        """
         from zeus.utils.zeusd import ZeusdClient, require_capabilities
 
         self._client = ZeusdClient(config)
@@ -141,11 +126,7 @@ class _GpuOfZeusd:
 
 
 def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number that zeusd gives a GPU.
-
-    Raises:
-        GpuError: The GPU cannot be identified.
-    """
+    """Return the number that zeusd gives a GPU; GpuError if it cannot be identified."""
     for each in known:
         address = each.get("pci_address")
         if each.get("uuid") == gpu.uuid or (address and pci_numbers(address) == pci_numbers(gpu.pci_address)):
@@ -201,11 +182,6 @@ class ZeusAmdGpu:
     driver: str | None = None
 
     def __init__(self, gpu: NodeGpu) -> None:
-        """Open a GPU of the node.
-
-        Raises:
-            GpuError: Zeus or the driver refused.
-        """
         self._gpu = gpu
         with _zeus_errors(f"Opening GPU {gpu.number} through Zeus"), _shown_to_zeus(gpu):
             from zeus.device.gpu.amd import AMDGPUs
@@ -217,7 +193,6 @@ class ZeusAmdGpu:
 
     @property
     def address(self) -> str:
-        """Address by which the agent opens this GPU."""
         return f"zeus:{self._gpu.pci_address}"
 
     def __str__(self) -> str:
@@ -272,8 +247,7 @@ class ZeusAmdGpu:
 
     @property
     def state(self) -> GpuState:
-        """An empty state, because Zeus does not report it."""
         return GpuState()
 
     def close(self) -> None:
-        """Nothing to release. The clock stays as it is."""
+        """Do nothing, because there is nothing to release."""
