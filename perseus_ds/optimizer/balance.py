@@ -1,8 +1,12 @@
 """Finds better layouts for the model of a job, also for other pipeline sizes.
 
-Everything is predicted from the costs of each kind of part (:mod:`perseus_ds.optimizer.layer_costs`). Loads, transfers
-and tails keep their measured durations. For other pipeline sizes, a transfer takes the mean of the measured ones, and a
-tail the mean scaled by the rank's share of the model.
+Everything is predicted from the costs of each *kind* of part, which follow from the costs of stages by least squares.
+The cost of a stage is the sum of its parts' costs. With N the number of parts of each kind on each measured stage and y
+the costs of the stages, the costs x of the kinds minimise ``|(N x - y) / errors|²`` with x >= 0. A kind can be
+distinguished from the others if no change of the costs that keeps the costs of all stages changes its cost.
+
+Loads, transfers and tails keep their measured durations. For other pipeline sizes, a transfer takes the mean of the
+measured ones, and a tail the mean scaled by the rank's share of the model.
 """
 
 from __future__ import annotations
@@ -10,21 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations, pairwise
 from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
+from scipy.sparse.csgraph import connected_components
 
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Layout
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.optimizer.layer_costs import KindCosts, kind_costs
 from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts, Partition, best_partition
+from perseus_ds.optimizer.problem import Floats
 from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
+
+_LEAST_ERROR, _UNKNOWN_ERROR = 1e-3, 0.02
+"""Minimum relative error of a row, and relative error of a row with unknown error."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,6 @@ class MeasuredJob:
     """A job that has trained under Perseus.
 
     Attributes:
-        layout: The parts of the model on each stage.
-        schedule: The schedule of its ranks.
         time_s: Measured time of its iterations at default clocks [s], or None if unknown.
         memory_bytes: Maximum memory of each rank, empty if unknown.
     """
@@ -56,16 +63,9 @@ class MeasuredJob:
 
 @dataclass(frozen=True)
 class OtherSize:
-    """The best layout for another size of the pipeline on the same GPUs.
+    """The best layout for another size of the pipeline on the same GPUs, or the problem if there is none.
 
-    Attributes:
-        ranks: Number of pipeline ranks.
-        stages_per_rank: Number of stages per rank.
-        pipelines: Number of pipelines.
-        micro_batches: Number of micro-batches of each pipeline.
-        layout: The proposed layout, or None if there is none.
-        found: Predicted costs of an iteration of one pipeline with it.
-        problem: The reason if there is no layout.
+    ``micro_batches`` and ``found``, the predicted costs of an iteration, are those of one pipeline.
     """
 
     ranks: int
@@ -93,12 +93,24 @@ class Balance:
     @cached_property
     def costs(self) -> LayerCosts:
         """The costs of the parts, with the job's own transfers and tails."""
-        costs = self.kinds.of_parts(self.job.layout.parts, self.job.profile)
-        if self.memory is None:
-            return costs
-        _, a_parameter, a_layer = self.memory
-        layers = np.array([float(_is_layer(part.kind)) for part in self.job.layout.parts])
-        return replace(costs, fixed_bytes=a_parameter * costs.parameters, held_bytes=a_layer * layers)
+        kinds, parts, profile = self.kinds, self.job.layout.parts, self.job.profile
+        number = [kinds.kinds.index(part.kind) for part in parts]
+        parameters = np.array([float(part.parameters) for part in parts])
+        layers = np.array([float(_is_layer(part.kind)) for part in parts])
+        _, a_parameter, a_layer = self.memory or (0.0, 0.0, 0.0)
+        return LayerCosts(
+            clocks_mhz=kinds.clocks_mhz,
+            time_s={kind: values[number] for kind, values in kinds.time_s.items()},
+            energy_j={kind: values[number] for kind, values in kinds.energy_j.items()},
+            parameters=parameters,
+            fixed_bytes=a_parameter * parameters,
+            held_bytes=a_layer * layers,
+            blocking_power_w=profile.info.blocking_power_w or 0.0,
+            gpu=profile.info.gpu or "unknown GPU",
+            simulated=bool(profile.info.simulated),
+            fixed=profile.info.fixed_durations,
+            tails=tuple(row for row in profile.measurements if row.kind is Kind.TAIL),
+        )
 
     @cached_property
     def memory(self) -> tuple[float, float, float] | None:
@@ -106,18 +118,19 @@ class Balance:
         job = self.job
         if len(job.memory_bytes) != job.ranks:
             return None
-        rows = [[1.0, *self._held_by(stages)] for stages in job.schedule.stages_of_ranks]
-        if np.linalg.matrix_rank(rows) < 3:
+        uses = self._memory_uses(job.layout)
+        if np.linalg.matrix_rank(uses) < 3:
             return None
-        (least, a_parameter, a_layer), _ = nnls(np.array(rows), np.array(job.memory_bytes, float))
+        (least, a_parameter, a_layer), _ = nnls(uses, np.array(job.memory_bytes, float))
         return float(least), float(a_parameter), float(a_layer)
 
-    def _held_by(self, stages: Sequence[int], layout: Layout | None = None) -> tuple[float, float]:
-        """Return the number of parameters of some stages, and of their layers times micro-batches held."""
-        layout, held = layout or self.job.layout, held_by_stage(self.job.schedule)
-        parameters = sum(part.parameters for stage in stages for part in layout.stages[stage])
-        layers = sum(held[stage] * _is_layer(part.kind) for stage in stages for part in layout.stages[stage])
-        return float(parameters), float(layers)
+    def _memory_uses(self, layout: Layout) -> Floats:
+        """Return, for each rank, 1, its number of parameters, and of its layers times micro-batches held."""
+        held = held_by_stage(self.job.schedule)
+        parameters = [sum(part.parameters for part in parts) for parts in layout.stages]
+        layers = [held[stage] * sum(_is_layer(p.kind) for p in parts) for stage, parts in enumerate(layout.stages)]
+        ranks = self.job.schedule.stages_of_ranks
+        return np.array([[1, sum(parameters[s] for s in own), sum(layers[s] for s in own)] for own in ranks], float)
 
     def memory_bytes(self, layout: Layout) -> list[float]:
         """Return the memory of each rank, measured for the current layout, otherwise predicted.
@@ -126,11 +139,7 @@ class Balance:
         """
         if layout.cut == self.job.layout.cut:
             return [float(needed) for needed in self.job.memory_bytes]
-        if self.memory is None:
-            return []
-        weights = np.array(self.memory)
-        ranks = self.job.schedule.stages_of_ranks
-        return [float(np.array([1.0, *self._held_by(stages, layout)]) @ weights) for stages in ranks]
+        return [] if self.memory is None else (self._memory_uses(layout) @ self.memory).tolist()
 
     def partition(self, known: Mapping[str, Cut], *, memory_bytes: float | None = None) -> Partition:
         """Return the best cut for the job's own pipeline, with known cuts to compare with.
@@ -176,14 +185,10 @@ class Balance:
     def of_size(self, ranks: int, stages_per_rank: int, schedule_of: Callable[[int, int, int], Schedule]) -> OtherSize:
         """Return the best layout for a pipeline of another size, with the same GPUs and the same batch.
 
-        Args:
-            ranks: Number of pipeline ranks.
-            stages_per_rank: Number of stages per rank.
-            schedule_of: Returns the schedule for given numbers of ranks, stages per rank and micro-batches.
+        ``schedule_of`` returns the schedule for given numbers of ranks, stages per rank and micro-batches.
         """
-        job, info = self.job, self.job.profile.info
-        gpus = job.ranks * (info.data_parallel or 1)
-        batch = job.schedule.micro_batches * (info.data_parallel or 1)
+        job, pipelines_now = self.job, self.job.profile.info.data_parallel or 1
+        gpus, batch = job.ranks * pipelines_now, job.schedule.micro_batches * pipelines_now
         pipelines = gpus // ranks
         size = OtherSize(ranks, stages_per_rank, pipelines, batch // max(1, pipelines))
         if gpus % ranks:
@@ -196,12 +201,13 @@ class Balance:
         if ranks * stages_per_rank > len(job.layout.parts):
             return replace(size, problem=f"{len(job.layout.parts)} parts are fewer than its stages")
         try:
-            is_own = (ranks, ranks * stages_per_rank) == (job.ranks, job.schedule.num_stages)
-            schedule = job.schedule if is_own else schedule_of(ranks, stages_per_rank, size.micro_batches)
-            costs = self.costs if is_own else replace(self.costs, fixed=self._fixed_of(schedule), tails=())
-            best = best_partition(
-                costs, schedule, known={}, may_hold=self._may_hold(schedule), is_planned=job.has_energy
-            )
+            if (ranks, ranks * stages_per_rank) == (job.ranks, job.schedule.num_stages):
+                schedule, costs = job.schedule, self.costs
+            else:
+                schedule = schedule_of(ranks, stages_per_rank, size.micro_batches)
+                costs = replace(self.costs, fixed=self._fixed_of(schedule), tails=())
+            may_hold = self._may_hold(schedule)
+            best = best_partition(costs, schedule, known={}, may_hold=may_hold, is_planned=job.has_energy)
         except PerseusError as error:
             return replace(size, problem=str(error).rstrip("."))
         return replace(size, layout=job.layout.cut_into(best.cut), found=best.most_frugal)
@@ -227,13 +233,8 @@ class Balance:
         )
 
     def _may_hold(self, schedule: Schedule) -> npt.NDArray[np.bool_]:
-        """Return :func:`may_hold` for the job's model.
-
-        Raises:
-            ConfigError: If the embedding and the head must share a rank but cannot.
-        """
-        ranks = schedule.stages_of_ranks
-        if self.tied_on_one_rank and not any({0, schedule.num_stages - 1} <= set(stages) for stages in ranks):
+        ends = {0, schedule.num_stages - 1}
+        if self.tied_on_one_rank and not any(ends <= set(stages) for stages in schedule.stages_of_ranks):
             raise ConfigError(
                 f"--tied-on-one-rank: {schedule.name} has the first and the last stage on different ranks. Choose a "
                 "schedule that has both on one, such as dualpipev."
@@ -258,3 +259,127 @@ def may_hold(layout: Layout, schedule: Schedule) -> npt.NDArray[np.bool_]:
 
 def _is_layer(kind: str) -> bool:
     return kind.split(maxsplit=1)[0] not in (EMBEDDING, HEAD)
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """The costs of one micro-batch of the kinds of parts of a model, by kind of instruction.
+
+    Attributes:
+        kinds: Names, in the order of the model.
+        clocks_mhz: Shape (clocks,), ascending.
+        time_s, energy_j: Shape (kinds, clocks).
+        time_covariance, energy_covariance: Shape (kinds, kinds), at the highest clock [s², J²].
+    """
+
+    kinds: tuple[str, ...]
+    clocks_mhz: tuple[int, ...]
+    time_s: dict[Kind, Floats]
+    energy_j: dict[Kind, Floats]
+    time_covariance: dict[Kind, Floats]
+    energy_covariance: dict[Kind, Floats]
+
+
+def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
+    """Estimate the costs of all kinds of parts from one or more jobs of the same model.
+
+    Raises:
+        ConfigError: If kinds cannot be distinguished. The message names a layout with which they can.
+    """
+    if any(kind is Kind.FORWARD_BACKWARD for _, profile in jobs for _, kind in profile.keys):
+        raise ConfigError(
+            "In combined 1F1B, one step is the forward of one stage and the backward of another, so that the costs of "
+            "stages cannot be separated. Observe some iterations without overlap_moe_expert_parallel_comm."
+        )
+    kinds = tuple(dict.fromkeys(part.kind for layout, _ in jobs for part in layout.parts))
+    held = np.concatenate([_held(layout, kinds) for layout, _ in jobs])
+    if together := _inseparable(held, kinds):
+        raise ConfigError(_separation_error(jobs[0][0], held, kinds, together))
+    measured = [
+        (kind, set(profile.options(stage, kind).clock_mhz.tolist()))
+        for _, profile in jobs
+        for stage, kind in profile.keys
+        if kind is not Kind.TAIL
+    ]
+    clocks_mhz = tuple(sorted(set.intersection(*(clocks for _, clocks in measured))))
+    if not clocks_mhz:
+        raise ConfigError("The runs have no clock in common. Give runs of one mode, profile or observe, on one GPU.")
+    found = KindCosts(kinds, clocks_mhz, {}, {}, {}, {})
+    for kind in sorted({kind for kind, _ in measured}, key=list(Kind).index):
+        at_clocks = [_estimate(jobs, kinds, kind, clock_mhz) for clock_mhz in clocks_mhz]
+        for number, (costs, covariances) in enumerate(
+            ((found.time_s, found.time_covariance), (found.energy_j, found.energy_covariance))
+        ):
+            costs[kind] = np.stack([of_clock[number][0] for of_clock in at_clocks], axis=1)
+            covariances[kind] = at_clocks[-1][number][1]
+    return found
+
+
+def _held(layout: Layout, kinds: Sequence[str]) -> Floats:
+    """Return the number of parts of each kind on each stage, shape (stages, kinds)."""
+    return np.array([[sum(part.kind == kind for part in parts) for kind in kinds] for parts in layout.stages], float)
+
+
+def _estimate(
+    jobs: Sequence[tuple[Layout, StageProfile]], kinds: Sequence[str], kind: Kind, clock_mhz: int
+) -> list[tuple[Floats, Floats]]:
+    """Return time [s] and energy [J] of each kind of part at a clock, each with the covariance of its errors."""
+    held, values, errors = [], [], []
+    for layout, profile in jobs:
+        quality = profile.info.quality
+        for stage, counts in enumerate(_held(layout, kinds)):
+            if (stage, kind) not in profile.keys:
+                continue
+            row, known = profile.at(stage, kind, clock_mhz), quality.get((stage, kind, clock_mhz))
+            held.append(counts)
+            values.append((row.time_s, row.energy_j))
+            of_row = (known.time_relative_error, known.energy_relative_error) if known else (None, None)
+            errors.append([max(_LEAST_ERROR, _UNKNOWN_ERROR if error is None else error) for error in of_row])
+    result = []
+    for value, error in zip(np.array(values).T, np.array(errors).T, strict=True):
+        weighted = np.array(held) / (value * error)[:, None]
+        costs, residual = nnls(weighted, 1 / error)
+        # A residual that the errors of the rows do not explain increases the covariance.
+        freedom = len(value) - len(kinds)
+        scale = max(1.0, residual**2 / freedom) if freedom > 0 else 1.0
+        result.append((costs, scale * np.linalg.pinv(weighted.T @ weighted)))
+    return result
+
+
+def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
+    """Return the groups of kinds that cannot be distinguished from these stages."""
+    unseen = np.eye(len(kinds)) - np.linalg.pinv(held) @ held  # projects onto cost changes that no stage shows
+    linked = np.abs(unseen) > 1e-6
+    _, group_of = connected_components(linked, directed=False)
+    return [
+        [kinds[n] for n in np.flatnonzero(group_of == group).tolist()]
+        for group in np.unique(group_of[linked.diagonal()])
+    ]
+
+
+def _separation_error(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:
+    """Return an error message that names a layout with which the kinds can be distinguished."""
+    groups = "; ".join(f"{', '.join(group[:-1])} and {group[-1]}" if len(group) > 1 else group[0] for group in together)
+    problem = f"The costs of these kinds of parts cannot be distinguished: {groups}. "
+    for cut in _other_cuts(layout.cut):
+        other = layout.cut_into(cut)
+        if not _inseparable(np.concatenate([held, _held(other, kinds)]), kinds):
+            return (
+                f"{problem}Train a few iterations of the same model with another layout in the same mode, such as\n"
+                f"{other.spelled()}\nand give both output folders: perseus-ds partition RUN --also OTHER_RUN"
+            )
+    return f"{problem}They are on the same stages in the same numbers: train with more stages, and give that run."
+
+
+def _other_cuts(cut: Cut) -> list[Cut]:
+    """Return cuts with one or two parts moved to a neighbouring stage."""
+    ways = [*pairwise(range(len(cut))), *((b, a) for a, b in pairwise(range(len(cut))))]
+    found = []
+    for moves in [*combinations(ways, 1), *combinations(ways, 2)]:
+        counts = list(cut)
+        for giver, taker in moves:
+            counts[giver] -= 1
+            counts[taker] += 1
+        if min(counts) > 0:
+            found.append(tuple(counts))
+    return found

@@ -5,34 +5,26 @@ its input. A plan is the rounded optimum of the relaxed problem at one deadline.
 are not computed, nor are rhythms, which do not exist if all micro-batches differ. This takes about a tenth of the time
 of a frontier of two plans, and costs at most 0.02 % more energy (``benchmarks/varying.py``).
 
-A job's server plans in a separate process (:class:`LengthsWorker`), which handles one request after another. It is
-started in the same way as that of :mod:`~perseus_ds.optimizer.worker`, and ends when its parent does.
+A job's server plans in a separate process (:class:`LengthsWorker`), which ends when its parent does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import PerseusError, ProfileError, ScheduleError
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Problem
 from perseus_ds.optimizer.solver import plan_within
-from perseus_ds.optimizer.worker import NICENESS, start
+from perseus_ds.optimizer.worker import PlanningProcess, job_and_connection
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -46,13 +38,9 @@ _PARENT_POLL_S = 5.0
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A plan for one pipeline, for the instructions of its schedule.
+    """A plan for one pipeline: by rank, the clock, begin and end of each instruction that has a clock to choose.
 
-    Attributes:
-        clocks_mhz: By rank, the clock of each instruction that has a clock to choose [MHz].
-        spans_s: By rank, the planned begin and end of each of these instructions [s].
-        time_s: Time of the iteration [s].
-        energy_j: Its energy, with one GPU for each rank [J].
+    ``energy_j`` is that of one GPU for each rank.
     """
 
     clocks_mhz: tuple[tuple[int, ...], ...]
@@ -66,7 +54,6 @@ class IterationPlan:
     """Plans for one iteration of all pipelines, which end together.
 
     Attributes:
-        pipelines: A plan for each pipeline.
         relative_time: Time at the highest clocks, relative to an iteration whose inputs all have the profile's length.
         relative_energy: The same for energy.
         saved: Energy saved by the plans, as a fraction of that at the highest clocks.
@@ -82,11 +69,6 @@ class IterationPlan:
 
 class LengthsPlanner:
     """Plans iterations of one schedule.
-
-    Args:
-        schedule: The schedule of all ranks.
-        profile: The profile, with the dependence on lengths.
-        settings: The planning settings.
 
     Raises:
         ProfileError: If the profile does not have the dependence on lengths, or does not cover the schedule.
@@ -110,11 +92,9 @@ class LengthsPlanner:
         self._time_s, self._energy_j = at_length.time_s, at_length.energy_j
 
     def plan(self, lengths: Sequence[Lengths], slowdown: float = 0.0) -> IterationPlan:
-        """Return plans for all pipelines that meet a common deadline.
+        """Return plans for all pipelines that meet a common deadline, given the lengths of each.
 
-        Args:
-            lengths: The lengths of each pipeline's micro-batches.
-            slowdown: Allowed additional time, as a fraction of the time at the fastest clocks.
+        ``slowdown`` is the allowed additional time, as a fraction of the time at the fastest clocks.
         """
         problems = [self.problem(of_pipeline) for of_pipeline in lengths]
         deadline_s = (1 + slowdown) * max(problem.t_min_s for problem in problems)
@@ -170,27 +150,11 @@ class PlannedJob:
     settings: PlanningSettings
 
 
-class LengthsWorker:
-    """A process that plans iterations on one thread, at a lower priority than its parent's.
-
-    Attributes:
-        error: Reason why it no longer plans. Empty while it does.
-    """
+class LengthsWorker(PlanningProcess):
+    """A process that plans one iteration after another."""
 
     def __init__(self, job: PlannedJob, log_path: Path) -> None:
-        """Start the process.
-
-        Raises:
-            OSError: If it cannot be started.
-        """
-        self.error = ""
-        self._connection, theirs = Pipe()
-        # A file for the job: its schedule would block the server until the process reads from the pipe.
-        with tempfile.TemporaryFile() as content, open_without_links(log_path, append=False) as log, theirs:
-            pickle.dump(job, content)
-            content.seek(0)
-            files = {"stdin": content, "stdout": log, "stderr": log, "pass_fds": [theirs.fileno()]}
-            self._process = start(__name__, str(theirs.fileno()), **files)
+        super().__init__(__name__, job, log_path)
 
     @property
     def file(self) -> int:
@@ -199,43 +163,24 @@ class LengthsWorker:
 
     def request(self, lengths: Sequence[Lengths], slowdown: float) -> None:
         """Request a plan, as :meth:`LengthsPlanner.plan` computes it, if none is being computed."""
-        self._send((tuple(lengths), slowdown))
+        with contextlib.suppress(OSError):  # an end of the process is reported when its answer is awaited
+            self._connection.send((tuple(lengths), slowdown))
 
     def received(self, timeout_s: float) -> IterationPlan | None:
         """Return the requested plan, or None if it is not available within the timeout [s]."""
-        try:
-            if not self._connection.poll(timeout_s):
-                return None
-            answer = self._connection.recv()
-        except (EOFError, OSError):
-            self.error = self.error or "the planning process has ended"
+        answer = self.receive(timeout_s)
+        if isinstance(answer, str):
+            self.error = answer
             return None
-        if isinstance(answer, IterationPlan):
-            return answer
-        self.error = str(answer)
-        return None
-
-    def stop(self) -> None:
-        """End the process if it is still running."""
-        self._process.kill()
-        self._process.wait()
-        self._connection.close()
-
-    def _send(self, message: Any) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            self.error = self.error or "the planning process has ended"
+        return answer  # type: ignore[no-any-return]
 
 
-def main() -> int:
-    """Plan until the parent ends, and return the exit code."""
+def main() -> None:
+    """Plan until the parent ends."""
     parent = os.getppid()
-    os.nice(NICENESS)
-    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    job, connection = job_and_connection()
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         try:
-            job: PlannedJob = pickle.load(sys.stdin.buffer)
             planner = LengthsPlanner(job.schedule, StageProfile.load(job.profile), job.settings)
             while os.getppid() == parent:
                 # Processes that the parent has forked keep the connection open after its end.
@@ -243,4 +188,3 @@ def main() -> int:
                     connection.send(planner.plan(*connection.recv()))
         except (PerseusError, ValueError) as error:
             connection.send(str(error))
-    return 0

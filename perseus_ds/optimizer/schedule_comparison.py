@@ -15,7 +15,7 @@ from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import Progress
-from perseus_ds.pipeline.dag import Boundary, FixedDurations
+from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Payload, Schedule
 from perseus_ds.planning import PlanningSettings
@@ -95,11 +95,8 @@ def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> 
     A stage of the profile is divided into equal chunks if the schedule has more stages, and neighbouring stages are
     joined if it has fewer.
 
-    Args:
-        profile: The measured profile.
-        schedule: The other schedule.
-        weight_share: Share of the weight gradients in a backward's time and energy, between 0 and 1. Used if the
-            schedule splits a backward that was measured as a whole.
+    ``weight_share`` is the share of the weight gradients in a backward's time and energy, from 0 to 1. It is used if
+    the schedule splits a backward that was measured as a whole.
 
     Returns:
         The profile, and its assumptions that are not based on measurements, one sentence each.
@@ -109,14 +106,13 @@ def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> 
             instruction was not measured.
     """
     recut = _Recut(profile, schedule, weight_share)
-    return recut.profile_of_schedule(), recut.assumptions
+    return recut.profile_of_schedule(), [*recut.assumptions]
 
 
 class _Recut:
     def __init__(self, profile: StageProfile, schedule: Schedule, weight_share: float) -> None:
         self.profile, self.schedule, self.weight_share = profile, schedule, weight_share
         self.fixed = profile.info.fixed_durations
-        self.measured = set(profile.keys)
         self.stages, self.wanted = profile.num_stages, schedule.num_stages
         if self.wanted % self.stages and self.stages % self.wanted:
             raise ProfileError(
@@ -124,7 +120,7 @@ class _Recut:
                 "divisor, so that stages can be cut into equal chunks or joined. Change ranks or stages_per_rank."
             )
         self.chunks = max(1, self.wanted // self.stages)
-        self.assumptions: list[str] = []
+        self.assumptions: dict[str, None] = {}  # in order, each once
 
     def profile_of_schedule(self) -> StageProfile:
         if self.chunks > 1:
@@ -145,15 +141,24 @@ class _Recut:
                 "rows": [],
             }
         )
-        loads_s = {stage: self._load_s(stage) for stage in range(self.wanted)}
-        info = info.with_fixed_durations(FixedDurations(loads_s, self._transfers_s(), self._tails_s()))
+        # Only the ends of the pipeline load data: the first chunk of the first stage and the last chunk of the last.
+        loads_s = {
+            stage: self.fixed.load_s.get(self._sources(stage)[0 if stage == 0 else -1], 0.0)
+            for stage in range(self.wanted)
+        }
+        tails_s = {
+            stage: sum(share * self.fixed.tail_s.get(source, 0.0) for source, share in self._tail_shares(stage))
+            for stage, kind in self.schedule.keys
+            if kind is Kind.TAIL
+        }
+        boundaries = sorted({(t.payload, t.source, t.target) for t in self.schedule.transfers})
+        transfers_s = {boundary: self._transfer_s(*boundary) for boundary in boundaries}
         if self.fixed.other_s:
             self._assume("commands that perseus-ds does not know take no time")
-        return StageProfile(rows, info)
+        return StageProfile(rows, info.with_fixed_durations(FixedDurations(loads_s, transfers_s, tails_s)))
 
     def _assume(self, sentence: str) -> None:
-        if sentence not in self.assumptions:
-            self.assumptions.append(sentence)
+        self.assumptions[sentence] = None
 
     def _sources(self, stage: int) -> range:
         """Return the profile's stages that a stage is a part of or consists of."""
@@ -163,20 +168,34 @@ class _Recut:
         return range(stage * joined, (stage + 1) * joined)
 
     def _rows(self, stage: int, kind: Kind) -> list[Measurement]:
+        """Return the rows of an instruction, at the clocks at which all of its parts were measured.
+
+        They are none for a tail of which a part was not measured.
+        """
         if kind is Kind.TAIL:
-            return self._tail_rows(stage)
-        parts = [part for source in self._sources(stage) for part in self._measured_as(source, kind)]
-        return self._sum(stage, kind, [(source, of, share / self.chunks) for source, of, share in parts])
+            parts = [(source, Kind.TAIL, share) for source, share in self._tail_shares(stage)]
+            if any((source, Kind.TAIL) not in self.profile.keys for source, _, _ in parts):
+                return []
+        else:
+            found = [part for source in self._sources(stage) for part in self._measured_as(source, kind)]
+            parts = [(source, of, share / self.chunks) for source, of, share in found]
+        clocks = [set(self.profile.options(source, of).clock_mhz.tolist()) for source, of, _ in parts]
+        result = []
+        for clock_mhz in sorted(set.intersection(*clocks)):
+            rows = [(self.profile.at(source, of, clock_mhz), share) for source, of, share in parts]
+            time_s = sum(share * row.time_s for row, share in rows)
+            energy_j = sum(share * row.energy_j for row, share in rows)
+            result.append(Measurement(stage, kind, clock_mhz, time_s, energy_j))
+        return result
 
     def _measured_as(self, stage: int, kind: Kind) -> list[tuple[int, Kind, float]]:
         """Return the rows, with shares, that make up an instruction of a profile's stage."""
         has = [kind for measured, kind in self.profile.keys if measured == stage]
-        recomputed = [(stage, Kind.RECOMPUTE, 1.0)] if Kind.RECOMPUTE in has else []
-        recomputes = any(kind is Kind.RECOMPUTE for _, kind in self.schedule.keys)
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and recomputed and not recomputes:
+        recomputed = []
+        is_part = Kind.RECOMPUTE in has and all(kind is not Kind.RECOMPUTE for _, kind in self.schedule.keys)
+        if is_part and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             self._assume("recomputation, measured as a separate instruction, is part of the backward")
-        else:
-            recomputed = []
+            recomputed = [(stage, Kind.RECOMPUTE, 1.0)]
         if kind in _SPLIT and kind not in has:
             share = self.weight_share if kind is Kind.BACKWARD_WEIGHT else 1 - self.weight_share
             self._assume(
@@ -188,31 +207,6 @@ class _Recut:
             return [*recomputed, *((stage, part, 1.0) for part in _SPLIT)]
         return [*recomputed, (stage, kind, 1.0)]
 
-    def _sum(self, stage: int, kind: Kind, parts: list[tuple[int, Kind, float]]) -> list[Measurement]:
-        """Return the sums of rows at the clocks at which all of them were measured."""
-        clocks = [set(self.profile.options(source, of).clock_mhz.tolist()) for source, of, _ in parts]
-        result = []
-        for clock_mhz in sorted(set.intersection(*clocks)):
-            rows = [(self.profile.at(source, of, clock_mhz), share) for source, of, share in parts]
-            time_s = sum(share * row.time_s for row, share in rows)
-            energy_j = sum(share * row.energy_j for row, share in rows)
-            result.append(Measurement(stage, kind, clock_mhz, time_s, energy_j))
-        return result
-
-    def _tail_rows(self, stage: int) -> list[Measurement]:
-        """Return the rows of a rank's tail, or none if its tails were not measured."""
-        sources = [(source, Kind.TAIL, share) for source, share in self._tail_shares(stage)]
-        if any((source, Kind.TAIL) not in self.measured for source, _, _ in sources):
-            return []
-        return self._sum(stage, Kind.TAIL, sources)
-
-    def _tails_s(self) -> dict[int, float]:
-        return {
-            stage: sum(share * self.fixed.tail_s.get(source, 0.0) for source, share in self._tail_shares(stage))
-            for stage, kind in self.schedule.keys
-            if kind is Kind.TAIL
-        }
-
     def _tail_shares(self, stage: int) -> list[tuple[int, float]]:
         """Return the shares of the profile's tails that make up the tail of a stage's rank."""
         shares: defaultdict[int, float] = defaultdict(float)
@@ -221,25 +215,17 @@ class _Recut:
                 shares[source] += 1 / self.chunks
         return list(shares.items())
 
-    def _load_s(self, stage: int) -> float:
-        # Only the ends of the pipeline load data: the first chunk of the first stage and the last chunk of the last.
-        source = self._sources(stage)[0 if stage == 0 else -1]
-        return self.fixed.load_s.get(source, 0.0)
-
-    def _transfers_s(self) -> dict[Boundary, float]:
-        boundaries = sorted({(t.payload, t.source, t.target) for t in self.schedule.transfers})
-        return {boundary: self._transfer_s(*boundary) for boundary in boundaries}
-
     def _transfer_s(self, payload: Payload, source: int, target: int) -> float:
         """Return the measured duration of a transfer, or the mean of all if it is unknown."""
-        ends = (
+        boundary = (
+            payload,
             self._sources(source)[-1 if source < target else 0],
             self._sources(target)[0 if source < target else -1],
         )
-        measured = self.fixed.transfer_s.get((payload, *ends))
-        if measured is not None:
-            return measured
+        if boundary in self.fixed.transfer_s:
+            return self.fixed.transfer_s[boundary]
         known = [time_s for (of, *_), time_s in self.fixed.transfer_s.items() if of == payload]
-        if known:
-            self._assume("a transfer over a boundary that was not measured takes the mean of the others")
-        return fmean(known) if known else 0.0
+        if not known:
+            return 0.0
+        self._assume("a transfer over a boundary that was not measured takes the mean of the others")
+        return fmean(known)

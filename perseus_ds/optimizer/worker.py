@@ -1,14 +1,11 @@
-"""Computes plans in a separate process.
+"""Computes plans in separate processes, which a job's server polls.
 
-The process reads a request from stdin and writes its progress to stdout. A job's server starts the process with
-:class:`OptimizeWorker` and polls it. The request contains the schedule, so the process imports no class that is named
-in a file, and it runs without the current folder on the module search path.
+A request contains the schedule, so the process imports no class that is named in a file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import subprocess
@@ -16,6 +13,8 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +29,72 @@ NICENESS = 10
 """Nice level, so that training on the same cores has priority."""
 # More linear-algebra threads would wait for each other in loops without being faster.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_FAILED = 3
-"""Exit code for a failure. The last line of the output is the reason in JSON."""
 _SECTIONS = ("bounds", "clocks")
-_MOST_PROGRESS = 1 << 16
+# Equivalent to "python -P -m" of Python 3.11. Without -P, the module search path starts with the current folder.
+_CODE = """
+import sys
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+from {module} import main
+main()
+"""
 
 
-def start(module: str, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
-    """Start a process that runs a module's ``main`` on one thread.
+class PlanningProcess:
+    """A process that runs a module's ``main`` on one thread, at a lower priority than its parent's.
 
-    The current folder is not on the module search path. This is equivalent to ``python -P -m`` of Python 3.11, also for
-    3.10. Without -P, the path starts with that folder.
-
-    Args:
-        module: Name of the module.
-        arguments: Its ``sys.argv[1:]``.
-        streams: Files of the process, passed to ``subprocess.Popen``.
-
-    Raises:
-        OSError: The process cannot be started.
+    Attributes:
+        error: Reason why it has ended or cannot plan, otherwise empty.
     """
-    code = (
-        "import sys\n"
-        "if not getattr(sys.flags, 'safe_path', False):\n"
-        "    del sys.path[0]\n"
-        f"from {module} import main\n"
-        "sys.exit(main())"
-    )
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], env={**os.environ, **_ONE_THREAD}, **streams)
+
+    def __init__(self, module: str, job: object, log_path: Path) -> None:
+        """Start the process, which gets the job from :func:`job_and_connection`.
+
+        Raises:
+            OSError: If the log or a temporary file cannot be written, or the process cannot be started.
+        """
+        self.error = ""
+        self._log_path = log_path
+        self._connection, theirs = Pipe()
+        # A file for the job: its schedule would block the server until the process reads from the pipe.
+        with tempfile.TemporaryFile() as content, open_without_links(log_path, append=False) as log, theirs:
+            pickle.dump(job, content)
+            content.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE.format(module=module), str(theirs.fileno())],
+                env={**os.environ, **_ONE_THREAD},
+                stdin=content,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def receive(self, timeout_s: float = 0.0) -> Any:
+        """Return the next message of the process, or None if there is none within the timeout [s]."""
+        try:
+            return self._connection.recv() if self._connection.poll(timeout_s) else None
+        except (EOFError, OSError):
+            code = self._process.wait()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self.error = self.error or f"the optimiser's process ended by {how} without a result, see {self._log_path}"
+            return None
+
+    def stop(self) -> None:
+        """End the process if it is still running."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+def job_and_connection() -> tuple[Any, Connection[Any, Any]]:
+    """Return, in a planning process, its job and the connection to its parent."""
+    os.nice(NICENESS)
+    return pickle.load(sys.stdin.buffer), Connection(int(sys.argv[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizeRequest:
-    """A request to compute plans, pickled by a process for its own child."""
+    """A request to compute the frontier of a profile and to write it to the folder ``out``."""
 
     profile: Path
     out: Path
@@ -70,75 +102,44 @@ class OptimizeRequest:
     settings: PlanningSettings
 
 
-class OptimizeWorker:
-    """A process that computes plans on one thread, at a lower priority than its parent's.
-
-    Attributes:
-        error: Reason why the process ended without a frontier. Otherwise empty.
-    """
+class OptimizeWorker(PlanningProcess):
+    """A process that computes a frontier."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
-        """Start the process, with its stderr redirected to the log.
-
-        Raises:
-            OSError: If the log or a temporary file cannot be written, or the process cannot be started.
-        """
-        self.error = ""
-        self._log_path = log_path
+        super().__init__(__name__, request, log_path)
         self._begin_s = time.monotonic()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed after the process has ended
-        # Files instead of pipes: a pipe would block the server until the process has read a long request.
-        with tempfile.TemporaryFile() as order, open_without_links(log_path, append=False) as log:
-            pickle.dump(request, order)
-            order.seek(0)
-            self._process = start(__name__, stdin=order, stdout=self._output, stderr=log)
+        self._done = 0.0
+        self._has_result = False
 
     def has_ended(self) -> bool:
         """Return whether the process has ended, with a frontier or an error."""
-        if not self._output.closed and (code := self._process.poll()) is not None:
-            self._output.seek(0)
-            output = self._output.read()
-            self._output.close()
-            if code == _FAILED:
-                self.error = json.loads(output.splitlines()[-1])
-            elif code:
-                how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                self.error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
-        return self._output.closed
+        while not (self._has_result or self.error) and (message := self.receive()) is not None:
+            if isinstance(message, float):
+                self._done = message
+            else:
+                self._has_result, self.error = True, message
+        return self._has_result or bool(self.error)
 
     def remaining_s(self) -> float | None:
         """Return the estimated time until the process ends [s], or None if it is unknown."""
         if self.has_ended():
             return 0.0
-        lines = os.pread(self._output.fileno(), _MOST_PROGRESS, 0).split(b"\n")[:-1]
-        try:
-            done = float(lines[-1])
-        except (IndexError, ValueError):  # not started, or finished
-            return None
-        return (time.monotonic() - self._begin_s) * (1 - done) / done if done > 0 else None
-
-    def stop(self) -> None:
-        """End the process if it is still running."""
-        self._process.kill()
-        self._process.wait()
-        self.has_ended()
+        return (time.monotonic() - self._begin_s) * (1 - self._done) / self._done if self._done > 0 else None
 
 
-def main() -> int:
-    """Read a request from stdin, write the frontier, and return the exit code."""
-    os.nice(NICENESS)
+def main() -> None:
+    """Write the frontier of the request, and send the completed fraction and finally an error or an empty text."""
+    request, connection = job_and_connection()
+
+    def report(section: str, done: float) -> None:
+        connection.send((_SECTIONS.index(section) + done) / len(_SECTIONS))
+
+    error = ""
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            request: OptimizeRequest = pickle.load(sys.stdin.buffer)
-            profile = StageProfile.load(request.profile)
-            frontier = optimize(request.schedule, profile, request.settings, progress=_write_progress)
+            frontier = optimize(request.schedule, StageProfile.load(request.profile), request.settings, progress=report)
             provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
             replace(frontier, provenance=provenance).save(request.out)
-    except (PerseusError, OSError) as error:
-        print(json.dumps(str(error)))
-        return _FAILED
-    return 0
-
-
-def _write_progress(section: str, done: float) -> None:
-    print(f"{(_SECTIONS.index(section) + done) / len(_SECTIONS):.3f}", file=sys.__stdout__, flush=True)
+    except (PerseusError, OSError) as problem:
+        error = str(problem)
+    connection.send(error)

@@ -16,7 +16,7 @@ from perseus_ds.errors import ConfigError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
 
-_LOAD, _NOTHING = "load", "nothing"
+_LOAD, _NOTHING, _COMMIT = "load", "nothing", "commit"
 _TRANSFERS = ("send_activation", "recv_activation", "send_grad", "recv_grad")
 COMMAND_KINDS = (*(kind.value for kind in Kind if kind is not Kind.FORWARD_BACKWARD), _LOAD, *_TRANSFERS, _NOTHING)
 """The kinds as which a command can be registered."""
@@ -32,6 +32,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "RecvActivation": ("recv_activation",),
     "SendGrad": ("send_grad",),
     "RecvGrad": ("recv_grad",),
+    "CommitP2P": (_COMMIT,),
     "ReduceTiedGrads": ("tail",),
     "ReduceGrads": ("tail",),
     "OptimizerStep": ("tail",),
@@ -68,12 +69,8 @@ def register_command(name: str, kind: str) -> None:
 class CommandReader:
     """Converts one rank's commands into operations, one command at a time.
 
-    The k-th command of a kind is assumed to process micro-batch k.
-
-    Args:
-        rank: The pipeline rank.
-        ranks: The number of pipeline ranks.
-        batched: Whether sends and receives are only queued until the next ``CommitP2P``.
+    The k-th command of a kind is assumed to process micro-batch k. If ``batched``, sends and receives are only queued
+    until the next ``CommitP2P``.
     """
 
     def __init__(self, rank: int, ranks: int, batched: bool) -> None:
@@ -88,24 +85,23 @@ class CommandReader:
     def read(self, command_class: type, phase: int = 0) -> tuple[Operation, ...]:
         """Return the operations of a command, which are none if it only queues a transfer.
 
-        Args:
-            command_class: The command's class, recognised by its own name or that of a base class.
-            phase: The index of the stage on this rank (DualPipeV: 0 or 1).
+        The class is recognised by its own name or that of a base class. ``phase`` is the index of the stage on this
+        rank (DualPipeV: 0 or 1).
         """
-        command = _known_name(command_class)
+        names = [base.__name__ for base in command_class.__mro__]
+        parts = next((parts for name in names if (parts := _REGISTERED.get(name) or _KNOWN.get(name))), None)
         stage = self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
-        if command == "CommitP2P":
-            transfers, self.queued = self.queued, []
-            return (_exchange(transfers),) if transfers else ()
-        parts = _parts_of(command)
         if parts is None:
-            return (Other(command, stage, self._count(command, stage)),)
+            return (Other(names[0], stage, self._count(names[0], stage)),)
+        if parts == (_COMMIT,):
+            transfers, self.queued = self.queued, []
+            return _exchange(transfers)
         transfers = [self._transfer(part, stage) for part in parts if part in _TRANSFERS]
         work = [self._work(part, stage, transfers) for part in parts if part not in _TRANSFERS and part != _NOTHING]
         if self._batched:
             self.queued += transfers
             return tuple(work)
-        return (*work, _exchange(transfers)) if transfers else tuple(work)
+        return (*work, *_exchange(transfers))
 
     def _work(self, part: str, stage: int, transfers: list[tuple[bool, Transfer]]) -> Operation:
         if part == _LOAD:
@@ -173,22 +169,10 @@ class RepeatedReader:
         return operations
 
 
-def _known_name(command_class: type) -> str:
-    """Return the name of a command's class, or of the nearest base that is known."""
-    names = [base.__name__ for base in command_class.__mro__]
-    return next((name for name in names if name == "CommitP2P" or _parts_of(name) is not None), names[0])
-
-
-def _parts_of(command: str) -> tuple[str, ...] | None:
-    """Return the parts of a command, in order, or None if the command is unknown."""
-    return _REGISTERED.get(command) or _KNOWN.get(command)
-
-
-def _exchange(transfers: list[tuple[bool, Transfer]]) -> Exchange:
-    return Exchange(
-        sends=tuple(t for sending, t in transfers if sending),
-        receives=tuple(t for sending, t in transfers if not sending),
-    )
+def _exchange(transfers: list[tuple[bool, Transfer]]) -> tuple[Exchange, ...]:
+    """Return the exchange of transfers, each with whether it is a send, or nothing if there are none."""
+    sends, receives = (tuple(t for sending, t in transfers if sending is wanted) for wanted in (True, False))
+    return (Exchange(sends, receives),) if transfers else ()
 
 
 def read_stream(commands: Sequence[Any], rank: int, ranks: int) -> tuple[Operation, ...]:

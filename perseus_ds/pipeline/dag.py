@@ -60,24 +60,14 @@ class FixedDurations:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of an iteration that takes time.
-
-    Attributes:
-        work: The instruction, load or transfer.
-        ranks: The rank that executes it; for a transfer, the sending and the receiving rank.
-    """
+    """A part of an iteration that takes time, on one rank or, for a transfer, on the sending and the receiving one."""
 
     work: Instruction | Load | Other | Transfer
     ranks: tuple[int, ...]
 
 
 class Dag:
-    """Nodes in a topological order and their precedences.
-
-    Attributes:
-        nodes: In topological order: each node comes after its predecessors.
-        predecessors: For every node, the nodes that must finish before it starts.
-    """
+    """Nodes in a topological order, and for every node, those that must finish before it starts."""
 
     def __init__(self, schedule: Schedule, nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]) -> None:
         self.schedule = schedule
@@ -192,10 +182,7 @@ class Level:
 def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
     """Group the nodes at the heads of edges so that each group depends only on earlier groups.
 
-    Args:
-        tail: The node at which each edge begins.
-        head: The node at which each edge ends.
-        order: The edge indices, sorted so that a node's incoming edges precede its outgoing ones.
+    In ``order``, the edge indices, a node's incoming edges precede its outgoing ones.
     """
     tails, heads = tail.tolist(), head.tolist()
     depth = [0] * (1 + max([*tails, *heads], default=-1))
@@ -284,11 +271,7 @@ class _Builder:
 
 
 def _ranks_of_transfers(schedule: Schedule) -> dict[Transfer, tuple[int, int]]:
-    """Return the sending and the receiving rank of every transfer.
-
-    Raises:
-        ScheduleError: If a transfer has no partner.
-    """
+    """Return the sending and the receiving rank of every transfer."""
     sender: dict[Transfer, int] = {}
     receiver: dict[Transfer, int] = {}
     for rank, stream in enumerate(schedule.ranks):

@@ -152,12 +152,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation as it ran.
-
-    Attributes:
-        start_s: Start, relative to the iteration's start [s].
-        end_s: End, relative to the iteration's start [s].
-    """
+    """One operation as it ran, with start and end relative to the iteration's start [s]."""
 
     operation: Operation
     start_s: float
@@ -169,11 +164,9 @@ class Span:
 
 
 def encode_spans(spans: Iterable[Span], places: Mapping[Operation, int]) -> bytes:
-    """Return spans as bytes, 18 for each. Operations without a place are omitted.
+    """Return spans of a rank as bytes, 18 for each.
 
-    Args:
-        spans: The operations of one iteration of a rank.
-        places: Index of each operation in the stream of the rank, below 65536.
+    ``places`` has the index of each operation in the stream of the rank, below 65536. Other operations are omitted.
     """
     return b"".join(
         _SPAN.pack(places[span.operation], span.start_s, span.end_s) for span in spans if span.operation in places

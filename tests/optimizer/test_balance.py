@@ -10,8 +10,7 @@ from layouts import COSTS_S, job_of, layout_of, profile_of
 from pipelines import interleaved, one_f_one_b
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.optimizer.balance import Balance, MeasuredJob
-from perseus_ds.optimizer.layer_costs import kind_costs
+from perseus_ds.optimizer.balance import Balance, MeasuredJob, kind_costs
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.instruction import Kind
 
