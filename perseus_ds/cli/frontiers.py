@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
@@ -18,6 +19,10 @@ from perseus_ds.cli.values import (
 )
 from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.planning import PlanningSettings
+from perseus_ds.units import percent, plain
+
+if TYPE_CHECKING:
+    from perseus_ds.artifacts.frontier import Frontier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,7 @@ class Optimize(PlanningSettings):
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import path_in_errors, schedule_for
-        from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
+        from perseus_ds.cli.inputs import check_folder, path_in_errors, progress_bar, schedule_for
         from perseus_ds.optimizer import optimize, with_alternatives
 
         profile = StageProfile.load(self.profile)
@@ -74,8 +78,7 @@ class Verify:
 
     def execute(self) -> int:
         from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
-        from perseus_ds.cli.inputs import folder_of, path_in_errors, schedule_for
-        from perseus_ds.cli.output import answer_no
+        from perseus_ds.cli.inputs import answer_no, folder_of, path_in_errors, schedule_for
         from perseus_ds.optimizer.bounds import verify
         from perseus_ds.report.sources import find_sources
 
@@ -120,7 +123,7 @@ class Export:
 
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import Frontier, export_zeus
-        from perseus_ds.cli.output import check_folder
+        from perseus_ds.cli.inputs import check_folder
 
         frontier = Frontier.load(self.frontier)
         paths = export_zeus(frontier, check_folder(self.out))
@@ -148,8 +151,7 @@ class Import:
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import read_plans
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import path_in_errors, schedule_of_plans
-        from perseus_ds.cli.output import check_folder, save_and_summarise
+        from perseus_ds.cli.inputs import check_folder, path_in_errors, schedule_of_plans
         from perseus_ds.optimizer import frontier_of_imported, with_alternatives
         from perseus_ds.optimizer.problem import problem_for
 
@@ -163,3 +165,47 @@ class Import:
             frontier = with_alternatives(frontier_of_imported(chain([first], plans), problem), schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))
         return 0
+
+
+def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
+    """Save a frontier with the path of its profile, and return a summary to print."""
+    from perseus_ds.artifacts.certificates import FILE_NAME
+
+    provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
+    path = replace(frontier, provenance=provenance).save(out)
+    more = f"\nWritten: {path.with_name(FILE_NAME)}" if frontier.certificates else ""
+    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}{more}"
+
+
+def frontier_summary(frontier: Frontier) -> str:
+    """Return a summary of a frontier: plans, times, savings and alternatives."""
+    from statistics import fmean
+
+    from perseus_ds.artifacts.frontier import SLOWDOWNS
+
+    baseline, fastest, frugal = frontier.baseline, frontier.plans[0], frontier.plans[-1]
+    gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
+    provenance = frontier.provenance
+    slowdown = plain(percent(fastest.time_s / frontier.t_min_s - 1, 2))
+    lines = [
+        f"{len(frontier.plans)} plans for {provenance.stages} stages and {provenance.micro_batches} micro-batches "
+        f"({provenance.schedule}, solver {provenance.solver})",
+        f"  all at the highest clock  {baseline.time_s:10.4f} s  {baseline.energy_j:12.2f} J",
+        f"  fastest plan              {fastest.time_s:10.4f} s  {fastest.energy_j:12.2f} J  "
+        f"saves {1 - fastest.energy_j / baseline.energy_j:.1%} at {slowdown} time against T_min",
+        f"  least energy (T*)         {frugal.time_s:10.4f} s  {frugal.energy_j:12.2f} J  "
+        f"saves {1 - frugal.energy_j / baseline.energy_j:.1%}",
+    ]
+    if gaps:
+        lines.append(f"  above the lower bound     mean {fmean(gaps):.3%}, worst {max(gaps):.3%} of the energy")
+    lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
+    if frontier.alternatives:
+        heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
+        lines.append(f"  saved at additional time    {heads}")
+        for name, saved in frontier.savings().items():
+            figures = ("-" if value is None else f"{max(value, 0.0):.1%}" for value in saved)
+            lines.append(f"    {name:<26}{''.join(f'{figure:>9}' for figure in figures)}")
+        lines.append(f"  {frontier.best_alternative_in_words()}")
+    if provenance.simulated:
+        lines.append("  The profile is SIMULATED: no GPU was measured.")
+    return "\n".join(lines)

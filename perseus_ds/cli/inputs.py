@@ -1,11 +1,13 @@
-"""Inputs shared by several commands: a profile with its schedule, or the folder of a run."""
+"""Inputs and outputs of several commands: a profile with its schedule, the folder of a run, folders to write to."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import statistics
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_sche
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.sources import Sources, connect, find_sources, read_history
+from perseus_ds.units import printable
 
 if TYPE_CHECKING:
     from perseus_ds.optimizer.balance import MeasuredJob
@@ -242,3 +245,42 @@ def measured_job(
         time_s=statistics.median(times_s) if times_s else None,
         memory_bytes=profile.info.memory_bytes or recorded.memory_bytes,
     )
+
+
+def answer_no(command: str, reason: object) -> int:
+    """Print the reason why the answer of a command is no, and return its exit code."""
+    print(printable(f"perseus-ds {command}: {reason}"), file=sys.stderr)
+    return 1
+
+
+def check_folder(out: Path) -> Path:
+    """Check that an output folder can be created and written, and return it.
+
+    Raises:
+        ConfigError: If it cannot.
+        OSError: If the path is impossible.
+    """
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another path, --out PATH.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{out}: cannot write to {existing}. Give another folder, --out PATH.")
+    return out
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """Show a progress bar on stderr for work that takes more than a second.
+
+    Yields a function that takes the name of the current step and the completed fraction, 0 to 1.
+    """
+    from tqdm import tqdm
+
+    layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    with tqdm(total=1.0, bar_format=layout, delay=1.0, leave=False, disable=None) as bar:
+
+        def progress(what: str, done: float) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(done - bar.n)
+
+        yield progress

@@ -42,7 +42,7 @@ class Watch:
     def execute(self) -> int:
         from rich.console import Console
 
-        from perseus_ds.cli.output import terminal
+        from perseus_ds.cli.main import terminal
         from perseus_ds.report.live import Jobs, print_json, print_once, watch
 
         jobs = Jobs(self.run)
@@ -86,7 +86,7 @@ class Status(Job):
         from pydantic import ValidationError
         from rich.console import Console
 
-        from perseus_ds.cli.output import terminal
+        from perseus_ds.cli.main import terminal
         from perseus_ds.report.live import JobScreen
         from perseus_ds.server.progress import JobFacts
 

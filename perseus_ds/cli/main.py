@@ -11,9 +11,8 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TextIO
 
-from perseus_ds.cli.output import PrintableText
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.units import printable
 
@@ -233,3 +232,40 @@ def _positional_first(command: type[Command], arguments: list[str]) -> list[str]
         if argument == flag:
             return [*arguments[index + 1 : index + 2], *arguments[:index], *arguments[index + 2 :]]
     return arguments
+
+
+class PrintableText(io.TextIOBase):
+    """A stream that makes text printable and writes it to another stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def terminal(self) -> TextIO:
+        """The underlying stream, for screen output, to which only printable text may be written."""
+        return self._stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write a text, with escapes for characters that the stream's encoding lacks."""
+        safe = printable(text)
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(safe.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def terminal() -> TextIO:
+    """Return the standard output for screen output, to which only printable text may be written."""
+    return sys.stdout.terminal if isinstance(sys.stdout, PrintableText) else sys.stdout

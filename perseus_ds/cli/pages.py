@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,7 +116,7 @@ class Trace(RunArguments):
         timelines = {f"predicted: {name}{suffix}": each for name, each in _predicted(found, self.plan).items()}
         for history, iteration in found.measured:
             name = f"measured: {label(history, iteration)}{suffix}"
-            timelines[name] = measured_timeline(iteration, energy_j=math.nan)
+            timelines[name] = measured_timeline(iteration)
         if not timelines:
             raise ConfigError(f"{self.run}: there is no timeline to write. {' '.join(found.missing)}")
         about = {"simulated": found.simulated, "written_by": "perseus-ds"}
@@ -159,8 +158,7 @@ class Plot(RunArguments):
     """slowdown setting of the plan to draw; by default the fastest plan"""
 
     def execute(self) -> int:
-        from perseus_ds.cli.inputs import sources_for
-        from perseus_ds.cli.output import check_folder
+        from perseus_ds.cli.inputs import check_folder, sources_for
         from perseus_ds.report.jobs import measured_points
         from perseus_ds.report.pictures import frontier_picture, timeline_picture
         from perseus_ds.report.timeline import timeline

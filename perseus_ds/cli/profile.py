@@ -93,8 +93,7 @@ class Validate:
     def execute(self) -> int:
         import numpy as np
 
-        from perseus_ds.cli.inputs import schedule_for
-        from perseus_ds.cli.output import answer_no
+        from perseus_ds.cli.inputs import answer_no, schedule_for
         from perseus_ds.optimizer.problem import problem_for
         from perseus_ds.pipeline.instruction import Kind
 
@@ -194,7 +193,7 @@ def _load(path: Path, power_w: float | None = None) -> tuple[StageProfile, float
 
 
 def _write(profile: StageProfile, out: Path) -> None:
-    from perseus_ds.cli.output import check_folder
+    from perseus_ds.cli.inputs import check_folder
 
     profile.save(check_folder(out) / "profile.csv")
     print(f"{_heading(profile)}\nWritten: {out / 'profile.csv'} and profile.json")

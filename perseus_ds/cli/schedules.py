@@ -70,8 +70,7 @@ class Schedules:
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import ScheduleTable
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import folder_of, micro_batches_of, path_in_errors
-        from perseus_ds.cli.output import check_folder, progress_bar
+        from perseus_ds.cli.inputs import check_folder, folder_of, micro_batches_of, path_in_errors, progress_bar
         from perseus_ds.optimizer.schedule_comparison import compare_schedules
         from perseus_ds.report.pictures import schedules_picture
 

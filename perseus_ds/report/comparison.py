@@ -17,12 +17,9 @@ from perseus_ds.units import duration, joules, percent, watts, whole
 
 @dataclass(frozen=True)
 class Row:
-    """Iterations of one run, either all at default clocks or all under one plan.
+    """The typical iteration of one run, of the whole job, either at default clocks or under one plan.
 
-    Attributes:
-        history: History of the run, with a name that distinguishes it.
-        point: Typical iteration of the whole job.
-        samples: Number of samples per iteration, or None if unknown.
+    The number of samples per iteration is None if it is unknown.
     """
 
     history: History
@@ -31,12 +28,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name of the run and its clocks or plan."""
+        """The run, and its clocks or plan."""
         return f"{self.history.name}: {self.point.label}"
 
     @property
     def is_of_verdict(self) -> bool:
-        """True if these iterations at default clocks were compared with a plan by the job's verdict."""
+        """Whether the job's verdict compared these iterations at default clocks with a plan."""
         return self.point.plan is None and self.history.measures.verdict is not None
 
     @property
@@ -52,30 +49,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of runs.
-
-    Attributes:
-        baseline: The row with which the others are compared.
-        why: Reason for the choice of the baseline.
-        notes: Remarks on the comparison and on runs that could not be compared.
-    """
+    """A comparison of runs with a baseline, which is one of the rows, and the reason why it was chosen."""
 
     rows: tuple[Row, ...]
     baseline: Row
     why: str
     notes: tuple[str, ...]
 
-    @property
-    def simulated(self) -> bool:
-        """True if any run is simulated."""
-        return any(row.history.simulated for row in self.rows)
-
     def time(self, row: Row) -> float:
-        """Return the relative increase of a row's iteration time over the baseline."""
+        """Return the iteration time relative to the baseline: 0.1 is 10 % more."""
         return row.point.time_s / self.baseline.point.time_s - 1
 
     def energy(self, row: Row) -> float:
-        """Return the relative increase of a row's energy over the baseline."""
+        """Return the energy relative to the baseline: 0.1 is 10 % more."""
         return row.point.energy_j / self.baseline.point.energy_j - 1
 
 
@@ -130,7 +116,7 @@ def _predicted(history: History) -> MeasuredPoint | None:
 
 def _is_capped(history: History) -> bool:
     """Return whether a power limit kept clocks low while the job ran at default clocks."""
-    refusals = [found.event for found in history.occurrences if isinstance(found.event, ClockRefused)]
+    refusals = [event for _, event in history.events if isinstance(event, ClockRefused)]
     return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
@@ -173,7 +159,7 @@ def comparison_page(comparison: Comparison) -> str:
         eyebrow="perseus-ds compare",
         heading="Runs compared",
         facts=[f"baseline: {comparison.baseline.name}"],
-        simulated=comparison.simulated,
+        simulated=any(row.history.simulated for row in comparison.rows),
         missing=[],
         comparison=comparison,
     )

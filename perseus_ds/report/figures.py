@@ -319,7 +319,7 @@ def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[l
     lines: list[Figure] = []
     names: list[Figure] = []
     for start, history in zip(starts, histories, strict=False):
-        drawn = sorted({found.after for found in history.occurrences if found.event.event in _DRAWN_EVENTS})
+        drawn = sorted({after for after, event in history.events if event.event in _DRAWN_EVENTS})
         lines += [_line(start + after + 0.5, "dot") for after in drawn[:_MOST_EVENTS]]
         if len(histories) > 1:
             lines.append(_line(start + 0.5, "solid"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +24,7 @@ _LEAST_STEPS = 5
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors that convert energy of GPUs to CO2 and money.
-
-    Attributes:
-        carbon_g_per_kwh: CO2 equivalent per kilowatt-hour [g].
-        pue: Energy of the whole data centre per joule of a GPU.
-        tokens_per_sample: Sequence length, or None if there are no tokens.
-    """
+    """Factors that convert energy of GPUs to CO2 equivalent and money, as described at ``perseus-ds report``."""
 
     carbon_g_per_kwh: float
     price_per_kwh: float
@@ -46,14 +41,8 @@ class Factors:
         return energy_j * self.pue / J_PER_KWH * self.price_per_kwh
 
 
-@dataclass(frozen=True)
-class MeasuredPoint:
-    """The typical iteration of a series.
-
-    Attributes:
-        plan: Index of the plan on the frontier, or None at default clocks.
-        energy_j: Energy of one pipeline with one GPU per rank [J].
-    """
+class MeasuredPoint(NamedTuple):
+    """The typical iteration under a plan, or at default clocks if the plan is None."""
 
     label: str
     plan: int | None
@@ -65,9 +54,7 @@ class MeasuredPoint:
 def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list[MeasuredPoint]:
     """Return, for each run, a point at default clocks and one for each plan, if they were measured.
 
-    Args:
-        histories: The runs. If there are several, labels include the name of the run.
-        pipelines: GPUs per pipeline rank, by which the job's energies exceed those of one pipeline.
+    Energies are those of one of the given number of pipelines.
     """
     points = []
     for history in histories:
@@ -90,10 +77,8 @@ def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list
 class Trend:
     """Typical iterations under plans in successive parts of a job.
 
-    Attributes:
-        x: Middle of each part: hours since the job started, or iterations if no times are recorded.
-        energy: Relative difference from default clocks, so that -0.1 is 10 % less.
-        time: Relative difference from default clocks.
+    Energy and time are relative differences from default clocks, so that -0.1 is 10 % less. ``x`` is the middle of each
+    part: hours since the job started, or iterations if no times are recorded.
     """
 
     x: tuple[float, ...]
@@ -136,9 +121,8 @@ class ReportedJob:
     """A job of the report.
 
     Attributes:
-        baseline: The baseline of its plans, or None if times and energies at default clocks are unknown.
-        saving: The saving of all iterations under plans, or None if there are none or there is no baseline.
-        trend: The development of the saving, or None if the job is too short.
+        baseline: None if time and energy at default clocks are unknown.
+        saving: The saving of all iterations under plans, if there are any and a baseline.
     """
 
     history: History

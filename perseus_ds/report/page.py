@@ -19,7 +19,6 @@ from perseus_ds import units
 from perseus_ds.artifacts.evidence import Evidence
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.io import write_atomically
-from perseus_ds.artifacts.plan import PowerSwing
 from perseus_ds.artifacts.run_records import FILE_NAME as RECORDS
 from perseus_ds.artifacts.timeline import MeasuredIteration
 from perseus_ds.errors import ConfigError
@@ -68,7 +67,6 @@ def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Til
         factors=factors,
         in_use=in_use,
         others=other_plans(found.frontier, in_use) if found.frontier else [],
-        one_percent=one_percent_slower(found.frontier, in_use) if found.frontier else None,
         stages=list(dict.fromkeys((curve.label, variable(curve.colour)) for curve in curves)),
         kinds=[(kind, dash) for kind, (dash, _) in STYLES.items() if any(curve.kind is kind for curve in curves)],
         slowdowns=SLOWDOWNS,
@@ -226,40 +224,11 @@ def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
         yield Tile("Energy of a sample", joules(per_sample_j), note + per_token)
 
 
-class OtherPlan(NamedTuple):
-    """A plan compared with the plan in use, according to the profile.
-
-    Attributes:
-        time: Iteration time relative to the plan in use, as a fraction.
-        energy: Energy relative to the plan in use, as a fraction.
-        saved: Energy saved compared with the highest clock, as a fraction.
-        power: Power of one pipeline over a second, or None if unknown.
-    """
-
-    plan: int
-    time: float
-    energy: float
-    saved: float
-    power: PowerSwing | None
-
-
-def other_plans(frontier: Frontier, in_use: int) -> list[OtherPlan]:
+def other_plans(frontier: Frontier, in_use: int) -> list[int]:
     """Return plans at several slowdowns, including the plan in use, the fastest first."""
     plans = frontier.plans
-    chosen = {plans.index(frontier.within(slowdown)) for slowdown in (*SLOWDOWNS, 0.10)} | {0, in_use, len(plans) - 1}
-    return [_compared(frontier, plan, in_use) for plan in sorted(chosen)]
-
-
-def one_percent_slower(frontier: Frontier, in_use: int) -> OtherPlan | None:
-    """Return a plan with 1 % more time than the plan in use, or None if the frontier ends before."""
-    plan = frontier.plans.index(frontier.lookup(frontier.plans[in_use].time_s * 1.01))
-    return _compared(frontier, plan, in_use) if plan > in_use else None
-
-
-def _compared(frontier: Frontier, plan: int, in_use: int) -> OtherPlan:
-    ours, theirs = frontier.plans[plan], frontier.plans[in_use]
-    time, energy = ours.time_s / theirs.time_s - 1, ours.energy_j / theirs.energy_j - 1
-    return OtherPlan(plan, time, energy, 1 - ours.energy_j / frontier.baseline.energy_j, ours.power)
+    chosen = {plans.index(frontier.within(slowdown)) for slowdown in (*SLOWDOWNS, 0.10)}
+    return sorted(chosen | {0, in_use, len(plans) - 1})
 
 
 def _artefacts(found: Sources) -> Iterator[tuple[Path, str, str, str]]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
@@ -32,17 +33,12 @@ from perseus_ds.pipeline.dag import Dag
 from perseus_ds.server.progress import JobProgress
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The part of an iteration's record that a report needs.
-
-    It takes a tenth of the record's memory.
+class Step(NamedTuple):
+    """The part of an iteration's record that a report needs, in a tenth of its memory.
 
     Attributes:
-        ended: End of the iteration [Unix seconds], or None if unknown.
         plan: Index of the plan on the job's frontier; None also for the separate plans of an order or input shape.
         counts: Whether the iteration counts, as defined in :mod:`perseus_ds.measures`.
-        energy_j: Energy of all GPUs [J], or None if unknown.
     """
 
     iteration: int
@@ -54,20 +50,12 @@ class Step:
     energy_j: float | None
 
 
-@dataclass(frozen=True)
-class Occurrence:
-    """An event of a job's history, after the given number of steps."""
-
-    after: int
-    event: Event
-
-
 class History(JobProgress):
     """The history of a job.
 
     Attributes:
-        folder: Folder of its ``run.jsonl``.
         steps: All iterations except those that calibrate a simulated GPU.
+        events: Events, each with the number of steps before it.
         left_out: Number of iterations of other jobs in the same file.
     """
 
@@ -77,7 +65,7 @@ class History(JobProgress):
         self.name = name
         self.starts: list[Started] = []
         self.steps: list[Step] = []
-        self.occurrences: list[Occurrence] = []
+        self.events: list[tuple[int, Event]] = []
         self.left_out = 0
         # The first step under the most recent frontier, since plan numbers are valid for one frontier only.
         self._first_planned = 0
@@ -91,7 +79,7 @@ class History(JobProgress):
         counts = super().add(record)
         if isinstance(record, Event):
             (record.model_extra or {}).clear()  # keys of later versions, which may be large
-            self.occurrences.append(Occurrence(len(self.steps), record))
+            self.events.append((len(self.steps), record))
             if isinstance(record, Started):
                 self.starts.append(record)
         elif is_training_iteration(record):
@@ -166,9 +154,7 @@ class Sources:
 
     Attributes:
         histories: Jobs in the order of their starts.
-        profile: The profile from which the plans were computed.
         dag: The DAG of the plans' schedule, or None if it is unknown or does not fit the profile.
-        measured: Measured iterations, each with the history of its job.
         missing: Sentences that describe missing inputs and how to provide them.
     """
 
@@ -183,7 +169,7 @@ class Sources:
 
     @property
     def simulated(self) -> bool:
-        """True if any input is simulated."""
+        """Whether any input is simulated."""
         return bool(
             any(history.simulated for history in self.histories)
             or (self.frontier and self.frontier.provenance.simulated)
@@ -208,13 +194,13 @@ class Sources:
 
     @property
     def gpus(self) -> int | None:
-        """Number of GPUs of the job, or None if the profile does not contain it."""
+        """Number of GPUs of the job, if the profile contains it."""
         ranks = self._info.pipeline_ranks
         return None if ranks is None else ranks * self.pipelines
 
     @property
     def samples(self) -> int | None:
-        """Number of samples per iteration, or None if the profile does not contain it."""
+        """Number of samples per iteration, if the profile contains it."""
         info = self._info
         if info.micro_batches is None or info.micro_batch_size is None:
             return None
@@ -222,7 +208,7 @@ class Sources:
 
 
 def label(history: History, iteration: MeasuredIteration) -> str:
-    """Return a label for a measured iteration."""
+    """Return the name of a measured iteration."""
     clocks = "default clocks" if iteration.plan is None else f"plan {iteration.plan}"
     return f"{clocks}, iteration {iteration.iteration} of {history.name}"
 

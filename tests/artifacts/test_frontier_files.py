@@ -12,7 +12,7 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, Frontier, Provenance, drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan, PowerSwing, check_instructions
-from perseus_ds.cli.output import frontier_summary
+from perseus_ds.cli.frontiers import frontier_summary
 from perseus_ds.errors import DeadlineError, FrontierError, PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 

@@ -231,7 +231,7 @@ def test_an_output_that_cannot_be_written_is_an_error_before_planning(run, monke
     monkeypatch.setattr("perseus_ds.optimizer.schedule_comparison.compare_schedules", None)
     for command in ("optimize", "schedules"):
         assert run(*WRITERS[command], "--out", "p/profile.csv")[0] == 2
-    monkeypatch.setattr("perseus_ds.cli.output.os.access", lambda path, how: str(path) != "p")
+    monkeypatch.setattr("perseus_ds.cli.inputs.os.access", lambda path, how: str(path) != "p")
     code, _, err = run(*WRITERS["optimize"], "--out", "p/out")
     assert code == 2
     assert "p/out: cannot write to p. Give another folder" in err

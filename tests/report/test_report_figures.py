@@ -11,7 +11,7 @@ from perseus_ds import units
 from perseus_ds.cli.main import main
 from perseus_ds.measures import Baseline, Typical
 from perseus_ds.report.jobs import Factors, jobs_of, main_job, trend_of
-from perseus_ds.report.page import one_percent_slower, other_plans, tiles
+from perseus_ds.report.page import tiles
 from perseus_ds.report.sources import find_sources, read_history
 from perseus_ds.units import plain
 
@@ -131,17 +131,24 @@ def test_the_trend_shows_a_saving_that_fades(tmp_path):
     assert trend_of(read_history(tmp_path), reference) is None
 
 
-def test_other_plans_are_compared_with_the_one_in_use(job):
-    plans, others = job.frontier.plans, other_plans(job.frontier, 2)
-    assert [other.plan for other in others] == sorted({0, 2, len(plans) - 1} | {other.plan for other in others})
-    own = next(other for other in others if other.plan == 2)
-    assert (own.time, own.energy) == (0, 0)
-    fastest, frugal = others[0], others[-1]
-    assert fastest.energy == pytest.approx(plans[0].energy_j / plans[2].energy_j - 1)
-    assert frugal.saved == pytest.approx(1 - plans[-1].energy_j / job.frontier.baseline.energy_j)
-    more = one_percent_slower(job.frontier, 2)
-    assert more is None or (0 < more.time <= 0.01 and more.energy < 0)
-    assert one_percent_slower(job.frontier, len(plans) - 1) is None
+def test_other_plans_are_compared_with_the_one_in_use(tmp_path, job):
+    write_auto_run(tmp_path, job)
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    table = page[page.index('aria-label="Other plans"') :].partition("</table>")[0]
+    rows = {
+        number: re.findall(r"<td[^>]*>(.*?)</td>", row)[:3]
+        for number, row in re.findall(r">plan (\d+)(.*?)</tr>", table, re.S)
+    }
+    plans, used, baseline = job.frontier.plans, job.frontier.plans[2], job.frontier.baseline
+    assert {"0", "2", str(len(plans) - 1)} <= rows.keys()
+    for number, cells in rows.items():
+        plan = plans[int(number)]
+        relative = (plan.time_s / used.time_s - 1, plan.energy_j / used.energy_j - 1)
+        saved = units.percent(1 - plan.energy_j / baseline.energy_j)
+        assert cells == [*(units.percent(value, 2) for value in relative), saved]
+    slower = plans.index(job.frontier.lookup(used.time_s * 1.01))
+    assert f"1 % more time than plan 2 allows plan {slower}: " in page or slower == 2
 
 
 def test_the_terminal_shows_the_tiles_of_the_page(tmp_path, job, capsys):

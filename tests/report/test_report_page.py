@@ -233,9 +233,9 @@ def test_every_event_is_described_in_words(tmp_path):
     events = [*(kind() for kind in Event.__subclasses__()), plan]
     lines = [json.loads(to_line(event)) for event in events]
     write_log(tmp_path, [lines[0], record(1, "run", 1.0, 1.0, plan=3), *lines[1:]])
-    occurrences = read_history(tmp_path).occurrences
-    assert [occurrence.after for occurrence in occurrences] == [0] + [1] * (len(events) - 1)
-    texts = [occurrence.event.in_words() for occurrence in occurrences]
+    after, occurred = zip(*read_history(tmp_path).events, strict=True)
+    assert after == (0, *[1] * (len(events) - 1))
+    texts = [event.in_words() for event in occurred]
     assert all(texts)
     assert texts[-1] == "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7"
 

@@ -93,7 +93,7 @@ def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIter
     """Return an iteration as predicted but ``LATE_S`` late, with waits as part of transfers."""
     predicted = timeline(job.dag, job.profile, plan)
     ranks = [[] for _ in range(RANKS)]
-    waits = {(wait.rank, wait.awaited): wait.start_s for wait in predicted.waits}
+    waits = {(rank, wait.awaited): wait.start_s for rank in range(RANKS) for wait in predicted.waits(rank)}
     for bar in predicted.bars:
         start_s = waits.get((bar.rank, bar.work), bar.start_s) if isinstance(bar.work, Transfer) else bar.start_s
         clock = None if number is None else bar.clock_mhz
