@@ -26,8 +26,7 @@ from pathlib import Path
 import psutil
 import zmq
 
-from perseus_ds.agent.job_server import JobServerChild
-from perseus_ds.agent.process import Uplink
+from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Event, PlanChosen, PlanJudged, RecordFollower

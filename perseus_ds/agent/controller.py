@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.protocol.job_messages import ClockRefused
+from perseus_ds.protocol.job_messages import ClockRefused, RankFailed, RankRecovered
 from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -26,37 +26,25 @@ _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
 _PERCENTILE = 0.9
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before the next attempt after consecutive refusals by the driver. The last one repeats."""
+_PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+_OVER_S = 300.0
+"""A fault that recurs within this time is not reported again."""
 
 
 class Event(Protocol):
     """A point in the GPU's own progress. A thread that notices its passing wakes the controller."""
 
-    def query(self) -> bool:
-        """Return True if the GPU has passed it."""
+    def query(self) -> bool: ...
 
     def passed_s(self) -> float:
-        """Return when the GPU passed it, on the host's clock [s].
-
-        Must be called only after the GPU has passed the event.
-        """
+        """Return when the GPU has passed it, on the host's clock [s]. Only valid after it has passed."""
 
 
 class ClockStatus(NamedTuple):
-    """Clock changes and readings of a GPU.
-
-    Attributes:
-        changes: Number of clock changes.
-        overtaken: Number of requests that were skipped because a later one was already due.
-        asked_mhz: Requested clock at the last read-back [MHz]. NaN at default clocks.
-        reached_mhz: Clock at the last read-back [MHz].
-        late_s: 90th percentile of the delay until the thread notices that the GPU has passed an event [s].
-        limit_w: Power limit, if it is lower than profiled [W]. Infinite otherwise.
-        limit_mhz: Highest clock that is reached, if it is lower than profiled [MHz]. Infinite otherwise.
-        default_mhz: Clock of the busy GPU without a lock [MHz]. 0 if it was not read.
-    """
+    """Clock changes and readings of a GPU, as in :class:`~perseus_ds.protocol.job_messages.RankReport`."""
 
     changes: int = 0
-    overtaken: int = 0
+    skips: int = 0
     asked_mhz: float = math.nan
     reached_mhz: float = math.nan
     late_s: float = 0.0
@@ -66,13 +54,9 @@ class ClockStatus(NamedTuple):
 
 
 class ClockRequest(NamedTuple):
-    """A clock to set.
+    """A clock to set (None for the default), after an event of the GPU if one is given.
 
-    Attributes:
-        clock_mhz: The clock. None for the default.
-        after: Event that the GPU must have passed. None for an immediate request.
-        delay_s: Delay after that event [s], within which the request is dropped if the next required one becomes due.
-            None for a required request.
+    With a delay after the event [s], the request is dropped if the next request without one becomes due within it.
     """
 
     clock_mhz: int | None
@@ -81,7 +65,7 @@ class ClockRequest(NamedTuple):
 
 
 class DriverCall(NamedTuple):
-    """A function that calls the driver, after an optional event."""
+    """A function that calls the driver, after an event of the GPU if one is given."""
 
     function: Callable[[], None]
     after: Event | None
@@ -91,13 +75,15 @@ class ClockController:
     """Sets clocks without stalling training.
 
     A request is skipped if the next one is already due, because its instruction is over. If the driver is busy, the
-    GPU runs at default clocks until another attempt succeeds. After any other error, all requests are ignored until a
-    :meth:`probe` succeeds.
+    GPU runs at default clocks until another attempt succeeds. After any other error, or if the driver does not answer,
+    the rank falls back: requests are ignored until the driver works, which is tested at growing intervals. An error
+    that is not one of the GPU, the driver or a disk is a bug, and this fallback is permanent.
 
     Attributes:
         changes: Number of clock changes made.
-        overtaken: Number of requests skipped because a later one was already due.
+        skips: Number of requests skipped because a later one was already due.
         missed: Number of times that it set the default clock or none instead of a requested one, due to the driver.
+        has_failed: Whether the rank has fallen back to default clocks.
         readback: Readings of the clock, latencies, and limits.
         is_closed: Whether it has stopped setting clocks.
         memory: Shared memory of the rank. It counts resets by the agent.
@@ -108,8 +94,7 @@ class ClockController:
     def __init__(
         self,
         gpu: Gpu,
-        on_error: Callable[[Exception], None],
-        on_refusal: Callable[[ClockRefused], None] = lambda refusal: None,
+        report: Callable[[RankFailed | RankRecovered | ClockRefused], None],
         *,
         timebase: Timebase = REAL_TIME,
         memory: RankMemory | None = None,
@@ -119,17 +104,16 @@ class ClockController:
 
         Args:
             gpu: The GPU whose clock to control.
-            on_error: Called on the thread when a clock cannot be set.
-            on_refusal: Called on the thread when the GPU does not reach a clock that the driver has accepted.
+            report: Called once for each fault, each recovery, and each clock that the GPU does not reach.
             timebase: Timebase of the GPU.
             memory: Shared memory of the rank. By default, memory of the controller's own.
             may_lock: Called before each clock is set, and returns whether it may be set.
         """
         self._gpu = gpu
-        self._on_error = on_error
+        self._report = report
         self._time = timebase
-        self.readback = ClockReadback(gpu, on_refusal, timebase)
-        self.changes = self.overtaken = self.missed = 0
+        self.readback = ClockReadback(gpu, report, timebase)
+        self.changes = self.skips = self.missed = 0
         # Any thread appends, and only the controller's thread removes.
         self._items: deque[ClockRequest | DriverCall] = deque()
         self._requested_mhz: int | None = None
@@ -147,7 +131,12 @@ class ClockController:
         # The clock last requested from the driver, and the clock that it has accepted.
         self._wanted_mhz: int | None = None
         self._clock_mhz: int | None = None
-        self._has_failed = False
+        self.has_failed = False
+        # The last fault, and whether it may pass. Time of the next probe, or from which on the fault is over.
+        self._fault: type[Exception] | None = None
+        self._may_pass = True
+        self._probes = 0
+        self._next_s = 0.0
         self._refusals = 0
         self._late_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._again_at_s: float | None = None
@@ -176,33 +165,40 @@ class ClockController:
             self.wake()
 
     def call(self, function: Callable[[], None], after: Event | None = None) -> bool:
-        """Queue a function that calls the driver, without waiting.
-
-        Returns:
-            False if the driver does not answer.
-        """
+        """Queue a function that calls the driver, without waiting. Returns False if the driver does not answer."""
         if self.problem is not None:
             return False
         self._put(DriverCall(function, after))
         return True
 
-    def probe(self, on_success: Callable[[], None]) -> None:
-        """Test all operations of the driver that plans need, without waiting.
+    def update(self) -> None:
+        """Fall back if the driver hangs, and test it when that is due. Runs on the agent's loop."""
+        if not self.has_failed and self.problem is not None:
+            self._report_failure(self.problem)
+        now_s = self._time.now_s()
+        if not self.has_failed:
+            if self._fault is not None and now_s >= self._next_s:
+                self._fault = None
+                self._report(RankRecovered())
+        elif self._may_pass and now_s >= self._next_s:
+            self._schedule_probe()
+            self.call(self._probe)
 
-        If they succeed, clocks are set again.
-        """
+    def _report_failure(self, error: Exception) -> None:
+        """Ignore requests from now on, and report the error unless it is a recent one again. Thread-safe."""
+        may_pass = isinstance(error, GpuError | OSError)
+        self._may_pass = may_pass and (self._may_pass or not self.has_failed)
+        if not self.has_failed:
+            self.has_failed = True
+            fault = GpuError if isinstance(error, GpuError) else type(error)
+            if self._fault is not fault:
+                self._fault, self._probes = fault, 0
+                self._report(RankFailed(str(error).rstrip(".")))
+            self._schedule_probe()
 
-        def probe() -> None:
-            with suppress(GpuError):
-                self.try_driver()
-                on_success()
-
-        self.call(probe)
-
-    def give_up(self) -> None:
-        """Set only the default clock until a :meth:`probe` succeeds. Thread-safe, and does not wait."""
-        self._has_failed = True
-        self.call(self._give_up)
+    def _schedule_probe(self) -> None:
+        self._next_s = self._time.now_s() + _PROBED_AFTER_S[min(self._probes, len(_PROBED_AFTER_S) - 1)]
+        self._probes += 1
 
     def watch_default_clocks(self) -> None:
         """Report a limit that lowers the clock at default clocks, like a clock that is not reached."""
@@ -211,7 +207,7 @@ class ClockController:
 
     @property
     def thread_late_s(self) -> float:
-        """Delay until the thread notices that the GPU has passed an event: the 90th percentile [s].
+        """90th percentile of the delay until the thread notices that the GPU has passed an event [s].
 
         Up to 2 ms count as 0.
         """
@@ -227,12 +223,11 @@ class ClockController:
 
     @property
     def is_calling(self) -> bool:
-        """True during a call of the driver."""
         return self._called_s is not None
 
     @property
     def problem(self) -> GpuBusyError | None:
-        """Reason why calls are refused. None if they are accepted."""
+        """Reason why calls are refused, or None."""
         if self.failing_s < DRIVER_HANGS_S:
             return None
         return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
@@ -262,8 +257,7 @@ class ClockController:
     def withdraw(self, is_void: Callable[[Any], bool]) -> bool:
         """Withdraw the items that wait for some events. Runs on the controller's thread.
 
-        Returns:
-            True if the thread is waiting for one of these events.
+        Returns True if the thread is waiting for one of these events.
         """
         for _ in range(len(self._items)):  # in place: other threads may append
             item = self._items.popleft()
@@ -273,7 +267,6 @@ class ClockController:
         return self._awaited is not None and is_void(self._awaited)
 
     def wake(self) -> None:
-        """Wake the thread if it waits."""
         if self._is_waiting:  # otherwise the thread polls before it waits
             self._is_waiting = False  # one notification is enough, however late the thread continues
             self._notifier.notify()
@@ -294,18 +287,12 @@ class ClockController:
             elif item is not None and (item.after is None or self._wait_for(item.after)):
                 self._in_call(item.function)
         except Exception as error:  # a mistake, which must leave no clock locked
-            self._fail(error)
+            self.fail(error)
 
     def _wait(self, awaited: Event | None, is_over: Callable[[], bool], until_s: float | None = None) -> bool:
-        """Wait for a condition, and do what is due while waiting.
+        """Wait for a condition, and do what is due while waiting. Returns False if ``awaited`` was withdrawn.
 
-        Args:
-            awaited: Event that may make the condition true. None if there is none.
-            is_over: The condition.
-            until_s: Time at which it becomes true, if known [s].
-
-        Returns:
-            False if the awaited event was withdrawn.
+        ``awaited`` is an event that may make the condition true, and ``until_s`` the time at which it becomes true.
         """
         is_withdrawn = False
         while not is_withdrawn and not is_over():
@@ -329,7 +316,7 @@ class ClockController:
         return _sooner(self.readback.due_in_s(), None if at_s is None else max(0.0, at_s - self._time.now_s()))
 
     def _may_idle(self) -> bool:
-        """Return True if an idle GPU may be reset, because no clock is requested after a future event."""
+        """Return True if no clock is requested after a future event."""
         return self._is_idle and self._wanted_mhz is not None and self._following() is None
 
     def _do_what_is_due(self) -> None:
@@ -353,7 +340,7 @@ class ClockController:
         return True
 
     def _handle(self, request: ClockRequest) -> None:
-        if self._has_failed:
+        if self.has_failed:
             self.missed += 1
             return
         if request.after is not None and not self._wait_for(request.after):
@@ -362,7 +349,7 @@ class ClockController:
             if not self._wait_longer(request.after, request.delay_s):
                 return  # the next request sets the clock
         elif self._is_overtaken():
-            self.overtaken += 1
+            self.skips += 1
             return
         self._refusals = 0
         self._set(request.clock_mhz)
@@ -397,16 +384,11 @@ class ClockController:
                 self._busy_since_s = self._time.now_s()
             self._fall_back()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> None:
-        """Report an error, and set only the default clock from now on."""
-        has_failed_before, self._has_failed = self._has_failed, True
-        if not has_failed_before:
-            self._on_error(error)
-        self._give_up()
-
-    def _give_up(self) -> None:
+    def fail(self, error: Exception) -> None:
+        """Fall back to default clocks because of an error."""
+        self._report_failure(error)
         self._wanted_mhz, self._busy_since_s = None, None
         self._fall_back()
 
@@ -422,11 +404,7 @@ class ClockController:
             self._refusals += 1
 
     def _call_driver(self, clock_mhz: int | None) -> None:
-        """Have the driver set a clock, unless the default one was restored permanently.
-
-        Raises:
-            GpuError: The driver refused.
-        """
+        """Have the driver set a clock. Raises its error."""
         self._in_call(partial(self._ask_driver, clock_mhz))
 
     def _ask_driver(self, clock_mhz: int | None) -> None:
@@ -449,21 +427,19 @@ class ClockController:
         self.changes += 1
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
 
-    def try_driver(self) -> None:
-        """Test all operations of the driver that programs need. Runs on the controller's thread.
-
-        Raises:
-            GpuError: The driver refuses.
-        """
+    def _probe(self) -> None:
+        """Test all operations of the driver that programs need, and set clocks again if they succeed."""
         try:
             self._call_driver(self._gpu.supported_clocks_mhz()[-1])
             self._call_driver(None)
             self._gpu.energy_j()
-        except Exception:
+        except GpuError:
             self._fall_back()
-            raise
-        self._has_failed, self._refusals, self._busy_since_s, self._again_at_s = False, 0, None, None
+            return
+        self._refusals, self._busy_since_s, self._again_at_s = 0, None, None
         self._requested_mhz = _UNKNOWN_MHZ  # requests before this were ignored
+        self._next_s = self._time.now_s() + _OVER_S
+        self.has_failed = False
 
     def _in_call(self, function: Callable[[], None]) -> None:
         """Call the driver. :attr:`failing_s` includes the call."""
@@ -478,7 +454,7 @@ class ClockController:
         limits = self.readback.limits
         return ClockStatus(
             self.changes,
-            self.overtaken,
+            self.skips,
             *self.readback.reading,
             self.thread_late_s,
             limits.power_w,

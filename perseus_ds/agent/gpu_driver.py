@@ -20,7 +20,6 @@ class GpuDriver:
     """Opens a GPU, and resets its clock on request.
 
     Attributes:
-        record: The GPU's record of locked clocks.
         gpu: The GPU. None before it was opened.
         error: Reason why it could not be opened, or None.
         description: Description of the GPU for clients, or the error if it cannot be read. None before it was read.
@@ -36,14 +35,7 @@ class GpuDriver:
     ) -> None:
         """Open the GPU, and reset it first if another job left its clock locked.
 
-        Args:
-            record: The GPU's record of locked clocks.
-            open_gpu: Opens the GPU.
-            on_change: Called on the thread after the GPU was opened, could not be opened, or was reset.
-            timebase: Timebase for waiting.
-
-        Raises:
-            RuntimeError: No thread can be started.
+        ``on_change`` is called on the thread after the GPU was opened, could not be opened, was reset or described.
         """
         self.record = record
         self._open_gpu = open_gpu
@@ -88,17 +80,12 @@ class GpuDriver:
         return self.record.is_current
 
     def describe(self, checks_permission: bool) -> None:
-        """Request a description of the GPU, without waiting for it.
-
-        Args:
-            checks_permission: Whether to check that clocks may be set, which resets the clock.
-        """
+        """Request a description of the GPU, without waiting. ``checks_permission`` resets the clock."""
         self._describes = True
         self._checks_permission |= checks_permission
         self._notifier.notify()
 
     def is_described(self, checks_permission: bool) -> bool:
-        """Return True if the description or the reason why there is none is known."""
         if isinstance(self.description, GpuDescription):
             return self.description.is_permission_checked or not checks_permission
         return self.description is not None
@@ -162,15 +149,7 @@ class GpuDriver:
 
 
 def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
-    """Return the description of a GPU for clients.
-
-    Args:
-        gpu: The GPU.
-        checks_permission: Whether to check that clocks may be set, which resets the clock.
-
-    Raises:
-        GpuError: The driver refuses what every GPU can do.
-    """
+    """Return the description of a GPU for clients. ``checks_permission`` resets the clock."""
     clocks_mhz: tuple[int, ...] = ()
     clocks_fault = permission_fault = None
     try:

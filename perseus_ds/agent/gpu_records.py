@@ -27,17 +27,12 @@ class GpuRecord:
     """Record of a GPU that this process serves.
 
     Attributes:
-        gpu: Address of the GPU.
         left_by: Agent that left the clock locked when it died. None if no agent did.
         is_of_same_job: Whether that agent served the same job.
     """
 
     def __init__(self, gpu: str, agent: str) -> None:
         """Lock the record of a GPU. It is created if there is none.
-
-        Args:
-            gpu: Address of the GPU.
-            agent: Name of this agent. See :func:`perseus_ds.protocol.places.agent_name`.
 
         Raises:
             GpuHeldError: Another agent serves the GPU.
@@ -64,7 +59,6 @@ class GpuRecord:
         return _read(self._file)[0] in (self._generation, 0)  # 0: it could not be written
 
     def set_locked(self, may_be_locked: bool) -> None:
-        """Record whether the clock may be locked."""
         self._may_be_locked = may_be_locked
         if self.is_current:
             self._write()
@@ -72,8 +66,7 @@ class GpuRecord:
     def restore(self) -> None:
         """Write the record again if its file was removed, for example at the end of a login session.
 
-        Raises:
-            OSError: It cannot be written, or another agent has locked the new file.
+        Raises an ``OSError`` if it cannot be written, or if another agent has locked the new file.
         """
         if not places.is_at(self._path, self._file):
             self._path = places.user_folder() / self._path.name
@@ -104,10 +97,10 @@ class UnrecordedGpu:
         """Do nothing, because nothing is recorded."""
 
     def restore(self) -> None:
-        """Do nothing, because nothing is written."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing, because nothing is locked."""
+        """Do nothing."""
 
 
 def left_locked(agent: str) -> Iterator[GpuRecord]:
@@ -162,7 +155,6 @@ def _holder(path: Path) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped, for example by SIGSTOP."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False

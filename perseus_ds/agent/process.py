@@ -30,20 +30,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
-import zmq
-
 from perseus_ds.agent.gpu_driver import GpuDriver
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
-from perseus_ds.agent.job_server import JobServerChild
+from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu import find_gpu, open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.protocol import layout, messages, places
-from perseus_ds.protocol.job_messages import Joined, Left, Say, ToRank, ToServer
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import Left, Say, ToServer
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import (
     Connect,
@@ -83,13 +79,6 @@ _LEFT_TIMEOUT_S = 10.0
 _STALLED_S, _TIMES_AS_LONG = 2.0, 3.0
 _REMEMBERED, _UNKNOWN_S = 8, 20.0
 """Number of stored times of iterations, and the time assumed for an iteration before there are any."""
-_HEARTBEAT_S = 0.5
-_SILENT_S = 2.0
-"""A server or agent counts as lost after this time without a message."""
-_MOST_QUEUED = 10_000
-_RANK = struct.Struct("=I")
-_encode = msgspec.msgpack.Encoder().encode
-_to_rank = msgspec.msgpack.Decoder(ToRank)
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -156,7 +145,6 @@ class _Rank:
 
     @property
     def has_ended(self) -> bool:
-        """True if the lease has ended, or the connection of a process without a lease."""
         if self.memory_file is None:
             return not self.is_connected
         return self.is_released or places.holder(self.memory_file) is None
@@ -170,20 +158,15 @@ class _Rank:
         )
 
     def send(self, message: messages.ToClient) -> None:
-        """Send a message. Thread-safe.
-
-        A client that does not read its messages receives the newest ones later.
-        """
+        """Send a message, or the newest ones later if the client does not read its messages. Thread-safe."""
         self._outbox.append(messages.encode(message))
         self.flush()
 
     def send_to_server(self, message: ToServer) -> None:
-        """Send a message to the job's server. Thread-safe."""
         if self.uplink is not None:
             self.uplink.send(self.number, message)
 
     def flush(self) -> None:
-        """Send pending messages."""
         with contextlib.suppress(OSError, IndexError):  # another thread may send the last one
             while True:
                 packet = self._outbox.popleft()
@@ -208,11 +191,7 @@ class _Rank:
 
 
 def _mapped(file: int, least: int) -> memoryview:
-    """Map memory that a client has passed.
-
-    Raises:
-        GpuError: It could be truncated, which would end this process, or it is too short.
-    """
+    """Map memory that a client has passed. Raises a ``GpuError`` if it is too short, or could be truncated."""
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
         length = os.fstat(file).st_size
@@ -221,129 +200,6 @@ def _mapped(file: int, least: int) -> memoryview:
         return memoryview(mmap.mmap(file, length))
     except (OSError, ValueError) as error:
         raise GpuError(f"The memory of a rank cannot be used: {error}.") from error
-
-
-class Uplink:
-    """Connection of an agent to the server of its job, which may be slow, stopped, killed and restarted.
-
-    Both sides send a heartbeat twice a second. After two seconds without a message from the server, ranks return to
-    default clocks. When the server, or a new one in its place, sends messages again, ranks join it again.
-
-    Attributes:
-        is_heard: Whether the server has sent messages recently.
-        heard_s: Time of the last message, or of the creation of the connection before the first one [s].
-    """
-
-    def __init__(self, server: Connect, timebase: Timebase = REAL_TIME) -> None:
-        """Connect to a server, without waiting."""
-        self._server = server
-        self._time = timebase
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
-        self._socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, server.server_key)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, server.public_key)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server.secret_key)
-        self._socket.connect(server.address)
-        self._ranks: dict[int, Callable[[], int]] = {}
-        # The latest of each rank, for a server that replaces another one.
-        self._latencies: dict[int, LatencyTable] = {}
-        self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
-        self._epoch = b""
-        self.is_heard = False
-        self.heard_s = timebase.now_s()
-        self._beat_at_s = 0.0
-
-    @property
-    def file(self) -> int:
-        """File descriptor that is readable when there may be a message."""
-        return int(self._socket.getsockopt(zmq.FD))
-
-    def is_to(self, server: Connect) -> bool:
-        """Return True if this is the connection to the given server."""
-        return server.address == self._server.address and server.server_key == self._server.server_key
-
-    def join(self, rank: int, issued: Callable[[], int]) -> None:
-        """Join a rank to the server.
-
-        ``issued`` returns the number of the iteration that the rank has begun last.
-        """
-        self._ranks[rank] = issued
-        self.send(rank, Joined(issued()))
-
-    def leave(self, rank: int) -> None:
-        """Forget a rank."""
-        self._ranks.pop(rank, None)
-
-    def send(self, rank: int, message: ToServer) -> None:
-        """Send a message of a rank at the next call of :meth:`exchange`. Thread-safe.
-
-        It is lost if the server has not received thousands of earlier ones.
-        """
-        if isinstance(message, LatencyTable):
-            self._latencies[rank] = message
-        self._outbox.append((_RANK.pack(rank), _encode(message)))
-
-    def exchange(self) -> list[tuple[int, ToRank]]:
-        """Send queued messages and a heartbeat if it is due, and return the messages received for ranks."""
-        self.flush()
-        now_s = self._time.now_s()
-        if now_s >= self._beat_at_s:
-            self._beat_at_s = now_s + _HEARTBEAT_S
-            self._send(b"")
-        found = []
-        while True:  # after the last send: the file does not become readable again for what has arrived before
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            self._note_message(frames)
-            if len(frames) == 2 and len(frames[0]) == _RANK.size:
-                with contextlib.suppress(msgspec.DecodeError):  # a lost message is better than a stopped agent
-                    found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
-        return found
-
-    @property
-    def has_unsent(self) -> bool:
-        """True if there are messages to send."""
-        return bool(self._outbox)
-
-    def flush(self) -> None:
-        """Send what is queued, without waiting."""
-        while self._outbox:
-            self._send(*self._outbox.popleft())
-
-    def has_become_silent(self) -> bool:
-        """Return True, once for each silence, if the server has become silent."""
-        if self.is_heard and self._time.now_s() > self.heard_s + _SILENT_S:
-            self.is_heard = False
-            return True
-        return False
-
-    def close(self) -> None:
-        """Close the connection. Earlier messages are still sent, within 1 s."""
-        self._socket.close()
-
-    def _note_message(self, frames: list[bytes]) -> None:
-        self.heard_s = self._time.now_s()
-        if len(frames) != 1:
-            return
-        was_heard, self.is_heard = self.is_heard, True
-        if frames[0] != self._epoch or not was_heard:
-            is_first = not self._epoch and frames[0] == b"0"  # which knows ranks from what they sent before
-            self._epoch = frames[0]
-            for rank, issued in self._ranks.items() if not is_first else ():
-                self.send(rank, Joined(issued()))
-                if rank in self._latencies:
-                    self.send(rank, self._latencies[rank])
-
-    def _send(self, *frames: bytes) -> None:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return
 
 
 class Agent:
@@ -356,17 +212,7 @@ class Agent:
         find_gpu: Callable[[FindGpu], Gpu] = find_gpu,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Reset GPUs that earlier processes of this user left locked, and wait for ranks.
-
-        Args:
-            name: Name by which clients find it. See :func:`perseus_ds.protocol.places.agent_name`.
-            open_gpu: Opens a GPU by its address, and by its logs if it is simulated.
-            find_gpu: Opens a GPU by its number in a client.
-            timebase: Timebase for waiting.
-
-        Raises:
-            OSError: Its socket cannot be created.
-        """
+        """Reset GPUs that earlier processes of this user left locked, and wait for ranks. Raises an ``OSError``."""
         self._name = name
         self._listener = places.listen(name)
         self._open_gpu = open_gpu
@@ -552,7 +398,6 @@ class Agent:
             self._has_served = True
 
     def _follow_server(self, rank: _Rank, server: Connect) -> None:
-        """Connect a rank to the server of its job."""
         rank.uplink = next((uplink for uplink in self._uplinks if uplink.is_to(server)), None)
         if rank.uplink is None:
             rank.uplink = Uplink(server, self._time)
@@ -620,7 +465,6 @@ class Agent:
             self._selector.register(server.file, selectors.EVENT_READ, server)
 
     def _warn_of_server(self, error: str) -> None:
-        """Have rank 0 print why another server cannot start."""
         for rank in self._ranks.values():
             if rank.uplink is not None and rank.number == 0:
                 rank.send(Say(f"perseus: {error}. Training continues at default clocks.", warns=True))
@@ -678,12 +522,10 @@ class Agent:
             self._wake_writer.send(b"x")
 
     def _update_leases_soon(self) -> None:
-        """Schedule an immediate check of all leases. Thread-safe."""
         self._update_at_s = 0.0
         self._wake()
 
     def _check_marks_soon(self, rank: _Rank) -> None:
-        """Schedule an immediate check of a rank's marks. Thread-safe."""
         rank.check_at_s = 0.0
         self._wake()
 
@@ -790,7 +632,7 @@ class Agent:
         rank.send(Granted(tuple(left), description if isinstance(description, GpuDescription) else None))
 
     def _others(self, rank: _Rank) -> list[_Rank]:
-        """Return the other ranks that use the GPU of a rank."""
+        """Return the other ranks that use the same GPU."""
         return [each for each in self._ranks.values() if each is not rank and each.driver is rank.driver]
 
     def _end(self, rank: _Rank, now_s: float) -> None:

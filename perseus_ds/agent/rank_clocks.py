@@ -19,7 +19,6 @@ from typing import NamedTuple
 import msgspec
 
 from perseus_ds.agent.controller import ClockController, ClockStatus
-from perseus_ds.agent.fallback import Fallback
 from perseus_ds.agent.transitions import ClockTransition, plan_transitions
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu, GpuState
@@ -64,17 +63,12 @@ _LATE_S = 1.5
 _BEGUN, _ENDED = -2, -1
 _MOST_REFRESHES = 1000
 """Maximum number of refreshes in one message."""
-_MOST_LOGS, _LONGEST_PERIOD_S = 16, 10.0
+_LONGEST_PERIOD_S = 10.0
 _MOST_HELD = 64
 
 
 class MarkEvent:
-    """A mark of an iteration as an event of the GPU.
-
-    Attributes:
-        iteration: The iteration's number.
-        slot: The slot of a position, or ``_BEGUN`` or ``_ENDED`` for the iteration's own marks.
-    """
+    """A mark of an iteration as an event of the GPU. ``slot`` is that of a position, or ``_BEGUN`` or ``_ENDED``."""
 
     __slots__ = ("_follower", "_passed_s", "iteration", "slot")
 
@@ -112,13 +106,7 @@ class MarkEvent:
 
 
 class IterationRecord(NamedTuple):
-    """Measurements of an iteration.
-
-    Attributes:
-        begun_s: Start of the iteration on the GPU [s]. NaN if unknown.
-        energy_j: Energy used by the GPU [J]. NaN if it cannot be read.
-        status: Status of the controller at its end.
-    """
+    """Measurements of an iteration: its start on the GPU, its energy (NaN if unknown), and the status at its end."""
 
     begun_s: float
     energy_j: float
@@ -126,41 +114,24 @@ class IterationRecord(NamedTuple):
 
 
 class Follower:
-    """Passes the requests of a rank's iterations to the controller.
-
-    Attributes:
-        memory: Shared memory of the rank.
-        timebase: Timebase of the marks.
-    """
+    """Passes the requests of a rank's iterations to the controller."""
 
     def __init__(
         self,
         gpu: Gpu,
         memory: RankMemory,
         clocks: ClockController,
-        *,
-        on_error: Callable[[Exception], None],
-        on_latencies: Callable[[LatencyTable], None],
+        to_server: Callable[[LatencyTable], None],
         on_record: Callable[[], None],
+        *,
         timebase: Timebase,
     ) -> None:
-        """Begin with the iteration that the host begins next.
-
-        Args:
-            gpu: The rank's GPU.
-            memory: Shared memory of the rank.
-            clocks: The GPU's controller.
-            on_error: Called on the controller's thread when the energy counter cannot be read.
-            on_latencies: Called on the controller's thread when the latency of a clock has changed.
-            on_record: Called on the controller's thread when the GPU has finished an iteration.
-            timebase: Timebase of the marks.
-        """
+        """Begin with the iteration that the host begins next. The functions are called on the controller's thread."""
         self.memory = memory
         self.timebase = timebase
         self._gpu = gpu
         self._clocks = clocks
-        self._on_error = on_error
-        self._on_latencies = on_latencies
+        self._to_server = to_server
         self._on_record = on_record
         self._follows = Follows()
         # By the serial of a message.
@@ -200,7 +171,6 @@ class Follower:
         self._clocks.wake()
 
     def forget(self) -> None:
-        """Run future iterations at default clocks. Thread-safe."""
         self._follows.clear()
         self._clocks.wake()
 
@@ -215,7 +185,6 @@ class Follower:
         return self._records.get(iteration) or IterationRecord(math.nan, math.nan, self._status)
 
     def end(self) -> None:
-        """Withdraw all requests, because the rank has ended."""
         self._has_ended = True
         self._clocks.wake()
 
@@ -232,7 +201,7 @@ class Follower:
         if (latencies := self._clocks.readback.latencies) is not self._latencies:
             self._latencies = latencies
             self._transitions.clear()
-            self._on_latencies(latencies)
+            self._to_server(latencies)
         if self._is_handed_over and self.memory.program(self._iteration) != self._order:
             iteration = self._iteration
             is_withdrawn = self._clocks.withdraw(lambda event: event is not None and event.iteration == iteration)
@@ -261,10 +230,9 @@ class Follower:
                 self._clocks.reset_when_idle(max(0.0, left_s))
 
     def check_marks(self) -> float:
-        """Check marks on the agent's loop, and wake the controller's thread if there are any.
+        """Check marks on the agent's loop, and return the time until the next call [s].
 
-        Returns:
-            Time until the next call [s].
+        If there are any, it wakes the controller's thread.
         """
         if (begun := self.memory.begun) != self._seen_begun[0]:
             self._seen_begun = begun, self.timebase.now_s()
@@ -298,7 +266,6 @@ class Follower:
         return self.memory.begun_s or (seen_s if number == iteration else 0.0)
 
     def note(self, iteration: int, slot: int, passed_s: float) -> None:
-        """Record the time of a mark."""
         if slot in self._times_s and self._times_of == iteration:
             since_s = self._times_s[slot] - self._times_s.get(self._last_slot, 0.0)
             self._varies_s = max(abs(passed_s - self._last_s - since_s), _FORGETS * self._varies_s)
@@ -382,13 +349,12 @@ class Follower:
         self._on_record()
 
     def _read_energy_j(self) -> float:
-        """Read the energy counter [J], or return NaN if it cannot be read."""
         try:
             return self._gpu.energy_j()
         except GpuBusyError:  # the client decides how long to accept this
             return math.nan
         except GpuError as error:
-            self._on_error(error)
+            self._clocks.fail(error)
             return math.nan
 
 
@@ -422,21 +388,12 @@ class RankClocks:
         self._to_client = to_client
         self._to_server = to_server
         self._time = timebase
-        self._clocks = ClockController(gpu, self._fail, to_server, timebase=timebase, memory=memory, may_lock=may_lock)
-        self._fallback = Fallback(self._clocks, timebase, to_server)
-        self._follower = Follower(
-            gpu,
-            memory,
-            self._clocks,
-            on_error=self._fail,
-            on_latencies=self._to_server,
-            on_record=on_record,
-            timebase=timebase,
-        )
+        self._clocks = ClockController(gpu, to_server, timebase=timebase, memory=memory, may_lock=may_lock)
+        self._follower = Follower(gpu, memory, self._clocks, to_server, on_record, timebase=timebase)
         # Messages that are sent after the GPU has finished earlier work, and the times at which they were received.
         self._held: deque[tuple[Report | Left, float]] = deque()
         self._before = ClockStatus()
-        self._logs: dict[float, CounterLog] = {}
+        self._asked_log: CounterLog | None = None
         # The log for the server, and the orders for which the server requests one.
         self._log: CounterLog | None = None
         self._logged: set[int] = set()
@@ -444,13 +401,12 @@ class RankClocks:
         self._missed = 0
 
     def wake(self) -> None:
-        """Read the rank's shared memory immediately."""
         self._clocks.wake()
 
     def update(self) -> float:
         """Check marks, complete reports, and return the time until the next call [s]."""
         next_s = self._follower.check_marks()
-        self._fallback.update()
+        self._clocks.update()
         if self._memory.is_revoked and not self._was_revoked:
             self._was_revoked = True
             self._to_server(RankFailed("this process received a termination signal, and its clock was reset"))
@@ -482,25 +438,20 @@ class RankClocks:
         elif not isinstance(message, Ask):
             self._to_server(message)
         elif message.question == "start":
-            if len(self._logs) >= _MOST_LOGS:
-                self._logs.pop(next(iter(self._logs))).stop()
-            self._logs[message.number] = log = CounterLog(self._gpu, self._time)
-            log.start()
+            self._stop_asked_log()
+            self._asked_log = CounterLog(self._gpu, self._time)
+            self._asked_log.start()
             self._to_client(Answer(message.number))
         elif message.question == "refreshes":
             self._send_refreshes(message)
         elif message.question == "stop":
-            if (stopped := self._logs.pop(message.value, None)) is not None:
-                stopped.stop()
+            self._stop_asked_log()
             self._to_client(Answer(message.number))
         else:
             self._ask_driver(message)
 
     def take_over(self) -> None:
-        """Assume that another agent has locked the clock.
-
-        Must be called before the first message is received.
-        """
+        """Assume that another agent has locked the clock. Must be called before the first message is received."""
         self._clocks.take_over()
 
     def forget_server(self) -> None:
@@ -510,7 +461,6 @@ class RankClocks:
 
     @property
     def is_calling(self) -> bool:
-        """True during a call of the driver."""
         return self._clocks.is_calling
 
     @property
@@ -522,13 +472,11 @@ class RankClocks:
         """Stop setting clocks and reading the GPU, without waiting for the driver."""
         self._complete(waits=False)
         self._stop_log()
-        for log in self._logs.values():
-            log.stop()
+        self._stop_asked_log()
         self._follower.end()
         self._clocks.leave()
 
     def _log_if_requested(self, follow: Follow) -> None:
-        """Record refreshes of the energy counter while the server requests them for an order."""
         if follow.logs_energy:
             self._logged.add(follow.program.number)
         else:
@@ -544,6 +492,11 @@ class RankClocks:
         if self._log is not None:
             self._log.stop()
             self._log = None
+
+    def _stop_asked_log(self) -> None:
+        if self._asked_log is not None:
+            self._asked_log.stop()
+            self._asked_log = None
 
     def _complete(self, *, waits: bool = True) -> None:
         """Send the reports of iterations that the GPU has finished."""
@@ -561,7 +514,7 @@ class RankClocks:
     def _completed(self, report: Report, record: IterationRecord) -> RankReport:
         before, status, is_revoked = self._before, record.status, self._memory.is_revoked
         self._before = status
-        has_failed = self._fallback.is_in_force or is_revoked
+        has_failed = self._clocks.has_failed or is_revoked
         # A fault has passed before this report.
         is_unknown, self._missed = self._clocks.missed != self._missed and not has_failed, self._clocks.missed
         refreshes = clocks = b""
@@ -572,24 +525,22 @@ class RankClocks:
             log.changes, log.clocks = [], []
             refreshes = array("d", [value for change in changes for value in change]).tobytes()
             clocks = array("d", [float(value) for each in read for value in each]).tobytes()
+        figures = status._asdict()
+        figures["changes"] = max(0, status.changes - before.changes)  # a record that was missing has the latest status
+        figures["skips"] = max(0, status.skips - before.skips)
+        if is_revoked:
+            figures["asked_mhz"] = figures["reached_mhz"] = math.nan
         return RankReport(
             report,
             serial=-1 if is_unknown else self._follower.serial_of(report.iteration),
             begun_s=record.begun_s,
             energy_j=record.energy_j,
-            changes=max(0, status.changes - before.changes),  # a record that was missing has the latest status
-            skips=max(0, status.overtaken - before.overtaken),
-            asked_mhz=math.nan if is_revoked else status.asked_mhz,
-            reached_mhz=math.nan if is_revoked else status.reached_mhz,
-            limit_w=status.limit_w,
-            limit_mhz=status.limit_mhz,
-            late_s=status.late_s,
-            default_mhz=status.default_mhz,
             has_failed=has_failed,
             refreshes=refreshes,
             clocks=clocks,
             temperature_c=state.temperature_c,
             power_state=state.power_state,
+            **figures,
         )
 
     def _ask_driver(self, asked: Ask) -> None:
@@ -612,14 +563,11 @@ class RankClocks:
             refuse(self._clocks.problem or GpuBusyError("the driver did not answer"))
 
     def _send_refreshes(self, asked: Ask) -> None:
-        number = asked.number
-        if (log := self._logs.get(asked.value)) is None:  # another agent had recorded them
+        number, log = asked.number, self._asked_log
+        if log is None:  # another agent had recorded them
             self._to_client(Refreshes(number, (), (), error="the energy counter is not recorded"))
             return
         changes, clocks = log.changes[:_MOST_REFRESHES], log.clocks[:_MOST_REFRESHES]
         del log.changes[: len(changes)], log.clocks[: len(clocks)]
         state, error = log.state, "" if log.error is None else str(log.error)
         self._to_client(Refreshes(number, tuple(changes), tuple(clocks), state.temperature_c, state.power_state, error))
-
-    def _fail(self, error: Exception) -> None:
-        self._fallback.begin(error)

@@ -67,12 +67,7 @@ class LimitWatch:
             self.power_w = _rounded_down(limit_w, step_w)
 
     def reached(self, clock_mhz: int, reasons: tuple[str, ...] = ()) -> None:
-        """Update the clock limit from the clock that a busy GPU has reached.
-
-        Args:
-            clock_mhz: Clock reached, the requested one or a lower one [MHz].
-            reasons: Reasons for a lower clock.
-        """
+        """Update the clock limit from a clock that the busy GPU has reached, and the reasons why it is not higher."""
         if not SLOWED_DOWN.isdisjoint(reasons):
             now_s = self._time.now_s()
             if math.isinf(self.clock_mhz):
@@ -159,12 +154,7 @@ class ClockReadback:
         return statistics.median_low(read_mhz) if read_mhz else None
 
     def changed(self, clock_mhz: int | None, took_s: float) -> None:
-        """Record that the driver has accepted a clock.
-
-        Args:
-            clock_mhz: The clock [MHz]. None for the default.
-            took_s: Duration of the call [s].
-        """
+        """Record that the driver has accepted a clock (None for the default) in a call of some duration [s]."""
         if self._is_settling and self._not_yet_s is not None:
             self._add_latency(self._not_yet_s)
         self._called_s, self._took_s = self._time.now_s(), took_s

@@ -33,15 +33,6 @@ class AgentClocks:
     """
 
     def __init__(self, link: Lease, memory: RankMemory, marks: Marks, gpu: str, timebase: Timebase = REAL_TIME) -> None:
-        """Begin at default clocks.
-
-        Args:
-            link: Connection to the agent, which may be lost and restored.
-            memory: Memory shared with the agent.
-            marks: Writes the marks.
-            gpu: Product name of the GPU.
-            timebase: Timebase of the marks.
-        """
         self.memory = memory
         self.mark_error: GpuError | None = None
         self._link = link
@@ -86,7 +77,6 @@ class AgentClocks:
         return msgspec.structs.replace(started, server_secret=b"")
 
     def send(self, message: FromClient) -> None:
-        """Send a message to the job's server, without waiting."""
         self._link.send(message)
 
     def received(self) -> list[ToClient]:
@@ -114,7 +104,6 @@ class AgentClocks:
         return iteration
 
     def change_order(self, order: int) -> None:
-        """Change the order of the current iteration."""
         if self.memory.program(self.memory.iteration) != order:
             self.memory.change_program(order)
             self._link.wake()
@@ -169,13 +158,11 @@ class AgentClocks:
         return answer
 
     def values(self, question: Question, value: float = 0.0) -> tuple[float, ...]:
-        """Send a question to the agent, and return the values of its answer. Raises the errors of :meth:`ask`."""
         answer = self.ask(question, value)
         assert isinstance(answer, Answer)
         return answer.values
 
     def _awaited(self, *kinds: type, timeout_s: float = _ANSWERS_WITHIN_S) -> Any:
-        """Wait for a message of some kind."""
         end_s = self._time.now_s() + timeout_s
         while True:
             self._inbox += self._link.received()
@@ -194,7 +181,6 @@ class AgentClocks:
         return CounterRecord(self, self._gpu)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there may be a message from the agent, or until the timeout."""
         self._link.wait(timeout_s)
 
     def close(self) -> None:
@@ -209,23 +195,22 @@ class CounterRecord(Refreshes):
         super().__init__(gpu)
         self._clocks = clocks
         self._is_open = False
-        self._number = 0
 
     def __enter__(self) -> CounterRecord:
-        self._number = self._clocks.ask("start").number
+        self._clocks.ask("start")
         self._is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self.update()
         self._is_open = False
-        self._clocks.ask("stop", self._number)
+        self._clocks.ask("stop")
 
     def update(self) -> None:
         """Fetch the refreshes up to now."""
         while self._is_open:
             try:
-                seen = self._clocks.ask("refreshes", self._number)
+                seen = self._clocks.ask("refreshes")
             except GpuError as error:
                 self.error = error
                 return

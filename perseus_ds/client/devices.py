@@ -29,25 +29,12 @@ _RENUMBERING = (
 
 
 class LeasedGpu:
-    """A GPU as the agent described it when it granted the lease. Only the agent calls its driver.
-
-    Attributes:
-        lease: The lease.
-        notices: Settings by an administrator that affect plans, one sentence each.
-    """
+    """A GPU as the agent described it when it granted the lease. Only the agent calls its driver."""
 
     simulated = False
 
     def __init__(self, place: FindGpu, *, checks_permission: bool) -> None:
-        """Request a lease of the GPU. The node's agent is started if there is none.
-
-        Args:
-            place: Identifies the GPU for the agent.
-            checks_permission: Whether the agent is to check that clocks may be set, which resets the clock.
-
-        Raises:
-            GpuError: No agent can use the GPU.
-        """
+        """Request a lease of the GPU. ``checks_permission`` resets its clock. Raises a ``GpuError``."""
         self.lease = Lease(place, checks_permission=checks_permission)
         assert self.lease.description is not None
         self._known = self.lease.description
@@ -60,7 +47,6 @@ class LeasedGpu:
 
     @property
     def settings(self) -> GpuSettings | None:
-        """Settings of the GPU when the agent opened it."""
         return None if self._known.settings is None else GpuSettings(**self._known.settings)
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
@@ -69,12 +55,10 @@ class LeasedGpu:
         return self._known.clocks_mhz
 
     def check_lock_permission(self) -> None:
-        """Raise the error that occurred when the agent checked the permission, if any."""
         if self._known.permission_fault is not None:
             raise self._known.permission_fault.error()
 
     def close(self) -> None:
-        """End the lease. Has no effect when called again."""
         self.lease.close()
 
 

@@ -32,11 +32,7 @@ def length_of_inputs(inputs: Hashable) -> float:
 
 
 def check_lengths(lengths: Sequence[float]) -> None:
-    """Check the lengths of the micro-batches of an iteration.
-
-    Raises:
-        ValueError: A length or their number is invalid.
-    """
+    """Raise a ``ValueError`` if the lengths of the micro-batches of an iteration are invalid."""
     wrong = [number for number, length in enumerate(lengths) if not 0 < length < _LONGEST]
     if wrong or not 1 <= len(lengths) <= _MOST_LENGTHS:
         given = f"{lengths[wrong[0]]!r} of micro-batch {wrong[0]}" if wrong else f"{len(lengths)} lengths"
@@ -47,12 +43,7 @@ def check_lengths(lengths: Sequence[float]) -> None:
 
 
 class InputShapes:
-    """The shapes of the inputs of one iteration, as numbers.
-
-    Attributes:
-        first: Number of the first forward. 0 before it.
-        total: Sum of the numbers of all forwards so far, which does not depend on their order.
-    """
+    """The shapes of the inputs of one iteration, as numbers: that of the first forward, and their sum."""
 
     def __init__(self) -> None:
         self.first = self.total = self._lengths = 0.0

@@ -69,8 +69,6 @@ class Lease:
     While it lasts, the interpreter reports signals to the agent, which resets the clock upon SIGTERM or SIGINT.
 
     Attributes:
-        shared: The memory that the rank shares with the agent.
-        memory: Contents of the shared memory.
         gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`. Empty until an agent has found the GPU.
         description: Description of the GPU by the agent. None if the agent did not have to find the GPU.
         grants: Number of times that an agent has granted the lease.
@@ -138,7 +136,6 @@ class Lease:
 
     @property
     def agent_pid(self) -> int | None:
-        """Process id of the agent. None if there is no agent."""
         with contextlib.suppress(OSError):
             return places.holder_of(places.agent_lock_path(self._name))
         return None
@@ -178,7 +175,6 @@ class Lease:
             self._flush()
 
     def received(self) -> list[messages.ToClient]:
-        """Return the messages received since the last call, without waiting."""
         self._read_all()
         self._flush()
         received, self._inbox = self._inbox, []
@@ -191,7 +187,6 @@ class Lease:
                 self._inbox.append(message)
 
     def wake(self) -> None:
-        """Have the agent read the shared memory immediately."""
         if self._connection is not None and self.is_granted:
             with contextlib.suppress(OSError):
                 self._connection.send(messages.WAKE)
@@ -203,8 +198,7 @@ class Lease:
     def close(self, timeout_s: float = 3.0) -> bool:
         """End the lease, and wait until the agent has reset the clock. Has no effect when called again.
 
-        Returns:
-            True if the clock was reset. If not, the agent is lost, or the driver refuses or hangs.
+        Returns False if it may not be reset: the agent is lost, or the driver refuses or hangs.
         """
         if os.getpid() != self._process:
             return False
@@ -224,7 +218,6 @@ class Lease:
         return self._is_released
 
     def _request(self, job: str | None) -> None:
-        """Wait until the lease is granted."""
         end_s = self._time.now_s() + _ANSWER_TIMEOUT_S
         alone = places.agent_name(job, self.gpu or str(self._place))
         while not self.is_granted:
@@ -289,11 +282,7 @@ class Lease:
         socket.send_fds(connection, [messages.encode(request)], self._files)
 
     def _start_if_due(self) -> None:
-        """Start an agent, unless one is starting or was started just now.
-
-        Raises:
-            GpuError: The previous one failed to start.
-        """
+        """Start an agent, unless one is starting or was started just now. Raises a ``GpuError`` if that one failed."""
         if (complaint := self._reap()) is not None:
             raise GpuError(f"The agent of this node failed to start: {complaint}")
         # On a busy node, a process starts slowly, and additional processes make it slower.
@@ -380,20 +369,9 @@ class SharedMemory:
     """Anonymous memory of a fixed size that another process can map by its file descriptor.
 
     It stays mapped until the process ends, because GPUs write into it and captured graphs hold its address.
-
-    Attributes:
-        file: File descriptor for other processes.
-        address: Its address in this process.
-        length: Its size [bytes].
-        view: Its contents.
     """
 
     def __init__(self, length: int, name: str = "perseus-ds") -> None:
-        """Create it, filled with zeros.
-
-        Raises:
-            GpuError: The system has no memory for it.
-        """
         self.length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -443,8 +421,7 @@ class SignalForwarder:
     def stop(self) -> bool:
         """Stop forwarding signals.
 
-        Returns:
-            False if signals are still forwarded, because only the main thread can stop it.
+        Returns False if signals are still forwarded, because only the main thread can stop it.
         """
         if self._file != -1:
             try:
@@ -460,10 +437,7 @@ class SignalForwarder:
 def _start(name: str) -> subprocess.Popen[bytes]:
     """Start an agent, which ends immediately if another one serves.
 
-    The returned process ends when the agent is about to serve.
-
-    Raises:
-        OSError: No process can be started.
+    The returned process ends when the agent is about to serve. Raises an ``OSError``.
     """
     environment = {
         variable: value

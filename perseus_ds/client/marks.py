@@ -36,8 +36,7 @@ class Marks(Protocol):
     def mark(self, slot: int) -> None:
         """Mark a slot: twice an instruction's position at its start, and one more at its end."""
 
-    def end(self, iteration: int) -> None:
-        """Mark the end of an iteration."""
+    def end(self, iteration: int) -> None: ...
 
 
 class HostMarks:
@@ -87,14 +86,9 @@ HIP = _Names(
 
 
 class StreamWrites:
-    """Writes into shared memory by the GPUs of this process.
+    """Writes into shared memory by the GPUs of this process. The memory is mapped for all of them, and never unmapped.
 
-    Args:
-        memory: Memory to map for all GPUs of the process. It is never unmapped.
-        names: Names of the driver's functions.
-
-    Raises:
-        GpuError: The driver is missing, too old (CUDA before 11.7), or refuses to map the memory.
+    Raises a ``GpuError`` if the driver is missing, too old (CUDA before 11.7), or refuses.
     """
 
     def __init__(self, memory: SharedMemory, names: _Names = CUDA) -> None:
@@ -119,25 +113,15 @@ class StreamWrites:
         self.base: int = base.value
 
     def write(self, stream: int, offset: int, value: int) -> None:
-        """Write a word when the stream has executed all work that was issued before, and return immediately.
+        """Write a word below 2**32 when the stream has executed all earlier work, and return immediately.
 
-        Args:
-            stream: Handle of a stream of the current context's device.
-            offset: Offset in the memory, a multiple of 4 [bytes].
-            value: Value of the word, below 2**32.
-
-        Raises:
-            GpuError: The driver refuses.
+        The stream must be one of the current context's device, and the offset [bytes] a multiple of 4.
         """
         if self._write(stream, self.base + offset, value, 0):
             self._check(self._write(stream, self.base + offset, value, 0), "writing a mark")
 
     def fill(self, stream: int, offset: int, words: int, value: int = 0) -> None:
-        """Set a range of words to one value in the order of the stream, and return immediately.
-
-        Raises:
-            GpuError: The driver refuses.
-        """
+        """Set a range of words to one value in the order of the stream, and return immediately."""
         self._check(self._fill(self.base + offset, value, words, stream), "clearing marks")
 
     def _check(self, status: int, action: str) -> None:
@@ -150,14 +134,7 @@ class StreamWrites:
 
 
 class StreamMarks:
-    """Marks written by a GPU on the current stream of a device.
-
-    Args:
-        writes: Writes into the rank's memory.
-        device: The rank's device.
-        cuda: The module ``torch.cuda``.
-        current_stream: Returns the handle of a device's current stream.
-    """
+    """Marks written by a GPU on the current stream of a device."""
 
     def __init__(
         self,
@@ -192,11 +169,7 @@ class StreamMarks:
         return nullcontext() if is_current else self._cuda.device(self._device)
 
     def check(self, memory: RankMemory) -> None:
-        """Check before training that a mark written by the GPU arrives.
-
-        Raises:
-            GpuError: It does not arrive in the memory.
-        """
+        """Check before training that a mark written by the GPU arrives. Raises a ``GpuError``."""
         self.end(_TRIED)
         self._cuda.synchronize(self._device)
         arrived = memory.ended
@@ -209,11 +182,7 @@ class StreamMarks:
 
 
 def marks_of(device: torch.device, shared: SharedMemory, memory: RankMemory) -> Marks:
-    """Return the writer of marks for a device. On a GPU, it is tested once.
-
-    Raises:
-        GpuError: The GPU cannot write marks.
-    """
+    """Return the writer of marks for a device. On a GPU, it is tested once. Raises a ``GpuError``."""
     if device.type != "cuda":
         return HostMarks(memory)
     index = torch.cuda.current_device() if device.index is None else device.index

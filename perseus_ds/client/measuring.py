@@ -21,11 +21,7 @@ _WAITED_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
 
 
 def measure_counter(clocks: AgentClocks) -> Measured:
-    """Return the refresh period of the energy counter.
-
-    Raises:
-        GpuError: The counter cannot be read.
-    """
+    """Return the refresh period of the energy counter. Raises a ``GpuError`` if it cannot be read."""
     for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
         (period_s,) = clocks.values("period", window_s)
         if period_s:
@@ -46,15 +42,7 @@ def measure_gpu(
 
     The ranks wait in a collective, first for the first ranks of their pipelines, which enter it late, and then for all
     others. Each wait is measured for some refreshes of the energy counter, after a time in which the counter still
-    includes earlier power.
-
-    Args:
-        clocks: Clocks of the rank.
-        load: Keeps the GPU busy for some time [s].
-        device: Device of the collective's tensors.
-        pipeline_rank: Position of the rank in its pipeline.
-        pipeline_ranks: Number of ranks of a pipeline.
-        timebase: Timebase for waiting.
+    includes earlier power. ``load`` keeps the GPU busy for some time [s].
     """
     period_s, settle_s, problem = _WINDOW_S, 0.0, ""
     try:

@@ -96,7 +96,6 @@ class Opened:
     schedule: Schedule
 
     def close(self) -> None:
-        """Close them."""
         if self.clocks is not None:
             self.clocks.close()
         elif self.gpu is not None:
@@ -112,12 +111,9 @@ def meet(
 ) -> ServerStarted:
     """Open the GPU of this rank, send the facts of this rank to rank 0, and return its answer.
 
-    Args:
-        config: The ``perseus`` block.
-        facts: Facts about the code that trains on this rank.
-        read: Returns the operations of this rank in an iteration, as a schedule of one rank.
-        check: Called on rank 0 with the schedule of all ranks of its pipeline. Raises if it cannot be planned.
-        opened: Receives the opened resources.
+    ``read`` returns the operations of this rank in an iteration, as a schedule of one rank. Rank 0 calls ``check`` with
+    the schedule of all ranks of its pipeline; it raises if this cannot be planned. ``opened`` receives the opened
+    resources.
 
     Raises:
         PerseusError: On all ranks, the error of the first rank that has one.
@@ -149,7 +145,6 @@ def meet(
 
 
 def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule], opened: Opened) -> RankFacts:
-    """Open the GPU of this rank, and return the rank's facts."""
     rank = dist.get_rank()
     opened.schedule = read()
     gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
@@ -161,11 +156,7 @@ def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule
 def rank_facts(
     config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, timers: Execution
 ) -> RankFacts:
-    """Return the facts that a rank sends to rank 0.
-
-    Raises:
-        GpuError: Clocks cannot be set, and the job requires them.
-    """
+    """Return the facts that a rank sends to rank 0. Raises a ``GpuError`` if needed clocks cannot be set."""
     problem, clocks_mhz = "", tuple[int, ...]()
     if config.mode != "observe":
         try:

@@ -51,7 +51,6 @@ class OperationHooks:
         self._times_passes = self.times_all = self.is_needed = True
 
     def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
-        """Begin an iteration, before any of its operations is issued."""
         self._next = 0
         self.follow(follow, iteration, stream)
         self._timers.start_iteration()
@@ -129,11 +128,6 @@ class CapturedIteration:
 
     A graph marks the same slots in each replay, under any plan. So every instruction is marked, and its position is its
     place in the order in which instructions were captured.
-
-    Attributes:
-        instructions: Instructions in that order.
-        inputs: Known shapes of the inputs of forwards.
-        times: Times of the operations in a replay.
     """
 
     def __init__(self, clocks: AgentClocks, times: GraphTimes) -> None:

@@ -100,17 +100,6 @@ class PerseusRuntime:
         memory_bytes: Callable[[], int | None] = lambda: None,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Begin at default clocks.
-
-        Args:
-            clocks: Clocks of the rank's GPU, connected to the job's server.
-            timers: Timers of operations on the device.
-            schedule: Operations of this rank in its first iteration, as a schedule of one rank.
-            is_rank_0: Whether this rank waits for the summary at the end, and sends commands and steps.
-            monitor: Receives time and energy, as DeepSpeed's monitor does.
-            memory_bytes: Returns the peak memory of tensors on the GPU.
-            timebase: Timebase of the marks.
-        """
         self.follow = UNPLANNED
         self.clocks = clocks
         self.timers = timers
@@ -330,8 +319,7 @@ class PerseusRuntime:
     def capture(self) -> CapturedIteration | None:
         """Return the recorder for an iteration that is being captured into a CUDA graph.
 
-        Returns:
-            None if graphs are not supported, because the GPU is not NVIDIA's or torch has no external events.
+        None if graphs are not supported, because the GPU is not NVIDIA's or torch has no external events.
         """
         times = self.timers.graph_times()
         return None if times is None else CapturedIteration(self.clocks, times)
@@ -446,14 +434,12 @@ class PerseusRuntime:
         self._receive()
 
     def _following(self, iteration: int) -> Follow:
-        """Return the message that applies to an iteration of the current order."""
         follow = self._follows.select(self._number, iteration)
         if follow is None or (follow.program.clocks_mhz and not self._stream):  # the positions are not known
             return UNPLANNED
         return follow
 
     def _choose_by_shape(self, shape: float) -> None:
-        """Select the order of the iteration by the shape of its first inputs."""
         number = self._numbers.get((self._key, shape), DEFAULT_CLOCKS)
         if number != self._number:
             self._number = number
@@ -462,7 +448,6 @@ class PerseusRuntime:
             self._hooks.follow(self.follow, self.clocks.memory.iteration, self._stream)
 
     def _send_schedule(self, read: Callable[[], Schedule]) -> None:
-        """Read and send the schedule of the current order."""
         self._unread.discard(self._key)
         try:
             schedule = read()

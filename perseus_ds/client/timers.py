@@ -31,11 +31,9 @@ _POLL_S = 0.0005
 class DeviceEvent(Protocol):
     """A point in the progress of the device."""
 
-    def synchronize(self) -> object:
-        """Wait until the device has passed the event."""
+    def synchronize(self) -> object: ...
 
-    def query(self) -> bool:
-        """Return True if the device has passed the event."""
+    def query(self) -> bool: ...
 
     def since_s(self, start: Any) -> float:
         """Return the time from another event of the same device to this one [s]. Both must have passed."""
@@ -46,8 +44,7 @@ class PassedEvent(float):
 
     __slots__ = ()
 
-    def synchronize(self) -> None:
-        """Return immediately, because the event has passed."""
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -68,15 +65,10 @@ def wait_by_polling(event: torch.cuda.Event) -> None:
 class EventPool:
     """Reuses CUDA events that are no longer referenced.
 
-    Creating and destroying an event can contend for the context's lock for milliseconds.
-
-    Args:
-        create: Creates an event. It must not be a blocking one: an H100 accepted 28 launches in advance with two
-            blocking events after each, and 512 with an event that is not blocking (docs/evidence.md).
-        wait: Waits for an event.
-
-    Attributes:
-        stream: Returns the stream on which to record. None for the current stream of the current device.
+    Creating and destroying an event can contend for the context's lock for milliseconds. The events must not be
+    blocking ones: an H100 accepted 28 launches in advance with two of these after each, and 512 with others
+    (docs/evidence.md). ``stream`` returns the stream on which to record, and is None for the current stream of the
+    current device.
     """
 
     def __init__(self, create: Callable[[], torch.cuda.Event], wait: Callable[[torch.cuda.Event], object]) -> None:
@@ -139,7 +131,6 @@ class FinishedIteration:
         self._replay = replay
 
     def is_over(self) -> bool:
-        """Return True if the device has finished the iteration."""
         return self.end.query()
 
     def time_s(self) -> float:
@@ -164,7 +155,6 @@ class GraphTimes:
     """
 
     def __init__(self, event: Callable[[], Any]) -> None:
-        """Store the function that returns an event recorded at the current position of the graph."""
         self._event = event
         self.marks: list[tuple[Operation, Any, Any]] = []
         self.last: Replay | None = None
@@ -178,13 +168,7 @@ class GraphTimes:
 
 
 class Replay:
-    """Times of the operations in one replay of a graph. They must be read before the next replay begins.
-
-    Args:
-        graph: The graph's times.
-        start: Event of the iteration's start.
-        over: Event after the replay of the graph.
-    """
+    """Times of the operations in one replay of a graph. They must be read before the next replay begins."""
 
     def __init__(self, graph: GraphTimes, start: RecordedEvent, over: RecordedEvent) -> None:
         self._graph = graph
@@ -248,12 +232,10 @@ class Execution(ABC):
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> DeviceEvent:
-        """Return the event of an operation's start on the device. Called before the operation is issued."""
         self._begun = begun = self.event()
         return begun
 
     def end(self, operation: Operation) -> DeviceEvent:
-        """Return the event of an operation's end on the device. Called after the operation was issued."""
         ended = self.event()
         self._marks.append((operation, self._begun, ended))
         return ended
@@ -276,14 +258,7 @@ class HostExecution(Execution):
 
 
 class CudaExecution(Execution):
-    """Operations that the host only launches.
-
-    They are timed by events on the current stream of the device.
-
-    Args:
-        cuda: The module ``torch.cuda`` or a replacement.
-        wait: Waits for an event.
-    """
+    """Operations that the host only launches, timed by events on the current stream of the device."""
 
     def __init__(
         self,
@@ -349,7 +324,6 @@ class FlopCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that ``torch.compile`` compiles functions that are called in this mode."""
         return True
 
     def __init__(self) -> None:
@@ -368,17 +342,13 @@ class SimulatedExecution(HostExecution):
     """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
     The work of an instruction relative to the others follows from the floating-point operations of its kernels when it
-    first ran on inputs of the same shapes. Before :meth:`calibrate`, instructions are not stretched.
+    first ran on inputs of the same shapes. Before :meth:`calibrate`, instructions are not stretched. Transfers and the
+    tail take ``transfer_s`` and ``tail_s`` in addition to their real time.
 
     Attributes:
         seconds_per_flop: Time of a floating-point operation at the top clock [s]. None before :meth:`calibrate`.
         flops: Floating-point operations of each kind of pass so far.
-        input_shapes: Shapes of the inputs of the next forward, if known. The other passes of its micro-batch use the
-            same.
-
-    Args:
-        transfer_s: Time of a transfer after both sides have arrived, in addition to the real time [s].
-        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real time [s].
+        input_shapes: Shapes of the inputs of the next forward, if known, and of the other passes of its micro-batch.
     """
 
     needs_all = True
@@ -399,12 +369,9 @@ class SimulatedExecution(HostExecution):
         self._counter: FlopCounter | None = None
 
     def calibrate(self, seconds_per_flop: float, flops: Mapping[Hashable, int] = MappingProxyType({})) -> None:
-        """Set the duration of passes.
+        """Set the time of a floating-point operation at the top clock [s].
 
-        Args:
-            seconds_per_flop: Time of a floating-point operation at the top clock [s].
-            flops: Floating-point operations of passes for which another rank, which runs in step with this one, has
-                more.
+        ``flops`` are those of passes for which another rank, which runs in step with this one, has more.
         """
         self.seconds_per_flop = seconds_per_flop
         self.flops.update({key: count for key, count in flops.items() if key in self.flops})
@@ -434,7 +401,6 @@ class SimulatedExecution(HostExecution):
         return super().end(operation)
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Return the properties of an instruction that determine its work."""
         work = instruction.stage, instruction.micro_batch
         if instruction.kind is Kind.FORWARD:
             self._shapes[work] = self.input_shapes

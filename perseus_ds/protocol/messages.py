@@ -134,7 +134,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
     ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``step`` measures its
     response to a step of power, from ``value`` watts. ``start`` begins a log of its refreshes, ``refreshes`` requests
-    new ones, and ``stop`` ends the log. For these two, ``value`` is the number of the question that began the log.
+    new ones, and ``stop`` ends the log.
     """
 
     number: int  # identifies the answer

@@ -5,6 +5,7 @@ from virtual.gpu import RecordingGpu, set_clock
 
 from perseus_ds.agent.controller import ClockController
 from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.protocol.job_messages import RankFailed
 
 LATENCY_S = 0.02
 A_WHILE_S = 10.0
@@ -37,13 +38,13 @@ def gpu(now):
 
 
 @pytest.fixture
-def errors():
+def told():
     return []
 
 
 @pytest.fixture
-def clocks(gpu, errors, now):
-    controller = ClockController(gpu, errors.append, timebase=now)
+def clocks(gpu, told, now):
+    controller = ClockController(gpu, told.append, timebase=now)
     yield controller
     controller.leave()
 
@@ -81,7 +82,7 @@ def test_requests_made_during_a_call_of_the_driver_overtake_each_other(clocks, g
         clocks.request(clock)
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1200, 990]
-    assert clocks.overtaken == 2
+    assert clocks.skips == 2
 
 
 def test_a_request_is_overtaken_once_the_gpu_has_passed_the_next_ones_event(clocks, gpu, now, event):
@@ -92,7 +93,7 @@ def test_a_request_is_overtaken_once_the_gpu_has_passed_the_next_ones_event(cloc
     first.pass_now()
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1110]
-    assert clocks.overtaken == 1
+    assert clocks.skips == 1
 
 
 def test_a_controller_that_leaves_sets_no_more_clocks_and_undoes_a_call_under_way(clocks, gpu, now, event):
@@ -108,17 +109,17 @@ def test_a_controller_that_leaves_sets_no_more_clocks_and_undoes_a_call_under_wa
     assert gpu.set_at == [(1200, begin_s), (None, pytest.approx(begin_s + LATENCY_S))]
 
 
-def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, errors, now):
+def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, told, now):
     set_clock(clocks, 1200)
     gpu.refusal = GpuError("the GPU is lost")
     for clock in (1110, 1050, 1005):
         set_clock(clocks, clock)
     now.sleep(A_WHILE_S)
-    assert [str(error) for error in errors] == ["the GPU is lost"]
+    assert told == [RankFailed("the GPU is lost")]
     assert gpu.clocks_set == [1200, None], "the default clock is restored immediately"
 
 
-def test_a_reset_that_a_failed_driver_refuses_is_tried_again(clocks, gpu, errors, now):
+def test_a_reset_that_a_failed_driver_refuses_is_tried_again(clocks, gpu, told, now):
     set_clock(clocks, 1200)
     gpu.refusal = gpu.refusal_to_reset = GpuError("no permission any more")
     clocks.request(1110)
@@ -126,10 +127,10 @@ def test_a_reset_that_a_failed_driver_refuses_is_tried_again(clocks, gpu, errors
     gpu.refusal_to_reset = None
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1200, None]
-    assert len(errors) == 1
+    assert len(told) == 1
 
 
-def test_a_driver_that_is_busy_is_asked_again_for_the_newest_clock(clocks, gpu, errors, now):
+def test_a_driver_that_is_busy_is_asked_again_for_the_newest_clock(clocks, gpu, told, now):
     set_clock(clocks, 1200)
     gpu.refusal = BUSY
     for clock_mhz in (1305, 1110):
@@ -141,7 +142,7 @@ def test_a_driver_that_is_busy_is_asked_again_for_the_newest_clock(clocks, gpu, 
     now.sleep(A_WHILE_S)
     assert clocks.failing_s == 0.0
     assert gpu.clocks_set[-2:] == [None, 1110]
-    assert errors == []
+    assert told == []
 
 
 def test_a_busy_driver_is_no_longer_failing_once_default_clocks_are_requested(clocks, gpu, now):
@@ -167,24 +168,20 @@ def test_a_clock_is_set_though_it_was_the_last_one_before_a_refused_change(clock
 
 
 def test_after_a_failure_no_clock_is_set_until_a_probe_works_and_then_the_same_one_again(clocks, gpu, now):
-    worked = []
-
-    def probe():
-        clocks.probe(lambda: worked.append(now.now_s()))
-        now.sleep(A_WHILE_S)
-
-    set_clock(clocks, 1200)
-    clocks.give_up()
-    now.sleep(A_WHILE_S)
     set_clock(clocks, 1200)
     gpu.refusal = GpuError("unknown error")
-    probe()
-    assert worked == []
+    set_clock(clocks, 1110)
+    set_clock(clocks, 1200)
+    now.sleep(A_WHILE_S)
+    clocks.update()
+    now.sleep(A_WHILE_S)
+    assert clocks.has_failed
     assert gpu.clocks_set == [1200, None, None]
     gpu.refusal = None
-    probe()
+    clocks.update()
+    now.sleep(A_WHILE_S)
     set_clock(clocks, 1200)
-    assert len(worked) == 1
+    assert not clocks.has_failed
     assert gpu.clocks_set[3:] == [1410, None, 1200]
 
 
@@ -238,7 +235,7 @@ def test_an_early_request_is_due_after_its_delay_and_not_repeated_by_the_next_on
     assert gpu.set_at[1:] == [(1410, pytest.approx(begin_s + 0.1))]
     set_clock(clocks, 1410)
     assert gpu.clocks_set == [1110, 1410]
-    assert clocks.overtaken == 0
+    assert clocks.skips == 0
 
 
 def test_an_early_request_is_due_at_the_latest_when_its_instruction_ends(clocks, gpu, now, passed, event):

@@ -13,8 +13,7 @@ from job_descriptions import description, request
 from msgspec import structs
 from virtual.time import VirtualTime
 
-from perseus_ds.agent.job_server import JobServerChild
-from perseus_ds.agent.process import Uplink
+from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.orders import parse_order
 from perseus_ds.protocol.job_messages import (

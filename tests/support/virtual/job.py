@@ -145,7 +145,7 @@ class VirtualJob:
 
     def has_fallen_back(self, rank):
         """Return whether a rank runs at default clocks because its driver failed."""
-        return self.agent(rank)._fallback.is_in_force
+        return self.agent(rank)._clocks.has_failed
 
     def agent_link(self, rank):
         """Return the connection of a rank to its agent."""
