@@ -196,7 +196,7 @@ def _order(run: Path, order: dict[str, Any]) -> int:
 
 
 def _send(run: Path, order: dict[str, Any]) -> dict[str, Any]:
-    from perseus_ds.policy.orders import parse_order
+    from perseus_ds.policy.policies import parse_order
     from perseus_ds.server.control_socket import send_order
 
     try:

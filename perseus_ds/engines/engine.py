@@ -47,7 +47,7 @@ from perseus_ds.engines.hooks import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
-from perseus_ds.policy.orders import parse_order
+from perseus_ds.policy.policies import parse_order
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.frontiers import read_frontier
 

@@ -38,10 +38,9 @@ _Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
 
 @dataclass(frozen=True)
 class PowerCap:
-    """A power cap in force.
+    """A power cap in force, for all GPUs of the job.
 
     Attributes:
-        watts: Limit for all GPUs of the job [W].
         headroom: A faster plan is chosen only if its power is below the cap by this fraction.
         raised: Whether a faster plan was chosen after a slower one.
         signal: Signal file that requests the cap. Empty if an order or the policy does.
@@ -61,7 +60,7 @@ class Decision:
         plan: Index of the plan on the frontier.
         problem: Condition of the policy that cannot be met. Empty if it is met.
         failed: Whether the decision failed, so that the job runs at default clocks.
-        cap: Power cap in force. None if there is none or it cannot be read.
+        cap: None if there is none or it cannot be read.
     """
 
     plan: int
@@ -81,8 +80,8 @@ class Situation:
         stopped_s: Time between iterations [s].
         relative_time: Time of the iterations that are planned, relative to the mean of all iterations of the job.
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
-        default_power_w: Power of all GPUs at default clocks, as measured in the job or from the profile [W].
-        signals: Last valid values of the signals, by file.
+        default_power_w: Power of all GPUs at default clocks [W].
+        signals: By file.
         before: Previous decision. None at the start.
     """
 
@@ -109,11 +108,11 @@ class KindTimes:
         self._last.append((kind, time_s))
 
     def relative(self, kind: Hashable) -> float:
-        """Return the time of iterations of a kind relative to the mean of all, 1 if there is only one kind."""
+        """Return the time of iterations of a kind relative to the mean of all, 1 if the kind is unknown."""
         by_kind: dict[Hashable, list[float]] = defaultdict(list)
         for of, time_s in self._last:
             by_kind[of].append(time_s)
-        if kind not in by_kind or len(by_kind) == 1:
+        if kind not in by_kind:
             return 1.0
         typical_s = {of: statistics.median(times_s) for of, times_s in by_kind.items()}
         mean_s = sum(typical_s[of] * len(times_s) for of, times_s in by_kind.items()) / len(self._last)
@@ -121,11 +120,10 @@ class KindTimes:
 
 
 class RunStatistics(FileModel):
-    """Measured relative to predicted values of the last iterations. Checkpoints contain it.
+    """Measured relative to predicted values of the last iterations, kept for later starts of the job.
 
     Attributes:
-        stopped_s: Average time between the end of an iteration and the begin of the next, including evaluations and
-            checkpoints [s].
+        stopped_s: Average time between iterations, including evaluations and checkpoints [s].
         stops: Number of iterations in this average.
         times: Iteration times divided by those of the policy's plans.
         powers: Measured power and power of these plans [W].
@@ -161,22 +159,17 @@ class RunStatistics(FileModel):
 
         It is a ratio of sums, because counters may be refreshed less often than iterations end.
         """
-        powers = self.powers
-        if len(powers) < _LEAST_POWERS:
+        if len(self.powers) < _LEAST_POWERS:
             return 1.0
-        return sum(measured_w for measured_w, _ in powers) / sum(promised_w for _, promised_w in powers)
+        measured_w, promised_w = map(sum, zip(*self.powers, strict=True))
+        return float(measured_w / promised_w)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and energy of one iteration of the whole job.
+    """Time and energy of all GPUs in one iteration, as promised by plans and at default clocks.
 
-    Attributes:
-        time_s: Iteration time promised by the plans [s].
-        energy_j: Energy of all GPUs promised by the plans [J].
-        default_time_s: Iteration time at default clocks [s].
-        default_energy_j: Energy of all GPUs at default clocks [J].
-        default_measured: Whether time and energy at default clocks were measured in this job.
+    Those at default clocks were either measured in this job or come from the profile.
     """
 
     time_s: float
@@ -188,7 +181,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Assignment of plans to pipelines, decided by rank 0.
+    """Assignment of plans to pipelines.
 
     Attributes:
         plan: Index of the policy's plan on the frontier.
@@ -222,13 +215,8 @@ class Assignment:
     ) -> Assignment:
         """Assign each pipeline the slowest plan that does not delay the others.
 
-        Args:
-            frontier: The plans.
-            plan: Index of the policy's plan.
-            stretch_factors: Stretch factor of each pipeline.
-            lateness: Fraction by which plans take longer than promised in this job. Plans that are faster by this
-                fraction are chosen, so that the job keeps the promise of the policy's plan.
-            decided: Values of ``paused`` and ``capped``.
+        ``lateness`` is the fraction by which plans take longer than promised in this job. Plans that are faster by this
+        fraction are chosen, so that the job keeps the promise of the policy's plan.
         """
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
@@ -282,10 +270,9 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
 
 
 class Reduction(NamedTuple):
-    """A requested reduction of power.
+    """A requested reduction to a fraction of the power at default clocks.
 
     Attributes:
-        power_fraction: Fraction of the power at default clocks.
         until_s: Time when it ends or changes [Unix seconds]. Infinite if unknown.
         signal: Signal file that requests it. Empty if an order or the policy does.
     """
@@ -319,12 +306,9 @@ def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> 
 
 
 def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
-    """Return the plan of a pipeline that may take ``factor`` times as long: that of min(T', T*).
+    """Return the plan of a pipeline that may take ``factor`` times as long as ``plan``: that of min(T', T*).
 
-    Args:
-        frontier: The plans.
-        plan: Index of the policy's plan.
-        factor: Time relative to this plan. If it is below 1, a faster plan is chosen.
+    With a factor below 1 it is a faster plan.
     """
     deadline_s = frontier.plans[plan].time_s * factor * (1 - MARGIN)
     if factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
@@ -348,14 +332,12 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         # effect.
         return Decision(min(max(running, _slowest(frontier, allowed_s * (1 - MARGIN))), most))
     needed_s = left * (fastest_s * ratio + situation.stopped_s)
-    return Decision(0, "" if needed_s <= seconds else _too_late(policy, situation, needed_s))
-
-
-def _too_late(policy: DeadlinePolicy, situation: Situation, needed_s: float) -> str:
-    left_s = max(0.0, (policy.finish_by - situation.now).total_seconds())
-    return (
-        f"the deadline {policy.finish_by.isoformat()} cannot be met: {policy.total_steps - situation.step} steps take "
-        f"at least {needed_s:.0f} s, {left_s:.0f} s remain. Running the fastest plan"
+    if needed_s <= seconds:
+        return Decision(0)
+    return Decision(
+        0,
+        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take at least {needed_s:.0f} s, "
+        f"{max(0.0, seconds):.0f} s remain. Running the fastest plan",
     )
 
 

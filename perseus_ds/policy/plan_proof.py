@@ -22,8 +22,8 @@ the remainder.
 
 from __future__ import annotations
 
-import bisect
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,10 +65,8 @@ class IterationSample:
 
     Attributes:
         counter_period_s: Time between refreshes of energy counters [s].
-        times_s: Iteration times [s].
-        energies_j: Energies of all GPUs [J].
-        promised_slowdown: Slowdown promised by the plan, relative to default clocks. 0 at default clocks.
-        promised_power: Power promised by the plan, relative to default clocks. 1 at default clocks.
+        promised_slowdown: Slowdown promised by the plan, relative to default clocks.
+        promised_power: Power promised by the plan, relative to default clocks.
         shapes: Number of iterations by ``JobReport.shapes``.
     """
 
@@ -78,8 +76,6 @@ class IterationSample:
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
     shapes: Counter[float] = field(default_factory=Counter)
-    _sorted_s: list[float] = field(default_factory=list)
-    _total_s: float = 0.0
     _typical: Typical | None = None
 
     @classmethod
@@ -95,17 +91,13 @@ class IterationSample:
         """Add an iteration."""
         self.times_s.append(time_s)
         self.energies_j.append(energy_j)
-        bisect.insort(self._sorted_s, time_s)
-        self._total_s += time_s
         self._typical = None
 
     def _without_stalls(self) -> tuple[int, float]:
         """Return the number of iterations without stalls, and their total time [s]."""
-        if not self._sorted_s:
-            return 0, 0.0
-        longest_s = STALL * self._sorted_s[len(self._sorted_s) // 2]
-        iterations = bisect.bisect_right(self._sorted_s, longest_s)
-        return iterations, self._total_s - sum(self._sorted_s[iterations:])
+        longest_s = STALL * statistics.median_high(self.times_s or [0.0])
+        counted_s = [time_s for time_s in self.times_s if time_s <= longest_s]
+        return len(counted_s), sum(counted_s)
 
     def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.
@@ -140,15 +132,12 @@ class IterationSample:
     @property
     def is_enough(self) -> bool:
         """True if time and energy are known well enough, or the maximum number of blocks has run."""
-        return self.is_as_long_as(MOST_BLOCKS) or (self.is_as_long_as(1) and self.energy_error < _WELL_KNOWN)
+        return self.is_as_long_as(MOST_BLOCKS) or (self.is_as_long_as(1) and self.typical.energy_error < _WELL_KNOWN)
 
     def remaining_s(self, iteration_s: float, more: int = 0, blocks: int = 1) -> float:
         """Return the approximate time until the iterations amount to a number of blocks [s].
 
-        Args:
-            iteration_s: A typical iteration time [s].
-            more: Number of iterations before the next one is added.
-            blocks: Number of blocks.
+        ``more`` is the number of iterations before the next one is added.
         """
         counted, counted_s = self._without_stalls()
         iterations = max(0, blocks * BLOCK_ITERATIONS - counted) * iteration_s
@@ -165,37 +154,21 @@ class IterationSample:
 
     @property
     def time_s(self) -> float:
-        """Typical iteration time [s]."""
         return self.typical.time_s
 
     @property
     def power_w(self) -> float:
-        """Mean power of all GPUs [W]."""
         return self.typical.power_w or 0.0
 
     @property
     def energy_j(self) -> float:
-        """Energy of a typical iteration [J]."""
         return self.typical.energy_j or 0.0
-
-    @property
-    def time_error(self) -> float:
-        """Relative standard error of the typical time."""
-        return self.typical.time_error
-
-    @property
-    def energy_error(self) -> float:
-        """Relative standard error of the energy."""
-        return self.typical.energy_error
 
     def is_as_long_as(self, blocks: int, in_flight_s: float = 0.0) -> bool:
         """Return True if the iterations without stalls amount to a number of blocks, by number and time.
 
-        Time and power of one block are known to about a percent.
-
-        Args:
-            blocks: Number of blocks.
-            in_flight_s: Approximate time of an iteration that will be added but is not yet reported [s]. 0 for none.
+        Time and power of one block are known to about a percent. ``in_flight_s`` is the approximate time of an
+        iteration that will be added but is not yet reported [s], 0 for none.
         """
         counted, counted_s = self._without_stalls()
         is_long = counted_s + in_flight_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
@@ -204,13 +177,9 @@ class IterationSample:
 
 
 def under_plan_minus_default(levels: Floats) -> tuple[Floats, Floats]:
-    """Return the mean difference of planned blocks from the adjacent default ones, and its error.
+    """Return the mean difference of planned blocks from the adjacent default ones, and its standard error.
 
-    Args:
-        levels: Levels of alternating blocks, the first and the last at default clocks. Shape (..., blocks).
-
-    Returns:
-        The mean difference, and its standard error according to the variation of the differences.
+    ``levels`` has shape (..., blocks). Blocks alternate, the first and the last are at default clocks.
     """
     default, planned = levels[..., ::2], levels[..., 1::2]
     differences: Floats = planned - (default[..., :-1] + default[..., 1:]) / 2
@@ -225,8 +194,7 @@ def under_plan_minus_default(levels: Floats) -> tuple[Floats, Floats]:
 def error_probability(comparisons: int) -> float:
     """Return the error probability of an interim analysis about lateness, and the same about energy.
 
-    Args:
-        comparisons: Number of comparisons of the job before this one.
+    ``comparisons`` is the number of comparisons of the job before this one.
     """
     return _ERROR_SPENT / 2.0 ** (min(comparisons, 40) + 1) / len(ANALYSES)
 
@@ -240,8 +208,6 @@ class PlanComparison:
         slowdown_error: Its standard error.
         saved: Energy saved by the plan, as a fraction of the energy at default clocks.
         saved_error: Its standard error.
-        promised_slowdown: The slowdown that the plan promises.
-        promised_saved: The saving that it promises.
         freedom: Degrees of freedom of the errors.
     """
 
@@ -279,9 +245,9 @@ class PlanComparison:
         """Compare iterations under a plan with earlier ones at default clocks."""
         return cls.of_logarithms(
             math.log(planned.time_s / default.time_s),
-            math.hypot(default.time_error, planned.time_error),
+            math.hypot(default.typical.time_error, planned.typical.time_error),
             math.log(planned.energy_j / default.energy_j),
-            math.hypot(default.energy_error, planned.energy_error),
+            math.hypot(default.typical.energy_error, planned.typical.energy_error),
             promised=(math.log1p(planned.promised_slowdown), math.log(planned.promised_power)),
         )
 
@@ -296,15 +262,9 @@ class PlanComparison:
         promised: tuple[float, float],
         freedom: float = math.inf,
     ) -> PlanComparison:
-        """Return the comparison with given natural logarithms of the ratios of time and energy.
+        """Return the comparison with given natural logarithms of the ratios of time and energy, and their errors.
 
-        Args:
-            time: Logarithm of the ratio of times.
-            time_error: Its standard error, which is the relative standard error of the ratio.
-            energy: Logarithm of the ratio of energies.
-            energy_error: Its standard error.
-            promised: Logarithms of the ratios of time and power that the plan promises.
-            freedom: Degrees of freedom of the errors.
+        ``promised`` has the logarithms of the ratios of time and power that the plan promises.
         """
         time_ratio, energy_ratio = math.exp(time), math.exp(energy)
         return cls(
@@ -357,12 +317,7 @@ class PlanComparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision of a comparison.
-
-    Attributes:
-        kept: Whether the plan is kept.
-        is_late: Whether it is dropped because iterations take longer than promised.
-    """
+    """Decision of a comparison: whether the plan is kept, or dropped because iterations take longer than promised."""
 
     comparison: PlanComparison
     kept: bool
@@ -373,10 +328,7 @@ class Verdict:
     def of(cls, comparison: PlanComparison, probability: float, *, is_last: bool) -> Verdict | None:
         """Return the decision of an interim analysis. None if more blocks are needed.
 
-        Args:
-            comparison: Comparison of the blocks so far.
-            probability: Probability with which it may err about lateness, and the same about energy.
-            is_last: Whether this is the last interim analysis.
+        ``probability`` is that with which it may err about lateness, and the same about energy.
         """
         sure = comparison.standard_errors(probability)
         uses = comparison.uses(sure)
@@ -401,7 +353,7 @@ class Verdict:
 
 
 class PlanProof:
-    """One comparison of a plan with default clocks, block by block.
+    """One comparison of a plan with default clocks, with the probability from :func:`error_probability`.
 
     Attributes:
         blocks: Blocks so far, with an even index at default clocks, with an odd one under the plan.
@@ -409,7 +361,6 @@ class PlanProof:
     """
 
     def __init__(self, probability: float) -> None:
-        """Begin without blocks, given the probability from :func:`error_probability`."""
         self.blocks: list[IterationSample] = []
         self.verdict: Verdict | None = None
         self._probability = probability
@@ -461,10 +412,7 @@ class SwitchCost:
     def learn(self, plan: FrequencyPlan, comparison: PlanComparison, default_s: float) -> bool:
         """Update the switch cost by the lateness of a plan, and return True if new plans are needed.
 
-        Args:
-            plan: Plan that ran. Its time allows for the switch cost so far.
-            comparison: Its comparison with default clocks.
-            default_s: Iteration time at default clocks [s].
+        ``default_s`` is the iteration time at default clocks [s].
         """
         late = comparison.slowdown - comparison.promised_slowdown
         changes = max(plan.changes_by_rank)

@@ -1,4 +1,4 @@
-"""Policies that a user may choose: the rules that select a plan."""
+"""Policies that a user may choose, and the orders that a running job accepts."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from pydantic import (
     ConfigDict,
     Field,
     TypeAdapter,
+    ValidationError,
     model_validator,
 )
 from typing_extensions import Self
 
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ConfigError
 
 
-class _Policy(BaseModel):
+class _Given(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-REMOVED = {
+# Names and keys of policies in earlier versions, with the replacement.
+_REMOVED = {
     "schedule": 'removed in 0.2.0. Run "perseus-ds control policy" from cron instead (docs/policies.md)',
     "cheapest": 'removed in 0.2.0. Use {"name": "deadline", ...} to finish by a time, or {"name": "power_cap", '
     '"signal": ...} to draw less power when energy is expensive (docs/policies.md)',
     "least_swing": "removed in 0.2.0. Omit it: plans without it use 0.1 to 0.2 % less energy",
 }
-"""Names and keys of policies in earlier versions, with the version that removed them and the replacement."""
 
 
 def _of_this_version(policy: object) -> object:
     if isinstance(policy, Mapping):
-        for word, what_to_do in REMOVED.items():
+        for word, what_to_do in _REMOVED.items():
             if word in policy or policy.get("name") == word:
                 raise ValueError(f'"{word}" was {what_to_do}')
     return policy
 
 
 def fraction_not_percentage(value: object) -> object:
-    """Check that a value is a fraction. Its limits are checked elsewhere.
+    """Check that a value is at most 1, before its other limits are checked.
 
     Raises:
         ValueError: It is above 1. If it may be a percentage, the message suggests the fraction.
@@ -62,7 +64,7 @@ def _slowdown(value: float) -> float:
     return value
 
 
-class SlowdownPolicy(_Policy):
+class SlowdownPolicy(_Given):
     """Limit the slowdown relative to the fastest iteration."""
 
     name: Literal["slowdown"] = "slowdown"
@@ -71,7 +73,7 @@ class SlowdownPolicy(_Policy):
     )
 
 
-class DeadlinePolicy(_Policy):
+class DeadlinePolicy(_Given):
     """Finish by a given time with the least energy."""
 
     name: Literal["deadline"]
@@ -81,7 +83,7 @@ class DeadlinePolicy(_Policy):
     )
 
 
-class PowerCapPolicy(_Policy):
+class PowerCapPolicy(_Given):
     """Keep the average power of the job's GPUs under a budget, by `watts` or by `signal`."""
 
     name: Literal["power_cap"]
@@ -101,7 +103,7 @@ class PowerCapPolicy(_Policy):
         return self
 
 
-class EnergyOptimalPolicy(_Policy):
+class EnergyOptimalPolicy(_Given):
     """Minimise energy regardless of time: T*."""
 
     name: Literal["energy_optimal"]
@@ -111,7 +113,7 @@ _Simple = SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy
 Policy = Annotated[_Simple, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 
 
-class ReducePolicy(_Policy):
+class ReducePolicy(_Given):
     """Reduce power for a time or by a signal file, in addition to another policy."""
 
     name: Literal["reduce"]
@@ -151,7 +153,6 @@ class ReducePolicy(_Policy):
 
 PolicyConfig = Annotated[_Simple | ReducePolicy, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
-"""Validates a policy that is given as plain values."""
 
 
 def reduced(policy: PolicyConfig, power_fraction: float, until: datetime) -> ReducePolicy:
@@ -168,11 +169,7 @@ def without_reduction(policy: PolicyConfig) -> Policy:
 
 
 def check_deadline(policy: PolicyConfig, now: datetime) -> None:
-    """Check that the deadline of a policy has not passed.
-
-    Raises:
-        ConfigError: It has passed.
-    """
+    """Raise ConfigError if the deadline of a policy has passed."""
     policy = without_reduction(policy)
     if isinstance(policy, DeadlinePolicy) and policy.finish_by <= now:
         raise ConfigError(
@@ -193,3 +190,66 @@ def signal_files(policy: PolicyConfig) -> dict[str, SignalUse]:
     if isinstance(policy, ReducePolicy) and policy.signal is not None:
         uses[policy.signal] = "fraction"
     return uses
+
+
+# Orders, from the job's scripts and from ``perseus-ds control``.
+
+
+class Status(_Given):
+    """Report the state of the job."""
+
+    command: Literal["status"]
+
+
+class SetPolicy(_Given):
+    """Run under another policy."""
+
+    command: Literal["policy"]
+    policy: PolicyConfig
+
+
+class SetStraggler(_Given):
+    """Expect a pipeline to take ``slowdown`` times as long. A slowdown of 1 ends the report."""
+
+    command: Literal["straggler"]
+    pipeline: int = Field(ge=0, lt=2**31)
+    slowdown: float = Field(ge=1, le=1e6, allow_inf_nan=False)
+    after_iterations: int = Field(0, ge=0, le=10**12)
+
+
+class Pause(_Given):
+    """Run at default clocks."""
+
+    command: Literal["pause"]
+
+
+class Resume(_Given):
+    """Run under plans again."""
+
+    command: Literal["resume"]
+
+
+class Reduce(_Given):
+    """Draw less power for a given time."""
+
+    command: Literal["reduce"]
+    power_fraction: Annotated[float, BeforeValidator(fraction_not_percentage)] = Field(gt=0, le=1)
+    duration_s: float = Field(gt=0, le=1e9, allow_inf_nan=False)
+    within_s: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+
+
+AnyOrder = Status | SetPolicy | SetStraggler | Reduce | Pause | Resume
+Order = Annotated[AnyOrder, Field(discriminator="command")]
+_ORDER: TypeAdapter[AnyOrder] = TypeAdapter(Order)
+
+
+def parse_order(words: object) -> AnyOrder:
+    """Validate an order.
+
+    Raises:
+        ConfigError: It is not a valid order. The message names the key.
+    """
+    try:
+        return _ORDER.validate_python(words)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Order, "order: ")) from None

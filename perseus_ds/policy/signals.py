@@ -22,10 +22,10 @@ from perseus_ds.artifacts.io import read_text
 from perseus_ds.artifacts.validation import MIB
 from perseus_ds.errors import SignalError
 from perseus_ds.policy.policies import PolicyConfig, SignalUse, signal_files
-from perseus_ds.timebase import Flag, Timebase
+from perseus_ds.timebase import Timebase
 
-MOST_SIGNAL_VALUES = 40_000
-"""A year of values for each quarter of an hour."""
+# A year of values for each quarter of an hour.
+_MOST_VALUES = 40_000
 _MOST_BYTES = 8 * MIB
 _MOST_VALUE = 1e9
 _HEADER = ["time", "value"]
@@ -33,19 +33,12 @@ _FIRST_YEAR, _LAST_YEAR = 1970, 2200
 _FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
 _LONGEST_MESSAGE = 600
 _POLL_S = 1.0
-_READ_TIMEOUT_S = 10.0
 _Signature = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Signal:
-    """Values over time. Each is valid until the next one begins.
-
-    Attributes:
-        begins_s: Begin of each value, ascending [Unix seconds].
-        values: The values.
-        end_s: End of the last value [Unix seconds].
-    """
+    """Values over time, each valid until the next one begins. Begins and end are in ascending Unix seconds."""
 
     begins_s: tuple[float, ...]
     values: tuple[float, ...]
@@ -70,10 +63,7 @@ class Signal:
 def read_signal(path: Path, use: SignalUse = "cap", now: datetime | None = None) -> Signal:
     """Read a signal. A file with a single number is a constant signal.
 
-    Args:
-        path: The file.
-        use: Meaning of its values.
-        now: Time for which it must have a value. None for fractions, which are 1 at all other times.
+    If ``now`` is given, a cap must have a value for this time. Fractions are 1 at all times without a value.
 
     Raises:
         SignalError: The file is missing or invalid. The message names file and row.
@@ -81,51 +71,35 @@ def read_signal(path: Path, use: SignalUse = "cap", now: datetime | None = None)
     text = read_text(path, SignalError, "file of a signal", _MOST_BYTES)
     try:
         signal = parse_signal(text.strip())
-        _check(signal, use, now)
-    except SignalError as error:
-        raise SignalError(f"{path}: {error}") from None
+        if use == "fraction":
+            if wrong := [value for value in signal.values if not 0 < value <= 1]:
+                raise SignalError(
+                    f"expected fractions of the power at default clocks, above 0 and at most 1 (1 for no reduction), "
+                    f"got {wrong[0]:g}."
+                )
+        elif now is not None and now.timestamp() >= signal.end_s:
+            raise SignalError(f"all its values are in the past: it ended at {_text(signal.end_s)}.")
+        elif now is not None and now.timestamp() < signal.begins_s[0]:
+            raise SignalError(f"it has no value for the current time: it begins at {_text(signal.begins_s[0])}.")
+    except SignalError as error:  # its message may quote the file
+        raise SignalError(f"{path}: {str(error)[:_LONGEST_MESSAGE]}") from None
     return signal
 
 
-def _check(signal: Signal, use: SignalUse, now: datetime | None) -> None:
-    if use == "fraction":
-        if wrong := [value for value in signal.values if not 0 < value <= 1]:
-            raise SignalError(
-                f"expected fractions of the power at default clocks, above 0 and at most 1 (1 for no reduction), "
-                f"got {wrong[0]:g}."
-            )
-    elif now is not None and now.timestamp() >= signal.end_s:
-        raise SignalError(f"all its values are in the past: it ended at {_text(signal.end_s)}.")
-    elif now is not None and now.timestamp() < signal.begins_s[0]:
-        raise SignalError(f"it has no value for the current time: it begins at {_text(signal.begins_s[0])}.")
-
-
 def parse_signal(text: str) -> Signal:
-    """Parse the contents of a signal file.
-
-    Raises:
-        SignalError: They are invalid. The message names the row.
-    """
+    """Parse the contents of a signal file. Raises SignalError, which names the row."""
     if not text:
         raise SignalError("the file is empty.")
-    constant = _number(text)
-    if constant is not None:
+    if (constant := _number(text)) is not None:
         return Signal((-math.inf,), (constant,), math.inf)
-    try:
-        return _from_csv(text)
-    except SignalError as error:  # its message quotes the file
-        raise SignalError(str(error)[:_LONGEST_MESSAGE]) from None
-
-
-def _from_csv(text: str) -> Signal:
     try:
         header, *rows = csv.reader(text.splitlines())
     except csv.Error as error:
         raise SignalError(f"not a CSV file ({error}).") from None
     if [name.strip().lower() for name in header] != _HEADER:
         raise SignalError(f'expected one number, or the columns "time,value", found {",".join(header)!r}.')
-    if len(rows) > MOST_SIGNAL_VALUES:
-        raise SignalError(f"{len(rows)} values, expected at most {MOST_SIGNAL_VALUES}. Remove those in the past.")
+    if len(rows) > _MOST_VALUES:
+        raise SignalError(f"{len(rows)} values, expected at most {_MOST_VALUES}. Remove those in the past.")
     begins_s: list[float] = []
     values: list[float] = []
     for number, row in enumerate(rows, start=2):
@@ -206,12 +180,7 @@ class SignalWatch:
     """
 
     def __init__(self, timebase: Timebase, on_problem: Callable[[str], None]) -> None:
-        """Create a watch without files.
-
-        Args:
-            timebase: Timebase of the server.
-            on_problem: Called on another thread with the problem of a file that has changed.
-        """
+        """Create a watch without files. ``on_problem`` is called on another thread with what is wrong with a file."""
         self.signals: Mapping[str, Signal] = {}
         self._timebase = timebase
         self._on_problem = on_problem
@@ -226,11 +195,13 @@ class SignalWatch:
         Raises:
             SignalError: A file cannot be used. The signals are unchanged.
         """
-        found = {path: self._read_with_timeout(path, use) for path, use in signal_files(policy).items()}
+        uses = signal_files(policy)
+        files = {path: _File(use, _signature(path)) for path, use in uses.items()}
+        found = {path: self._read(path, use) for path, use in uses.items()}
         with self._changed:
-            self._files = {path: file for path, (file, _) in found.items()}
+            self._files = files
             # Those of the previous policy are kept, because it may make one more decision.
-            self.signals = {**self.signals, **{path: signal for path, (_, signal) in found.items()}}
+            self.signals = {**self.signals, **found}
             begins = bool(found) and not self._is_watching and not self._is_closed
             self._is_watching = self._is_watching or begins
         if begins:
@@ -248,27 +219,6 @@ class SignalWatch:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def _read_with_timeout(self, path: str, use: SignalUse) -> tuple[_File, Signal]:
-        """Read a file on another thread, because a file system may hang."""
-        done = Flag(self._timebase)
-        found: list[tuple[_File, Signal] | SignalError] = []
-
-        def read() -> None:
-            try:
-                found.append((_File(use, _signature(path)), self._read(path, use)))
-            except SignalError as error:
-                found.append(error)
-            finally:
-                done.set()
-
-        self._timebase.thread(read, "perseus-signal").start()
-        done.wait(_READ_TIMEOUT_S)
-        if not found:
-            raise SignalError(f"{path}: the signal cannot be read: no answer for {_READ_TIMEOUT_S:.0f} s.")
-        if isinstance(found[0], SignalError):
-            raise found[0]
-        return found[0]
 
     def _read(self, path: str, use: SignalUse) -> Signal:
         try:
@@ -302,7 +252,7 @@ class SignalWatch:
             return
         file.known = signature
         with self._changed:
-            if self._files.get(path) is file and signal != self.signals[path]:
+            if self._files.get(path) is file:
                 self.signals = {**self.signals, path: signal}
 
 

@@ -28,7 +28,7 @@ import zmq
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.policy.orders import parse_order
+from perseus_ds.policy.policies import parse_order
 from perseus_ds.protocol.places import boot_id
 
 ADDRESS_FILE, KEY_FILE = "control.json", "control.key"

@@ -165,8 +165,8 @@ def forget_for_later_runs(context: ModeContext) -> None:
 
 
 def keep_for_later_runs(context: ModeContext) -> None:
-    """Store profile and frontier for the next run of this job."""
-    if context.job.config.cache:
+    """Store profile and frontier for the next run of a job in auto mode."""
+    if context.job.config.cache and context.job.config.mode == "auto":
         try:
             store(context.job.output_dir, cached(context.job.profile_key()))
         except OSError as error:

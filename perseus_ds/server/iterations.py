@@ -27,7 +27,7 @@ from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule, Span, decode_spans
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import IterationSample
-from perseus_ds.policy.reports import Conditions, JobReport, RankReports
+from perseus_ds.policy.reports import Conditions, JobDrift, JobReport, RankReports
 from perseus_ds.protocol.job_messages import Program, RankReport, Times
 
 
@@ -213,6 +213,7 @@ class Seen:
         conditions: Limits of GPUs. Iterations with equal conditions may be compared.
         relative: Time and energy at default clocks predicted for the lengths of its micro-batches, relative to an
             iteration of the profile's length. 1 if iterations are not planned by length, NaN if this one has no plan.
+        drift: Deviation from the profile under plans; None if it was not measured in this iteration.
     """
 
     number: int
@@ -226,6 +227,7 @@ class Seen:
     ended: float
     conditions: Conditions = ()
     relative: tuple[float, float] = (1.0, 1.0)
+    drift: JobDrift | None = None
 
     @cached_property
     def reports(self) -> JobReport:
@@ -236,12 +238,6 @@ class Seen:
     def time_s(self) -> float:
         """Time of the slowest rank [s]."""
         return self.reports.time_s
-
-    def set(self, rank: int, fields: Mapping[str, float]) -> None:
-        """Set fields of a rank's report that the server has computed."""
-        for name, value in fields.items():
-            getattr(self.ranks, name)[rank] = value
-        self.__dict__.pop("reports", None)
 
     def spans(self, rank: int) -> list[Span]:
         """Return the operations of a rank, relative to the iteration's start. Empty if not measured."""

@@ -15,8 +15,19 @@ from pydantic import ConfigDict, Field
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
 from perseus_ds.policy.decisions import KindTimes
-from perseus_ds.policy.orders import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
-from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, reduced
+from perseus_ds.policy.policies import (
+    AnyOrder,
+    Pause,
+    PolicyConfig,
+    Reduce,
+    ReducePolicy,
+    Resume,
+    SetPolicy,
+    SetStraggler,
+    Status,
+    check_deadline,
+    reduced,
+)
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts

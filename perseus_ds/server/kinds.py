@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,6 @@ from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned, ShapePlanne
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError, ScheduleError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.policy.reports import SHAPES, shapes_number
 from perseus_ds.profiler.lengths import FEWEST_LENGTHS
 from perseus_ds.protocol.job_messages import Orders, ReadSchedule, ScheduleRead
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
@@ -59,23 +58,17 @@ class Shape:
     """Shapes of the inputs of an iteration, encoded as numbers.
 
     Attributes:
-        number: Number of the first forwards and all forwards of all ranks.
         total: Number of all forwards of all ranks, regardless of their order.
         firsts: Number of the first forward of each rank.
     """
 
-    number: int
-    total: int
-    firsts: tuple[float, ...] = field(compare=False)
+    total: float
+    firsts: tuple[float, ...]
 
     @classmethod
     def of(cls, seen: Seen) -> Shape:
         """Return the shape of an iteration."""
-        reports = [message.report for message in seen.messages]
-        totals = [shapes_number(rank, report.shapes) for rank, report in enumerate(reports)]
-        firsts = [shapes_number(rank, report.first_shape) for rank, report in enumerate(reports)]
-        total = sum(totals) % SHAPES
-        return cls((sum(firsts) + 3 * total) % SHAPES, total, tuple(report.first_shape for report in reports))
+        return cls(seen.reports.shapes, tuple(message.report.first_shape for message in seen.messages))
 
     def begins_like(self, other: Shape) -> bool:
         """Return whether a rank cannot distinguish it from another shape by the first forward."""
@@ -524,7 +517,7 @@ class Kinds:
             number, shapes.first, job = 0, None, order.context.job
         else:
             number = shapes.numbers = shapes.numbers + 1
-            job = order.context.job.of_shape(number, f"{shape.total}")
+            job = order.context.job.of_shape(number, f"{shape.total:.0f}")
         context = replace(order.context, job=job)
         mode, error = mode_of_shape(context, length, shapes.measured, order.context.job.profile_path)
         self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))

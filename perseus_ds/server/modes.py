@@ -24,7 +24,6 @@ from perseus_ds.server.frontiers import (
     forget_for_later_runs,
     frontier_of_an_earlier_run,
     has_own_profile,
-    keep_for_later_runs,
     left_by_an_earlier_start,
     load_frontier,
     optimise,
@@ -183,8 +182,7 @@ async def _profile_and_run(
         elif (await _measure_again(context, runner)).sample.mixes_shapes and not runner.by_length:
             return None
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
-        runner.profiles_again = may_profile
-        result = await runner.run_while_kept(lambda: keep_for_later_runs(context))
+        result = await runner.run_while_kept(profiles_again=may_profile)
         if isinstance(result, Verdict):
             if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
                 frontier = await optimise(context, DefaultIterations(context.job), switch_cost.time_s)

@@ -39,8 +39,8 @@ def is_predicted(job: Job, frontier: Frontier, sample: IterationSample) -> bool:
     """Return whether the profile predicts time and energy of iterations at default clocks."""
     predicted_j = job.gpus_per_rank * frontier.baseline.energy_j
     return not (
-        _is_off(sample.time_s, frontier.baseline.time_s, sample.time_error)
-        or _is_off(sample.energy_j, predicted_j, sample.energy_error)
+        _is_off(sample.time_s, frontier.baseline.time_s, sample.typical.time_error)
+        or _is_off(sample.energy_j, predicted_j, sample.typical.energy_error)
     )
 
 
@@ -77,9 +77,9 @@ def correct_profile(
             corrected.save(job.profile_path)
     event = Predicted(
         time_s=round(sample.time_s, 6),
-        time_error=round(sample.time_error, 5),
+        time_error=round(sample.typical.time_error, 5),
         energy_j=round(sample.energy_j, 6),
-        energy_error=round(sample.energy_error, 5),
+        energy_error=round(sample.typical.energy_error, 5),
         predicted_time_s=round(frontier.baseline.time_s, 6),
         predicted_energy_j=round(job.gpus_per_rank * frontier.baseline.energy_j, 6),
         parts={name: round(factor, 4) for name, factor in factors.items()},
@@ -110,7 +110,7 @@ def _by_power(job: Job, profile: StageProfile, sample: IterationSample) -> Stage
     waiting_j = power_w * ranks * sample.time_s
     beyond_j = predicted.energy_j - power_w * ranks * predicted.time_s
     measured_j = sample.energy_j / job.gpus_per_rank
-    if not _is_off(measured_j, waiting_j + beyond_j, sample.energy_error):
+    if not _is_off(measured_j, waiting_j + beyond_j, sample.typical.energy_error):
         return None
     factor = (measured_j - waiting_j) / beyond_j
     return with_power(profile, factor) if 0 < factor < math.inf else None

@@ -33,7 +33,7 @@ from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.policy.orders import Status
+from perseus_ds.policy.policies import Status
 from perseus_ds.protocol import description as described
 from perseus_ds.protocol.job_messages import RankReport, Say, Spans, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted

@@ -207,11 +207,10 @@ class Recorder:
         energies_j = reports.energy_j
         energy_j = float(energies_j.sum())
         has_energy = math.isfinite(energy_j)
-        drift = reports.drift
         if run.phase not in _UNDER_PLANS:
             self._drift = None
-        elif np.isfinite(drift).any():
-            self._drift = float(np.nanmax(drift))
+        elif seen.drift is not None:
+            self._drift = seen.drift.most
         failed = np.flatnonzero(reports.failed).tolist()
         forecast, following = run.forecast, run.next_phase
         return IterationRecord(

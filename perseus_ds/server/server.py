@@ -23,8 +23,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.policy.orders import parse_order
-from perseus_ds.policy.policies import check_deadline
+from perseus_ds.policy.policies import check_deadline, parse_order
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.protocol import job_messages as msg
@@ -41,7 +40,7 @@ from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kind, Kinds
 from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder, TimelineLog
-from perseus_ds.server.under_plans import add_drift
+from perseus_ds.server.under_plans import drift_of
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -351,7 +350,7 @@ class JobServer:
         self.control.count_step(seen.number)
         self._time_s = seen.time_s
         if run is not None and number % run.every == 0:
-            add_drift(self.job, seen)
+            seen.drift = drift_of(self.job, seen)
         kind, order, shape = self._kinds.route(seen, key)
         if kind is not None:
             is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)

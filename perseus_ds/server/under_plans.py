@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from typing import Any
@@ -14,16 +14,18 @@ from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Forecast
 from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
-from perseus_ds.policy.reports import Conditions, DriftWatch, JobReport, reported_drift
+from perseus_ds.policy.reports import Conditions, JobDrift, RankDrift
 from perseus_ds.protocol.job_messages import Times
 from perseus_ds.server.context import ModeContext
 from perseus_ds.server.default_clocks import DefaultIterations
+from perseus_ds.server.frontiers import keep_for_later_runs
 from perseus_ds.server.iterations import NextPhase, Plans, Run, Seen, iteration
 from perseus_ds.server.job import Job
 from perseus_ds.server.selector import PlanSelector
 from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
+_DRIFTS_IN_A_ROW = 2
 _INCOMPARABLE = 30
 # Duration of a plan from a file before a comparison. A shorter job is too short for a comparison.
 _TRIAL_ITERATIONS = 8
@@ -38,41 +40,39 @@ _MOST_TURNS = 3
 
 
 class Outcome(Enum):
-    """Reason why there is no verdict on a plan, so that something has to be measured again.
+    """Reason why there is no verdict on a plan, so that something has to be measured again."""
 
-    Attributes:
-        PROFILE_OUTDATED: Instructions deviate from the profile, and a comparison is not possible.
-        DEFAULT_OUTDATED: Since default clocks were measured, shapes of inputs or limits of GPUs have changed.
-    """
-
-    PROFILE_OUTDATED = "profile outdated"
-    DEFAULT_OUTDATED = "default outdated"
+    PROFILE_OUTDATED = "instructions deviate from the profile, and a comparison is not possible"
+    DEFAULT_OUTDATED = "shapes of inputs or limits of GPUs have changed since default clocks were measured"
 
 
-def add_drift(job: Job, seen: Seen) -> None:
-    """Compare instructions of an iteration under plans with the profile. Add the drift to its reports."""
+def drift_of(job: Job, seen: Seen) -> JobDrift | None:
+    """Compare the instructions of an iteration under plans with the profile. None if they were not measured."""
     plans = None if seen.run is None or seen.run.by_length else seen.run.plans
     if plans is None or not plans.frontier.instruction_times_s:
-        return
+        return None
+    pipelines, drifts = [], []
     for rank in job.profiled:
         place, has_failed = job.places[rank], seen.messages[rank].has_failed
         plan = plans.of_pipeline(place.pipeline)
         instructions, clocks_mhz = plan.instructions[place.pipeline_rank], plan.clocks_mhz[place.pipeline_rank]
-        spans = seen.spans(rank)
-        if spans or has_failed:
-            clocks = {} if has_failed else dict(zip(instructions, clocks_mhz, strict=True))
-            seen.set(rank, reported_drift(spans, clocks, plans.frontier.instruction_times_s))
+        if has_failed:
+            drift = RankDrift()
+        elif spans := seen.spans(rank):
+            clocks = dict(zip(instructions, clocks_mhz, strict=True))
+            drift = RankDrift.of(spans, clocks, plans.frontier.instruction_times_s)
+        else:
+            continue
+        pipelines.append(place.pipeline)
+        drifts.append(drift)
+    return JobDrift.of(pipelines, drifts) if drifts else None
 
 
 class PlanRunner:
     """Runs the assignment in force, and compares it with default clocks.
 
     Attributes:
-        frontier: The plans.
         by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
-        selector: Decides on the assignment.
-        profiles_again: Whether to end, so that the job profiles again, if instructions deviate from the profile and a
-            comparison is not possible. Otherwise the deviation is only reported.
         has_drifted: Whether instructions were found to deviate from the profile.
         drifts_by_shape: Whether the reason is another shape of inputs.
     """
@@ -85,26 +85,20 @@ class PlanRunner:
         default: DefaultIterations | None = None,
         by_length: bool = False,
     ) -> None:
-        """Decide on the first plan.
-
-        Args:
-            context: Context of the mode.
-            frontier: The plans.
-            default: Iterations of this job at default clocks; None if savings are relative to the profile.
-            by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
-        """
+        """Decide on the first plan. Without ``default``, savings are relative to the profile."""
         self._context = context
         self._job = context.job
         self._recorder = context.recorder
         self.frontier = frontier
         self.by_length = by_length
-        self.profiles_again = self.has_drifted = self.drifts_by_shape = False
+        self.has_drifted = self.drifts_by_shape = False
         # Whether the last comparison kept the plan and the next one is not due, and the number of iterations until
         # then.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
         # The limits of GPUs under which default clocks were measured.
         self._conditions: Conditions = ()
-        self._drift = DriftWatch(context.job.config.max_drift)
+        # Number of consecutive iterations that deviated too far from the profile.
+        self._drifted = 0
         self._default: IterationSample | None = None
         # Error probability of each analysis of the current comparison.
         self._probability: float | None = None
@@ -135,7 +129,7 @@ class PlanRunner:
 
     @property
     def default(self) -> IterationSample:
-        """Last measured iterations of this job at default clocks."""
+        """The last measured iterations of this job at default clocks."""
         assert self._default is not None, "default clocks are measured first"
         return self._default
 
@@ -145,7 +139,6 @@ class PlanRunner:
         self._again_in = int(kept.get("again_in", _COMPARED_AGAIN_AFTER))
 
     def _progress(self) -> dict[str, Any]:
-        """Return the progress to keep for a later start of the job."""
         progress = self.selector.state()
         if self._is_kept and self._default is not None and not self._default.varies_in_shape:
             sample = self._default
@@ -158,7 +151,6 @@ class PlanRunner:
         return progress
 
     def compare_with(self, default: DefaultIterations) -> None:
-        """Use iterations at default clocks that were just measured for the next comparison."""
         self._is_fresh, self._incomparable = True, 0
         self._conditions = default.conditions
         self._set_default(default.sample)
@@ -187,25 +179,20 @@ class PlanRunner:
 
     @property
     def _is_capped(self) -> bool:
-        """True if default clocks would exceed the cap in force. Then all iterations run with plans."""
         return self.selector.in_force.capped
 
-    async def run_while_kept(self, when_kept: Callable[[], None] = lambda: None) -> Verdict | Outcome:
-        """Train under the policy's plan until it breaks its promise.
+    async def run_while_kept(self, *, profiles_again: bool = False) -> Verdict | Outcome:
+        """Train under the policy's plan until it breaks its promise, and return the verdict that drops it.
 
         Default clocks must be measured before. If they would exceed a power cap, nothing is compared until the cap has
-        ended.
-
-        Args:
-            when_kept: Called each time a comparison keeps the plan.
-
-        Returns:
-            The verdict that drops the plan, or the reason why there is none and something has to be measured again.
+        ended. If instructions deviate from the profile and a comparison is not possible, this is only reported unless
+        the job profiles again.
         """
+        self._profiles_again = profiles_again
         while True:
             result: Verdict | Outcome | None
             if self.apply_cap():
-                when_kept()
+                keep_for_later_runs(self._context)
                 self._is_fresh = False
                 result = (await self._run(math.inf, capped=True)) or Outcome.DEFAULT_OUTDATED
             elif self._is_kept:
@@ -217,7 +204,7 @@ class PlanRunner:
                 if isinstance(result, Verdict) and result.kept:
                     self._again_in = max(self._again_in, math.ceil(_COMPARED_AGAIN_AFTER_S / self.default.time_s))
                     self.say_compared(result, f"compared again in {self._again_in} iterations")
-                    when_kept()
+                    keep_for_later_runs(self._context)
                     self._is_kept = True
                     continue
             if result is not None:
@@ -254,8 +241,8 @@ class PlanRunner:
     async def _add_block(self, following: int, block: IterationSample, *, is_planned: bool) -> Outcome | None:
         """Run iterations of a block until it is long enough, or until another assignment is in force.
 
-        The iterations are added to the block, the last one while the next block begins. ``following`` is the number of
-        blocks after this one until the next analysis.
+        The last iteration is added while the next block begins. ``following`` is the number of blocks after this one
+        until the next analysis.
         """
         begun = self.selector.in_force.number
         is_over, in_s = False, None
@@ -327,7 +314,7 @@ class PlanRunner:
         self._recorder.announce(PlanJudged.model_validate({"plan": plan, **kind, **decided, **figures}))
 
     def _add_iteration(self, seen: Seen) -> Outcome | None:
-        """Process an iteration, decide on the following ones, and return why plans are outdated, if so."""
+        """Process an iteration, decide on the following ones, and return why plans are outdated, if they are."""
         run = seen.run
         self.selector.learn(seen)
         outcome = self._outdated(seen)
@@ -351,17 +338,26 @@ class PlanRunner:
         energy and is in time is kept, regardless of its instruction times. With inputs of other shapes or a power cap,
         a comparison is not possible.
         """
-        reports = seen.reports
         if seen.conditions != self._conditions and not self._is_capped:
             return Outcome.DEFAULT_OUTDATED
-        if seen.run is None or seen.run.plans is None or math.isnan(reports.drift):
+        drift, default = seen.drift, self._default
+        if drift is None:
             return None
-        typical, most = self._drift_and_most(reports)
-        if not self._drift.has_drifted(typical):
+        typical, most = drift.typical, drift.most
+        has_other_shapes = default is not None and default.has_shapes_beside(seen.reports)
+        if default is None or not has_other_shapes:
+            self._scale = 1.0
+        else:
+            # A factor that all instructions have in common is not drift: the promise is multiplied by it.
+            typical, most = drift.typical_beside_pace, drift.most_beside_pace
+            if not math.isnan(drift.pace):
+                self._scale = 1.0 if default.varies_in_shape else drift.pace
+        self._drifted = self._drifted + 1 if typical > self._job.config.max_drift else 0
+        if self._drifted < _DRIFTS_IN_A_ROW:
             return None
-        self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(reports)
-        is_compared = not (self.drifts_by_shape or self._is_capped)
-        is_outdated = self.profiles_again and not is_compared
+        self.drifts_by_shape = has_other_shapes
+        is_compared = not (has_other_shapes or self._is_capped)
+        is_outdated = self._profiles_again and not is_compared
         if is_outdated or not self.has_drifted:
             if is_outdated:
                 then = "profiling again"
@@ -373,22 +369,7 @@ class PlanRunner:
         self.has_drifted = True
         return Outcome.PROFILE_OUTDATED if is_outdated else None
 
-    def _drift_and_most(self, reports: JobReport) -> tuple[float, float]:
-        """Return the typical and the largest deviation of the pipelines from the profile.
-
-        If inputs have other shapes than at default clocks, a factor that all instructions have in common is not drift:
-        plans are kept, and their promise is multiplied by this factor.
-        """
-        default = self._default
-        if default is None or not default.has_shapes_beside(reports):
-            self._scale = 1.0
-            return reports.drift, reports.drift_most
-        if not math.isnan(reports.pace):
-            self._scale = 1.0 if default.varies_in_shape else reports.pace
-        return reports.drift_beside_pace, reports.drift_beside_pace_most
-
     def _sample_of_plans(self) -> IterationSample:
-        """Return a sample for iterations with the assignment in force, with its promise."""
         period_s = self._default.counter_period_s if self._default is not None else 0.0
         return IterationSample(
             period_s, self.selector.in_force.promised_slowdown, self.selector.in_force.promised_power
@@ -405,7 +386,6 @@ class PlanRunner:
         )
 
     def _planned(self, next_phase: NextPhase | None = None, block: IterationSample | None = None) -> Run:
-        """Return a run of the assignment in force."""
         assignment = self.selector.in_force
         if assignment.paused:
             return self._at_default("pause", next_phase, block)

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from perseus_ds.artifacts.run_records import PowerCapChanged
 from perseus_ds.policy.decisions import Situation, decide
-from perseus_ds.policy.orders import parse_order
-from perseus_ds.policy.policies import POLICY, PowerCapPolicy, ReducePolicy, SlowdownPolicy
+from perseus_ds.policy.policies import POLICY, PowerCapPolicy, ReducePolicy, SlowdownPolicy, parse_order
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.server.job_control import JobControl
 

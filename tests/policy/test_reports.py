@@ -1,29 +1,13 @@
-"""Reports of drift by ranks, and rank 0's evaluation."""
+"""Deviations of instruction times from the profile, and limits of GPUs."""
 
 import math
 import random
 
 import pytest
-from seen import reports_of
 
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
-from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, LimitConditions, reported_drift
-
-
-def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
-    forward = Instruction(0, Kind.FORWARD, 0)
-    watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
-
-    def drift_of(pipelines):
-        reports = reports_of(*({"drift": drift} for drift in pipelines), pipelines=range(len(pipelines)))
-        return JobReport.of(reports).drift
-
-    spans = [Span(Compute(forward), 0.0, s) for s in (0.11, 0.11, 0.11, 0.9)]
-    assert reported_drift(spans, {forward: 1400}, expected)["drift"] == pytest.approx(0.1)
-    assert reported_drift(spans, {}, expected) == {"drift": 0.0}
-    seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
-    assert [watch.has_drifted(drift_of(pipelines)) for pipelines in seen] == [n in (3, 4, 7) for n in range(8)]
+from perseus_ds.policy.reports import GpuLimit, JobDrift, LimitConditions, RankDrift
 
 
 @pytest.mark.parametrize(("spread", "is_drift"), [(0.0, True), (0.02, True), (0.3, False)])
@@ -36,25 +20,32 @@ def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, is_drift):
         for i in range(samples)
     ]
     clocks_mhz = {span.operation.instruction: 1400 for span in drawn}
-    reported = reported_drift(drawn, clocks_mhz, {(0, kind, 1400): 0.005 for kind in kinds})
-    report = JobReport.of(reports_of(reported))
-    assert (report.drift > 0.05) == is_drift
-    assert (report.drift_beside_pace > 0.02) == is_drift
-    assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
+    drift = JobDrift.of([0], [RankDrift.of(drawn, clocks_mhz, {(0, kind, 1400): 0.005 for kind in kinds})])
+    assert (drift.typical > 0.05) == is_drift
+    assert (drift.typical_beside_pace > 0.02) == is_drift
+    assert drift.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
+
+
+def test_the_job_drifts_if_half_of_its_pipelines_do_by_their_worst_rank():
+    def drift_of(*drifts):
+        found = JobDrift.of([rank // 2 for rank in range(len(drifts))], [RankDrift(drift) for drift in drifts])
+        return found.typical, found.most
+
+    assert drift_of(0.0, 0.0, 0.2, 0.2) == (0.0, 0.2)
+    assert drift_of(0.1, 0.0, 0.0, 0.2) == (0.1, 0.2)
 
 
 def test_ranks_whose_passes_vary_too_widely_say_nothing_about_the_pace():
-    sure, unsure = {"drift": 0.0, "pace_low": 1.1, "pace_high": 1.1}, {"drift": 0.0, "pace_low": 3.0, "pace_high": -1.0}
-    assert JobReport.of(reports_of(sure, unsure)).pace == pytest.approx(1.1)
-    assert math.isnan(JobReport.of(reports_of(unsure)).pace)
+    sure, unsure = RankDrift(0.0, 1.1, 1.1), RankDrift(0.0, 3.0, -1.0)
+    assert JobDrift.of([0, 1], [sure, unsure]).pace == pytest.approx(1.1)
+    assert math.isnan(JobDrift.of([0], [unsure]).pace)
 
 
 def test_heat_that_comes_and_goes_is_one_condition_and_a_power_limit_is_another_each_time():
     conditions, draw = LimitConditions(), random.Random(1)
 
-    def hot(*ranks, power_w=math.inf):
-        limits = [GpuLimit(rank, power_w if rank == 0 else math.inf, draw.choice([900, 1100])) for rank in ranks]
-        return conditions.add(1.0, limits)
+    def hot(*ranks):
+        return conditions.add(1.0, [GpuLimit(rank, math.inf, draw.choice([900, 1100])) for rank in ranks])
 
     seen = [hot(*(rank for rank in range(1, 11) if draw.random() < 0.3)) for _ in range(3000)]
     assert len(set(seen)) <= 11, "each GPU is hot once"

@@ -52,15 +52,16 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.items(), ids=range(len(BAD)))
-def test_what_is_wrong_with_a_signal_is_said_with_its_place_in_few_and_printable_characters(text, message):
+def test_what_is_wrong_with_a_signal_is_said_with_its_place_in_few_and_printable_characters(tmp_path, text, message):
+    (tmp_path / "signal.csv").write_text(text)
     with pytest.raises(SignalError, match=message) as raised:
-        parse_signal(text)
+        read_signal(tmp_path / "signal.csv")
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 800
 
 
 def test_a_signal_has_at_most_as_many_values_as_a_year_has_quarter_hours(monkeypatch):
-    monkeypatch.setattr(signals, "MOST_SIGNAL_VALUES", 3)
+    monkeypatch.setattr(signals, "_MOST_VALUES", 3)
     assert len(parse_signal(own(1, 2, 3)).values) == 3
     with pytest.raises(SignalError, match=r"^4 values, expected at most 3"):
         parse_signal(own(1, 2, 3, 4))

@@ -14,8 +14,7 @@ from run_log import GIVE_UP_S
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.orders import parse_order
-from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy
+from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy, parse_order
 from perseus_ds.server import control_socket
 from perseus_ds.server.control_socket import ControlServer, send_order
 from perseus_ds.server.job_control import JobControl

@@ -229,7 +229,7 @@ def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeyp
     assert [event.error for event in job.events(Failed)] == ["optimising failed: no such profile"]
 
 
-@pytest.mark.parametrize("of", ["selector.PlanSelector.learn", "under_plans.reported_drift"])
+@pytest.mark.parametrize("of", ["selector.PlanSelector.learn", "under_plans.RankDrift.of"])
 def test_an_unexpected_error_in_a_decision_or_a_report_never_ends_training(start, monkeypatch, caplog, of):
     """The job continues at default clocks, and tries again later."""
     job = start(mode="auto", **SLOWER)

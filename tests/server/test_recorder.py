@@ -47,10 +47,10 @@ UNDER_PLAN = Run("run", plan=4, forecast=FORECAST)
 DEFAULT = Run("observe")
 
 
-def under_plan(number, energy_j=80.0, **fields):
+def under_plan(number, energy_j=80.0, drift=None):
     """Return an iteration under a plan and its run."""
-    report = {"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields}
-    return seen(report, number=number, run=UNDER_PLAN), UNDER_PLAN
+    report = {"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2}
+    return seen(report, number=number, run=UNDER_PLAN, drift=drift), UNDER_PLAN
 
 
 @pytest.fixture

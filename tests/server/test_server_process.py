@@ -15,7 +15,7 @@ from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.orders import parse_order
+from perseus_ds.policy.policies import parse_order
 from perseus_ds.protocol.job_messages import (
     Joined,
     Left,

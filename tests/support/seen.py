@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from perseus_ds.pipeline.schedule import encode_spans
-from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.policy.reports import JobDrift, JobReport, RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.server.iterations import Run, Seen
 
@@ -21,11 +21,7 @@ USUAL = {
 def reports_of(*fields, pipelines=None):
     """Return the reports of ranks, one for each dict of fields."""
     figures = {name: np.array([field.get(name, usual) for field in fields], float) for name, usual in USUAL.items()}
-    reports = RankReports(pipeline=np.array(pipelines or [0] * len(fields)), **figures)
-    for rank, field in enumerate(fields):
-        for name in field.keys() - figures.keys():
-            getattr(reports, name)[rank] = field[name]
-    return reports
+    return RankReports(pipeline=np.array(pipelines or [0] * len(fields)), **figures)
 
 
 def job_report(*fields):
@@ -33,7 +29,16 @@ def job_report(*fields):
     return JobReport.of(reports_of(*fields))
 
 
-def seen(*fields, number=1, run=Run("observe"), pipelines=None, spans=None, begun_s=0.0, memory_bytes=0):  # noqa: B008
+def seen(
+    *fields,
+    number=1,
+    run=Run("observe"),  # noqa: B008
+    pipelines=None,
+    spans=None,
+    begun_s=0.0,
+    memory_bytes=0,
+    drift=None,
+):
     """Return an iteration that ranks have reported.
 
     Args:
@@ -43,6 +48,7 @@ def seen(*fields, number=1, run=Run("observe"), pipelines=None, spans=None, begu
         pipelines: Pipeline of each rank.
         spans: Operations by rank, in the order of execution.
         begun_s: Start on the first rank [s]; each further rank starts 10 ms after the previous one.
+        drift: Deviation of all instructions from the profile; None if it was not measured.
     """
     ranks = range(len(fields))
     streams = [tuple(span.operation for span in own) for own in spans or ()]
@@ -65,4 +71,5 @@ def seen(*fields, number=1, run=Run("observe"), pipelines=None, spans=None, begu
         streams=streams,
         pipeline_ranks=[*ranks],
         ended=1000.0 + number,
+        drift=None if drift is None else JobDrift(drift, drift, 1 + drift, 0.0, 0.0),
     )
