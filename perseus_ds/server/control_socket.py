@@ -28,7 +28,7 @@ import zmq
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.policy.policies import parse_order
+from perseus_ds.policy.policies import AnyOrder, parse_order
 from perseus_ds.protocol.places import boot_id
 
 ADDRESS_FILE, KEY_FILE = "control.json", "control.key"
@@ -41,56 +41,46 @@ _LONGEST_ORDER, _LONGEST_ANSWER = 1 << 16, 1 << 22
 _PAUSE_S = 0.02
 
 
-class _Handler(socketserver.BaseRequestHandler):
+class _Handler(socketserver.StreamRequestHandler):
     """Answers one line from a client."""
 
     server: ControlServer
-    request: socket.socket
+    timeout = _CLIENT_TIMEOUT_S
 
     def handle(self) -> None:
-        answer = self.server.answer(receive_line(self.request, _LONGEST_ORDER, _CLIENT_TIMEOUT_S))
-        self.request.sendall(json.dumps(answer).encode() + b"\n")
+        self.wfile.write(json.dumps(self.server.answer(self.rfile.readline(_LONGEST_ORDER))).encode() + b"\n")
 
 
 class RemoteAccess(msgspec.Struct, frozen=True):
-    """Address and keys for orders to a job's server from other nodes.
+    """Address and keys for orders to a job's server from other nodes."""
 
-    Attributes:
-        address: Address of its port.
-        server_key: Its public key.
-        public_key: Public key of those who give orders.
-        secret_key: Secret key of those who give orders.
-    """
-
-    address: str
-    server_key: str
-    public_key: str
+    address: str  # of its port
+    server_key: str  # public
+    public_key: str  # of those who give orders
     secret_key: str
 
 
 class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Listens on rank 0 until closed. The rate of answers is limited to protect training.
-
-    Args:
-        directory: The job's output folder, in which ``perseus-ds control`` finds the address.
-        carry_out: Carries out an order and returns the answer. Called on a thread of the server, one call at a time.
-        remote: Written to a file that only the owner can read, for orders from other nodes.
-    """
+    """Listens on rank 0's node until closed. The rate of answers is limited to protect training."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
     def __init__(
-        self, directory: Path, carry_out: Callable[[Any], dict[str, Any]], remote: RemoteAccess | None = None
+        self, directory: Path, carry_out: Callable[[AnyOrder], dict[str, Any]], remote: RemoteAccess | None = None
     ) -> None:
         """Start to listen.
+
+        Args:
+            directory: The job's output folder, in which ``perseus-ds control`` finds the address.
+            carry_out: Carries out an order and returns the answer. Called on several threads.
+            remote: Written to a file that only the owner can read, for orders from other nodes.
 
         Raises:
             OSError: The socket or the address file cannot be created.
         """
         self._carry_out = carry_out
-        self._one_at_a_time = threading.Lock()
         self._address_file, self._key_file = directory / ADDRESS_FILE, directory / KEY_FILE
         # A socket's path must be short, so it cannot be in the output folder. This folder is created with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
@@ -133,8 +123,7 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def answer(self, line: bytes) -> dict[str, Any]:
         """Return the answer to a line from a client."""
         try:
-            with self._one_at_a_time:
-                return {"ok": True, **self._carry_out(parse_order(_parse(line)))}
+            return {"ok": True, **self._carry_out(parse_order(_parse(line)))}
         except Exception as error:  # a wrong order must not stop the job
             return {"ok": False, "error": str(error) or type(error).__name__}
 
@@ -143,7 +132,7 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     """Send an order to the job that writes to a folder, and return its answer.
 
     Raises:
-        ConfigError: No job is running there, or the job refused the order.
+        ConfigError: No job is running there, it does not answer, or it refused the order.
     """
     path = directory / ADDRESS_FILE
     if not path.is_file():
@@ -159,18 +148,16 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-    """Send an order to the Unix socket of a job's server, and return its answer.
-
-    Raises:
-        ConfigError: The job belongs to another user, or the server does not answer.
-    """
     try:
-        with _connect(str(address.get("socket"))) as connection:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(str(address.get("socket")))
             user, owner = os.getuid(), user_of(connection)
             if owner not in (user, 0) and user != 0:
                 raise PermissionError
             connection.sendall(json.dumps(order).encode() + b"\n")
-            return _parse(receive_line(connection, _LONGEST_ANSWER, _TIMEOUT_S))
+            with connection.makefile("rb") as answer:
+                return _parse(answer.readline(_LONGEST_ANSWER))
     except PermissionError:
         raise ConfigError(f"{path}: the job belongs to another user. Only that user can control it.") from None
     except OSError as error:
@@ -181,11 +168,6 @@ def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]
 
 
 def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
-    """Send an order to the port of a job's server, and return its answer.
-
-    Raises:
-        ConfigError: The key cannot be read, or the server does not answer.
-    """
     try:
         remote = msgspec.json.decode(path.read_bytes(), type=RemoteAccess)
     except (OSError, msgspec.DecodeError) as error:
@@ -204,43 +186,13 @@ def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
                 f"{path}: no server answers at {remote.address}. If this node cannot reach that address, set "
                 "perseus.server, or run this on the node of rank 0. If the job is over, remove the file."
             )
-        while (answer := connection.recv_multipart())[0] != CONTROL:
-            pass
-    return _parse(answer[1])
-
-
-def _connect(address: str) -> socket.socket:
-    """Return a connection to the process that listens at an address. Raises an ``OSError`` on failure."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        # With Python's timeout, a connect fails immediately if the listener's queue is full. This one waits.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_TIMEOUT_S), 0))
-        connection.connect(address)
-    except OSError:
-        connection.close()
-        raise
-    return connection
+        return _parse(connection.recv_multipart()[1])
 
 
 def user_of(connection: socket.socket) -> int:
     """Return the user ID of the peer, as recorded by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
-
-
-def receive_line(connection: socket.socket, most_bytes: int, timeout_s: float) -> bytes:
-    """Return the next line from the peer. Raises an ``OSError`` on failure or timeout."""
-    line, end_s = b"", time.monotonic() + timeout_s
-    while b"\n" not in line:
-        if (left_s := end_s - time.monotonic()) <= 0:
-            raise TimeoutError("timed out")
-        connection.settimeout(left_s)
-        received = connection.recv(_LONGEST_ORDER)
-        line += received
-        if not received or len(line) > most_bytes:
-            raise OSError(f"expected a line with a JSON object, got {len(line)} bytes without a newline")
-    connection.settimeout(timeout_s)
-    return line.partition(b"\n")[0]
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from perseus_ds.protocol.latencies import LatencyTable
 
 _COUNTER_PERIOD_S, _COUNTER_SETTLE_S = 1.0, 1.0
 """Defaults for an energy counter that was not measured."""
-_MOST_PROFILED = 8
+MOST_PROFILED = 8
 """Maximum number of pipelines that are profiled. More would add little information."""
 
 
@@ -164,7 +164,7 @@ class Job:
     @property
     def profiled(self) -> list[int]:
         """The ranks that are profiled."""
-        return [rank for rank, place in enumerate(self.places) if place.pipeline < _MOST_PROFILED]
+        return [rank for rank, place in enumerate(self.places) if place.pipeline < MOST_PROFILED]
 
     def clocks_mhz(self) -> list[int]:
         """Return the clocks that may be profiled, which all GPUs support, in ascending order [MHz].
@@ -269,3 +269,19 @@ def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:
         numbers = [sorted(facts.copies or ()).index(rank) for rank, facts in enumerate(ranks)]
     found = tuple(Place(number, ranks[rank].pipeline.index(rank)) for rank, number in enumerate(numbers))
     return found, max(Counter(found).values())
+
+
+def with_permission(job: Job) -> tuple[Job, str]:
+    """Replace auto mode by observe mode if clocks of a rank cannot be set, and return a warning.
+
+    A process may lack the permission, and a virtual GPU the clocks.
+    """
+    config = job.config
+    problem = next((facts.no_permission for facts in job.facts if facts.no_permission), "")
+    if config.mode != "auto" or not problem:
+        return job, ""
+    warning = (
+        f"{problem} This job trains at default clocks, and its time and energy are recorded, as in mode "
+        '"observe". With "required": true this is an error.'
+    )
+    return replace(job, config=config.model_copy(update={"mode": "observe"})), warning

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -47,33 +46,24 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True)
 class Effect:
-    """Predicted effect of a policy, using measurements of the job.
+    """Predicted effect of a policy, using measurements of the job."""
 
-    Attributes:
-        time_s: Iteration time [s].
-        time_now_s: Iteration time under the plan in force [s].
-        without_s: Iteration time without a reduction, under the base policy [s].
-        power_w: Power of all GPUs of the job [W].
-        default_power_w: Power of all GPUs at default clocks [W].
-        problem: Condition that no plan meets. Empty if there is none.
-    """
-
-    time_s: float
-    time_now_s: float
-    without_s: float
-    power_w: float
-    default_power_w: float
-    problem: str = ""
+    time_s: float  # of an iteration
+    time_now_s: float  # of an iteration under the plan in force
+    without_s: float  # of an iteration without a reduction, under the base policy
+    power_w: float  # of all GPUs of the job
+    default_power_w: float  # of all GPUs at default clocks
+    problem: str = ""  # a condition that no plan meets
 
 
 def cost_in_words(
     effect: Effect | None, power_fraction: float, duration_s: float, until_s: float, within_s: float | None = None
 ) -> str:
-    """Describe the cost of a reduction of power.
+    """Describe the cost of a reduction of power to a fraction of that at default clocks.
 
     Args:
         effect: Effect of the reduced policy. None if unknown.
-        power_fraction: Requested fraction of the power at default clocks.
+        power_fraction: The fraction.
         duration_s: Duration of the reduction [s]. Infinite if unknown.
         until_s: End of the reduction [Unix seconds].
         within_s: Time within which the reduction must take effect [s].
@@ -98,15 +88,15 @@ def cost_in_words(
 
 
 class JobControl:
-    """State that users may change at any time from any thread, and that is read at iteration boundaries.
+    """What users may change while the job trains.
 
     Attributes:
         steps: Completed steps, including those of earlier starts of the job.
         own_steps: Steps since the server started.
         progress: Progress under plans, kept from an earlier start or from previous plans until there are plans to run.
         signals: The signals of the policy; None before they are followed.
-        record: Records an event of the job. Thread-safe.
-        effect_of: Returns the predicted effect of a policy, or None until plans run. Thread-safe.
+        record: Records an event of the job.
+        effect_of: Returns the predicted effect of a policy, or None until plans run.
         kind_times: Times of the last iterations, by order and shape.
     """
 
@@ -117,14 +107,7 @@ class JobControl:
         job_status: Callable[[], Mapping[str, Any]] = dict,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Start with the configured policy.
-
-        Args:
-            policy: Configured policy.
-            pipelines: Number of data-parallel pipelines.
-            job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one. Thread-safe.
-            timebase: Timebase of the job.
-        """
+        """Start with the configured policy. ``job_status`` returns the job's phase, and the run that comes ``next``."""
         self.policy = policy
         self._configured = self._recorded = policy
         self.paused = False
@@ -137,8 +120,7 @@ class JobControl:
         self._pipelines = pipelines
         self._job_status = job_status
         self._timebase = timebase
-        self._lock = threading.Lock()
-        self._reported: dict[int, tuple[int, float]] = {}
+        self._reported: dict[int, tuple[int, float]] = {}  # step and slowdown by pipeline
 
     def plans_are_dropped(self, progress: Mapping[str, Any]) -> None:
         """Keep the progress for the plans of another profile. Until then no effect is known."""
@@ -146,10 +128,9 @@ class JobControl:
 
     def policy_now(self) -> PolicyConfig:
         """Return the policy in force. A reduction that has ended is replaced by its base policy."""
-        with self._lock:
-            if isinstance(self.policy, ReducePolicy) and self.policy.is_over(self._timebase.date()):
-                self.policy = self.policy.policy
-            return self.policy
+        if isinstance(self.policy, ReducePolicy) and self.policy.is_over(self._timebase.date()):
+            self.policy = self.policy.policy
+        return self.policy
 
     def record_policy(self) -> None:
         """Record the policy if it differs from the last recorded one."""
@@ -164,8 +145,7 @@ class JobControl:
 
     def straggler(self) -> Straggler | None:
         """Return the slowest reported straggler that is in effect, if any."""
-        with self._lock:
-            due = [Straggler(p, slowdown) for p, (step, slowdown) in self._reported.items() if self.steps >= step]
+        due = [Straggler(p, slowdown) for p, (step, slowdown) in self._reported.items() if self.steps >= step]
         return max(due, key=lambda straggler: straggler.slowdown, default=None)
 
     def carry_out(self, order: AnyOrder) -> dict[str, Any]:
@@ -192,8 +172,7 @@ class JobControl:
             check_deadline(order.policy, self._timebase.date())
             if self.signals is not None:
                 self.signals.follow(order.policy)
-            with self._lock:
-                self.policy = order.policy
+            self.policy = order.policy
             effect = self.effect_of(order.policy)
             but = f". However, {effect.problem}" if effect is not None and effect.problem else ""
             return f"policy {order.policy.name} from the next iterations on{but}"
@@ -201,11 +180,10 @@ class JobControl:
             pipeline, slowdown = order.pipeline, order.slowdown
             if pipeline >= self._pipelines:
                 raise ValueError(f"pipeline: there is no pipeline {pipeline}, expected 0 to {self._pipelines - 1}.")
-            with self._lock:
-                if slowdown == 1:
-                    self._reported.pop(pipeline, None)
-                    return f"pipeline {pipeline} is treated as recovered"
-                self._reported[pipeline] = (self.steps + order.after_iterations, slowdown)
+            if slowdown == 1:
+                self._reported.pop(pipeline, None)
+                return f"pipeline {pipeline} is treated as recovered"
+            self._reported[pipeline] = (self.steps + order.after_iterations, slowdown)
             return f"pipeline {pipeline} is expected to take {slowdown:g} times as long"
         self.paused = isinstance(order, Pause)
         if not self.paused:
@@ -214,12 +192,10 @@ class JobControl:
         return "at default clocks" if at_once else "at default clocks, once the job has profiled itself"
 
     def _reduced(self, order: Reduce) -> str:
-        """Reduce power for a given time and return a description of the cost."""
         until = self._timebase.date() + timedelta(seconds=order.duration_s)
         policy = reduced(self.policy, order.power_fraction, until)
         effect = self.effect_of(policy)
-        with self._lock:
-            self.policy = policy
+        self.policy = policy
         cost = cost_in_words(effect, order.power_fraction, order.duration_s, until.timestamp(), order.within_s)
         return cost + (
             ". However, the job is paused, and runs at default clocks until it is resumed" if self.paused else ""
@@ -227,35 +203,29 @@ class JobControl:
 
     def state(self) -> dict[str, Any]:
         """Return the state to keep for later starts of the job, as plain values."""
-        with self._lock:
-            reported = dict(self._reported)
         return _Kept(
             policy=self.policy,
             configured=self._configured,
             paused=self.paused,
             steps=self.steps,
-            stragglers=reported,
+            stragglers=self._reported,
         ).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Restore the state kept by an earlier start.
+        """Restore the state kept by an earlier start, and return whether the policy is the one of that start.
 
         If the policy has changed in the config since then, it is taken from the config.
-
-        Returns:
-            Whether the policy is the one of that start.
         """
         try:
             kept = _Kept.model_validate(state)
         except ValueError as error:  # saved by another version, or damaged
             logger.warning("perseus: what an earlier start kept cannot be read (%r); it is ignored.", error)
             return False
-        with self._lock:
-            self._reported = {p: entry for p, entry in kept.stragglers.items() if p < self._pipelines}
-            self.paused, self.steps = kept.paused, kept.steps
-            if kept.configured != self._configured:
-                return False
-            self.policy = kept.policy
+        self._reported = {p: entry for p, entry in kept.stragglers.items() if p < self._pipelines}
+        self.paused, self.steps = kept.paused, kept.steps
+        if kept.configured != self._configured:
+            return False
+        self.policy = kept.policy
         if self.signals is not None:
             self.signals.follow_if_possible(self.policy)
         return True

@@ -1,4 +1,4 @@
-"""Lock of a job's output folder, so that two jobs do not overwrite each other's files."""
+"""A job's output folder: its lock, so that two jobs do not overwrite each other's files, and the state that is kept."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError
 from perseus_ds.protocol import places
 
-FILE_NAME = "job.lock"
+LOCK_FILE, STATE_FILE = "job.lock", "state.json"
 _MOST_FOLDERS = 100
 
 
@@ -27,7 +31,7 @@ class FolderLock:
 
         A folder that cannot be written, or is on a file system without locks, is regarded as free.
         """
-        path = folder / FILE_NAME
+        path = folder / LOCK_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = places.lock(path)
@@ -53,10 +57,7 @@ class FolderLock:
 def own_folder(config: PerseusConfig, lock: FolderLock, former: str = "") -> tuple[str, str]:
     """Lock and return an output folder, and a warning if it is not the one of the config.
 
-    Args:
-        config: The ``perseus`` block.
-        lock: Lock to acquire.
-        former: The folder of the server that this one replaces, if there was one.
+    A server that replaces another one prefers its ``former`` folder.
 
     Raises:
         ConfigError: Another job holds the folder, and this job must not use a different one.
@@ -74,3 +75,45 @@ def own_folder(config: PerseusConfig, lock: FolderLock, former: str = "") -> tup
         if lock.acquire(Path(other)) is None:
             return other, f'{taken}. This job writes to {other}. With "required": true this is an error.'
     raise ConfigError(f"{taken}, and so are {_MOST_FOLDERS - 2} others of this name. Give this job another one.")
+
+
+class StateFile:
+    """``state.json``, from which later servers of the job continue.
+
+    It is written on a thread, because the folder may be slow.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STATE_FILE
+        self._thread = ThreadPoolExecutor(1, "perseus-state")
+        self._written = ""
+        self._saving: Future[None] | None = None
+
+    def read(self) -> tuple[dict[str, Any] | None, str]:
+        """Return the state saved by an earlier server, if any, and a warning if it is damaged."""
+        try:
+            found = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return None, ""
+        except (OSError, ValueError) as error:
+            return None, f"{self._path} cannot be read ({error}); the job begins anew"
+        return found if isinstance(found, dict) else None, ""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Begin to save a state, unless an earlier one is still being written."""
+        if self._saving is None or self._saving.done():
+            self._saving = self._thread.submit(self._write, json.dumps(state) + "\n")
+
+    def save_last(self, state: Mapping[str, Any]) -> None:
+        """Save a state and wait until it is written."""
+        self._thread.submit(self._write, json.dumps(state) + "\n").result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
+    def _write(self, content: str) -> None:
+        if content != self._written:
+            with contextlib.suppress(OSError):  # a full disk: it is tried again
+                write_atomically(self._path, content)
+                self._written = content

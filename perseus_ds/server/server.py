@@ -1,71 +1,89 @@
-"""Decides for one job: receives the reports of ranks, and sends them the runs that modes request.
+"""The server of a job: receives the reports of ranks, decides, and sends them the runs that modes request.
 
-All work is done when a message arrives or in :meth:`JobServer.tick`, which is called after messages have arrived, and
-nothing blocks. Messages are transferred by :mod:`perseus_ds.server.process`.
+:class:`JobServer` decides. All its work is done when a message arrives or in :meth:`JobServer.tick`, and nothing
+blocks. :class:`ServerProcess` transfers the messages. It is the process that rank 0's agent starts and that ends with
+the job: it reads a :class:`ServerRequest` from its standard input, and answers on its standard output once it listens.
+All connections are encrypted, and only agents with the job's key are accepted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 
+from perseus_ds import errors
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.policy.policies import check_deadline, parse_order
+from perseus_ds.policy.policies import AnyOrder, check_deadline, parse_order
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
 from perseus_ds.policy.signals import SignalWatch
+from perseus_ds.protocol import description as described
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.description import JobDescription, Welcome
-from perseus_ds.protocol.job_messages import Follow, Measured, RankReport, Say, Spans, Times, ToRank, ToServer
+from perseus_ds.protocol.job_messages import Measured, RankReport, Say, Spans, ToRank, ToServer
 from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server import modes
 from perseus_ds.server.context import ModeContext
+from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess
 from perseus_ds.server.default_clocks import BackOff
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
 from perseus_ds.server.iterations import Run, Seen
-from perseus_ds.server.job import Job
+from perseus_ds.server.job import Job, with_permission
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kind, Kinds
+from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kinds
 from perseus_ds.server.look_ahead import LookAhead
+from perseus_ds.server.metrics import MetricsReporter
+from perseus_ds.server.output_folder import FolderLock, StateFile, own_folder
 from perseus_ds.server.recorder import Recorder, TimelineLog
+from perseus_ds.server.runs import RunSender
 from perseus_ds.server.under_plans import drift_of
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _FIRST_BACK_OFF = 10
-_MOST_RUNS = 512
 _MOST_OPEN = 64
 """Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
-_KNOWN_AFTER_S = 5.0
-"""Time in which a message reaches all ranks, even on a busy machine."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
-_RESENT_EVERY = 10
-"""Number of iterations between two messages to a rank that does not follow the last run."""
-
-
-@dataclass
-class _Sent:
-    """The run last sent for a kind, and the one before it, for which plans may still arrive."""
-
-    serial: int
-    key: tuple[Any, ...]
-    follows: Callable[[int, int], Follow]
-    wanted: Run
-    from_iteration: int
-    before: _Sent | None = None
+_HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
+_FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
+"""Times without messages from agents after which the server ends: before the first message, during training, and after
+the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
+_BEHIND_S = 5.0
+"""Age of received messages above which the server discards reports and the job continues at default clocks."""
+# Maximum number of messages to and from each agent in memory.
+_MOST_TO_AGENT, _MOST_FROM_AGENT = 100_000, 1000
+_LINGER_MS = 1000
+_RANK = struct.Struct("=I")
+_to_server = msgspec.msgpack.Decoder(ToServer)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class JobServer:
@@ -76,6 +94,7 @@ class JobServer:
         control: The user's control of the job.
         recorder: Records iterations and events.
         look_ahead: Lengths of future iterations.
+        runs: What ranks were sent to run.
         has_ended: Whether the job has ended and all records are written.
         is_over: Whether all ranks have left in addition.
     """
@@ -105,7 +124,7 @@ class JobServer:
         Raises:
             PerseusError: The job cannot be trained as configured.
         """
-        self.job, self._warning = _with_permission(Job.of(description))
+        self.job, self._warning = with_permission(Job.of(description))
         self._notes: list[str] = []
         config, first = self.job.config, self.job.facts[0]
         self._send = send
@@ -127,17 +146,11 @@ class JobServer:
         self._context = ModeContext(
             self.job, self.recorder, self.control, self.look_ahead, self._send_for_mode, timebase, worker
         )
-        self._serial = epoch << 32  # agents still know the serials of earlier servers
-        self._runs: dict[int, Run] = {0: UNPLANNED}
-        self._sent: dict[int, _Sent] = {}
+        self.runs = RunSender(self._context, self._timelines, epoch << 32)  # agents know serials of earlier servers
         self._profiled_limit = msg.SetProfiledLimit(None)
-        # By rank, the iteration after which the runs were sent again.
-        self._resent_after: dict[int, int] = {}
         # By iteration, the reports and operations of the ranks that have sent them.
         self._open: dict[int, tuple[dict[int, RankReport], dict[int, bytes]]] = {}
         self._completed = 0
-        self._issued = 0  # number of the last iteration that a rank is known to have begun
-        self._time_s = 0.0  # of the last iteration
         self._conditions = LimitConditions()
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = self.control.steps = first.steps or 0
@@ -147,7 +160,7 @@ class JobServer:
         self.is_over = False
         self.has_ended = False
         self._check()
-        self._kinds = Kinds(self._context, self._send_run, self.has_failed)
+        self._kinds = Kinds(self._context, self.runs.send, self.has_failed)
         self._state: Mapping[str, Any] | None = None  # of an earlier start of the job
         if state is not None:
             self._restore(state)
@@ -255,7 +268,7 @@ class JobServer:
                 self.recorder.event(Recovered(rank=rank))
             case msg.Lengths():
                 pipeline = self.job.places[rank].pipeline
-                self.look_ahead.give(message.iteration, pipeline, message.lengths, self._issued)
+                self.look_ahead.give(message.iteration, pipeline, message.lengths, self.runs.issued)
             case msg.ScheduleRead():
                 self._kinds.add_schedule(rank, message)
             case msg.Worked():
@@ -272,7 +285,7 @@ class JobServer:
                     self.recorder.warn(str(error))
             case msg.Joined():
                 state.is_here, state.has_left = True, False  # its agent was stopped, if it had left
-                self._issued = max(self._issued, message.issued)
+                self.runs.issued = max(self.runs.issued, message.issued)
                 if (
                     self._left_s is not None
                     and not self.has_ended
@@ -307,7 +320,7 @@ class JobServer:
 
     def _add_report(self, rank: int, message: RankReport) -> None:
         state, number = self.job.states[rank], message.report.iteration
-        self._issued = max(self._issued, message.report.issued)
+        self.runs.issued = max(self.runs.issued, message.report.issued)
         state.late_s, state.default_mhz = message.late_s, message.default_mhz
         state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
@@ -331,8 +344,7 @@ class JobServer:
     def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
         first = messages[0].report
         key = first.key
-        # A rank whose client and agent followed different serials ran neither.
-        run = self._run_of({m.serial if m.serial == m.report.serial else -1 for m in messages})
+        run = self.runs.ran(messages)
         ranks = self._ranks_of(messages)
         seen = Seen(
             number=self._steps_before + number,
@@ -348,14 +360,14 @@ class JobServer:
             relative=self.look_ahead.relative(number),
         )
         self.control.count_step(seen.number)
-        self._time_s = seen.time_s
+        self.runs.time_s = seen.time_s
         if run is not None and number % run.every == 0:
             seen.drift = drift_of(self.job, seen)
         kind, order, shape = self._kinds.route(seen, key)
         if kind is not None:
             is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
             self.look_ahead.has_ended(number, kind.context.job.order, is_missed=is_missed)
-        recorded = run or self._runs.get(messages[0].report.serial) or UNPLANNED
+        recorded = run or self.runs.known.get(first.serial) or UNPLANNED
         if messages[0].has_failed:
             recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan
         self.recorder.add(seen, recorded, order, shape)
@@ -366,7 +378,8 @@ class JobServer:
         if run is not None and not (order or shape):
             self._timelines.add(seen, run, self.job)
         if kind is not None:
-            self._resend_to_those_behind(kind, number, messages)
+            for rank in self.runs.behind(kind, number, messages):
+                self.resend(rank)
             if not self.has_ended and self._left_s is None:
                 self._kinds.advance(kind, seen)
 
@@ -390,100 +403,12 @@ class JobServer:
             shapes=np.array([shapes_number(rank, m.report.shapes) for rank, m in enumerate(messages)], np.float64),
         )
 
-    def _run_of(self, serials: set[int]) -> Run | None:
-        """Return the run for the serials that clients and agents followed. None if they differ."""
-        runs = [self._runs.get(serial) for serial in sorted(serials)]
-        known = [run for run in runs if run is not None]
-        if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
-            return None
-        return known[0]
-
-    def _send_run(self, kind: Kind) -> None:
-        """Send the run that a kind requests to the ranks, for the next iterations that none can have begun."""
-        number, wanted, job = kind.number, kind.wanted, kind.context.job
-        times, every = wanted.times, wanted.every
-        if kind is self._kinds.first and not wanted.by_length and self._timelines.wants(wanted):
-            times, every = "all", 1
-        key = (*wanted.key, times, every)
-        sent = self._sent.get(number)
-        if sent is not None and sent.key == key:
-            self._runs[sent.serial] = sent.wanted = wanted  # its next phase or status may differ
-            return
-        serial, from_iteration = self._new_serial(wanted), self._from_iteration()
-        follows = self._follows(number, wanted, job, serial, times=times, every=every)
-        before = None if sent is None else replace(sent, before=None)
-        self._sent[number] = _Sent(serial, key, follows, wanted, from_iteration, before)
-        for rank, state in enumerate(job.states):
-            if state.is_here:
-                self._send(rank, follows(rank, from_iteration))
-        if wanted.by_length:
-            for iteration in self.look_ahead.plans_of(kind.context.job.order):
-                if iteration >= from_iteration:
-                    self._send_planned(kind, iteration)
-
-    def _new_serial(self, wanted: Run) -> int:
-        """Return a new serial, by which ranks report what they ran."""
-        self._serial += 1
-        self._runs[self._serial] = wanted
-        if len(self._runs) > _MOST_RUNS:
-            kept = {0, *(sent.serial for sent in self._sent.values())}
-            del self._runs[next(serial for serial in self._runs if serial not in kept)]
-        return self._serial
-
-    def _follows(
-        self, number: int, wanted: Run, job: Job, serial: int, *, times: Times, every: int
-    ) -> Callable[[int, int], Follow]:
-        """Return a function that creates the message for a rank, given its first iteration."""
-        programs: dict[Any, msg.Program] = {}
-        shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self._time_s)) if self._time_s else 2
-        profiled = set(job.profiled)
-
-        def follow(rank: int, from_iteration: int) -> Follow:
-            place = job.places[rank]
-            plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
-            plan = place.pipeline if wanted.by_length else plan
-            if (program := programs.get((plan, place.pipeline_rank))) is None:
-                program = wanted.program(number, place.pipeline, place.pipeline_rank, job.schedule)
-                programs[plan, place.pipeline_rank] = program
-            measured: Times = times if rank in profiled else wanted.otherwise
-            return Follow(
-                program,
-                serial,
-                from_iteration,
-                from_iteration + shown_after,
-                wanted.phase,
-                wanted.plan,
-                measured,
-                every,
-                wanted.otherwise,
-                wanted.logs_energy and rank in profiled,
-                0 if wanted.by_length else None,
-            )
-
-        return follow
-
     def _plan_ahead(self) -> None:
         """Request plans for iterations with known lengths, and send new plans to the ranks."""
-        for order, iteration in self.look_ahead.new_plans(self._issued):
+        for order, iteration in self.look_ahead.new_plans(self.runs.issued):
             for kind in self._kinds.kinds():
                 if kind.context.job.order == order:
-                    self._send_planned(kind, iteration)
-
-    def _send_planned(self, kind: Kind, iteration: int) -> None:
-        """Send the plan for one iteration, if it is planned by length and no rank has begun it."""
-        sent = self._sent.get(kind.number)
-        if sent is not None and iteration < sent.from_iteration:
-            sent = sent.before
-        plan = self.look_ahead.plans_of(kind.context.job.order).get(iteration)
-        if sent is None or not sent.wanted.by_length or plan is None or iteration <= self._issued:
-            return
-        run = sent.wanted.with_lengths(plan)
-        follows = self._follows(
-            kind.number, run, kind.context.job, self._new_serial(run), times=run.times, every=run.every
-        )
-        for rank, state in enumerate(self.job.states):
-            if state.is_here:
-                self._send(rank, msgspec.structs.replace(follows(rank, iteration), only_iteration=iteration))
+                    self.runs.send_planned(kind, iteration)
 
     @property
     def files(self) -> list[int]:
@@ -495,33 +420,12 @@ class JobServer:
         """True if the mode has failed and has not been restarted yet."""
         return self._completed < self._backs_off_until
 
-    def _from_iteration(self) -> int:
-        """Return the first iteration that no rank begins before it receives a message sent now.
-
-        Ranks begin the next iteration without waiting for an answer to their report.
-        """
-        issued = self._issued
-        return issued + 2 if issued else 1
-
-    def _resend_to_those_behind(self, kind: Kind, number: int, messages: list[RankReport]) -> None:
-        """Send the runs again to ranks that did not follow the last run of a kind."""
-        sent = self._sent.get(kind.number)
-        if sent is None or sent.wanted.by_length or number <= sent.from_iteration + 1:
-            return
-        for rank, message in enumerate(messages):
-            is_behind = not message.serial == message.report.serial == sent.serial
-            if is_behind and number >= self._resent_after.get(rank, -_RESENT_EVERY) + _RESENT_EVERY:
-                self._resent_after[rank] = number
-                self.resend(rank)
-
     def resend(self, rank: int) -> None:
         """Send all kinds, their runs and requests to a rank, to which a message may have been lost."""
         self._send(rank, self._kinds.orders_for(rank))
         for key in self._kinds.requested:
             self._send(rank, msg.ReadSchedule(key))
-        from_iteration = self._from_iteration()
-        for sent in self._sent.values():
-            self._send(rank, sent.follows(rank, from_iteration))
+        self.runs.resend(rank)
         if self._profiled_limit.power_w is not None:
             self._send(rank, self._profiled_limit)
 
@@ -561,17 +465,269 @@ def _with_what_is_kept(measured: Measured, kept: Measured | None) -> Measured:
     return Measured(measured.period_s, kept.settle_s, kept.blocking_power_w)
 
 
-def _with_permission(job: Job) -> tuple[Job, str]:
-    """Replace auto mode by observe mode if clocks of a rank cannot be set, and return a warning.
+class ServerRequest(msgspec.Struct, frozen=True):
+    """Request to start the server of a job."""
 
-    A process may lack the permission, and a virtual GPU the clocks.
-    """
-    config = job.config
-    problem = next((facts.no_permission for facts in job.facts if facts.no_permission), "")
-    if config.mode != "auto" or not problem:
-        return job, ""
-    warning = (
-        f"{problem} This job trains at default clocks, and its time and energy are recorded, as in mode "
-        '"observe". With "required": true this is an error.'
-    )
-    return replace(job, config=config.model_copy(update={"mode": "observe"})), warning
+    description: bytes  # of the job
+    host: str  # name or address by which agents reach rank 0's node
+    port: int  # 0 for any
+    epoch: int  # number of the server in the job, starting at 0
+    server_key: bytes  # public
+    server_secret: bytes
+    public_key: bytes  # of the agents
+    output_dir: str = ""  # folder of the server that it replaces; empty for the first server of a job
+
+
+class ServerProcess:
+    """Transfers messages between agents and the :class:`JobServer`, and saves its state."""
+
+    def __init__(self, request: ServerRequest) -> None:
+        """Listen, and check what can be checked before training.
+
+        Raises:
+            PerseusError: The job cannot be trained as configured, or the port is not available.
+        """
+        self._request = request
+        self._parts = ExitStack()
+        self._lock = threading.RLock()  # orders through the control socket are carried out on its threads
+        self._agents: set[bytes] = set()
+        self._agent_of: dict[int, bytes] = {}
+        self._outbox: deque[tuple[int, ToRank]] = deque()
+        self._control: ControlServer | None = None
+        self._socket = self._listen()
+        job = described.decode_description(request.description)
+        os.chdir(job.folder)
+        config = PerseusConfig.model_validate_json(job.config)
+        folder = FolderLock()
+        self._parts.callback(folder.release)
+        output_dir, warning = own_folder(config, folder, request.output_dir)
+        config = config.model_copy(update={"output_dir": output_dir})
+        job = msgspec.structs.replace(job, config=config.model_dump_json().encode())
+        self._state = StateFile(Path(output_dir))
+        self._parts.callback(self._state.close)
+        state, problem = self._state.read()
+        self.server = JobServer(job, self._send, state=state, epoch=request.epoch)
+        for text in filter(None, (warning, problem)):
+            self.server.recorder.warn(text)
+        self._state_at_s = self._beat_at_s = 0.0
+        # Time of the last message, and the last time at which all messages were processed.
+        self._received_s = self._up_to_date_s = REAL_TIME.now_s()
+        self._has_received = self._is_behind = False
+
+    @property
+    def address(self) -> str:
+        """Address at which agents reach it."""
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0")
+        host = f"[{self._request.host}]" if ":" in self._request.host else self._request.host
+        return f"tcp://{host}:{port}"
+
+    def _listen(self) -> zmq.Socket[bytes]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._parts.callback(context.destroy, _LINGER_MS)  # waits until rank 0 has the last messages
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        self._parts.callback(authenticator.stop)
+        self._control_keys = zmq.curve_keypair()
+        authenticator.configure_curve_callback("*", _Keys(self._request.public_key, self._control_keys[0]))
+        listener: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._parts.callback(listener.close, _LINGER_MS)
+        listener.setsockopt(zmq.SNDHWM, _MOST_TO_AGENT)
+        listener.setsockopt(zmq.RCVHWM, _MOST_FROM_AGENT)
+        listener.setsockopt(zmq.IPV6, 1)
+        listener.curve_server = True
+        listener.curve_publickey = self._request.server_key
+        listener.curve_secretkey = self._request.server_secret
+        is_local = self._request.host in ("localhost", "127.0.0.1", "::1")
+        port = self._request.port or "*"
+        try:
+            listener.bind(f"tcp://127.0.0.1:{port}" if is_local else f"tcp://*:{port}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"perseus.server: port {port} of {socket.gethostname()} cannot be used ({error}). Choose "
+                "another one, or leave it out for any free port."
+            ) from None
+        return listener
+
+    def serve(self) -> None:
+        """Serve until the job ends, or no agent is left."""
+        self.server.start()
+        self._supervise()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self.server.is_over and self._is_needed():
+            with self._lock:
+                files = self.server.files
+            for file in files:
+                poller.register(file, zmq.POLLIN)
+            poller.poll(int(1000 * _POLL_S))
+            for file in files:
+                poller.unregister(file)
+            with self._lock:
+                self._receive()
+                with self._surviving_errors():
+                    self.server.tick()
+                self._beat()
+                self._flush()
+        self._state.save_last(self._kept())
+        self.server.recorder.flush()
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening and release the output folder."""
+        self._parts.close()
+
+    def _kept(self) -> dict[str, Any]:
+        return {"epoch": self._request.epoch, **self.server.state()}
+
+    def _supervise(self) -> None:
+        """Open the control socket and start to report metrics."""
+        server = self.server
+        config = server.job.config
+
+        def failed(event: Literal["control", "metrics"], problem: str, warning: str) -> None:
+            server.recorder.warn(warning)
+            server.recorder.event(Failed(event=event, error=problem))
+
+        def no_metrics(problem: str) -> None:
+            failed("metrics", problem, f"metrics: {problem}. Training continues without them")
+
+        if config.mode in ("auto", "run"):
+            try:
+                keys = (self._request.server_key, *self._control_keys)
+                remote = RemoteAccess(self.address, *(key.decode() for key in keys))
+                self._control = ControlServer(server.job.output_dir, self._carry_out, remote)
+                self._parts.callback(self._control.close)
+            except OSError as error:
+                failed("control", str(error), f"`perseus-ds control` will not reach this job: {error}")
+        if config.metrics is not None:
+            self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, no_metrics).close)
+
+    def _carry_out(self, order: AnyOrder) -> dict[str, Any]:
+        with self._lock:
+            return self.server.control.carry_out(order)
+
+    def _is_needed(self) -> bool:
+        silent_s = REAL_TIME.now_s() - self._received_s
+        if self.server.has_ended:
+            return silent_s < _ENDED_S
+        return silent_s < (_NO_AGENT_S if self._has_received else _FIRST_AGENT_S)
+
+    def _receive(self) -> None:
+        """Process the received messages for a short time, so that heartbeats are sent in between."""
+        end_s = REAL_TIME.now_s() + _POLL_S
+        while (now_s := REAL_TIME.now_s()) < end_s:
+            try:
+                agent, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._up_to_date_s, self._is_behind = now_s, False
+                return
+            if len(frames) == 2 and frames[0] == CONTROL:
+                if self._control is not None:
+                    self._put(agent, CONTROL, json.dumps(self._control.answer(frames[1])).encode())
+                continue
+            self._received_s, self._has_received = now_s, True
+            if agent not in self._agents:
+                self._agents.add(agent)
+                self._beat_at_s = 0.0  # it is answered immediately
+            if len(frames) != 2 or len(frames[0]) != _RANK.size:
+                continue
+            rank = _RANK.unpack(frames[0])[0]
+            try:
+                message = _to_server.decode(frames[1])
+            except msgspec.DecodeError as error:
+                logger.warning("perseus: a message of rank %d is none: %s", rank, error)
+                continue
+            if self._is_behind and isinstance(message, RankReport | Spans):
+                continue
+            before, self._agent_of[rank] = self._agent_of.get(rank, agent), agent
+            with self._surviving_errors():
+                self.server.receive(rank, message)
+                if agent != before:  # messages to the rank may be lost
+                    self.server.resend(rank)
+        if now_s > self._up_to_date_s + _BEHIND_S and not self._is_behind:
+            self._is_behind = True
+            with self._surviving_errors():
+                self.server.fall_behind()
+
+    @contextlib.contextmanager
+    def _surviving_errors(self) -> Iterator[None]:
+        """An error within this context ends only the job's mode, which begins again later."""
+        try:
+            yield
+        except Exception as error:
+            self.server.has_failed(error)
+
+    def _beat(self) -> None:
+        now_s = REAL_TIME.now_s()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + _HEARTBEAT_S
+            for agent in self._agents:
+                self._put(agent, b"%d" % self._request.epoch)
+        if now_s >= self._state_at_s:
+            self._state_at_s = now_s + _STATE_S
+            self._state.save(self._kept())
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._outbox.append((rank, message))  # called from any thread
+
+    def _flush(self) -> None:
+        for _ in range(len(self._outbox)):
+            rank, message = self._outbox.popleft()
+            if rank in self._agent_of:
+                self._put(self._agent_of[rank], _RANK.pack(rank), _encode(message))
+            elif isinstance(message, Say):
+                self._outbox.append((rank, message))  # kept until the rank is known
+
+    def _put(self, agent: bytes, *frames: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([agent, *frames], zmq.NOBLOCK)
+
+
+class _Keys:
+    """Accepts only the public keys of this job's agents, and of those who give it orders."""
+
+    def __init__(self, *public_keys: bytes) -> None:
+        self._keys = public_keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
+
+
+class _ToRank0(logging.Handler):
+    """Sends the warnings of this process to rank 0, which logs them."""
+
+    def __init__(self, send: Callable[[int, ToRank], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(0, Say(record.getMessage(), warns=True))
+
+
+def main() -> None:
+    """Run the server of a job."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # each agent has a connection
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    answer = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ServerRequest)
+    try:
+        process = ServerProcess(request)
+        welcome = described.encode(process.server.welcome())
+        started = ServerStarted(process.address, answer=welcome, output_dir=process.server.job.config.output_dir)
+    except PerseusError as error:
+        kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "ConfigError"
+        started = ServerStarted(kind=kind, error=str(error))
+    except Exception as error:
+        started = ServerStarted(kind="PerseusError", error=f"the server cannot start: {error!r}")
+    answer.write(_encode(started))
+    answer.close()
+    if started.kind:
+        os._exit(1)  # threads of a server that has failed must not keep the process alive
+    logging.getLogger("perseus_ds").addHandler(_ToRank0(process._send))
+    process.serve()
+    os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again

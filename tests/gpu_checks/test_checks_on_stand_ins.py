@@ -312,7 +312,7 @@ from gpu_checks.checks import CHECKS
 for check in CHECKS.values():
     check.load()
 run.write_evidence(Path(sys.argv[1]))
-import perseus_ds.agent.process, perseus_ds.client.runtime, perseus_ds.server.process
+import perseus_ds.agent.process, perseus_ds.client.runtime, perseus_ds.server.server
 found = packages_distributions()
 modules = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
 print(json.dumps(sorted({found[name][0] for name in modules if name in found})))

@@ -14,7 +14,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.protocol.job_messages import Say
 from perseus_ds.protocol.messages import StartServer
 from perseus_ds.server.output_folder import FolderLock, own_folder
-from perseus_ds.server.process import ServerProcess
+from perseus_ds.server.server import ServerProcess
 
 OTHER = """
 import sys

@@ -76,10 +76,10 @@ def test_no_server_of_a_job_uses_a_number_of_another_one(start):
     """Numbers identify what agents and clients have run."""
     job = start(mode="observe")
     job.train(3)
-    before = set(job.server._runs) - {0}
+    before = set(job.server.runs.known) - {0}
     job.renew()
     job.train(3)
-    after = set(job.server._runs) - {0}
+    after = set(job.server.runs.known) - {0}
     assert before
     assert after
     assert not before & after

@@ -15,7 +15,6 @@ from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.policies import parse_order
 from perseus_ds.protocol.job_messages import (
     Joined,
     Left,
@@ -29,7 +28,7 @@ from perseus_ds.protocol.job_messages import (
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.control_socket import send_order
-from perseus_ds.server.process import ServerProcess
+from perseus_ds.server.server import ServerProcess
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
 PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
@@ -92,13 +91,13 @@ def test_agents_of_other_jobs_and_users_are_not_heard(process, connect):
     wait_for(lambda: are_connected(process, own), "the job's own agent is heard")
     for _ in range(20):
         assert not are_connected(process, other)
-    assert process.server._issued == 3
+    assert process.server.runs.issued == 3
 
 
 def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
     uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
     uplink.send(0, Joined(5))
-    wait_for(lambda: are_connected(process, uplink) and process.server._issued == 5, "the valid message has come")
+    wait_for(lambda: are_connected(process, uplink) and process.server.runs.issued == 5, "the valid message has come")
     (agent,) = process._agents
     process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
@@ -140,7 +139,7 @@ def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
         assert len(taken) < 100
         return [b"agent"]
 
-    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
+    monkeypatch.setattr("perseus_ds.server.server.REAL_TIME", now)
     monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
     process._receive()
     assert len(taken) < 20
@@ -150,7 +149,7 @@ def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_cl
     """Decisions on old reports would come ever later."""
     monkeypatch.chdir(tmp_path)
     now, backlog = VirtualTime(), 1500
-    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
+    monkeypatch.setattr("perseus_ds.server.server.REAL_TIME", now)
     process = ServerProcess(request(tmp_path / "perseus", mode="auto", public_key=PUBLIC_KEY))
     received = []
 
@@ -185,24 +184,6 @@ def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_cl
         process.close()
 
 
-def test_a_status_does_not_hold_up_the_server_while_records_are_written(process, monkeypatch):
-    free = []
-
-    def take():
-        free.append(process._lock.acquire(timeout=1.0))
-        if free[-1]:
-            process._lock.release()
-
-    def flush():
-        other = threading.Thread(target=take)
-        other.start()
-        other.join()
-
-    monkeypatch.setattr(process.server.recorder, "flush", flush)
-    assert process._carry_out(parse_order({"command": "status"}))["status"]["phase"] == "observe"
-    assert free == [True]
-
-
 def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
     begins, may_end, written = threading.Event(), threading.Event(), []
 
@@ -211,15 +192,14 @@ def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
         may_end.wait(60.0)
         written.append(content)
 
-    monkeypatch.setattr("perseus_ds.server.process.write_atomically", write_slowly)
+    monkeypatch.setattr("perseus_ds.server.output_folder.write_atomically", write_slowly)
     process._beat()
     assert begins.wait(60.0)
     process._state_at_s = 0.0
     process._beat()
     assert not written
     may_end.set()
-    process._saved.result()
-    process._save().result()
+    process._state.save_last(process._kept())
     assert len(written) == 1, "the same state is written once"
 
 
@@ -290,7 +270,7 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
 
 def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, uplink, monkeypatch):
     now = VirtualTime()
-    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
+    monkeypatch.setattr("perseus_ds.server.server.REAL_TIME", now)
     process._received_s = now.now_s()
     now.sleep(10.0)
     assert process._is_needed(), "the network may recover"

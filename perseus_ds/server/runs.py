@@ -1,0 +1,171 @@
+"""Sends the runs that modes request to the ranks.
+
+Each message to the ranks (:class:`~perseus_ds.protocol.job_messages.Follow`) has a serial, with which they report what
+they ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Times
+from perseus_ds.server.context import ModeContext
+from perseus_ds.server.iterations import Run
+from perseus_ds.server.job import MOST_PROFILED
+from perseus_ds.server.kinds import UNPLANNED, Kind
+from perseus_ds.server.recorder import TimelineLog
+
+_MOST_RUNS = 512
+_KNOWN_AFTER_S = 5.0
+"""Time in which a message reaches all ranks, even on a busy machine."""
+_RESENT_EVERY = 10
+"""Number of iterations between two messages to a rank that does not follow the last run."""
+
+
+@dataclass
+class _Sent:
+    """A run that was sent for a kind, and the one before it, for which plans may still arrive."""
+
+    serial: int
+    kind: Kind
+    wanted: Run
+    times: Times
+    every: int
+    from_iteration: int
+    shown_after: int
+    before: _Sent | None = None
+    programs: dict[Any, Program] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*self.wanted.key, self.times, self.every)
+
+    def follow(self, rank: int, from_iteration: int) -> Follow:
+        """Return the message for a rank, given its first iteration."""
+        wanted, job = self.wanted, self.kind.context.job
+        place = job.places[rank]
+        plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
+        plan = place.pipeline if wanted.by_length else plan
+        if (program := self.programs.get((plan, place.pipeline_rank))) is None:
+            program = wanted.program(self.kind.number, place.pipeline, place.pipeline_rank, job.schedule)
+            self.programs[plan, place.pipeline_rank] = program
+        is_profiled = place.pipeline < MOST_PROFILED
+        return Follow(
+            program,
+            self.serial,
+            from_iteration,
+            from_iteration + self.shown_after,
+            wanted.phase,
+            wanted.plan,
+            self.times if is_profiled else wanted.otherwise,
+            self.every,
+            wanted.otherwise,
+            wanted.logs_energy and is_profiled,
+            0 if wanted.by_length else None,
+        )
+
+
+class RunSender:
+    """Sends runs, and remembers them by their serials.
+
+    Attributes:
+        known: The last runs by serial.
+        issued: Number of the last iteration that a rank is known to have begun.
+        time_s: Time of the last iteration [s].
+    """
+
+    def __init__(self, context: ModeContext, timelines: TimelineLog, last_serial: int) -> None:
+        self._context = context
+        self._timelines = timelines
+        self._serial = last_serial
+        self._sent: dict[int, _Sent] = {}  # by the number of the kind
+        self._resent_after: dict[int, int] = {}  # an iteration, by rank
+        self.known: dict[int, Run] = {0: UNPLANNED}
+        self.issued = 0
+        self.time_s = 0.0
+
+    @property
+    def from_iteration(self) -> int:
+        """The first iteration that no rank begins before it receives a message sent now.
+
+        Ranks begin the next iteration without waiting for an answer to their report.
+        """
+        return self.issued + 2 if self.issued else 1
+
+    def send(self, kind: Kind) -> None:
+        """Send the run that a kind requests to the ranks, for the next iterations that none can have begun."""
+        wanted, before = kind.wanted, self._sent.get(kind.number)
+        times, every = wanted.times, wanted.every
+        if kind.number == 0 and not wanted.by_length and self._timelines.wants(wanted):
+            times, every = "all", 1
+        if before is not None and before.key == (*wanted.key, times, every):
+            self.known[before.serial] = before.wanted = wanted  # its next phase or status may differ
+            return
+        sent = self._sent[kind.number] = self._new(kind, wanted, times, every)
+        sent.before = None if before is None else replace(before, before=None)
+        self._send(sent, sent.from_iteration)
+        if wanted.by_length:
+            for iteration in self._context.look_ahead.plans_of(kind.context.job.order):
+                if iteration >= sent.from_iteration:
+                    self.send_planned(kind, iteration)
+
+    def send_planned(self, kind: Kind, iteration: int) -> None:
+        """Send the plan for one iteration, if it is planned by length and no rank has begun it."""
+        sent = self._sent.get(kind.number)
+        if sent is not None and iteration < sent.from_iteration:
+            sent = sent.before
+        plan = self._context.look_ahead.plans_of(kind.context.job.order).get(iteration)
+        if sent is None or not sent.wanted.by_length or plan is None or iteration <= self.issued:
+            return
+        run = sent.wanted.with_lengths(plan)
+        self._send(self._new(kind, run, run.times, run.every), iteration, only_iteration=iteration)
+
+    def _new(self, kind: Kind, run: Run, times: Times, every: int) -> _Sent:
+        self._serial += 1
+        self.known[self._serial] = run
+        if len(self.known) > _MOST_RUNS:
+            kept = {0, *(sent.serial for sent in self._sent.values())}
+            del self.known[next(serial for serial in self.known if serial not in kept)]
+        shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self.time_s)) if self.time_s else 2
+        return _Sent(self._serial, kind, run, times, every, self.from_iteration, shown_after)
+
+    def _send(self, sent: _Sent, from_iteration: int, only_iteration: int | None = None) -> None:
+        for rank, state in enumerate(self._context.job.states):
+            if state.is_here:
+                follow = sent.follow(rank, from_iteration)
+                if only_iteration is not None:
+                    follow = msgspec.structs.replace(follow, only_iteration=only_iteration)
+                self._context.send(rank, follow)
+
+    def resend(self, rank: int) -> None:
+        """Send the last run of each kind again to a rank."""
+        for sent in self._sent.values():
+            self._context.send(rank, sent.follow(rank, self.from_iteration))
+
+    def behind(self, kind: Kind, iteration: int, messages: Sequence[RankReport]) -> list[int]:
+        """Return the ranks that did not follow the last run of a kind in an iteration, and are due to receive it."""
+        sent = self._sent.get(kind.number)
+        if sent is None or sent.wanted.by_length or iteration <= sent.from_iteration + 1:
+            return []
+        found = []
+        for rank, message in enumerate(messages):
+            is_behind = not message.serial == message.report.serial == sent.serial
+            if is_behind and iteration >= self._resent_after.get(rank, -_RESENT_EVERY) + _RESENT_EVERY:
+                self._resent_after[rank] = iteration
+                found.append(rank)
+        return found
+
+    def ran(self, messages: Sequence[RankReport]) -> Run | None:
+        """Return what all ranks ran from the begin of an iteration to its end. None if they differ."""
+        # A rank whose client and agent followed different serials ran neither.
+        serials = {message.serial if message.serial == message.report.serial else -1 for message in messages}
+        runs = [self.known.get(serial) for serial in sorted(serials)]
+        known = [run for run in runs if run is not None]
+        if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
+            return None
+        return known[0]
