@@ -114,7 +114,10 @@ class GpuDriver:
                     self._done = requested
                     self._on_change()
                 if self._describes and not self.is_described(self._checks_permission):
-                    self.description = self._described(self.gpu)
+                    try:
+                        self.description = description_of(self.gpu, checks_permission=self._checks_permission)
+                    except Exception as error:  # a client waits for it
+                        self.description = error
                     self._on_change()
             except Exception as error:  # no other process would try again
                 self.error = error
@@ -136,16 +139,6 @@ class GpuDriver:
             # A process that may not reset a clock has not locked it. Another process may have had the permission.
             if self.record.left_by is not None:
                 self.left_error = str(error)
-
-    def _described(self, gpu: Gpu) -> GpuDescription | Exception:
-        try:
-            return description_of(gpu, checks_permission=self._checks_permission)
-        except Exception as error:  # a client waits for it
-            return error
-
-    def problem(self) -> GpuError | None:
-        """Return why the GPU cannot be used. None if it can, or if unknown."""
-        return None if self.error is None or self.gpu is not None else GpuError(str(self.error))
 
 
 def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:

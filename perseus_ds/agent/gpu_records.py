@@ -105,8 +105,10 @@ class UnrecordedGpu:
 
 def left_locked(agent: str) -> Iterator[GpuRecord]:
     """Yield the locked records of GPUs of this user that no agent serves and that may have a locked clock."""
-    for path in _paths():
+    for path in places.user_folder().glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, GpuHeldError):
+            if not path.is_file() or path.is_symlink():
+                continue
             record = GpuRecord(path.name.removeprefix(_PREFIX), agent)
             if record.left_by is not None:
                 yield record
@@ -119,19 +121,14 @@ def note_reset(gpu: str) -> None:
 
     A running agent continues to serve the GPU. A stopped one will not change it when it continues.
     """
-    for path in _paths():
-        if path.name == f"{_PREFIX}{gpu}":
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                pid = places.holder(file)
-                if pid is None or _is_stopped(pid):
-                    _write(file, _read(file)[0] + 1, os.getpid(), False, "reset")
-            finally:
-                os.close(file)
-
-
-def _paths() -> list[Path]:
-    return [path for path in places.user_folder().glob(f"{_PREFIX}*") if path.is_file() and not path.is_symlink()]
+    with contextlib.suppress(FileNotFoundError):
+        file = os.open(places.user_folder() / f"{_PREFIX}{gpu}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            pid = places.holder(file)
+            if pid is None or _is_stopped(pid):
+                _write(file, _read(file)[0] + 1, os.getpid(), False, "reset")
+        finally:
+            os.close(file)
 
 
 def _read(file: int) -> tuple[int, int, bool, str]:

@@ -62,7 +62,6 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES, _MOST_UNSENT = 3, 100
-_LONGEST_DESCRIPTION = 1 << 30
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
@@ -218,7 +217,7 @@ class Agent:
         self._open_gpu = open_gpu
         self._find_gpu = find_gpu
         self._time = timebase
-        # Others round their timeouts up to milliseconds, which would delay clocks.
+        # Other selectors round their timeouts up to milliseconds, which would delay clocks.
         self._selector = selectors.SelectSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         # Threads of drivers wake the loop.
@@ -407,13 +406,11 @@ class Agent:
             self._server.is_followed = True
         rank.number = server.rank
         memory = rank.memory
-        rank.uplink.join(rank.number, lambda: 0 if memory is None else memory.iteration)
+        assert memory is not None
+        rank.uplink.join(rank.number, lambda: memory.iteration)
 
     def _start_server(self, rank: _Rank, request: StartServer, files: list[int]) -> None:
         """Start the server of the job, or watch the one that an earlier agent of this node has started."""
-        if not files or not 0 < request.length <= _LONGEST_DESCRIPTION:
-            rank.send(ServerStarted(kind="PerseusError", error="the job was not described"))
-            return
         if self._server is not None:
             if request.running is not None:
                 return  # this agent has started it
@@ -454,7 +451,10 @@ class Agent:
                 rank.send(answer)
             if answer.kind and not self._server_waits and answer.error != self._server_error:
                 self._server_error = answer.error
-                self._warn_of_server(answer.error)
+                said = Say(f"perseus: {answer.error}. Training continues at default clocks.", warns=True)
+                for rank in self._ranks.values():
+                    if rank.uplink is not None and rank.number == 0:
+                        rank.send(said)
             self._server_waits.clear()
         now_s = self._time.now_s()
         is_heard = any(uplink.heard_s > now_s - 1.0 for uplink in self._uplinks)
@@ -463,11 +463,6 @@ class Agent:
         if server.start_again():
             assert server.file is not None
             self._selector.register(server.file, selectors.EVENT_READ, server)
-
-    def _warn_of_server(self, error: str) -> None:
-        for rank in self._ranks.values():
-            if rank.uplink is not None and rank.number == 0:
-                rank.send(Say(f"perseus: {error}. Training continues at default clocks.", warns=True))
 
     def _find(self, rank: _Rank, place: FindGpu) -> None:
         try:
@@ -537,18 +532,14 @@ class Agent:
                 other.count_reset()
             rank.driver.reset()
 
-    def _revoke_all(self) -> None:
-        """Reset all GPUs, because this process received SIGTERM."""
-        self.terminates = False
-        for rank in self._ranks.values():
-            self._revoke(rank)
-        for gpu in self._inherited:
-            self._drivers[gpu].reset()
-
     def _update_leases(self) -> None:
         """Grant leases of opened GPUs, and reset GPUs with ended leases."""
         if self.terminates:
-            self._revoke_all()
+            self.terminates = False
+            for rank in self._ranks.values():
+                self._revoke(rank)
+            for gpu in self._inherited:
+                self._drivers[gpu].reset()
         now_s = self._time.now_s()
         is_ending = any(rank.is_ending(now_s) for rank in self._ranks.values())
         self._update_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
@@ -593,8 +584,8 @@ class Agent:
         driver = rank.driver
         assert driver is not None
         assert rank.memory is not None
-        if (problem := driver.problem()) is not None:
-            self._refuse(rank, "unusable", str(problem))
+        if driver.gpu is None and driver.error is not None:
+            self._refuse(rank, "unusable", str(driver.error))
             return
         if request.describes and not driver.is_described(request.checks_permission):
             driver.describe(request.checks_permission)

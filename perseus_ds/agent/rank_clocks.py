@@ -40,7 +40,6 @@ from perseus_ds.protocol.layout import (
     DEFAULT_CLOCKS,
     DRIVER_HANGS_S,
     IDLE_S,
-    PAUSED,
     POSITIONS,
     REMEMBERED,
     RankMemory,
@@ -217,8 +216,6 @@ class Follower:
     def _note_idleness(self) -> None:
         memory = self.memory
         idle_since_s, is_open = memory.idle_since_s, memory.progress % 2
-        if not math.isfinite(idle_since_s):  # the client may write any value
-            idle_since_s = PAUSED
         if idle_since_s and not is_open:
             # The host has issued everything, but the GPU may not have finished.
             is_done = memory.ended == self._iteration % 2**32
@@ -416,8 +413,6 @@ class RankClocks:
     def receive_from_server(self, message: ToRank) -> None:
         """Handle a message of the server, or forward it to the client."""
         if isinstance(message, Follow):
-            if not 0 <= message.program.number < DEFAULT_CLOCKS:
-                return
             self._follower.add(message)
             self._log_if_requested(message)
             program = msgspec.structs.replace(message.program, spans_s=())

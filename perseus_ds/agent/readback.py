@@ -158,7 +158,7 @@ class ClockReadback:
         if self._is_settling and self._not_yet_s is not None:
             self._add_latency(self._not_yet_s)
         self._called_s, self._took_s = self._time.now_s(), took_s
-        self._before_mhz, self._clock_mhz = self._clock_mhz or self._highest_mhz(), clock_mhz
+        self._before_mhz, self._clock_mhz = self._clock_mhz or self._gpu.supported_clocks_mhz()[-1], clock_mhz
         self._not_yet_s = None
         if clock_mhz is None:
             self.reading = _NO_READING
@@ -226,13 +226,6 @@ class ClockReadback:
                 self._refused.add(requested_mhz)
                 self._on_refusal(ClockRefused(requested_mhz, reached_mhz, reasons))
         self.reading = requested_mhz, reached_mhz
-
-    def _highest_mhz(self) -> int:
-        """Return the highest supported clock [MHz], or 0 if it is unknown."""
-        try:
-            return self._gpu.supported_clocks_mhz()[-1]
-        except GpuError:
-            return 0
 
     def _add_latency(self, latency_s: float) -> None:
         """Add a latency of the requested clock, or a lower bound of it [s]."""

@@ -123,7 +123,15 @@ def execution_on(gpu: KnownGpu, device: torch.device, config: PerseusConfig) -> 
 
 def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
     """Return the same GPU as :func:`open_gpu`, without warnings about it."""
-    kind = _kind_of(device) if config.device == "auto" else config.device
+    kind = config.device
+    if kind == "auto":
+        if device.type not in ("cuda", "cpu"):
+            raise ConfigError(
+                f"perseus.device: \"auto\" knows NVIDIA's and AMD's GPUs, and this job computes on {device.type!r}. Set "
+                '"enabled": false to train without Perseus, or "device": "simulated" to try it with simulated GPUs, which '
+                "makes every pass as long as theirs."
+            )
+        kind = "simulated" if device.type == "cpu" else "nvml" if torch.version.hip is None else "zeus"
     if kind != "simulated":
         return LeasedGpu(place_of(kind, device, local_rank), checks_permission=config.mode != "observe")
     settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
@@ -134,44 +142,19 @@ def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank
     return gpu
 
 
-def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
-    """Return the kind of GPU to open for tensors on a device.
-
-    AMD's GPUs, which torch also calls ``cuda``, are opened through Zeus.
-
-    Raises:
-        ConfigError: Clocks of such a device cannot be set, and simulated GPUs would slow training down.
-    """
-    if device.type == "cuda":
-        return "nvml" if torch.version.hip is None else "zeus"
-    if device.type == "cpu":
-        return "simulated"
-    raise ConfigError(
-        f"perseus.device: \"auto\" knows NVIDIA's and AMD's GPUs, and this job computes on {device.type!r}. Set "
-        '"enabled": false to train without Perseus, or "device": "simulated" to try it with simulated GPUs, which '
-        "makes every pass as long as theirs."
-    )
-
-
 def place_of(kind: Literal["nvml", "zeus"], device: torch.device, local_rank: int) -> FindGpu:
     """Return the identifiers by which another process finds the GPU of a rank."""
     variables = {name: os.environ[name] for name in _RENUMBERING if name in os.environ}
-    ordinal, uuid, pci_address = _device_of(device, local_rank)
+    ordinal, uuid, pci_address = max(0, local_rank), None, None
+    if device.type == "cuda":
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+        known = torch.cuda.get_device_properties(ordinal)
+        # HIP and amdsmi write UUIDs differently.
+        uuid = None if torch.version.hip else str(getattr(known, "uuid", "")) or None
+        domain, bus, slot = (getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        if domain is not None and bus is not None and slot is not None:
+            pci_address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
     return FindGpu(kind, ordinal, uuid, pci_address, variables, places.cgroups())
-
-
-def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, str | None]:
-    """Return the number of this rank's GPU in CUDA or HIP, and its UUID (CUDA) and PCI address if known."""
-    if device.type != "cuda":
-        return max(0, local_rank), None, None
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    known = torch.cuda.get_device_properties(index)
-    # HIP and amdsmi write UUIDs differently.
-    uuid = None if torch.version.hip else str(getattr(known, "uuid", "")) or None
-    domain, bus, slot = (getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    if domain is None or bus is None or slot is None:
-        return index, uuid, None
-    return index, uuid, f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -102,7 +102,6 @@ class Lease:
         """
         self._place = gpu if isinstance(gpu, FindGpu) else None
         self.gpu = "" if isinstance(gpu, FindGpu) else gpu
-        self._shown = self.gpu if self._place is None else f"GPU {self._place.ordinal}"
         self.description: GpuDescription | None = None
         self._checks_permission = checks_permission
         self._time = timebase
@@ -231,9 +230,10 @@ class Lease:
                     raise (GpuBusyError if refused.reason == "held" else GpuError)(refused.error)
                 self._name, self._next_start_s = alone, -_STARTED_AGAIN_S
             elif self._time.now_s() > end_s:
+                gpu = self.gpu if self._place is None else f"GPU {self._place.ordinal}"
                 raise GpuError(
-                    f"No agent answered within {_ANSWER_TIMEOUT_S:.0f} s, so {self._shown} is not used. Without an "
-                    "agent its clock would stay locked after a kill -9; `perseus-ds reset` restores it."
+                    f"No agent answered within {_ANSWER_TIMEOUT_S:.0f} s, so {gpu} is not used. Without an agent its "
+                    "clock would stay locked after a kill -9; `perseus-ds reset` restores it."
                 )
             elif not self.is_granted:
                 self._time.sleep(_AGAIN_S)

@@ -123,7 +123,11 @@ def meet(
     number = int(store.add(f"perseus/starts/{rank}", 1))
     key = f"perseus/start/{number}"
     try:
-        content = b"+" + described.encode(_open(config, facts, read, opened))
+        opened.schedule = read()
+        gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
+        opened.clocks = clocks_of(gpu, facts.device)
+        opened.timers = execution_on(gpu, facts.device, config)
+        content = b"+" + described.encode(rank_facts(config, facts, opened.schedule, gpu, opened.timers))
     except PerseusError as error:
         content = f"-{type(error).__name__}:{error}".encode()
     except Exception as error:  # the other ranks wait
@@ -142,15 +146,6 @@ def meet(
     if answer.kind:
         raise getattr(errors, answer.kind, PerseusError)(answer.error)
     return answer
-
-
-def _open(config: PerseusConfig, facts: EngineFacts, read: Callable[[], Schedule], opened: Opened) -> RankFacts:
-    rank = dist.get_rank()
-    opened.schedule = read()
-    gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
-    opened.clocks = clocks_of(gpu, facts.device)
-    opened.timers = execution_on(gpu, facts.device, config)
-    return rank_facts(config, facts, opened.schedule, gpu, opened.timers)
 
 
 def rank_facts(

@@ -43,8 +43,8 @@ class OperationHooks:
         self._next = 0
         self._stream: tuple[Operation, ...] = ()
         self._followed: Program | None = None
-        # By the identity of a stream, the stream and the places of its operations.
-        self._places: dict[int, tuple[tuple[Operation, ...], dict[Operation, int]]] = {}
+        # The last stream of which the places of operations were requested, and these places.
+        self._placed: tuple[tuple[Operation, ...], dict[Operation, int]] = (), {}
         # The current operation, if it is timed, and the slot of its start, if it is marked.
         self._timed: Operation | None = None
         self._slot: int | None = None
@@ -70,9 +70,9 @@ class OperationHooks:
 
     def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
         """Return the place of each operation in a stream."""
-        if id(stream) not in self._places:
-            self._places[id(stream)] = stream, {operation: place for place, operation in enumerate(stream)}
-        return self._places[id(stream)][1]
+        if stream is not self._placed[0]:
+            self._placed = stream, {operation: place for place, operation in enumerate(stream)}
+        return self._placed[1]
 
     def around(self, operation: Operation) -> AbstractContextManager[None]:
         """Return the context manager for an operation. It is a no-op if the operation is not timed or marked."""

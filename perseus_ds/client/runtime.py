@@ -8,9 +8,11 @@ report of every iteration.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 import zlib
@@ -18,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.inputs import InputShapes, check_lengths
 from perseus_ds.client.measuring import measure_counter, measure_gpu
 from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, meet
 from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, times_of
@@ -56,6 +56,7 @@ _MOST_UNSENT = 64
 _MOST_GIVEN = 64
 """Maximum number of future iterations with lengths that are stored until they are sent."""
 _FIRST_WITH_MEMORY, _MEMORY_EVERY = 4, 16
+_MOST_LENGTHS, _LONGEST = 4096, 1e15
 _PROFILED = ("observe", "run", "pause")
 
 
@@ -68,11 +69,66 @@ class _Ran(NamedTuple):
     fields: dict[str, Any]
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def key_of(order: Hashable) -> int:
     """Return a number that identifies an order, the same in every process."""
     digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@functools.lru_cache(maxsize=4096)
+def number_of_inputs(inputs: Hashable) -> float:
+    """Return a number for the shapes of a forward's inputs. It is the same in every process and never 0."""
+    return float(int.from_bytes(hashlib.blake2b(repr(inputs).encode(), digest_size=4).digest(), "little") + 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def length_of_inputs(inputs: Hashable) -> float:
+    """Return the number of elements of a forward's first input, as a measure of its tokens.
+
+    ``inputs`` holds the shapes of all inputs, or of one of them. The length is NaN if unknown.
+    """
+    if isinstance(inputs, int | float):
+        return float(inputs)
+    if not isinstance(inputs, tuple) or not inputs:
+        return math.nan
+    if all(isinstance(size, int) for size in inputs):
+        return float(math.prod(inputs))
+    return length_of_inputs(inputs[0])
+
+
+def check_lengths(lengths: Sequence[float]) -> None:
+    """Raise a ``ValueError`` if the lengths of the micro-batches of an iteration are invalid."""
+    wrong = [number for number, length in enumerate(lengths) if not 0 < length < _LONGEST]
+    if wrong or not 1 <= len(lengths) <= _MOST_LENGTHS:
+        given = f"{lengths[wrong[0]]!r} of micro-batch {wrong[0]}" if wrong else f"{len(lengths)} lengths"
+        raise ValueError(
+            f"next_lengths: expected the length of each micro-batch of an iteration, such as its number of tokens, "
+            f"each above 0; given {given}. Give one number for each micro-batch."
+        )
+
+
+class InputShapes:
+    """The shapes of the inputs of one iteration, as numbers: that of the first forward, and their sum."""
+
+    def __init__(self) -> None:
+        self.first = self.total = self._lengths = 0.0
+        self._forwards = 0
+
+    def add(self, inputs: Hashable) -> bool:
+        """Add the inputs of a forward. Returns True if it is the first one."""
+        shape = number_of_inputs(inputs)
+        self.total += shape
+        self._lengths += length_of_inputs(inputs)
+        self._forwards += 1
+        if self._forwards == 1:
+            self.first = shape
+        return self._forwards == 1
+
+    @property
+    def length(self) -> float:
+        """Mean length of the inputs of all forwards so far. NaN before the first one, or if it is unknown."""
+        return self._lengths / self._forwards if self._forwards else math.nan
 
 
 class PerseusRuntime:
@@ -169,7 +225,7 @@ class PerseusRuntime:
             elif welcome.measures_counter:
                 with suppress(GpuError):
                     clocks.send(measure_counter(clocks))
-            runtime._await_first()
+            runtime._await(lambda: runtime._follows.latest(0) is not None)
         except BaseException:
             opened.close()
             raise
@@ -234,8 +290,10 @@ class PerseusRuntime:
             return
         self._receive()
         self._send_reports()
-        if self._simulated is not None and self._worked and self._simulated.seconds_per_flop is None:
-            self._await_calibration()
+        if self._worked and not self._is_calibrated:
+            self._await(lambda: self._is_calibrated)
+            self._time.sleep(10 * _POLL_S)
+            self._receive()  # messages about the iterations after the calibration
         self._key = key_of(order)
         if not self._streams:
             self._streams[self._key] = self.schedule.ranks[0]
@@ -272,12 +330,16 @@ class PerseusRuntime:
             "first_shape": self._shapes.first,
             "shapes": self._shapes.total,
             "length": self._shapes.length,
-            "is_calibrated": self._simulated is None or self._simulated.seconds_per_flop is not None,
+            "is_calibrated": self._is_calibrated,
         }
         self._ended_s = self._time.now_s()
         self._unsent.append(_Ran(finished, self.follow, self._stream, fields))
         self._send_lengths(iteration + 1, begun=iteration)
         self._send_reports()
+
+    @property
+    def _is_calibrated(self) -> bool:
+        return self._simulated is None or self._simulated.seconds_per_flop is not None
 
     @property
     def _stream(self) -> tuple[Operation, ...]:
@@ -382,18 +444,16 @@ class PerseusRuntime:
         while self._unsent and not self._send_reports() and self._time.now_s() < end_s:
             self._time.sleep(_POLL_S)
         self.clocks.send(msg.Left())
-        end_s = self._time.now_s() + _SUMMARY_S
-        while self._is_rank_0 and not self._has_summary and self._time.now_s() < end_s:
-            self.clocks.wait(_POLL_S)
-            self._receive()
+        if self._is_rank_0:
+            self._await(lambda: self._has_summary, _SUMMARY_S)
         self.clocks.close()
 
     # Messages from the server.
 
-    def _await_first(self) -> None:
-        """Wait for the message about the first iteration, before training."""
-        end_s = self._time.now_s() + _FIRST_S
-        while self._follows.latest(0) is None and self._time.now_s() < end_s:
+    def _await(self, is_over: Callable[[], bool], timeout_s: float = _FIRST_S) -> None:
+        """Wait for messages until a condition holds, or until the timeout."""
+        end_s = self._time.now_s() + timeout_s
+        while not is_over() and self._time.now_s() < end_s:
             self.clocks.wait(_POLL_S)
             self._receive()
 
@@ -423,15 +483,6 @@ class PerseusRuntime:
             self.follow = self._follows.latest(0) or UNPLANNED
         while len(self._shown) > 1 and self._shown[1][0] <= self.clocks.memory.iteration:
             del self._shown[0]
-
-    def _await_calibration(self) -> None:
-        """Wait for the calibration of the simulated GPU, and for messages about the iterations after it."""
-        end_s = self._time.now_s() + _FIRST_S
-        while self._simulated is not None and self._simulated.seconds_per_flop is None and self._time.now_s() < end_s:
-            self.clocks.wait(_POLL_S)
-            self._receive()
-        self._time.sleep(10 * _POLL_S)
-        self._receive()
 
     def _following(self, iteration: int) -> Follow:
         follow = self._follows.select(self._number, iteration)
@@ -464,10 +515,8 @@ class PerseusRuntime:
         if message.warns:
             logger.warning("%s", message.text)
             return
-        try:
+        with suppress(Exception):  # for example a closed terminal, an unsupported character, or a full disk
             print(printable(message.text), flush=True)
-        except Exception:  # for example a closed terminal, an unsupported character, or a full disk
-            return
 
     def _write_to_monitor(self, observed: msg.Observed) -> None:
         if self._monitor is None or not dist.is_initialized():  # DeepSpeed's monitor reads its rank
@@ -494,30 +543,24 @@ class PerseusRuntime:
         return not self._unsent
 
     def _send(self, ran: _Ran) -> None:
-        follow, fields, simulated = ran.follow, ran.fields, self._simulated
-        if simulated is not None and simulated.seconds_per_flop is None and len(simulated.flops) > self._worked:
+        fields, simulated, iteration = ran.fields, self._simulated, ran.fields["iteration"]
+        if simulated is not None and not self._is_calibrated and len(simulated.flops) > self._worked:
             self._worked = len(simulated.flops)
             self.clocks.send(msg.Worked(tuple((repr(key), count) for key, count in simulated.flops.items())))
-        if (times := times_of(follow, fields["iteration"])) != "none":
+        if (times := times_of(ran.follow, iteration)) != "none":
             spans = ran.finished.spans()
             fields |= computed_and_tail_s(spans)
             if times != "ends":
-                self._send_spans(fields["iteration"], spans, ran.stream)
+                self._send_spans(iteration, spans, ran.stream)
+        # Peak memory hardly changes, and reading it is slow.
+        reads_memory = iteration <= _FIRST_WITH_MEMORY or iteration % _MEMORY_EVERY == 0
         report = Report(
             **fields,
             time_s=ran.finished.time_s(),
             issued=self.clocks.memory.iteration,
-            memory_bytes=self._read_memory_bytes(fields["iteration"]),
+            memory_bytes=(self._memory_bytes() or 0) if reads_memory else 0,
         )
         self.clocks.send(report)
-
-    def _read_memory_bytes(self, iteration: int) -> int:
-        """Return the peak memory of tensors, or 0 if it is not read in this iteration.
-
-        It hardly changes, and reading it is slow.
-        """
-        is_read = iteration <= _FIRST_WITH_MEMORY or iteration % _MEMORY_EVERY == 0
-        return (self._memory_bytes() or 0) if is_read else 0
 
     def _send_spans(self, iteration: int, spans: Sequence[Span], stream: tuple[Operation, ...]) -> None:
         content = encode_spans(spans, self._hooks.places_of(stream))

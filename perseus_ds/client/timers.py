@@ -170,7 +170,7 @@ class GraphTimes:
 class Replay:
     """Times of the operations in one replay of a graph. They must be read before the next replay begins."""
 
-    def __init__(self, graph: GraphTimes, start: RecordedEvent, over: RecordedEvent) -> None:
+    def __init__(self, graph: GraphTimes, start: Any, over: DeviceEvent) -> None:
         self._graph = graph
         self._start = start
         self._over = over
@@ -229,7 +229,7 @@ class Execution(ABC):
 
     def replayed(self, graph: GraphTimes) -> None:
         """Time the operations of a graph whose replay has just been issued."""
-        raise NotImplementedError
+        self.replay = graph.last = Replay(graph, self._start, self.event())
 
     def begin(self, operation: Operation) -> DeviceEvent:
         self._begun = begun = self.event()
@@ -298,10 +298,6 @@ class CudaExecution(Execution):
         event = self._cuda.Event(enable_timing=True, external=True)
         event.record(self._cuda.current_stream(self._device))
         return event
-
-    def replayed(self, graph: GraphTimes) -> None:
-        assert isinstance(self._start, RecordedEvent)
-        self.replay = graph.last = Replay(graph, self._start, self.event())
 
 
 _aten = torch.ops.aten

@@ -38,10 +38,9 @@ import torch.distributed as dist
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.devices import gpu_of
-from perseus_ds.client.inputs import check_lengths
 from perseus_ds.client.meeting import EngineFacts, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
-from perseus_ds.client.runtime import PerseusRuntime
+from perseus_ds.client.runtime import PerseusRuntime, check_lengths
 from perseus_ds.config import PerseusConfig
 from perseus_ds.engines.hooks import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError

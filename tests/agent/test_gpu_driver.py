@@ -78,4 +78,5 @@ def test_a_gpu_that_cannot_be_opened_is_a_problem_in_words(record, time):
 
     driver = GpuDriver(record, refuse, lambda: None, time)
     time.sleep(0.1)
-    assert str(driver.problem()) == "no such GPU"
+    assert driver.gpu is None
+    assert str(driver.error) == "no such GPU"

@@ -89,16 +89,6 @@ def test_messages_that_make_no_sense_leave_agent_and_rank_as_they_are(start, stu
     assert stub.agents() == [agent]
 
 
-def test_programs_that_make_no_sense_are_not_followed(start, stub, server):
-    clocks = start(server=server)
-    server.send(Program(-1, 1200))
-    server.send(Program(900, 1200))
-    server.follow(clocks, Program(0, 1110))
-    iterate(clocks, 0)
-    wait_until(lambda: stub.locked_clocks_mhz()[0] == 1110, "the clock")
-    assert len(stub.agents()) == 1
-
-
 def test_a_question_whose_agent_is_lost_is_an_error_and_training_goes_on(start, stub, server):
     clocks = start(server=server)
     (agent,) = stub.agents()

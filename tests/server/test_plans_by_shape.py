@@ -11,7 +11,7 @@ from virtual.job import SLOWER
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned
-from perseus_ds.client.inputs import length_of_inputs, number_of_inputs
+from perseus_ds.client.runtime import length_of_inputs, number_of_inputs
 from perseus_ds.pipeline.instruction import Kind
 
 SHORT = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
@@ -111,7 +111,7 @@ def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_sh
 
 
 def test_shapes_of_inputs_have_the_same_number_in_every_process():
-    program = "from perseus_ds.client.inputs import number_of_inputs; print(number_of_inputs((8, None, 'a')))"
+    program = "from perseus_ds.client.runtime import number_of_inputs; print(number_of_inputs((8, None, 'a')))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "1"}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert float(found.stdout) == number_of_inputs((8, None, "a")) != number_of_inputs((8, None, "b"))
