@@ -127,9 +127,9 @@ def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank
     if kind == "auto":
         if device.type not in ("cuda", "cpu"):
             raise ConfigError(
-                f"perseus.device: \"auto\" knows NVIDIA's and AMD's GPUs, and this job computes on {device.type!r}. Set "
-                '"enabled": false to train without Perseus, or "device": "simulated" to try it with simulated GPUs, which '
-                "makes every pass as long as theirs."
+                f"perseus.device: \"auto\" knows NVIDIA's and AMD's GPUs, and this job computes on {device.type!r}. "
+                'Set "enabled": false to train without Perseus, or "device": "simulated" to try it with simulated '
+                "GPUs, which makes every pass as long as theirs."
             )
         kind = "simulated" if device.type == "cpu" else "nvml" if torch.version.hip is None else "zeus"
     if kind != "simulated":
