@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 J_PER_KWH = 3.6e6
@@ -57,6 +57,14 @@ def less_or_more(value: float, decimals: int = 1) -> str:
 def plain(text: str) -> str:
     """Return a text for terminals: figures in ASCII, control characters replaced by spaces."""
     return "".join(character if character.isprintable() else " " for character in text.translate(_ASCII))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines for terminals, the first column aligned left and the others right."""
+    table = [[plain(cell) for cell in row] for row in rows]
+    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
+    aligned = ([name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in table)
+    return ["  ".join(cells).rstrip() for cells in aligned]
 
 
 def joules(value_j: float | None) -> str:

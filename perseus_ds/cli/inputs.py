@@ -42,10 +42,6 @@ def schedule_for(
     """Return the schedule selected by the arguments, with the profile's values as defaults.
 
     A class named by the user is imported, but a class named in the profile is not.
-
-    Raises:
-        ConfigError: If the number of micro-batches is unknown, or the stages do not fit the schedule.
-        ScheduleError: If the schedule cannot be read.
     """
     info = profile.info
     micro_batches = micro_batches or micro_batches_of(profile)
@@ -70,11 +66,7 @@ def schedule_for(
 
 
 def micro_batches_of(profile: StageProfile) -> int:
-    """Return the number of micro-batches per iteration of the job that measured a profile.
-
-    Raises:
-        ConfigError: If the profile does not contain it.
-    """
+    """Return the number of micro-batches per iteration of the job that measured a profile."""
     if profile.info.micro_batches is None:
         raise ConfigError("--micro-batches is missing: the profile has no profile.json that contains their number.")
     return profile.info.micro_batches
@@ -86,12 +78,7 @@ def _written_schedule(profile: StageProfile, named: str | None) -> Schedule | No
 
 
 def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
-    """Return the schedule of imported plans, given their numbers of ranks and forwards.
-
-    Raises:
-        ConfigError: If there is no such schedule, or its class is named only in a file.
-        ScheduleError: If it cannot be read.
-    """
+    """Return the schedule of imported plans, given their numbers of ranks and forwards."""
     written = _written_schedule(profile, schedule)
     forwards = [sum(kind == Kind.FORWARD for kind, _ in entries) for entries in pairs]
     if written and forwards == [sum(i.kind is Kind.FORWARD for i in stream) for stream in written.instructions]:
@@ -104,11 +91,7 @@ def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None)
 
 
 def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
-    """Return name and class of the schedule that the user names, or of a known one in a file.
-
-    Raises:
-        ConfigError: If there is no such schedule, or its class is named only in a file.
-    """
+    """Return name and class of the schedule that the user names, or of a known one in a file."""
     name = schedule or label or "1f1b"
     if schedule is None and name not in KNOWN and not name.startswith(OF_TORCH):
         raise ConfigError(
@@ -125,11 +108,7 @@ def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
 
 
 def check_size(stages: int, micro_batches: int) -> None:
-    """Check that an iteration is small enough to compute plans for it.
-
-    Raises:
-        ConfigError: If it is not.
-    """
+    """Check that an iteration is small enough to compute plans for it."""
     if stages * micro_batches > MOST_INSTRUCTIONS or stages > MOST_STAGES:
         raise ConfigError(
             f"{stages} stages and {micro_batches} micro-batches: at most {MOST_STAGES} stages, and {MOST_INSTRUCTIONS} "
@@ -154,12 +133,7 @@ def folder_of(path: Path) -> Path:
 
 
 def sources_for(arguments: RunArguments) -> Sources:
-    """Read the inputs selected by the arguments.
-
-    Raises:
-        PerseusError: If an input is invalid, a file is damaged, no input was found, or the folder contains runs of
-            different jobs.
-    """
+    """Read the inputs selected by the arguments."""
     found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
     folders = [history.folder for history in found.histories]
     jobs = {history.last_start.job for history in found.histories} - {None}
@@ -173,11 +147,7 @@ def sources_for(arguments: RunArguments) -> Sources:
 
 
 def is_measured_job(path: Path) -> bool:
-    """Return whether a path is a job's output or a profile, and not a Hugging Face model.
-
-    Raises:
-        ConfigError: If it is a folder but neither.
-    """
+    """Return whether a path is a job's output or a profile, and not a Hugging Face model."""
     if path.suffix == ".csv":
         return True
     if not path.is_dir():
@@ -195,11 +165,7 @@ def is_measured_job(path: Path) -> bool:
 def measured_job(
     path: Path, *, schedule: str | None, micro_batches: int | None, blocking_power_w: float | None
 ) -> MeasuredJob:
-    """Read a job that has trained, from its profile or otherwise from observations.
-
-    Raises:
-        PerseusError: If there is neither, or the layout of the model is unknown.
-    """
+    """Read a job that has trained, from its profile or otherwise from observations."""
     from perseus_ds.optimizer.balance import MeasuredJob
     from perseus_ds.profiler.observed import observed_profile
 
@@ -254,12 +220,7 @@ def answer_no(command: str, reason: object) -> int:
 
 
 def check_folder(out: Path) -> Path:
-    """Check that an output folder can be created and written, and return it.
-
-    Raises:
-        ConfigError: If it cannot.
-        OSError: If the path is impossible.
-    """
+    """Check that an output folder can be created and written, and return it."""
     existing = next(path for path in (out, *out.parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another path, --out PATH.")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from perseus_ds.cli.values import OPTIONAL, Texts
 from perseus_ds.errors import ConfigError, GpuBusyError, GpuError
@@ -127,13 +127,11 @@ def _failures(findings: Iterable[Finding], device: str) -> str:
     return ", ".join(dict.fromkeys(failed))
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the output of ``perseus-ds doctor``.
 
-    Attributes:
-        level: ``fail`` if Perseus cannot change clocks, ``warn`` if results are less accurate or a feature is missing,
-            otherwise ``info`` or ``ok``.
+    The level is ``fail`` if training or changing clocks is impossible, and ``warn`` if results are less accurate or a
+    feature is missing.
     """
 
     level: Literal["ok", "info", "warn", "fail"]
@@ -143,9 +141,9 @@ class Finding:
 
 
 def examine_software() -> list[Finding]:
-    """Examine Python packages, torch's access to CUDA, and zeusd."""
+    """Examine Python packages, DeepSpeed's compiler, torch's access to CUDA, marks, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
-    return [python, *map(_package, _PACKAGES), *_deepspeed(), _torch_devices(), *_marks(), _zeusd()]
+    return [python, *map(_package, _PACKAGES), *_deepspeed(), *_cuda(), _zeusd()]
 
 
 def _package(name: str) -> Finding:
@@ -159,41 +157,24 @@ def _deepspeed() -> Iterator[Finding]:
     """Report the version of DeepSpeed, and the programs with which it compiles its extensions in training."""
     from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 
+    installed = _package("deepspeed")
     problem = deepspeed_problem()
-    yield Finding("fail", "deepspeed", problem, REMEDY) if problem else _package("deepspeed")
-    try:
-        importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        return
+    yield Finding("fail", "deepspeed", problem, REMEDY) if problem else installed
     compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # as torch.utils.cpp_extension finds it
     remedies = {
         compiler: "Install a C++ compiler (apt-get install g++), or set CXX to its path.",
         "ninja": "pip install ninja; the folder of the program must be in PATH.",
     }
-    for name, remedy in remedies.items():
-        if (path := shutil.which(name)) is None:
-            yield Finding(
-                "fail", "compiler", f"DeepSpeed compiles extensions with {name}, which is not in PATH", remedy
-            )
-        else:
+    for name, remedy in remedies.items() if installed.level == "ok" else ():
+        if (path := shutil.which(name)) is not None:
             yield Finding("ok", "compiler", path)
+        else:
+            text = f"DeepSpeed compiles extensions with {name}, which is not in PATH"
+            yield Finding("fail", "compiler", text, remedy)
 
 
-def _torch_devices() -> Finding:
-    try:
-        import torch
-    except Exception as error:
-        return Finding("fail", "torch", f"cannot be imported: {error}", "Reinstall torch.")
-    if torch.cuda.is_available():
-        return Finding("ok", "CUDA", f"torch sees {torch.cuda.device_count()} GPUs (CUDA {torch.version.cuda})")
-    build = f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
-    return Finding(
-        "warn", "CUDA", f"torch sees no GPU; {build}", "Until it does, training runs on the CPU with simulated GPUs."
-    )
-
-
-def _marks() -> Iterator[Finding]:
-    """Have each GPU that torch sees write a mark into shared memory, as training does."""
+def _cuda() -> Iterator[Finding]:
+    """Report the GPUs that torch sees, and have each write a mark into shared memory, as training does."""
     from perseus_ds.client.lease import SharedMemory
     from perseus_ds.protocol.layout import LENGTH, RankMemory
 
@@ -201,11 +182,16 @@ def _marks() -> Iterator[Finding]:
         import torch
 
         from perseus_ds.client.marks import marks_of
-    except Exception:  # the line on torch says why
+    except Exception as error:
+        yield Finding("fail", "torch", f"cannot be imported: {error}", "Reinstall torch.")
         return
+    count, cuda = torch.cuda.device_count(), torch.version.cuda
     if not torch.cuda.is_available():
+        text = f"torch sees no GPU; torch was built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
+        yield Finding("warn", "CUDA", text, "Until it does, training runs on the CPU with simulated GPUs.")
         return
-    for index in range(torch.cuda.device_count()):
+    yield Finding("ok", "CUDA", f"torch sees {count} GPUs (CUDA {cuda})")
+    for index in range(count):
         shared = SharedMemory(LENGTH)
         try:
             marks_of(torch.device("cuda", index), shared, RankMemory.create(shared.view))
@@ -233,14 +219,9 @@ def _zeusd() -> Finding:
 
 
 def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Finding]]:
-    """Examine all GPUs of this node in parallel.
+    """Return the findings on each GPU of this node, or one list with one failure if there is no NVML.
 
-    Args:
-        lock: Whether to change clocks to measure their latency.
-        timebase: The time in which to measure.
-
-    Returns:
-        The findings of each GPU, or one list with one failure if there is no NVML.
+    With ``lock``, clocks are changed to measure their latency.
     """
     from perseus_ds.gpu.nvml import gpu_count
 
@@ -273,10 +254,11 @@ def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding
         return
     with closing(gpu):
         yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.uuid}, driver {gpu.driver}")
-        for what, examine in (("clocks", _clocks), ("default", _settings), ("power", _power)):
-            yield from _guarded(what, examine(gpu))
+        yield from _guarded("clocks", _clocks(gpu))
+        yield from _guarded("default", _settings(gpu))
+        yield from _guarded("power", _power(gpu))
         yield from _guarded("energy", _energy(gpu, timebase))
-        yield from _agent(gpu)
+        yield _agent(gpu)
         yield from _guarded("lock", _leased(gpu, timebase) if lock else _capability())
 
 
@@ -314,30 +296,29 @@ def _power(gpu: NvmlGpu) -> Iterator[Finding]:
 def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     from perseus_ds.gpu.energy_counter import counter_period_s
 
+    period_s = counter_period_s(gpu, timebase=timebase) if gpu.has_energy_counter else None
+    refreshed = f"counter refreshed every {(period_s or 0.0) * 1e3:.0f} ms"
     if not gpu.has_energy_counter:
         remedy = "Energies are integrated from the power that the driver reports, which is less accurate."
         yield Finding("warn", "energy", "no energy counter", remedy)
-    elif (period_s := counter_period_s(gpu, timebase=timebase)) is None:
-        text = "the counter did not change in 1 s"
-        yield Finding("warn", "energy", text, "Check nvidia-smi; energies would be wrong.")
+    elif period_s is None:
+        yield Finding(
+            "warn", "energy", "the counter did not change in 1 s", "Check nvidia-smi; energies would be wrong."
+        )
+    elif gpu.settings.whole_module:
+        remedy = "Savings are fractions of the module's energy. Its CPU part does not follow the GPU's clock."
+        yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
     else:
-        refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
-        if gpu.settings.whole_module:
-            remedy = "Savings are fractions of the module's energy. Its CPU part does not follow the GPU's clock."
-            yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
-        else:
-            yield Finding("ok", "energy", refreshed)
+        yield Finding("ok", "energy", refreshed)
 
 
-def _agent(gpu: NvmlGpu) -> Iterator[Finding]:
-    """Report the agent of a GPU and the processes that have a lease."""
+def _agent(gpu: NvmlGpu) -> Finding:
     from perseus_ds.client.lease import leases
 
-    if (found := leases().get(gpu.address)) is not None:
-        agent, pids = found
-        yield Finding("ok", "agent", f"process {agent}; leased by process {', '.join(map(str, pids))}")
-    else:
-        yield Finding("ok", "agent", "no process of this user leases it")
+    if (found := leases().get(gpu.address)) is None:
+        return Finding("ok", "agent", "no process of this user leases it")
+    agent, pids = found
+    return Finding("ok", "agent", f"process {agent}; leased by process {', '.join(map(str, pids))}")
 
 
 def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
@@ -368,15 +349,18 @@ def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
             began_s = timebase.now_s()
             gpu.lock_clock(clock_mhz)
             calls_s.append(timebase.now_s() - began_s)
-            settle_s = _wait_for_clock(gpu, clock_mhz, began_s, timebase)
-            if settle_s is None:
+            while is_late := gpu.clock_mhz() != clock_mhz:
+                if timebase.now_s() - began_s >= _SETTLE_TIMEOUT_S:
+                    break
+                timebase.sleep(_POLL_S)
+            if is_late:
                 break
-            latencies_s[clock_mhz, clock_mhz > before_mhz] = [settle_s]
+            latencies_s[clock_mhz, clock_mhz > before_mhz] = [timebase.now_s() - began_s]
             before_mhz = clock_mhz
     finally:
         gpu.reset_clock()
     call = f"permitted; the call takes {statistics.median(calls_s) * 1e3:.1f} ms"
-    if settle_s is None:
+    if is_late:
         text = f"{call}, but {clock_mhz} MHz did not follow within {_SETTLE_TIMEOUT_S:g} s"
         yield Finding("warn", "lock", text, "Try again under load; see the line on power.")
         return
@@ -387,15 +371,6 @@ def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     )
     dwell_s = max(found.dwell_s(clock_mhz) for clock_mhz in rising)
     yield Finding("ok", "lock", f"{call}; in effect: {each}; plans need --least-dwell-s {dwell_s:.3f}; clock reset")
-
-
-def _wait_for_clock(gpu: NvmlGpu, clock_mhz: int, began_s: float, timebase: Timebase) -> float | None:
-    """Return the time from a request until the clock is in effect [s], or None after a timeout."""
-    while (passed_s := timebase.now_s() - began_s) < _SETTLE_TIMEOUT_S:
-        if gpu.clock_mhz() == clock_mhz:
-            return passed_s
-        timebase.sleep(_POLL_S)
-    return None
 
 
 def _capability() -> Iterator[Finding]:

@@ -204,11 +204,7 @@ def _application(group: str) -> Any:
 
 
 def _refuse_assignments(command: type[Command], arguments: Sequence[str]) -> None:
-    """Check that no argument is written as ``key=value``, as in versions before 0.2.0.
-
-    Raises:
-        ConfigError: If there is one. The message has the new spelling.
-    """
+    """Check that no argument is written as ``key=value``, as in versions before 0.2.0."""
     from perseus_ds.cli.values import flag_of
 
     for before, argument in zip(["", *arguments], arguments, strict=False):

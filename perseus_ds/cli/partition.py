@@ -20,10 +20,11 @@ from perseus_ds.cli.values import (
     Text,
 )
 from perseus_ds.errors import ConfigError
+from perseus_ds.units import columns, joules, number, percent, plain
 
 if TYPE_CHECKING:
     from perseus_ds.optimizer.balance import Balance, MeasuredJob, OtherSize
-    from perseus_ds.optimizer.partition import Cut, EvaluatedCut
+    from perseus_ds.optimizer.partition import Cut
     from perseus_ds.optimizer.partition import Partition as Cuts
     from perseus_ds.pipeline.schedule import Schedule
 
@@ -76,7 +77,6 @@ class Partition:
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import is_measured_job
-        from perseus_ds.units import plain
 
         text = self._of_job() if is_measured_job(Path(self.model)) else self._of_huggingface()
         print("\n".join(map(plain, text.splitlines())))
@@ -145,11 +145,7 @@ def _schedule_of(ranks: int, stages_per_rank: int, micro_batches: int) -> Schedu
 
 
 def _given(text: str, job: MeasuredJob) -> Cut:
-    """Return the cut of the layout that the user gave.
-
-    Raises:
-        ConfigError: If it does not fit the model or its engine.
-    """
+    """Return the cut of the layout that the user gave."""
     from perseus_ds.artifacts.layout import check_cut_of_megatron, cut_of_megatron, default_cut_of_megatron
     from perseus_ds.optimizer.partition import uniform_cut
 
@@ -179,7 +175,6 @@ def _given(text: str, job: MeasuredJob) -> Cut:
 def _of_kinds(balance: Balance) -> Iterator[str]:
     """Yield a description of the measurements and the costs of each kind of part."""
     from perseus_ds.profiler.observed import UNREAD_CLOCK_MHZ
-    from perseus_ds.units import number
 
     job, kinds = balance.job, balance.kinds
     info = job.profile.info
@@ -187,43 +182,44 @@ def _of_kinds(balance: Balance) -> Iterator[str]:
     clock = "default clocks" if list(kinds.clocks_mhz) == [UNREAD_CLOCK_MHZ] else f"{kinds.clocks_mhz[-1]} MHz"
     yield f"{info.model or 'a model'} on {info.gpu}, {stages}, at {clock}"
     yield ""
-    passes = [f"{kind} [ms]" for kind in kinds.time_s]
-    energies = [f"{kind} [J]" for kind in kinds.time_s] if job.has_energy else []
-    width = max(len("kind"), *map(len, kinds.kinds))
-    yield f"{'kind':{width}} parts" + "".join(f"{head:>22}" for head in (*passes, *energies))
+    costs = [("ms", 1e3, kinds.time_s, kinds.time_covariance)]
+    costs += [("J", 1.0, kinds.energy_j, kinds.energy_covariance)] if job.has_energy else []
+    rows = [["kind", "parts", *(f"{kind} [{unit}]" for unit, *_ in costs for kind in kinds.time_s)]]
     for n, name in enumerate(kinds.kinds):
-        cells = [(1e3 * kinds.time_s[of][n, -1], 1e3 * kinds.time_covariance[of][n, n] ** 0.5) for of in kinds.time_s]
-        if job.has_energy:
-            cells += [(kinds.energy_j[of][n, -1], kinds.energy_covariance[of][n, n] ** 0.5) for of in kinds.time_s]
         count = sum(part.kind == name for part in job.layout.parts)
-        texts = (f"{number(value)} ± {number(error, 2)}" for value, error in cells)
-        yield f"{name:{width}} {count:5d}" + "".join(f"{text:>22}" for text in texts)
+        cells = [
+            _with_error(scale * values[kind][n, -1], scale * covariance[kind][n, n] ** 0.5)
+            for _, scale, values, covariance in costs
+            for kind in kinds.time_s
+        ]
+        rows.append([name, str(count), *cells])
+    yield from columns(rows)
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{number(value)} ± {number(error, 2)}"
 
 
 def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     """Yield a comparison of today's layout and the proposed one."""
-    from perseus_ds.units import number, percent
-
     job = balance.job
     has_energy, planned = job.has_energy, found.is_planned
-    rows = {**found.known, "proposed": found.most_frugal}
+    cuts = {**found.known, "proposed": found.most_frugal}
     if job.time_s is not None:
         yield f"measured: {number(job.time_s)} s per iteration at default clocks, with today's layout"
-    heads = ["iteration [s]", "bubble", *["energy [J]"] * has_energy, *["best plan [J]"] * planned]
-    heads += ["memory [GiB]"] * bool(balance.memory_bytes(job.layout))
-    yield f"{'layout':10}" + "".join(f"{head:>22}" for head in heads)
-    for name, each in rows.items():
+    rows = [["layout", "iteration [s]", "bubble", *["energy [J]"] * has_energy, *["best plan [J]"] * planned]]
+    rows[0] += ["memory [GiB]"] * bool(balance.memory_bytes(job.layout))
+    for name, each in cuts.items():
         time_error, energy_error = balance.errors((1.0, each))
-        cells = [f"{number(each.time_s)} ± {number(time_error, 2)}", f"{each.bubble:.1%}"]
-        if has_energy:
-            cells.append(f"{number(each.energy_j)} ± {number(energy_error, 2)}")
-        if planned:
-            cells.append(f"{number(each.planned_j)} ± {number(energy_error * each.planned_j / each.energy_j, 2)}")
+        cells = [_with_error(each.time_s, time_error), f"{each.bubble:.1%}"]
+        cells += [_with_error(each.energy_j, energy_error)] * has_energy
+        cells += [_with_error(each.planned_j, energy_error * each.planned_j / each.energy_j)] if planned else []
         if needed := balance.memory_bytes(job.layout.cut_into(each.cut)):
             cells.append(f"{max(needed) / 2**30:.2f}")
-        yield f"{name:10}" + "".join(f"{cell:>22}" for cell in cells)
+        rows.append([name, *cells])
+    yield from columns(rows)
     yield ""
-    for name, each in rows.items():
+    for name, each in cuts.items():
         yield f"{name:10} {job.layout.cut_into(each.cut).summary()}"
     today, proposed = found.known["today"], found.most_frugal
     time_error, energy_error = balance.errors((1.0, proposed), (-1.0, today))
@@ -232,7 +228,16 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
         energy = percent(proposed.energy_j / today.energy_j - 1)
         gain += f", {energy} ± {percent(energy_error / today.energy_j, 2).lstrip('+')} energy"
     yield f"The proposed layout changes an iteration at default clocks by {gain}."
-    yield from _cautions(balance, is_planned=planned)
+    if not has_energy:
+        yield (
+            "Energy is unknown: the job was only observed, and all ranks wait equally long. Give --blocking-power-w, "
+            'or train in "profile" mode.'
+        )
+    elif len(balance.kinds.clocks_mhz) < 2:
+        yield 'Other clocks were not measured: train in "profile" or "auto" mode to see layouts under the best plan.'
+    elif not planned:
+        yield "No plans were computed, since this would take minutes: train with the layout in auto mode."
+    yield from _simulated(job)
     yield (
         "No layout is faster: proven for these costs."
         if not found.time_gap
@@ -240,49 +245,33 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     )
     if proposed.cut == today.cut:
         yield "Keep today's layout."
-        return
-    yield from ("Train with:", job.layout.cut_into(proposed.cut).spelled())
+    else:
+        yield from ("Train with:", job.layout.cut_into(proposed.cut).spelled())
 
 
 def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
     """Yield a table of the best layouts for other sizes of the pipeline."""
-    from perseus_ds.units import number
-
-    has_energy = job.has_energy
     yield "All GPUs, with the same batch; the best layout of each size, at default clocks and under the best plan:"
-    energies = f"{'energy [J]':>13}{'best plan [J]':>15}" if has_energy else ""
-    yield f"ranks  stages a rank  pipelines  micro-batches  iteration [s]{energies}  bubble  layout"
+    energies = ["energy [J]", "best plan [J]"] if job.has_energy else []
+    rows = [["ranks", "stages a rank", "pipelines", "micro-batches", "iteration [s]", *energies, "bubble"]]
     for size in sizes:
-        start = f"{size.ranks:5d}{size.stages_per_rank:15d}{size.pipelines:11d}{size.micro_batches:15d}"
-        if size.found is None or size.layout is None:
-            yield f"{start}  {size.problem}"
-            continue
-        found = size.found
-        total_j = [f"{number(size.pipelines * found.energy_j):>13}", f"{number(size.pipelines * found.planned_j):>15}"]
-        energies = "".join(total_j) if has_energy else ""
-        yield f"{start}{number(found.time_s):>15}{energies}{found.bubble:8.1%}  {size.layout.summary()}"
-    fastest: list[tuple[float, OtherSize]] = [(s.found.time_s, s) for s in sizes if s.found is not None]
+        row = [str(n) for n in (size.ranks, size.stages_per_rank, size.pipelines, size.micro_batches)]
+        if (found := size.found) is not None:
+            row.append(number(found.time_s))
+            row += [number(size.pipelines * energy_j) for energy_j in (found.energy_j, found.planned_j)][
+                : len(energies)
+            ]
+            row.append(f"{found.bubble:.1%}")
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    layouts = ["layout", *(size.problem if size.layout is None else size.layout.summary() for size in sizes)]
+    yield from (f"{line}  {layout}" for line, layout in zip(columns(rows), layouts, strict=True))
     yield "Transfers take the mean of the measured ones; reduction and optimizer step scale with a rank's share."
     yield from _simulated(job)
-    if fastest:
-        best = min(fastest, key=lambda pair: pair[0])[1]
-        assert best.layout is not None
+    possible = [(size.found.time_s, size, size.layout) for size in sizes if size.found and size.layout]
+    if possible:
+        _, best, layout = min(possible, key=lambda found: found[0])
         stages = "one stage" if best.stages_per_rank == 1 else f"{best.stages_per_rank} stages"
-        yield f"Fastest: {best.ranks} ranks with {stages} each:\n{best.layout.spelled()}"
-
-
-def _cautions(balance: Balance, *, is_planned: bool) -> Iterator[str]:
-    job = balance.job
-    if not job.has_energy:
-        yield (
-            "Energy is unknown: the job was only observed, and all ranks wait equally long. Give --blocking-power-w, "
-            'or train in "profile" mode.'
-        )
-    elif len(balance.kinds.clocks_mhz) < 2:
-        yield 'Other clocks were not measured: train in "profile" or "auto" mode to see layouts under the best plan.'
-    elif not is_planned:
-        yield "No plans were computed, since this would take minutes: train with the layout in auto mode."
-    yield from _simulated(job)
+        yield f"Fastest: {best.ranks} ranks with {stages} each:\n{layout.spelled()}"
 
 
 def _simulated(job: MeasuredJob) -> Iterator[str]:
@@ -292,18 +281,11 @@ def _simulated(job: MeasuredJob) -> Iterator[str]:
 
 def table_of(found: Cuts) -> str:
     """Return a comparison of the cuts, the proven bounds, and the cut to train with."""
-    from perseus_ds.units import joules, number, percent
-
-    named: dict[str, EvaluatedCut] = {**found.known, "fastest": found.fastest, "most frugal": found.most_frugal}
-    planned = found.is_planned
-    width = max(len(str(list(each.cut))) for each in named.values())
-    lines = [f"{'cut':12} {'layers':{width}}  iteration  default clocks  under Perseus     memory"]
-    for name, each in named.items():
-        under = joules(each.planned_j) if planned else "-"
-        lines.append(
-            f"{name:12} {list(each.cut)!s:{width}} {number(each.time_s):>8} s {joules(each.energy_j):>15} "
-            f"{under:>14} {each.memory_bytes / 2**30:6.1f} GiB"
-        )
+    rows = [("cut", "layers", "iteration", "default clocks", "under Perseus", "memory")]
+    for name, each in {**found.known, "fastest": found.fastest, "most frugal": found.most_frugal}.items():
+        under, memory = joules(each.planned_j) if found.is_planned else "-", f"{each.memory_bytes / 2**30:.1f} GiB"
+        rows.append((name, str(list(each.cut)), f"{number(each.time_s)} s", joules(each.energy_j), under, memory))
+    lines = columns(rows)
     lines.append(
         "No cut is faster than the fastest one: proven."
         if not found.time_gap

@@ -105,12 +105,7 @@ class Schedules:
 def choose_schedules(
     names: Sequence[str], *, micro_batches: Sequence[int], ranks: int, chunks: int
 ) -> list[tuple[str, Schedule]]:
-    """Return each schedule with its name, for every number of micro-batches.
-
-    Raises:
-        ConfigError: If there is no such schedule.
-        ScheduleError: If a schedule cannot be built for these numbers.
-    """
+    """Return each schedule with its name, for every number of micro-batches."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     from perseus_ds.artifacts.validation import did_you_mean

@@ -12,7 +12,7 @@ from perseus_ds.report.figures import MEASURED_SYMBOLS, SERIES, points_figure, t
 from perseus_ds.report.jobs import MeasuredPoint, measured_points
 from perseus_ds.report.page import rendered
 from perseus_ds.report.sources import History, Sources
-from perseus_ds.units import duration, joules, percent, watts, whole
+from perseus_ds.units import columns, duration, joules, percent, watts, whole
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,6 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
 
     The baseline is a run or a row with the given name. By default, it consists of iterations at default clocks:
     preferably those of a plan's verdict, otherwise the longest series.
-
-    Raises:
-        ConfigError: If nothing was measured, or there is no such baseline.
     """
     found = [(history, each.samples) for each in runs for history in each.histories]
     histories = [history for history, _ in found]
@@ -176,11 +173,7 @@ def comparison_text(comparison: Comparison) -> str:
             (row.name, whole(point.iterations), duration(point.time_s), time, joules(point.energy_j), energy,
              watts(row.power_w), joules(row.energy_per_sample_j))
         )  # fmt: skip
-    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-    lines = []
-    for name, *cells in table:
-        figures = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
-        lines.append("  ".join([name.ljust(first), *figures]).rstrip())
+    lines = columns(table)
     lines.append(f"A typical iteration of all GPUs, against {comparison.baseline.name}: {comparison.why}.")
     lines += comparison.notes
     if runs := sorted({row.history.name for row in comparison.rows if row.history.simulated}):

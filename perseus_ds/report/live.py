@@ -65,10 +65,6 @@ class JobFollower:
                 self._log.add(records)
         except OSError as error:  # a shared disk that does not respond, or a file that is being replaced
             self.problem = str(error)
-        return self._log.facts(now).model_copy(update=self._timed_iteration())
-
-    def _timed_iteration(self) -> dict[str, tuple[float, ...]]:
-        """Return the facts of the last iteration of ``timeline.json``, or those known before."""
         path = self.folder / "timeline.json"
         with contextlib.suppress(OSError, ConfigError):
             found = path.stat()
@@ -76,7 +72,7 @@ class JobFollower:
                 self._timeline = found.st_mtime_ns, found.st_ino
                 for last in TimelineFile.load(path).iterations[-1:]:
                     self._timed = {"waits": tuple(last.waits), "busy_s": tuple(last.busy_s)}
-        return self._timed
+        return self._log.facts(now).model_copy(update=self._timed)
 
 
 class Jobs:
@@ -115,15 +111,13 @@ _ASCII_BLOCKS = "_.-~=+*#"
 _FLAT = 0.02
 """Values that differ by less than this fraction are drawn at the same height."""
 _LABEL = 10
+_Row = tuple[str, str | Text, str]
+"""Label, text and style of a row, which is left out if the text is empty."""
 
 
 @dataclass(frozen=True)
 class JobScreen:
-    """All facts of a job, one per row, and its last events, the newest first.
-
-    Attributes:
-        is_cut: Whether long rows are truncated instead of wrapped.
-    """
+    """All facts of a job, one per row, and its last events, the newest first. Long rows are wrapped, or cut."""
 
     facts: JobFacts
     is_cut: bool = False
@@ -133,8 +127,10 @@ class JobScreen:
         table = Table.grid(padding=(0, 1))
         table.add_column(style="bold", no_wrap=True, min_width=_LABEL)
         table.add_column(no_wrap=self.is_cut, overflow="ellipsis" if self.is_cut else "fold")
-        for label, text in _rows(self.facts, blocks, max(8, options.max_width - _LABEL - 2)):
-            table.add_row(label, text)
+        of_gpus = _rows_of_gpus(self.facts, blocks, max(8, options.max_width - _LABEL - 2))
+        for label, text, style in (*_rows_of_job(self.facts), *_rows_of_energy(self.facts), *of_gpus):
+            if text:
+                table.add_row(label, text if isinstance(text, Text) else Text(plain(text), style))
         for place, event in enumerate(reversed(self.facts.events)):
             when = time.strftime("%H:%M:%S  ", time.localtime(event.time)) if event.time else ""
             table.add_row("" if place else "events", Text(when + plain(event.text)))
@@ -150,13 +146,9 @@ def with_footer(view: JobScreen | Table, footer: str, width: int) -> Layout:
 
 
 def strip(values: Sequence[float | None], others: Sequence[float | None], *, blocks: str, width: int) -> str:
-    """Draw one character for each value, or for a group of neighbouring values.
+    """Draw one of the blocks, from the lowest to the highest, for each value or group of neighbouring values.
 
-    Args:
-        values: The values; None is drawn as a space.
-        others: Further values that determine the scale.
-        blocks: Characters from the lowest to the highest value.
-        width: Maximum number of characters.
+    The scale also covers the other values. None is drawn as a space.
     """
     known = [value for value in (*values, *others) if value is not None]
     if not known:
@@ -172,84 +164,81 @@ def strip(values: Sequence[float | None], others: Sequence[float | None], *, blo
     return "".join(drawn)
 
 
-def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
-    """Yield label and text of each row that is not empty."""
-
-    def row(label: str, text: str, style: str = "") -> Iterator[tuple[str, Text]]:
-        if text:
-            yield label, Text(plain(text), style)
-
-    def last_values(label: str, values: Sequence[float | None], text: str) -> tuple[str, Text]:
-        shown = values[-max(1, width - len(plain(text)) - 2) :]
-        return label, Text.assemble((strip(shown, (), blocks=blocks, width=width), "blue"), "  ", plain(text))
-
-    plan = facts.plan
+def _rows_of_job(facts: JobFacts) -> Iterator[_Row]:
     parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else ""]
     parts += [f"{facts.starts} starts"] if facts.starts > 1 else []
     parts += ["SIMULATED"] if facts.simulated and "simulated" not in (facts.gpu or "") else []
-    yield from row("job", ": ".join(filter(None, (facts.name, ", ".join(filter(None, parts))))), "bold")
-    yield from row("state", _state(facts), "red" if facts.is_silent else "")
-    yield from row("phase", _phase(facts), "cyan")
-    yield from row("policy", policy_in_words(facts.policy).removeprefix("policy ") if facts.policy else "none")
-    yield from row("pending", facts.pending or "", "yellow")
-    yield from row("end", _end(facts))
-    if plan is not None:
-        yield from row(f"plan {plan.plan}", f"against {plan.baseline}")
-        yield from row("  promised", changes(plan.promised_slowdown, plan.promised_saving))
+    yield "job", ": ".join(filter(None, (facts.name, ", ".join(filter(None, parts))))), "bold"
+    yield "state", _state(facts), "red" if facts.is_silent else ""
+    yield "phase", _phase(facts), "cyan"
+    yield "policy", policy_in_words(facts.policy).removeprefix("policy ") if facts.policy else "none", ""
+    yield "pending", facts.pending or "", "yellow"
+    yield "end", _end(facts), ""
+
+
+def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
+    if (plan := facts.plan) is not None:
+        yield f"plan {plan.plan}", f"against {plan.baseline}", ""
+        yield "  promised", changes(plan.promised_slowdown, plan.promised_saving), ""
         real = f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
         unknown = "no typical iteration yet"
-        yield from row("  real", unknown if plan.slowdown is None else real, _colour_of_saving(plan.saving))
+        yield "  real", unknown if plan.slowdown is None else real, _colour_of_saving(plan.saving)
     unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
     energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
-    yield from row("energy", f"{energy}, {duration(facts.time_s)}{unread}")
-    yield from row("saved", _saved(facts), _colour_of_saving(facts.saved))
+    yield "energy", f"{energy}, {duration(facts.time_s)}{unread}", ""
+    yield "saved", _saved(facts), _colour_of_saving(facts.saved)
     for kind in facts.kinds[:_MOST_KINDS]:
-        yield from row("  of these", kind.in_words(), _colour_of_saving(kind.saved))
+        yield "  of these", kind.in_words(), _colour_of_saving(kind.saved)
     if facts.profiling_s or facts.profiling_j:
-        yield from row("profiling", against_default_clocks(facts.profiling_s, facts.profiling_j))
+        yield "profiling", against_default_clocks(facts.profiling_s, facts.profiling_j), ""
     if facts.whole is not None:
-        yield from row("in all", facts.whole.in_words(), _colour_of_saving(facts.whole.saved))
-    yield from row("pipelines", _pipelines(facts))
+        yield "in all", facts.whole.in_words(), _colour_of_saving(facts.whole.saved)
+    yield "pipelines", _pipelines(facts), ""
+
+
+def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
+    def drawn(values: Sequence[float | None], text: str, scale: Sequence[float] = ()) -> Text:
+        room = max(1, width - len(plain(text)) - 2)
+        return Text.assemble((strip(values, scale, blocks=blocks, width=room), "blue"), "  ", plain(text))
+
+    def last_values(values: Sequence[float | None], text: str) -> Text:
+        return drawn(values[-max(1, width - len(plain(text)) - 2) :], text)
+
     yield from _clocks(facts, blocks, width)
     if facts.iteration_s is not None:
-        yield last_values("time", facts.recent_times_s, duration(facts.iteration_s))
+        yield "time", last_values(facts.recent_times_s, duration(facts.iteration_s)), ""
     if facts.power_w is not None:
         cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"
-        text = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
-        yield last_values("power", facts.recent_powers_w, text)
+        power = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
+        yield "power", last_values(facts.recent_powers_w, power), ""
     if facts.power_window_s is not None:
-        text = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {watts(facts.power_change_w)} at most"
-        yield from row("  a second", f"{text} from one to the next (each of {duration(facts.power_window_s)})")
-    yield from _ranks(facts, blocks, width)
-    yield from row("limited", limits_in_words(facts.limits, facts.more_limits), "yellow")
-    times = f"{number(facts.straggler_slowdown, 3)} times as long as the others"
-    is_late = facts.straggler is not None
-    yield from row("straggler", f"pipeline {facts.straggler} takes {times}" if is_late else "none", "yellow" * is_late)
+        span = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {watts(facts.power_change_w)} at most"
+        yield "  a second", f"{span} from one to the next (each of {duration(facts.power_window_s)})", ""
+    if waits := facts.waits:
+        range_ = f"ranks wait {min(waits):.0%} to {max(waits):.0%} of an iteration"
+        yield "waiting", drawn(waits, _few([f"{share:.0%}" for share in waits], range_), (0.0,)), ""
+        yield "slowest", _slowest(facts.busy_s), ""
+    if powers_w := facts.powers_w:
+        range_ = f"{watts(min(powers_w))} to {watts(max(powers_w))}"
+        yield "GPUs", drawn(powers_w, _few([watts(power_w) for power_w in powers_w], range_), (0.0,)), ""
+    yield "limited", limits_in_words(facts.limits, facts.more_limits), "yellow"
+    late = f"pipeline {facts.straggler} takes {number(facts.straggler_slowdown, 3)} times as long as the others"
+    yield "straggler", *((late, "yellow") if facts.straggler is not None else ("none", ""))
     more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
     ranks = ", ".join(map(str, facts.failed_ranks[:_MANY])) + (f" and {more} more" if more else "")
-    yield from row("problem", f"fallen back to default clocks: rank {ranks}" if ranks else "", "red")
+    yield "problem", f"fallen back to default clocks: rank {ranks}" if ranks else "", "red"
 
 
-def _ranks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
-    """Yield the waiting time of each rank, the slowest rank, and the power of each GPU."""
+def _few(texts: Sequence[str], range_: str) -> str:
+    return ", ".join(texts) if len(texts) <= _MANY else range_
 
-    def by_rank(label: str, values: Sequence[float], texts: Sequence[str], most: str) -> tuple[str, Text]:
-        text = ", ".join(texts) if len(texts) <= _MANY else most
-        drawn = strip(values, (0.0,), blocks=blocks, width=max(1, width - len(text) - 2))
-        return label, Text.assemble((drawn, "blue"), "  ", plain(text))
 
-    if facts.waits:
-        low, high = min(facts.waits), max(facts.waits)
-        most = f"ranks wait {low:.0%} to {high:.0%} of an iteration"
-        yield by_rank("waiting", facts.waits, [f"{share:.0%}" for share in facts.waits], most)
-        if len(facts.busy_s) > 1 and (mean_s := sum(facts.busy_s) / len(facts.busy_s)) > 0:
-            slowest_s = max(facts.busy_s)
-            slower = percent(slowest_s / mean_s - 1)
-            text = f"rank {facts.busy_s.index(slowest_s)}: {duration(slowest_s)} without waiting, {slower} vs. the mean"
-            yield "slowest", Text(plain(text))
-    if facts.powers_w:
-        most = f"{watts(min(facts.powers_w))} to {watts(max(facts.powers_w))}"
-        yield by_rank("GPUs", facts.powers_w, [watts(power_w) for power_w in facts.powers_w], most)
+def _slowest(busy_s: Sequence[float]) -> str:
+    if len(busy_s) < 2 or not any(busy_s):
+        return ""
+    slowest_s = max(busy_s)
+    slower = percent(slowest_s * len(busy_s) / sum(busy_s) - 1)
+    return f"rank {busy_s.index(slowest_s)}: {duration(slowest_s)} without waiting, {slower} vs. the mean"
 
 
 def _state(facts: JobFacts) -> str:
@@ -312,21 +301,21 @@ def _pipelines(facts: JobFacts) -> str:
     return "; ".join(shown)
 
 
-def _clocks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
+def _clocks(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
     asked, reached = facts.clocks_asked_mhz, facts.clocks_reached_mhz
     requested = sorted({clock for clock in asked if clock is not None})
     if not requested:
-        yield "clocks", Text("default")
+        yield "clocks", "default", ""
         return
     span = " to ".join(str(clock) for clock in dict.fromkeys((requested[0], requested[-1])))
-    yield "asked", Text(f"{strip(asked, reached, blocks=blocks, width=width)}  {span} MHz, by rank")
+    yield "asked", Text(f"{strip(asked, reached, blocks=blocks, width=width)}  {span} MHz, by rank"), ""
     drawn, below = Text(strip(reached, asked, blocks=blocks, width=width)), facts.ranks_below_their_clock
     for rank in below if len(drawn) == len(reached) else ():
         drawn.stylize("red", rank, rank + 1)
     named = ", ".join(f"rank {rank} at {reached[rank]} of {asked[rank]} MHz" for rank in below[:_MANY])
     more = f" and {len(below) - _MANY} more" if len(below) > _MANY else ""
     text = f"not reached: {named}{more}" if below else "reached by all ranks"
-    yield "reached", Text.assemble(drawn, "  ", (text, "red" if below else ""))
+    yield "reached", Text.assemble(drawn, "  ", (text, "red" if below else "")), ""
 
 
 def _colour_of_saving(saving: float | None) -> str:
@@ -412,17 +401,13 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
                     continue
                 return
             facts = [follower.facts(time.time()) for follower in followers]
-            first, width = followers[0].folder, live.console.size.width
+            first, size = followers[0].folder, live.console.size
             takes_orders = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
             keys.folder = first if takes_orders else None
             footer = "; ".join([*_problems(followers), keys.footer])
+            several = jobs_table(facts[-max(1, size.height - 2) :]) if len(facts) > 1 else None
             live.start()
-            view = (
-                jobs_table(facts[-max(1, live.console.size.height - 2) :])
-                if len(facts) > 1
-                else JobScreen(facts[0], is_cut=True)
-            )
-            live.update(with_footer(view, footer, width), refresh=True)
+            live.update(with_footer(several or JobScreen(facts[0], is_cut=True), footer, size.width), refresh=True)
             if all(each.ended for each in facts) or not _handle_keys(keys):
                 break
     print_once(jobs, console)
@@ -438,12 +423,10 @@ def _handle_keys(keys: Keys) -> bool:
 class Keys:
     """Executes keys that the user presses.
 
-    Attributes:
-        folder: Folder of the job that accepts orders, or None if there is none.
+    ``ask`` prompts for an order and returns the text that the user typed. ``control`` executes it, see :func:`watch`.
 
-    Args:
-        ask: Prompts for an order and returns the text that the user typed.
-        control: Executes an order, see ``watch``.
+    Attributes:
+        folder: Folder of the job that accepts orders, if any.
     """
 
     def __init__(self, ask: Callable[[], str], control: Callable[[list[str]], str]) -> None:
@@ -460,9 +443,7 @@ class Keys:
 
     def press(self, key: str) -> bool:
         """Execute a key, and return False if it quits."""
-        if key == "q":
-            return False
-        if self.folder is not None:
+        if key != "q" and self.folder is not None:
             self._answer = ""
             typed = {"p": "pause", "r": "resume"}.get(key) or (self._ask() if key == "o" else "")
             try:
@@ -470,7 +451,7 @@ class Keys:
                     self._answer = self._control([words[0], str(self.folder), *words[1:]])
             except ValueError as error:  # an unmatched quotation mark
                 self._answer = f"{typed}: {error}"
-        return True
+        return key != "q"
 
 
 def _problems(followers: list[JobFollower]) -> Iterator[str]:

@@ -313,14 +313,8 @@ def _as_json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def write_output(content: str, out: Path | None, folder: Path, name: str) -> Path:
-    """Write a file to ``out``, by default to ``name`` in the folder, and return its path.
-
-    If ``out`` is a folder, the file is ``name`` in this folder.
-
-    Raises:
-        ConfigError: If the file cannot be written.
-    """
+def write_output(content: str | bytes, out: Path | None, folder: Path, name: str) -> Path:
+    """Write a file to ``out``, or to ``name`` in ``out`` if that is a folder, or in the other folder by default."""
     path = out or folder / name
     try:
         if out is not None and out.is_dir():

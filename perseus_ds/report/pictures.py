@@ -17,7 +17,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance, ScheduleTable
-from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError
@@ -34,6 +33,7 @@ from perseus_ds.report.figures import (
     profile_curves,
 )
 from perseus_ds.report.jobs import MeasuredPoint
+from perseus_ds.report.page import write_output
 from perseus_ds.report.timeline import Bar, Timeline, short_name
 from perseus_ds.units import percent
 
@@ -189,20 +189,13 @@ def _subject(provenance: Provenance) -> str:
 
 
 def _save(figure: Figure, path: Path | str, dpi: int) -> None:
-    """Write a picture completely or not at all, in the format of its suffix, by default PNG.
-
-    Raises:
-        ConfigError: If the picture cannot be written or the format is unknown.
-    """
+    """Write a picture completely or not at all, in the format of its suffix, by default PNG."""
     path, data = Path(path), BytesIO()
     try:
         figure.savefig(data, format=path.suffix[1:] or "png", dpi=dpi)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, data.getvalue())
     except ValueError as error:
         raise ConfigError(f"{path}: {error}. Give another suffix, such as .png.") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another path, --out PATH.") from None
+    write_output(data.getvalue(), None, path.parent, path.name)
 
 
 def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: float) -> None:

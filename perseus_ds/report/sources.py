@@ -129,11 +129,7 @@ class History(JobProgress):
 
 
 def read_history(folder: Path, name: str | None = None) -> History:
-    """Read a job's ``run.jsonl``.
-
-    Raises:
-        ConfigError: If the file is missing or a line is not a record.
-    """
+    """Read a job's ``run.jsonl``."""
     name = name or folder.resolve().name
     jobs: dict[str | None, History] = {}
     job = last = jobs[None] = History(folder, name)
@@ -222,9 +218,6 @@ def find_sources(
     names or from the run's own folder. The profile is taken from the folder, from the frontier's folder, or from the
     path that the frontier names. Inputs that are still missing are searched for in all subfolders, in the order of
     their names.
-
-    Raises:
-        PerseusError: If a named input is invalid, a file is damaged, or no input was found.
     """
     for named in (folder, *runs):
         if not named.is_dir():

@@ -85,11 +85,7 @@ class Timeline:
 
 
 def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
-    """Return the predicted timeline of a plan, in which every operation starts as early as possible.
-
-    Raises:
-        ProfileError: If the plan has a clock that was not measured.
-    """
+    """Return the predicted timeline of a plan, in which every operation starts as early as possible."""
     clock_mhz = plan.clock_of_mhz
     durations_s = dag.fixed_durations_s(profile.info.fixed_durations)
     for index, node in enumerate(dag.nodes):
