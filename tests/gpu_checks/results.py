@@ -1,12 +1,9 @@
-"""Collects the figures of one check and decides whether it passed."""
+"""The figures of one check, and whether it passed."""
 
-from __future__ import annotations
-
+import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,93 +14,82 @@ UNFINISHED = "it did not come to its end"
 
 
 class Results:
-    """The figures of one check."""
+    """The figures of one check, which are written to a file after each of its parts."""
 
-    def __init__(self, after_part: Callable[[Results], None] = lambda results: None) -> None:
-        """Start without figures.
+    def __init__(self, name, title, path=None):
+        self.figures, self.notes, self.machine = [], [], None
+        self._name, self._title, self._path = name, title, path
+        self._began_s = time.perf_counter()
 
-        Args:
-            after_part: Called after each part of the check.
-        """
-        self.figures: list[Figure] = []
-        self.notes: list[str] = []
-        self._after_part = after_part
-
-    def add(
-        self, name: str, value: float, unit: str = "", *, at_least: float | None = None, at_most: float | None = None
-    ) -> None:
+    def add(self, name, value, unit="", *, at_least=None, at_most=None):
         """Add a figure with its limits."""
-        figure = Figure(name=name, value=float(value), unit=unit, at_least=at_least, at_most=at_most)
-        self.figures.append(figure)
+        self.figures.append(Figure(name=name, value=float(value), unit=unit, at_least=at_least, at_most=at_most))
 
-    def add_fact(self, name: str, is_so: bool) -> None:
+    def add_fact(self, name, is_so):
         """Add a fact that must hold, as a figure that must be 1."""
         self.add(name, is_so, at_least=1)
 
-    def note(self, text: str) -> None:
-        """Add a note."""
+    def add_times(self, name, times_s, *, p99_at_most_ms=None):
+        """Add the median, 99th percentile and maximum of times."""
+        self.add(f"{name}, median", statistics.median(times_s) * 1e3, "ms")
+        self.add(f"{name}, 99th percentile", percentile(times_s, 0.99) * 1e3, "ms", at_most=p99_at_most_ms)
+        self.add(f"{name}, largest", max(times_s) * 1e3, "ms")
+
+    def note(self, text):
         self.notes.append(text)
 
-    def attempt(self, what: str, part: Callable[[], None]) -> None:
+    def attempt(self, what, part):
         """Perform a part of the check. If it raises an error, the check fails but continues."""
         try:
             part()
         except Exception as error:
             self.add_fact(f"{what}: could be made", False)
-            self.note(f"{what}: {last_line(error)}")
-        self._after_part(self)
+            self.note(f"{what}: {_last_line(error)}")
+        self.finish(UNFINISHED)
 
-
-def performed(
-    name: str,
-    title: str,
-    check: Callable[[Any, Results], None],
-    machine: Callable[[], Any],
-    after_part: Callable[[CheckResult], None] = lambda result: None,
-) -> CheckResult:
-    """Perform a check on a machine and return its result, in which an error is the reason."""
-    began_s, reason = time.perf_counter(), ""
-
-    def result_of(results: Results, reason: str) -> CheckResult:
-        return CheckResult(
-            name=name,
-            title=title,
-            outcome="failed" if reason else "passed",
-            reason=reason or None,
-            took_s=round(time.perf_counter() - began_s, 3),
-            figures=results.figures,
-            notes=results.notes,
+    def finish(self, reason):
+        """Write and return the result: failed if there is a reason or a figure beyond its limits."""
+        beyond = [
+            f"{f.name}: {f.value:.6g} {f.unit}".rstrip() + f" ({f.limits})"
+            for f in self.figures
+            if not f.is_within_limits and reason != UNFINISHED
+        ]
+        reasons = [reason] * bool(reason) + beyond
+        result = CheckResult(
+            name=self._name,
+            title=self._title,
+            outcome="failed" if reasons else "passed",
+            reason="; ".join(reasons) or None,
+            took_s=round(time.perf_counter() - self._began_s, 3),
+            figures=self.figures,
+            notes=self.notes,
         )
+        if self._path is not None:
+            written = self._path.with_suffix(".part")
+            written.write_text(json.dumps({"machine": self.machine, "result": result.model_dump()}))
+            written.replace(self._path)
+        return result
 
-    results = Results(lambda results: after_part(result_of(results, UNFINISHED)))
+
+def performed(name, title, check, open_machine, path=None):
+    """Perform a check on a machine and return its result, in which an error is the reason."""
+    results, reason = Results(name, title, path), ""
     try:
-        check(machine(), results)
+        machine = open_machine()
+        results.machine = machine.described().model_dump()
+        check(machine, results)
         if not results.figures:
             reason = "it measured nothing"
     except Exception as error:
-        reason = last_line(error)
+        reason = _last_line(error)
         results.note("".join(traceback.format_exception(error))[-3000:])
-    beyond = [
-        f"{f.name}: {f.value:.6g} {f.unit}".rstrip() + f" ({f.limits})"
-        for f in results.figures
-        if not f.is_within_limits
-    ]
-    reason = "; ".join([reason] * bool(reason) + beyond)
-    return result_of(results, reason)
+    return results.finish(reason)
 
 
-def last_line(error: BaseException) -> str:
-    """Return the type of an error and its message."""
+def _last_line(error):
     return f"{type(error).__name__}: {error}".strip()[:1000]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
+def percentile(values, share):
     """Return the smallest value such that this share of the values is not above it."""
     return float(np.quantile(values, share, method="inverted_cdf"))
-
-
-def add_times(results: Results, name: str, times_s: Sequence[float], *, p99_at_most_ms: float | None = None) -> None:
-    """Add the median, 99th percentile and maximum of times."""
-    results.add(f"{name}, median", statistics.median(times_s) * 1e3, "ms")
-    results.add(f"{name}, 99th percentile", percentile(times_s, 0.99) * 1e3, "ms", at_most=p99_at_most_ms)
-    results.add(f"{name}, largest", max(times_s) * 1e3, "ms")

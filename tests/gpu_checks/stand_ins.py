@@ -3,11 +3,8 @@
 All their measurements are labelled simulated and do not describe a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,7 +12,6 @@ import torch
 from gpu_checks.machine import Recorded, clocks_by_an_agent, versions
 from gpu_checks.recording import RecordsChanges, latency_of_all_clocks
 from one_rank_server import follow_of
-from stub_cuda.controller import Event, Graph, StubCuda
 from virtual.agent import clocks_of
 from virtual.gpu import VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
@@ -27,7 +23,7 @@ from perseus_ds.client.timers import CudaExecution
 from perseus_ds.config import parse_block
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.protocol.job_messages import RankFailed, RankReport, ToServer
+from perseus_ds.protocol.job_messages import RankFailed, RankReport
 from perseus_ds.timebase import REAL_TIME
 
 
@@ -35,145 +31,104 @@ class RecordingSimulatedGpu(RecordsChanges, SimulatedGpu):
     """A simulated GPU that records clock changes instead of making them."""
 
 
-class VirtualMachine:
-    """A simulated GPU in virtual time, to which work is launched as with CUDA.
-
-    Args:
-        gpu: The GPU to read; by default the simulated one.
-        now: Its virtual time.
-    """
-
+class _StandIn:
     simulated = True
 
-    def __init__(self, gpu: Any = None, now: VirtualTime | None = None) -> None:
+    def described(self):
+        return Machine(simulated=True, gpu=self.gpu.name, driver=None, versions=versions())
+
+
+class VirtualMachine(_StandIn):
+    """A simulated GPU in virtual time, to which work is launched as with CUDA; another one may be read instead."""
+
+    def __init__(self, gpu=None, now=None):
         self.timebase = now or VirtualTime()
         self.simulated_gpu = RecordingSimulatedGpu.named("a100-sxm", timebase=self.timebase)
         self.gpu = gpu or self.simulated_gpu
         self.cuda = VirtualCuda(self.timebase, self.simulated_gpu)
+        self.sleep, self.compute, self.synchronize = self.cuda.idle, self.cuda.launch, self.cuda.synchronize
+        self.launch_for = self.count_for = self.timebase.sleep
+        self.fill_queue_for = self.fill_queue_with_triton_for = self.timebase.sleep
 
-    def described(self) -> Machine:
-        return Machine(simulated=True, gpu=self.gpu.name, driver=self.gpu.driver, versions=versions())
-
-    def seconds(self, wanted_s: float) -> float:
+    def seconds(self, wanted_s):
         return wanted_s
 
-    def execution(self) -> CudaExecution:
+    def execution(self):
         return CudaExecution(torch.device("cuda", 0), self.cuda, wait_for_event)
 
     @contextmanager
-    def clocks(self, latency_s: float | None = None) -> Iterator[Recorded]:
+    def clocks(self, latency_s=None):
+        failures, reports = [], {}
+
+        def receive(message):
+            if isinstance(message, RankFailed):
+                failures.append(message)
+            elif isinstance(message, RankReport):
+                reports[message.report.iteration] = message
+
         with latency_of_all_clocks(latency_s):
-            failures: list[RankFailed] = []
-            reports: dict[int, RankReport] = {}
-
-            def tell(message: ToServer) -> None:
-                if isinstance(message, RankFailed):
-                    failures.append(message)
-                elif isinstance(message, RankReport):
-                    reports[message.report.iteration] = message
-
-            made = clocks_of(self.gpu, self.timebase, self.cuda, tell)
-            receive = made._link.agent.receive_from_server
+            made = clocks_of(self.gpu, self.timebase, self.cuda, receive)
+            tell_agent = made._link.agent.receive_from_server
             try:
                 yield Recorded(
                     made,
                     lambda: list(self.gpu.changes),
-                    lambda program: receive(follow_of(program, 1)),
+                    lambda program: tell_agent(follow_of(program, 1)),
                     failures,
                     reports,
                 )
             finally:
                 made.close()
 
-    def compute(self, seconds: float) -> None:
-        self.cuda.launch(seconds)
-
-    def compute_lightly(self, seconds: float) -> None:
+    def compute_lightly(self, seconds):
         self.cuda.launch(seconds, MEMORY_BOUND)
 
-    def sleep(self, seconds: float) -> None:
-        self.cuda.idle(seconds)
-
-    def start_beside(self, seconds: float) -> float:
+    def start_beside(self, seconds):
         """Make another stream busy for this long, and return the time when its work ends."""
         return self.timebase.now_s() + seconds
 
-    def wait_for(self, ended_s: float) -> None:
+    def wait_for(self, ended_s):
         self.cuda.enqueue(lambda: self.timebase.sleep(max(0.0, ended_s - self.timebase.now_s())))
 
-    def synchronize(self) -> None:
-        self.cuda.synchronize()
-
-    def launch_for(self, seconds: float) -> None:
-        self.timebase.sleep(seconds)
-
-    count_for = fill_queue_for = fill_queue_with_triton_for = launch_for
-
-    def free_bytes(self) -> int:
+    def free_bytes(self):
         return 0
 
 
-class StubCudaMachine:
-    """The stub CUDA driver. Its streams are threads of this process.
+class StubCudaMachine(_StandIn):
+    """The stub CUDA driver. Its streams are threads of this process."""
 
-    Args:
-        cuda: The stub.
-    """
-
-    simulated = True
     timebase = REAL_TIME
     stream_write_names = CUDA
 
-    def __init__(self, cuda: StubCuda) -> None:
+    def __init__(self, cuda):
         self._cuda = cuda
         self._copied = ctypes.c_int64(0)
         self.gpu = gpu_of(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
+        self.new_stream, self.using, self.synchronize = cuda.new_stream, cuda.using, cuda.synchronize
+        self.sleep = self.compute = cuda.delay
+        self.timed_event = cuda.event
+        self.captured = self.captured_alone = cuda.captured
 
-    def described(self) -> Machine:
-        return Machine(simulated=True, gpu="stub of CUDA's driver", driver=None, versions=versions())
-
-    def turns(self, wanted: int) -> int:
+    def turns(self, wanted):
         return min(wanted, 5)
 
-    def stream_handle(self, stream: int | None = None) -> int:
+    def stream_handle(self, stream=None):
         return stream or self._cuda.stream
 
-    def new_stream(self) -> int:
-        return self._cuda.new_stream()
-
-    def using(self, stream: int) -> AbstractContextManager[object]:
-        return self._cuda.using(stream)
-
-    def sleep(self, seconds: float) -> None:
-        self._cuda.delay(seconds)
-
-    compute = sleep
-
-    def launch_small(self) -> None:
+    def launch_small(self):
         self._cuda.delay(0.0)
 
-    def timed_event(self, *, blocking: bool = False) -> Event:
-        return self._cuda.event()
-
-    def external_event(self) -> Event:
-        return self._cuda.external_event()
-
-    def copy_to_host(self, value: int) -> Callable[[], int]:
+    def copy_to_host(self, value):
         self.store(value)
-        return lambda: self._copied.value
+        return self.stored
 
-    def store(self, value: int) -> None:
+    def store(self, value):
         self._cuda.store(self._copied, value)
 
-    def stored(self) -> int:
+    def stored(self):
         return self._copied.value
 
-    def captured(self, body: Callable[[], None]) -> Graph:
-        return self._cuda.captured(body)
-
-    captured_alone = captured
-
-    def execution(self) -> CudaExecution:
+    def execution(self):
         cuda = SimpleNamespace(
             Event=lambda **_: self._cuda.external_event(),
             current_device=lambda: 0,
@@ -181,20 +136,16 @@ class StubCudaMachine:
         )
         return CudaExecution(torch.device("cuda", 0), cuda)
 
-    def clocks(self) -> AbstractContextManager[Recorded]:
+    def clocks(self):
         cuda = SimpleNamespace(current_device=lambda: 0)
         return clocks_by_an_agent(
             self.gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, lambda device: self._cuda.stream)
         )
 
-    def synchronize(self) -> None:
-        self._cuda.synchronize()
 
-
-class HostMachine:
+class HostMachine(_StandIn):
     """The CPU instead of the GPU: the real engine on gloo, and a simulated GPU for Perseus."""
 
-    simulated = True
     timebase = REAL_TIME
     backend = "gloo"
     block: ClassVar[dict[str, Any]] = {
@@ -205,25 +156,22 @@ class HostMachine:
     setups = ("bf16", "contiguous recomputation")
     most_iterations = 1_000_000  # a busy machine plans after any number of such short iterations
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.set_num_threads(1)
         self._is_busy = False
         self.device = torch.device("cpu")
         self.gpu = RecordingSimulatedGpu.named("a100-sxm")
 
-    def described(self) -> Machine:
-        return Machine(simulated=True, gpu=self.gpu.name, driver=None, versions=versions())
-
-    def seconds(self, wanted_s: float) -> float:
+    def seconds(self, wanted_s):
         return min(wanted_s, 0.1)
 
-    def turns(self, wanted: int) -> int:
+    def turns(self, wanted):
         return min(wanted, 5)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self._is_busy = seconds > 1
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Never return after a long sleep, not even on a signal, like a call of the driver."""
         if self._is_busy:
             mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)  # zeros: PTHREAD_MUTEX_INITIALIZER

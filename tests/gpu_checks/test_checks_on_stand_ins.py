@@ -2,16 +2,15 @@
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires
 
 import pynvml
 import pytest
-from gpu_checks import checks, nvml_checks, run
-from gpu_checks.checks import CHECKS, collected, made_in_a_process, place_of
+from gpu_checks import energy_checks, run
 from gpu_checks.machine import clocks_by_an_agent
 from gpu_checks.recording import (
     CHANGES,
@@ -23,7 +22,8 @@ from gpu_checks.recording import (
     guard_nvml,
 )
 from gpu_checks.results import performed
-from gpu_checks.stand_ins import HostMachine, StubCudaMachine, VirtualMachine
+from gpu_checks.run import CHECKS, collected, made_in_a_process
+from gpu_checks.stand_ins import StubCudaMachine, VirtualMachine
 from gpu_checks.wheels import NAMES, pins_for
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -34,17 +34,15 @@ from perseus_ds.client import lease
 from perseus_ds.client.marks import HostMarks
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu import open_gpu
-from perseus_ds.gpu.device_models import MEMORY_BOUND
-from perseus_ds.gpu.energy_counter import CounterLog
 from perseus_ds.protocol.job_messages import Program
 from perseus_ds.timebase import REAL_TIME
 
-HOST = place_of(HostMachine)
+HOST = "gpu_checks.stand_ins:HostMachine"
 MACHINE = Machine(simulated=True, gpu="simulated A100", driver=None, versions={"torch": "2"})
 
 
 def made(name, machine=VirtualMachine):
-    return performed(name, CHECKS[name].title, CHECKS[name].load(), machine)
+    return performed(name, CHECKS[name].title, pkgutil.resolve_name(CHECKS[name].function), machine)
 
 
 def value(result, name):
@@ -52,44 +50,37 @@ def value(result, name):
 
 
 @pytest.fixture
-def guarded(monkeypatch):
+def gpu(stub_nvml_here, stub_time, monkeypatch):
+    """A GPU of the stub, in a process and with agents that only read GPUs."""
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", pynvml._nvmlGetFunctionPointer)
+    monkeypatch.setattr(lease, "_CODE", lease._CODE)
+    monkeypatch.setenv("LD_LIBRARY_PATH", stub_nvml_here.environment["LD_LIBRARY_PATH"])
     guard_nvml()
-    guard_nvml()  # has no further effect
-
-
-def test_every_function_that_changes_a_gpu_raises_and_reading_goes_on(stub_nvml_here, guarded):
+    guard_agents()
     gpu = RecordingGpu(0)
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    for change in (
-        lambda: pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1410, 1410),
-        lambda: pynvml.nvmlDeviceResetGpuLockedClocks(handle),
-        lambda: pynvml.nvmlDeviceSetApplicationsClocks(handle, 1593, 1410),
-        lambda: pynvml.nvmlDeviceResetApplicationsClocks(handle),
-        lambda: pynvml.nvmlDeviceSetPowerManagementLimit(handle, 100_000),
-        lambda: pynvml.nvmlDeviceSetPersistenceMode(handle, 1),
-        lambda: pynvml.nvmlDeviceClearEccErrorCounts(handle, 0),
-    ):
-        with pytest.raises(GuardError):
-            change()
-    assert gpu.clock_mhz() == 1410
-    assert gpu.power_w() == 250
-    assert pynvml.nvmlDeviceGetUUID(handle) == gpu.uuid
+    yield gpu
     assert stub_nvml_here.gpus[0].calls("set_locked") == stub_nvml_here.gpus[0].calls("reset_locked") == 0
     gpu.close()
 
 
-def test_no_function_that_reads_is_taken_for_one_that_changes():
+def test_every_function_that_changes_a_gpu_raises_and_reading_goes_on(gpu):
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    for change in (
+        lambda: pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1410, 1410),
+        lambda: pynvml.nvmlDeviceResetGpuLockedClocks(handle),
+        lambda: pynvml.nvmlDeviceClearEccErrorCounts(handle, 0),
+    ):
+        with pytest.raises(GuardError):
+            change()
+    assert (gpu.clock_mhz(), gpu.power_w()) == (1410, 250)
     names = [name for name in dir(pynvml) if name.startswith("nvml") and callable(getattr(pynvml, name))]
     setters = [name for name in names if name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))]
     assert len(setters) > 20
     assert all(CHANGES.match(name) for name in setters)
-    assert not [name for name in names if "Get" in name and CHANGES.match(name)]
-    assert not CHANGES.match("nvmlInit_v2")
+    assert not [name for name in [*names, "nvmlInit_v2"] if ("Get" in name or "Init" in name) and CHANGES.match(name)]
 
 
-def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_nvml_here, stub_time, guarded):
-    gpu = RecordingGpu(0)
+def test_a_recording_gpu_records_what_it_was_asked_for_and_no_agent_of_a_job_opens_it(gpu, stub_time):
     gpu.timebase = stub_time
     gpu.check_lock_permission()
     gpu.lock_clock(1200)
@@ -100,15 +91,10 @@ def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_n
     assert gpu.changes == [Change(100.0, 1200), Change(101.0, None)]
     assert gpu.clock_mhz() == 1410, "no clock was locked"
     with pytest.raises(GpuError, match="Unknown GPU address"):
-        open_gpu(gpu.address)  # as the agent of a job does
-    gpu.close()
+        open_gpu(gpu.address)
 
 
-def test_an_agent_of_the_checks_follows_marks_and_changes_no_clock(stub_nvml_here, guarded, monkeypatch):
-    monkeypatch.setattr(lease, "_CODE", lease._CODE)
-    monkeypatch.setenv("LD_LIBRARY_PATH", stub_nvml_here.environment["LD_LIBRARY_PATH"])
-    guard_agents()
-    gpu = RecordingGpu(0)
+def test_an_agent_of_the_checks_follows_marks_and_changes_no_clock(gpu):
     with clocks_by_an_agent(gpu, lambda lease: HostMarks(lease.memory)) as recorded:
         clocks = recorded.clocks
         recorded.follow(Program(0, None, (1200, 1305)))
@@ -122,29 +108,19 @@ def test_an_agent_of_the_checks_follows_marks_and_changes_no_clock(stub_nvml_her
     assert agent != os.getpid()
     assert [change.clock_mhz for change in changes] == [1200, 1305]
     assert changes[0].at_s < began_s < changes[1].at_s < REAL_TIME.now_s()
-    assert stub_nvml_here.gpus[0].calls("set_locked") == stub_nvml_here.gpus[0].calls("reset_locked") == 0
-    gpu.close()
 
 
-def test_nvml_is_checked_through_the_real_binding(stub_nvml_here, stub_time, guarded, monkeypatch):
-    monkeypatch.setattr(nvml_checks, "_PROCESSES", 2)
-    monkeypatch.setattr(nvml_checks, "_READER", nvml_checks._READER.replace("float(sys.argv[2])", "0.01"))
-    monkeypatch.setenv("LD_LIBRARY_PATH", stub_nvml_here.environment["LD_LIBRARY_PATH"])
-    gpu = RecordingGpu(1)
-    stub_nvml_here.gpus[1].application_clock_mhz = 1200
+def test_nvml_is_checked_through_the_real_binding_and_a_part_that_fails_does_not_end_it(
+    gpu, stub_nvml_here, stub_time, monkeypatch
+):
+    monkeypatch.setattr(energy_checks, "_PROCESSES", 2)
+    monkeypatch.setattr(energy_checks, "_READER", energy_checks._READER.replace("float(sys.argv[2])", "0.01"))
+    stub_nvml_here.gpus[0].application_clock_mhz = 1200
     result = made("nvml", lambda: VirtualMachine(gpu, stub_time))
     assert result.outcome == "passed", (result.reason, result.notes)
     assert value(result, "refresh period of the energy counter") == pytest.approx(100, abs=2)
-    assert value(result, "highest") == 1410
     assert value(result, "processes that read at once") == 2
     assert any("application clock is 1200 MHz" in note for note in result.notes)
-    gpu.close()
-
-
-def test_a_part_that_fails_is_recorded_and_the_others_are_made(stub_nvml_here, stub_time, guarded, monkeypatch):
-    monkeypatch.setattr(nvml_checks, "_READER", "raise SystemExit(1)")
-    monkeypatch.setattr(nvml_checks, "_PROCESSES", 1)
-    gpu = RecordingGpu(0)
     stub_nvml_here.gpus[0].fail("power", "not_supported")
     result = made("nvml", lambda: VirtualMachine(gpu, stub_time))
     assert result.outcome == "failed"
@@ -152,37 +128,18 @@ def test_a_part_that_fails_is_recorded_and_the_others_are_made(stub_nvml_here, s
     assert value(result, "highest") == 1410, "it was measured before that part failed"
     assert any(note.startswith("what it reports: GpuError: Reading the power") for note in result.notes)
     assert value(result, "refresh period of the energy counter") == pytest.approx(100, abs=2)
-    gpu.close()
 
 
 @pytest.mark.parametrize("name", ["counter", "duty", "spans", "requests", "step", "memory"])
 def test_a_check_passes_where_counter_and_events_are_right(name):
     result = made(name)
     assert result.outcome == "passed", (result.reason, result.notes)
-    assert result.figures
 
 
 def test_waves_are_not_judged_where_the_steady_load_reaches_the_power_limit(monkeypatch):
-    monkeypatch.setattr("gpu_checks.energy_checks.steady_load", lambda machine, log: (100.0, ["sw_power_cap"]))
-    result = made("counter")
-    assert result.outcome == "passed"
-    assert any("reaches the power limit" in note for note in result.notes)
-
-
-def test_a_counter_that_misses_energy_of_short_waves_is_found(monkeypatch):
-    readings = CounterLog.readings
-
-    def without_a_tenth(log, begin_s, end_s):
-        return [(at_s, 0.9 * energy_j) for at_s, energy_j in readings(log, begin_s, end_s)]
-
-    monkeypatch.setattr(
-        "gpu_checks.energy_checks.steady_load",
-        lambda machine, log: (machine.simulated_gpu.model.power_w(1410, MEMORY_BOUND), []),
-    )
-    monkeypatch.setattr(CounterLog, "readings", without_a_tenth)
-    result = made("counter")
-    assert result.outcome == "failed"
-    assert "energy of waves of 20 ms" in result.reason
+    for reasons, outcome in (([], "failed"), (["sw_power_cap"], "passed")):
+        monkeypatch.setattr(energy_checks, "steady_load", lambda machine, log, reasons=reasons: (100.0, reasons))
+        assert made("counter").outcome == outcome
 
 
 def test_a_request_that_comes_late_is_found(monkeypatch):
@@ -198,78 +155,61 @@ def test_a_request_that_comes_late_is_found(monkeypatch):
     assert "from event to request, main thread launching, 99th percentile" in result.reason
 
 
-def test_spans_that_count_a_wait_for_another_stream_are_found(monkeypatch):
-    machine = VirtualMachine()
-    execution = machine.execution
-
-    def waiting_inside():
-        made_one = execution()
-        end = made_one.end
-
-        def end_later(operation):
-            machine.sleep(0.01)
-            return end(operation)
-
-        made_one.end = end_later
-        return made_one
-
-    machine.execution = waiting_inside
-    result = made("spans", lambda: machine)
-    assert result.outcome == "failed"
-    assert "span after a wait for another stream" in result.reason
-
-
-def test_the_agent_receives_sigterm_while_the_main_thread_hangs(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, checks._PATH)))
-    result = made("sigterm", HostMachine)
+def test_the_agent_receives_sigterm_while_the_main_thread_hangs(tmp_path):
+    result = made_in_a_process("sigterm", tmp_path, HOST)
     names = ["from SIGTERM until the agent receives it", "the agent receives the signal's number"]
-    assert [figure.name for figure in result.figures] == names, result.notes
+    assert [figure.name for figure in result.figures] == names, (result.reason, result.notes)
 
 
-def test_a_figure_beyond_its_limits_fails_a_check_and_says_so():
-    def check(machine, results):
-        results.add("lateness", 3.5, "ms", at_most=2)
-        results.add("share", 0.5, at_least=0.25)
-
-    result = performed("spans", "Spans", check, VirtualMachine)
-    assert result.outcome == "failed"
-    assert result.reason == "lateness: 3.5 ms (at most 2 ms)"
+def beyond(machine, results):
+    results.add("lateness", 3.5, "ms", at_most=2)
+    results.add("share", 0.5, at_least=0.25)
 
 
-@pytest.mark.parametrize(("raises", "reason"), [(True, "ValueError: broken"), (False, "it measured nothing")])
-def test_a_check_that_raises_or_measures_nothing_has_failed(raises, reason):
-    def check(machine, results):
-        if raises:
-            raise ValueError("broken")
+def broken(machine, results):
+    raise ValueError("broken")
 
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (beyond, "lateness: 3.5 ms (at most 2 ms)"),
+        (broken, "ValueError: broken"),
+        (lambda machine, results: None, "it measured nothing"),
+    ],
+)
+def test_a_check_beyond_its_limits_or_that_raises_or_measures_nothing_has_failed(check, reason):
     result = performed("spans", "Spans", check, VirtualMachine)
     assert (result.outcome, result.reason) == ("failed", reason)
 
 
-def test_a_process_that_hangs_is_a_check_that_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_CHILD", "import time; time.sleep(99)")
-    monkeypatch.setattr(checks, "CHECKS", {"spans": checks.Check("Spans", "gpu_checks.clock_checks:spans", 0.4)})
-    result = made_in_a_process("spans", tmp_path, HOST)
-    assert result.outcome == "failed"
-    assert "it did not end within 0 s" in result.reason
-    assert collected(tmp_path) is None, "no machine is known"
-
-
-def test_a_check_that_is_given_up_keeps_the_parts_that_were_made(tmp_path, monkeypatch):
-    program = """
+_DIES = """
 import os, sys
-from gpu_checks import checks
-def check(machine, results):
-    results.attempt("first", lambda: results.add("first", 1))
-    os.kill(os.getpid(), 9)
-checks.Check.load = lambda self: check
-checks.make(*sys.argv[1:])
+from pathlib import Path
+from gpu_checks.results import Results
+results = Results("spans", "Spans", Path(sys.argv[2]))
+results.attempt("first", lambda: results.add("first", 1))
+os.kill(os.getpid(), 9)
 """
-    monkeypatch.setattr(checks, "_CHILD", program)
+
+
+@pytest.mark.parametrize(
+    ("program", "limit_s", "reason", "parts"),
+    [
+        (_DIES, GIVE_UP_S, "its process ended with -9", ["first"]),
+        ("import time; time.sleep(9999)", 0.4, "it did not end within 0 s", []),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_check_that_dies_or_hangs_keeps_the_parts_that_were_made(
+    tmp_path, monkeypatch, program, limit_s, reason, parts
+):
+    monkeypatch.setattr(run, "_CHILD", program)
+    monkeypatch.setattr(run, "CHECKS", {"spans": run.Check("Spans", "", limit_s)})
     result = made_in_a_process("spans", tmp_path, HOST)
-    assert (result.outcome, [figure.name for figure in result.figures]) == ("failed", ["first"])
-    assert result.reason.startswith("its process ended with -9")
-    assert collected(tmp_path).machine.simulated
+    assert (result.outcome, [figure.name for figure in result.figures]) == ("failed", parts)
+    assert result.reason.startswith(reason)
+    assert collected(tmp_path) is None, "no machine is known"
 
 
 def write(folder, name, machine, outcome="passed", at_s=0):
@@ -290,7 +230,6 @@ def test_evidence_consists_of_checks_of_one_machine(tmp_path):
     assert [check.name for check in evidence.checks] == ["spans", "graph", "counter"]
     assert evidence.made == "1970-01-01 00:00 UTC"
     assert CHECKS["nvml"].title in evidence.not_made
-    assert collected(tmp_path / "nothing") is None
 
 
 def test_without_a_gpu_one_line_gives_the_reason_and_an_unknown_check_is_refused(capsys, monkeypatch):
@@ -303,15 +242,14 @@ def test_without_a_gpu_one_line_gives_the_reason_and_an_unknown_check_is_refused
 
 
 _IMPORTED = """
-import importlib, json, sys
+import json, pkgutil, sys
 from pathlib import Path
 from importlib.metadata import packages_distributions
 sys.modules["dill"] = None  # which torch uses where it is installed
-from gpu_checks import run
-from gpu_checks.checks import CHECKS
+from gpu_checks.run import CHECKS, write_evidence
 for check in CHECKS.values():
-    check.load()
-run.write_evidence(Path(sys.argv[1]))
+    pkgutil.resolve_name(check.function)
+write_evidence(Path(sys.argv[1]))
 import perseus_ds.agent.process, perseus_ds.client.runtime, perseus_ds.server.server
 found = packages_distributions()
 modules = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
@@ -334,20 +272,16 @@ def test_wheels_are_those_of_what_the_checks_import_beside_torch(tmp_path):
     closure("torch")
     (tmp_path / "checks").mkdir()
     write(tmp_path / "checks", "spans", MACHINE)
-    path = ":".join(map(str, checks._PATH))
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORTED, str(tmp_path)],
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": ":".join(run.PATH)}
+    command = [sys.executable, "-c", _IMPORTED, str(tmp_path)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     imported = {canonicalize_name(name) for name in json.loads(done.stdout.splitlines()[-1])}
     assert (tmp_path / "evidence.html").exists()
     assert imported - of_torch - {"perseus-ds", "setuptools"} == {canonicalize_name(name) for name in NAMES}
 
 
-@pytest.mark.parametrize(("python", "numpy"), [("3.10", "2.2"), ("3.11", "2.4"), ("3.13", "2.4")])
+@pytest.mark.parametrize(("python", "numpy"), [("3.10", "2.2"), ("3.13", "2.4")])
 def test_wheels_are_those_of_the_python_that_they_are_for(python, numpy):
     pins = {pin.name: str(pin.specifier) for pin in map(Requirement, pins_for(python))}
     assert set(pins) == set(NAMES)
@@ -358,7 +292,7 @@ def test_wheels_are_those_of_the_python_that_they_are_for(python, numpy):
 @pytest.mark.parametrize("name", ["training", "stages", "closure", "kernels", "overhead", "alarms"])
 def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, monkeypatch, name):
     """Times are not evaluated, since there is no GPU."""
-    monkeypatch.setitem(CHECKS, name, replace(CHECKS[name], limit_s=GIVE_UP_S))
+    monkeypatch.setitem(CHECKS, name, CHECKS[name]._replace(limit_s=GIVE_UP_S))
     result = made_in_a_process(name, tmp_path, HOST)
     facts = [figure for figure in result.figures if figure.name.endswith("the same bits")]
     assert all(figure.value == 1 for figure in facts), result.notes
@@ -374,8 +308,9 @@ def test_marks_are_checked_on_the_stub_of_the_driver(stub_cuda):
     # How many marks another process sees, and when, depends on the load of this machine.
     assert not [figure.name for figure in result.figures if "could be made" in figure.name], result.notes
     assert value(result, "copies that were not there when their mark was") == 0
-    assert value(result, "external events in a graph: span to length, median") >= 1
-    assert {"idle stream, the call, median", "full queue: a mark, median"} <= {figure.name for figure in result.figures}
+    assert {"beside a busy Python thread: the call, median", "full queue: a mark, median"} <= {
+        figure.name for figure in result.figures
+    }
 
 
 def test_a_graph_with_marks_is_checked_on_the_stub_of_the_driver(stub_cuda):

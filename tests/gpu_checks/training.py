@@ -1,14 +1,11 @@
 """DeepSpeed's pipeline engine on one rank, with and without Perseus in the same process."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
 import os
 import random
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,48 +21,38 @@ from one_rank_engine import one_rank
 from torch import nn
 
 import perseus_ds
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-
-_BATCHES = 4
-DONE = {"observe": ("observe", 6), "profile": ("observe", 3), "run": ("run", 3)}
-"""A phase, and the number of its iterations that suffices, by mode."""
 
 
 class Block(nn.Module):
     """A transformer layer without attention, with dropout."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(hidden)))))
 
 
 class CompiledBlock(Block):
     """The same layer, compiled."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self._compiled = torch.compile(super().forward)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self._compiled(hidden)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a training.
+    """How a model is trained: keys of DeepSpeed's config, and type and class of layers.
 
-    Attributes:
-        keys: Keys of DeepSpeed's config.
-        dtype: Type of inputs and parameters.
-        recomputes: Whether activations are recomputed in the backward.
-        contiguous: Whether checkpointed activations are stored in one buffer.
-        layer: Class of the layers.
+    Activations may be recomputed in the backward, and those kept for it (checkpointed) be in one buffer (contiguous).
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +74,7 @@ SETUPS = {
 
 
 @contextmanager
-def training_on(machine: Any) -> Iterator[Path]:
+def training_on(machine):
     """Run as the only rank of a job with a GPU that is never changed, and yield a folder for it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder, one_rank(folder, machine.backend):
@@ -95,10 +82,8 @@ def training_on(machine: Any) -> Iterator[Path]:
 
 
 @contextmanager
-def engine_of(
-    machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None = None, stages: int = 1
-) -> Iterator[Any]:
-    """Create an engine, identical for the same arguments, and destroy it at the end."""
+def engine_of(machine, setup, block, size=None, stages=1):
+    """Create an engine, identical for the same arguments, and destroy it at the end. Without a block, no Perseus."""
     width, rows, layers, micro_batches = size or machine.size
     checkpointing.configure(
         None,
@@ -127,85 +112,20 @@ def engine_of(
         gc.collect()
 
 
-def batches(machine: Any, setup: Setup, size: tuple[int, ...] | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
+def batches(machine, setup, size=None):
     """Yield random inputs and labels endlessly, the same in every call."""
     width, rows, *_ = size or machine.size
     return itertools.cycle(_batches(machine.device, setup.dtype, width, rows))
 
 
 @functools.cache
-def _batches(
-    device: torch.device, dtype: torch.dtype, width: int, rows: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+def _batches(device, dtype, width, rows):
     generator = torch.Generator().manual_seed(5)
-    inputs = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(_BATCHES)]
+    inputs = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(4)]
     return tuple((values, values.roll(1, dims=1)) for values in inputs)
 
 
-@dataclass
-class Trained:
-    """Results of training.
-
-    Attributes:
-        bits: Losses, and hashes of weights, optimizer state and random-number generators, by name.
-        phases: Phases of the iterations under Perseus.
-        changes: Number of clock changes requested of the GPU.
-        has_profile: Whether a profile was written.
-        failures: Errors that made it fall back to default clocks.
-    """
-
-    bits: dict[str, object]
-    phases: list[str]
-    changes: int
-    has_profile: bool
-    failures: list[str]
-
-
-def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
-    """Train a new engine under Perseus until the mode has completed its iterations in ``DONE``."""
-    losses: list[str] = []
-    phases: list[str] = []
-    wanted, count = DONE[block["mode"]]
-    with engine_of(machine, setup, block) as engine:
-        data = batches(machine, setup)
-        while phases.count(wanted) < count and len(phases) < machine.most_iterations:
-            phases.append(engine.perseus.phase)
-            losses.append(repr(engine.train_batch(data).item()))
-        bits = bits_of(engine, machine, losses)
-    output = Path(block["output_dir"])
-    records = list(read_records(output))
-    return Trained(
-        bits,
-        phases,
-        sum(record.clock_changes for record in records if isinstance(record, IterationRecord)),
-        (output / "profile.csv").exists(),
-        [record.error for record in records if isinstance(record, Failed) and record.event == "failure"],
-    )
-
-
-def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[int, dict[str, object]]:
-    """Train a new engine without Perseus, and return its state after some numbers of iterations."""
-    losses: list[str] = []
-    found = {}
-    with engine_of(machine, setup, None) as engine:
-        data = batches(machine, setup)
-        for number in range(1, max(counts) + 1):
-            losses.append(repr(engine.train_batch(data).item()))
-            if number in counts:
-                found[number] = bits_of(engine, machine, losses)
-    return found
-
-
-def train_until_profiled(machine: Any, engine: Any, data: Any, output: Path) -> None:
-    """Train until the profile is written."""
-    for _ in range(machine.most_iterations):
-        engine.train_batch(data)
-        if engine.perseus.phase == "observe":
-            break
-    assert (output / "profile.csv").exists(), "no profile was written; see what the job printed"
-
-
-def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, object]:
+def bits_of(engine, machine, losses):
     """Return everything that training changes, as values that are equal if all bits are."""
     states = [torch.get_rng_state(), torch.tensor(np.random.get_state()[1].tolist())]
     if machine.device.type == "cuda":
@@ -220,16 +140,11 @@ def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, objec
     }
 
 
-def block_of(machine: Any, mode: str, folder: Path, micro_batches: int | None = None) -> dict[str, Any]:
+def block_of(machine, mode, folder, micro_batches=None):
     """Return a ``perseus`` block for a mode, with three clocks to profile or a random plan to run."""
     clocks = machine.gpu.supported_clocks_mhz()
     settings = {"sampling": "stride", "clock_stride": max(1, len(clocks) // 2), "warm_up": 2}
-    block: dict[str, Any] = {
-        "mode": mode,
-        "output_dir": tempfile.mkdtemp(dir=folder),
-        "cache": False,
-        "profile": settings,
-    }
+    block = {"mode": mode, "output_dir": tempfile.mkdtemp(dir=folder), "cache": False, "profile": settings}
     if mode == "run":
         schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=micro_batches or machine.size[3])
         block["frontier"] = tempfile.mkdtemp(dir=folder)
