@@ -1,14 +1,11 @@
-"""Auto mode with late clock changes, short iterations or a busy host, in virtual time."""
+"""Auto mode with late clock changes and short iterations, in virtual time."""
 
-import random
 import statistics
-from collections import Counter
 
 import pytest
 from virtual.job import SLOWER, VirtualJob, WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Kind
 
@@ -25,56 +22,29 @@ def test_where_clock_changes_delay_transfers_plans_allow_for_it_and_still_save_e
     stages_s, gpu = (0.036, 0.034, 0.034, 0.046), {"conditions": ["slow-transfers"]}
     job = VirtualJob(tmp_path, stages_s=stages_s, micro_batches=8, gpu=gpu, mode="auto")
     job.train(240)
-    default_s, default_j = typical(job, "default")
-    under_plan_s, under_plan_j = typical(job, "run")
+    job.close()
+    (default_s, default_j), (planned_s, planned_j) = typical(job, "default"), typical(job, "run")
     assert "a clock change delays this job by" in capsys.readouterr().out
     assert {phase for phase, _, _ in job.taken[-30:]} == {"run"}
-    assert under_plan_s < 1.01 * default_s
-    assert under_plan_j < 0.95 * default_j
-    job.close()
-
-
-SHORT = {"stages_s": (0.0025, 0.0022, 0.003), "tail_s": 0.002, "micro_batches": 10}
+    assert planned_s < 1.01 * default_s
+    assert planned_j < 0.95 * default_j
 
 
 @pytest.mark.extended
 def test_short_iterations_are_profiled_and_compared_in_few_of_them_and_run_a_plan_that_skips_no_change(tmp_path):
     noise = {"time_noise": 0.02, "power_noise": 0.01}
-    job = VirtualJob(tmp_path, **SHORT, gpu=noise, mode="auto")
+    job = VirtualJob(tmp_path, stages_s=(0.0025, 0.0022, 0.003), tail_s=0.002, micro_batches=10, gpu=noise, mode="auto")
     job.train(500)
     records = job.close()
-    counts = Counter(phase for phase, _, _ in job.taken)
-    assert counts["profile"] <= 85
-    assert counts["default"] <= 180
-    default, planned = ([taken for taken in job.taken if taken[0] == phase] for phase in ("default", "run"))
-    assert {phase for phase, _, _ in job.taken[-100:]} == {"run"}
-    default_s, planned_s = (statistics.median(time_s for _, time_s, _ in found) for found in (default, planned))
-    default_j, planned_j = (statistics.mean(energy_j for *_, energy_j in found) for found in (default, planned))
+    phases = [phase for phase, _, _ in job.taken]
+    assert phases.count("profile") <= 85
+    assert phases.count("default") <= 180
+    assert set(phases[-100:]) == {"run"}
+    (default_s, default_j), (planned_s, planned_j) = typical(job, "default"), typical(job, "run")
     assert planned_s < 1.01 * default_s
     assert planned_j < 0.96 * default_j
     assert sum(record.clock_skips for record in records) == 0
-    # As often as planned.
-    assert statistics.median(record.clock_changes for record in records[-100:]) >= 4
-
-
-@pytest.mark.extended
-def test_a_plan_that_saves_energy_stays_where_a_busy_host_holds_up_short_instructions(tmp_path):
-    job = VirtualJob(tmp_path, **SHORT, mode="auto")
-    job.train_until_compared(most=700)
-    draw, work = random.Random(3), job.work
-
-    def work_held_up(rank, kind):
-        job.idle(rank, draw.uniform(0.0004, 0.0005))
-        work(rank, kind)
-
-    job.work = work_held_up
-    job.train_until_compared(times=2, most=1500)
-    job.train(20)
-    job.close()
-    assert max(event.drift for event in job.events(Drifted)) > 0.05
-    assert len(job.events(ProfileWritten)) == 1
-    assert [event.kept for event in job.events(PlanJudged)] == [True, True]
-    assert job.taken[-1][0] == "run"
+    assert statistics.median(record.clock_changes for record in records[-100:]) >= 4, "as often as planned"
 
 
 LATE_S = 0.4

@@ -22,17 +22,25 @@ from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 TAIL_S = 0.04
 
 
+@pytest.fixture
+def plain(start):
+    """Return a job without graphs."""
+    return run_to_the_plan(start("plain", cuda=True, mode="auto", tail_s=TAIL_S, **SLOWER))
+
+
 def run_to_the_plan(job):
-    job.train_until("run")
     job.train_until_compared()
-    job.train(30)
+    job.train(10)
     job.close()
     return job
 
 
-@pytest.mark.parametrize("in_graph_s", [True, 0.015], ids=["tail after the graph", "part of the tail in the graph"])
-def test_replayed_iterations_are_profiled_and_planned_like_others(start, in_graph_s):
-    plain = run_to_the_plan(start("plain", cuda=True, mode="auto", tail_s=TAIL_S, **SLOWER))
+@pytest.mark.parametrize(
+    "in_graph_s",
+    [0.015, pytest.param(True, marks=pytest.mark.extended)],
+    ids=["part of the tail in the graph", "tail after the graph"],
+)
+def test_replayed_iterations_are_profiled_and_planned_like_others(start, plain, in_graph_s):
     tail_s = TAIL_S - (0.0 if in_graph_s is True else in_graph_s)
     job = run_to_the_plan(start("graphs", graphs=in_graph_s, mode="auto", tail_s=tail_s, **SLOWER))
     assert job.events(Failed) == job.events(Predicted) == []
@@ -44,7 +52,7 @@ def test_replayed_iterations_are_profiled_and_planned_like_others(start, in_grap
         assert graph.time_s == pytest.approx(eager.time_s, rel=0.02)
         if kind is not Kind.TAIL or in_graph_s is True:
             assert graph.energy_j == pytest.approx(eager.energy_j, rel=0.05)
-    time_s, plain_s = (statistics.median(taken[1] for taken in of.taken[-20:]) for of in (job, plain))
+    time_s, plain_s = (statistics.median(taken[1] for taken in of.taken[-10:]) for of in (job, plain))
     assert time_s == pytest.approx(plain_s, rel=0.01)
 
 

@@ -1,29 +1,53 @@
-"""Restarts: a server that is replaced during training, and a job that is resumed from its state."""
+"""Restarts: what a replaced server, a job that is started again and another job take up from files."""
+
+import pwd
+from types import SimpleNamespace
 
 import pytest
-from virtual.job import SLOWER
+from virtual.job import SLOWER, in_order
 
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.server.frontiers import cached
+from perseus_ds.server.profiling import save_profile
 
 
-def test_a_job_that_was_restarted_counts_its_steps_on_and_keeps_its_policy(start):
+@pytest.mark.parametrize(("steps", "numbers"), [(None, [8, 9]), (4, [5, 6])], ids=["kept", "of the engine"])
+def test_a_job_that_is_restarted_keeps_its_policy_and_counts_on_from_the_steps_of_its_checkpoint(start, steps, numbers):
     job = start(mode="observe")
     job.train(7)
+    job.control(command="policy", policy=SLOWER["policy"])
     job.time.sleep(1.0)  # its last report has arrived
-    job.restart()
-    job.train(3)
-    job.close()
-    assert [record.iteration for record in job.events(IterationRecord)] == list(range(1, 11))
-
-
-def test_the_steps_that_the_engine_has_done_count_more_than_those_that_were_kept(start):
-    """The checkpoint is older than the end of the job."""
-    job = start(mode="observe")
-    job.train(7)
-    job.restart(steps=4)
+    job.restart(steps)
     job.train(2)
     job.close()
-    assert [record.iteration for record in job.events(IterationRecord)] == [*range(1, 8), 5, 6]
+    assert [record.iteration for record in job.events(IterationRecord)] == [*range(1, 8), *numbers]
+    assert job.server.control.policy.max_slowdown == 0.2
+
+
+def test_a_server_that_is_replaced_twice_counts_on_and_uses_no_number_of_another_one(start):
+    """Numbers identify what agents and clients have run."""
+    job = start(mode="observe")
+    job.train(7)
+    before = set(job.server.runs.known) - {0}
+    job.renew()
+    job.renew()
+    job.train(3)
+    after = set(job.server.runs.known) - {0}
+    assert before and after and not before & after  # noqa: PT018
+    assert [record.iteration for record in job.close()] == list(range(1, 11))
+
+
+def test_the_state_of_another_job_is_not_taken_up(start):
+    other = start("other", mode="observe", micro_batches=5)
+    other.train(7)
+    job = start(mode="observe")
+    job.close()
+    job._start(other.server.state())
+    job.train(2)
+    job.close()
+    assert [record.iteration for record in job.events(IterationRecord)] == [1, 2]
 
 
 @pytest.mark.parametrize("phase", ["profile", "optimizing", "run"])
@@ -35,18 +59,6 @@ def test_a_job_that_is_restarted_in_any_phase_runs_under_a_plan_that_is_kept(sta
     assert job.train_until_compared(len(job.events(PlanJudged)) + 1)[-1].kept
     assert job.train(5)[-1] == "run"
     assert 1 <= len(job.events(ProfileWritten)) <= 2
-
-
-def test_the_state_of_another_job_is_not_taken_up(start):
-    other = start("other", mode="observe", micro_batches=5)
-    other.train(7)
-    state = other.server.state()
-    job = start(mode="observe")
-    job.close()
-    job._start(state)
-    job.train(2)
-    job.close()
-    assert [record.iteration for record in job.events(IterationRecord)] == [1, 2]
 
 
 def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_the_steps_on(start):
@@ -63,23 +75,66 @@ def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_
     assert numbers[-1] == len(job.taken)
 
 
-def test_steps_are_counted_on_if_a_server_is_replaced_twice_before_an_iteration_ends(start):
-    job = start(mode="observe")
-    job.train(7)
-    job.renew()
-    job.renew()
-    job.train(3)
-    assert [record.iteration for record in job.close()] == list(range(1, 11))
+@pytest.mark.parametrize(
+    ("power_w", "kept_mhz"),
+    [({930: 36.0, 1200: 200.0, 1410: 300.0}, [1200, 1410]), ({930: 7.0, 1200: 8.0, 1410: 9.0}, [930, 1200, 1410])],
+)
+def test_rows_below_waiting_are_left_out_and_said_unless_fewer_than_two_would_be_left(
+    tmp_path, caplog, power_w, kept_mhz
+):
+    rows = [Measurement(0, kind, c, 0.1, 0.1 * w) for kind in (Kind.FORWARD, Kind.BACKWARD) for c, w in power_w.items()]
+    quality = [RowQuality(stage=0, kind=row.kind, clock_mhz=row.clock_mhz, samples=9) for row in rows]
+    profile = StageProfile(rows, ProfileInfo(rows=quality, blocking_power_w=80.0))
+    calibration = SimpleNamespace(info=profile.info, tail_profile=None, time_s=1.0)
+    save_profile(SimpleNamespace(profile_path=tmp_path / "profile.csv"), calibration, profile, profile)
+    found = StageProfile.load(tmp_path / "profile.csv")
+    assert list(found.options(0, Kind.BACKWARD).clock_mhz) == kept_mhz
+    assert sorted({row.clock_mhz for row in found.info.rows}) == kept_mhz
+    assert len(StageProfile.load(tmp_path / "measured.csv").measurements) == 6
+    assert ("2 rows at 930 MHz are left out" in caplog.text) is (len(kept_mhz) == 2)
 
 
-def test_no_server_of_a_job_uses_a_number_of_another_one(start):
-    """Numbers identify what agents and clients have run."""
-    job = start(mode="observe")
-    job.train(3)
-    before = set(job.server.runs.known) - {0}
-    job.renew()
-    job.train(3)
-    after = set(job.server.runs.known) - {0}
-    assert before
-    assert after
-    assert not before & after
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(OSError, match="Set XDG_CACHE_HOME"):
+        cached("key")
+
+
+def test_a_job_that_was_killed_before_its_verdict_does_not_measure_its_profile_again(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(1)
+    before = (job.folder / "profile.csv").read_bytes()
+    again = start(mode="auto", **SLOWER)  # in the same folder
+    phases = again.train_until("run")
+    assert in_order(phases) == ["optimizing", "default"]
+    assert (again.folder / "profile.csv").read_bytes() == before
+    (verdict,) = again.train_until_compared()
+    assert verdict.kept
+
+
+def test_a_search_that_was_interrupted_goes_on_and_another_job_measures_its_own_profile(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("profile")
+    job.train(5)
+    again = start(mode="auto", **SLOWER)
+    assert "profile" in again.train_until("optimizing")
+    assert again.events(ProfileWritten)[-1].resumed_clocks > 0
+    other = start(mode="auto", profile={"max_clock_mhz": 1200}, **SLOWER)
+    assert "profile" in other.train_until("optimizing")
+    assert other.events(ProfileWritten)[-1].resumed_clocks == 0
+
+
+def test_a_profile_that_no_longer_held_is_measured_again_by_the_next_start(start):
+    job = start(mode="auto", max_drift=10.0, **SLOWER)
+    job.train_until_compared()
+    job.work_s[0][Kind.BACKWARD] *= 1.5
+    job.late_under_plans()
+    job.train_until("observe", most=900)
+    again = start(mode="auto", **SLOWER)
+    assert "profile" in again.train_until("run")

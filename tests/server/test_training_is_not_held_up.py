@@ -6,7 +6,7 @@ import pytest
 from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.run_records import Failed, PlanJudged
+from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import RankReport
 
@@ -61,15 +61,9 @@ def test_after_warm_up_iterations_create_no_events(start, frontier):
     job = start("pooled", cuda=True, mode="run", frontier=frontier, **SLOWER)
     job.train(40)
     created = job.cuda.events
-    job.train(100)
+    job.train(40)
     assert job.cuda.events == created
-    assert len(job.close()) == 140
-
-
-def test_a_job_that_ends_at_once_records_its_last_iteration(job):
-    job.train(2)
-    job.time.sleep(1.0)
-    assert len(job.close()) == 2
+    assert len(job.close()) == 80
 
 
 def test_a_job_that_ends_while_the_device_hangs_waits_two_seconds_for_its_last_iteration(job):
@@ -89,15 +83,14 @@ def test_a_host_that_is_four_seconds_ahead_of_the_device_does_not_take_the_drive
     assert job.events(Failed) == []
 
 
-@pytest.mark.parametrize(("late_s", "price_s"), [(0.001, 0.0), (0.006, 0.006)])
-def test_plans_allow_for_an_agent_that_sees_marks_late(start, late_s, price_s):
+def test_plans_allow_for_an_agent_that_sees_marks_late(start):
     job = start(mode="auto", **SLOWER)
-    job.agent_link(0).late_s = late_s
+    job.agent_link(0).late_s = 0.006
     while job.phase != "default":
         job.train(1)
         job.time.sleep(0.02)  # otherwise the start of the next iteration wakes the agent
     planned = Frontier.load(job.folder).provenance.switch_cost_s
-    assert planned == pytest.approx(price_s, abs=0.0005)
+    assert planned == pytest.approx(0.006, abs=0.0005)
 
 
 def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comparison(start):
@@ -110,9 +103,6 @@ def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comp
         work(rank, instruction)
 
     job.work = work_after_host
-    job.train_until("run")
-    job.train(100)
-    job.close()
-    (judged,) = job.events(PlanJudged)
+    (judged,) = job.train_until_compared()
     assert judged.kept
     assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.003)
