@@ -1,7 +1,5 @@
 """Lost, duplicate, late and reordered messages affect only the evidence of their iterations."""
 
-import gc
-import warnings
 from itertools import product
 
 import pytest
@@ -11,7 +9,6 @@ from job_descriptions import described
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
-from perseus_ds.errors import PerseusError
 from perseus_ds.protocol.job_messages import (
     Follow,
     Joined,
@@ -117,8 +114,7 @@ def test_an_iteration_is_recorded_and_one_step_if_all_its_reports_arrive_before_
     assert {(record.time_s, record.energy_j) for record in records} <= {(1.0, 600.0)}
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("side", ["without_last", "client_without_last"], ids=["agent", "client"])
+@pytest.mark.parametrize(("rank", "side"), [(0, "without_last"), (1, "client_without_last")], ids=["agent", "client"])
 def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play, rank, side):
     """It is recorded, but not used for the measurement."""
     job = play(mode="profile", profile={"warm_up": 3})
@@ -136,16 +132,6 @@ def test_an_iteration_in_which_a_program_came_late_somewhere_is_no_evidence(play
     assert len(job.end()) == iteration + 3
 
 
-def test_operations_that_arrive_for_an_iteration_that_is_over_are_forgotten(play):
-    job = play(mode="observe")
-    job.run(range(1, 4))
-    for iteration in (1, 2, 3):
-        job.server.receive(0, Spans(iteration, b"x" * 18))
-    job.run(range(4, 9))
-    assert job.server._open == {}
-    assert len(job.end()) == 8
-
-
 def test_a_rank_of_which_nothing_arrives_for_long_costs_no_memory(play):
     job = play(mode="observe")
     for iteration in range(1, 1000):
@@ -153,6 +139,8 @@ def test_a_rank_of_which_nothing_arrives_for_long_costs_no_memory(play):
         job.server.receive(0, Spans(iteration, b"x" * 18))
     assert len(job.server._open) < 100
     job.run(range(1000, 1005))
+    job.server.receive(0, Spans(1004, b"x" * 18))  # of an iteration that is over
+    assert job.server._open == {}
     assert [record.iteration for record in job.end()] == [1000, 1001, 1002, 1003, 1004]
 
 
@@ -177,15 +165,6 @@ def test_an_error_at_every_call_ends_the_mode_at_growing_intervals(play, monkeyp
     job.end()
     failed = [record for record in read_records(job.folder) if isinstance(record, Failed)]
     assert len(failed) == 3, "in iterations 1, 11 and 51"
-
-
-def test_a_job_that_cannot_be_trained_leaves_no_mode_that_is_never_awaited(tmp_path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(PerseusError):
-            Job(tmp_path, mode="run", frontier=str(tmp_path / "missing"))
-        gc.collect()
-    assert not [warning for warning in caught if "never awaited" in str(warning.message)]
 
 
 def test_messages_of_ranks_that_do_not_exist_and_after_the_end_change_nothing(play):
@@ -231,17 +210,12 @@ def test_a_lost_program_is_sent_again(play):
     job.run(range(1, 9))
     assert job.follow(1, 8).serial == job.follow(0, 8).serial
     assert sum(isinstance(message, Follow) for message in job.received[1]) == 1
-    job.end()
-
-
-def test_a_rank_that_receives_nothing_is_sent_its_program_at_each_tenth_iteration(play):
-    job = play(mode="observe")
     sent = 0
-    for iteration in range(1, 41):
+    for iteration in range(9, 49):
         job.received[1].clear()
         job.run([iteration])
         sent += sum(isinstance(message, Follow) for message in job.received[1])
-    assert sent == 4
+    assert sent == 4, "at each tenth iteration"
     job.end()
 
 

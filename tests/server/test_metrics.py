@@ -13,7 +13,6 @@ from live_records import BEGIN, auto_job, planned_iteration, started
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from run_log import GIVE_UP_S, wait_until
-from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_records import Ended
 from perseus_ds.config import MetricsConfig
@@ -67,6 +66,9 @@ def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     facts = log_of(auto_job()).facts(BEGIN + 100)
     with reporter(auto_job(), port=port):
         _, text = get(port)
+        headers, openmetrics = get(port, "application/openmetrics-text; version=1.0.0")
+    with pytest.raises(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+        pass
     found = values(text)
     assert found["perseus_iterations_total", None] == facts.iterations
     assert found["perseus_energy_joules_total", "1"] == pytest.approx(facts.pipelines[1].energy_j)
@@ -79,16 +81,21 @@ def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     labels = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
     assert labels == {"training_job", "simulated", "pipeline", "phase"}
     assert 'simulated="true"' in text
-
-
-def test_openmetrics_is_served_where_it_is_asked_for_and_nothing_of_the_machine_is_told():
-    port = free_port()
-    with reporter(auto_job(), port=port):
-        headers, text = get(port, "application/openmetrics-text; version=1.0.0")
     assert headers["Content-Type"].startswith("application/openmetrics-text")
-    assert {family.name for family in read_openmetrics(text)} > {"perseus_iterations", "perseus_power_watts"}
+    assert {family.name for family in read_openmetrics(openmetrics)} > {"perseus_iterations", "perseus_power_watts"}
     assert headers["Server"].strip() == "perseus"
-    assert os.uname().nodename not in text + str(headers)
+    assert os.uname().nodename not in text + str(headers), "nothing of the machine"
+
+
+def test_a_port_in_use_is_one_warning():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with reporter(auto_job(), port=taken.getsockname()[1]) as problems:
+            wait_until(lambda: problems, "the problem")
+    (problem,) = problems
+    assert "nothing is served" in problem
+    assert "Address already in use" in problem
 
 
 def test_counters_survive_a_resume_and_gauges_end_with_the_job(tmp_path):
@@ -129,45 +136,6 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_pat
         wait_until(path.exists, "the file")
     (problem,) = problems
     assert "cannot be written" in problem
-
-
-@contextlib.contextmanager
-def serving(job, problems, **config):
-    """Serve the metrics of a job as its server does."""
-    reporter = MetricsReporter(MetricsConfig(**config), job.server.recorder.facts, problems.append)
-    try:
-        yield
-    finally:
-        job.close()
-        reporter.close()
-
-
-def test_a_port_in_use_ends_neither_start_nor_training(tmp_path):
-    job, problems = VirtualJob(tmp_path, mode="observe"), []
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with serving(job, problems, port=taken.getsockname()[1]):
-            assert job.train(2) == ["observe"] * 2
-            wait_until(lambda: problems, "the problem")
-    (problem,) = problems
-    assert "nothing is served" in problem
-    assert "Address already in use" in problem
-
-
-def test_a_job_serves_its_figures_while_it_trains_and_no_longer(tmp_path):
-    port, textfile = free_port(), str(tmp_path / "x.prom")
-    job = VirtualJob(tmp_path, mode="observe")
-    with serving(job, [], port=port, textfile=textfile):
-        job.train(4)
-        wait_until(lambda: values(get(port)[1])["perseus_iterations_total", None] == 3.0, "three iterations")
-    with pytest.raises(ConnectionError), socket.create_connection(("127.0.0.1", port)):
-        pass
-    assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 4.0
-    resumed = VirtualJob(tmp_path, mode="observe")
-    with serving(resumed, [], textfile=textfile):
-        resumed.train(1)
-    assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 5.0
 
 
 def test_clients_that_send_half_a_request_keep_nobody_out_and_are_ended(monkeypatch):

@@ -3,16 +3,13 @@
 import errno
 import subprocess
 import sys
-import time
 
 import pytest
-from job_descriptions import description, request
+from job_descriptions import request
 
-from perseus_ds.agent.job_server import JobServerChild
 from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
 from perseus_ds.protocol.job_messages import Say
-from perseus_ds.protocol.messages import StartServer
 from perseus_ds.server.output_folder import FolderLock, own_folder
 from perseus_ds.server.server import ServerProcess
 
@@ -67,23 +64,6 @@ def test_it_is_an_error_at_the_start_of_a_job_that_needs_its_folder(other_job, t
         own_folder(config, FolderLock())
 
 
-def test_an_agent_has_the_server_that_it_starts_again_write_where_the_first_one_did(other_job, tmp_path):
-    other = other_job(tmp_path / "perseus")
-    child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
-    try:
-        first = answer_of(child)
-        other.kill()
-        other.wait()
-        child.restart()
-        while not child.start_again():
-            time.sleep(0.05)
-        second = answer_of(child)
-    finally:
-        child.end()
-    assert first.output_dir == second.output_dir == str(tmp_path / "perseus-2")
-    assert first.address == second.address
-
-
 def test_a_folder_is_another_jobs_if_its_file_system_answers_eacces(tmp_path, monkeypatch):
     (tmp_path / "job.lock").write_text("process 7 on another node\n")
 
@@ -97,13 +77,3 @@ def test_a_folder_is_another_jobs_if_its_file_system_answers_eacces(tmp_path, mo
 def test_a_folder_that_cannot_be_made_belongs_to_nobody(tmp_path):
     (tmp_path / "file").touch()
     assert FolderLock().acquire(tmp_path / "file" / "folder") is None
-
-
-def answer_of(child, within_s=120.0):
-    """Return the answer of a server once it has started."""
-    end_s = time.monotonic() + within_s
-    while (answer := child.answer()) is None:
-        assert time.monotonic() < end_s, "the server has not answered"
-        time.sleep(0.05)
-    assert not answer.error
-    return answer

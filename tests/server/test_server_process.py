@@ -28,6 +28,7 @@ from perseus_ds.protocol.job_messages import (
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.control_socket import send_order
+from perseus_ds.server.output_folder import FolderLock
 from perseus_ds.server.server import ServerProcess
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
@@ -300,12 +301,15 @@ def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_wa
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_an_agent_that_replaces_another_one_starts_the_server_again_if_that_dies(tmp_path):
+def test_an_agent_that_replaces_another_one_starts_the_server_again_in_the_same_folder_if_that_dies(tmp_path):
+    other_job = FolderLock()
+    other_job.acquire(tmp_path / "perseus")
     request, content = StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe")
-    child = JobServerChild(request, content)
-    now = VirtualTime()
+    child, now = JobServerChild(request, content), VirtualTime()
     try:
         started = wait_for(child.answer, "the server has started")
+        assert started.output_dir == str(tmp_path / "perseus-2")
+        other_job.release()
         later = JobServerChild(structs.replace(request, running=started), content, now)
         assert later.file is None, "nothing is started while the server may live"
         child.end()
