@@ -30,9 +30,9 @@ class Network:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._built = _Builder(problem)
+        # Names sort as start, inner events, end; see _Builder.
         names, ends = np.unique(np.array([self._built.tail, self._built.head]), return_inverse=True)
         tail, head = ends.reshape(2, -1)
-        # Names sort as start, inner events, end; see _Builder.
         self.events = len(names)
         work = np.array(self._built.work, dtype=np.intp)
         decision = np.where(work >= 0, problem.decision_of[work], -1)
@@ -66,14 +66,7 @@ class Network:
         return levels(self.head, self.tail, self._topological[::-1])
 
     def earliest_s(self, duration_s: Floats) -> Floats:
-        """Return the earliest time of each event [s].
-
-        Args:
-            duration_s: Shape (arcs, ...) [s].
-
-        Returns:
-            Shape (events, ...).
-        """
+        """Return the earliest time of each event, shape (events, ...), for durations of shape (arcs, ...) [s]."""
         result = np.zeros((self.events, *duration_s.shape[1:]))
         for level in self.forward:
             finish = result[level.others] + duration_s[level.edges]
@@ -81,12 +74,7 @@ class Network:
         return result
 
     def latest_s(self, duration_s: Floats, deadline_s: Floats | float) -> Floats:
-        """Return the latest time of each event with which the end meets the deadline [s].
-
-        Args:
-            duration_s: Shape (arcs, ...) [s].
-            deadline_s: Shape (...) [s].
-        """
+        """Return the latest time of each event with which the end meets the deadline, shape (events, ...) [s]."""
         result = np.zeros((self.events, *np.broadcast(duration_s[0], deadline_s).shape))
         result[-1] = deadline_s
         for level in self.backward:
@@ -95,18 +83,15 @@ class Network:
         return result
 
     def dag_flow(self, flow: Floats) -> tuple[Floats, Floats]:
-        """Convert a flow over the arcs to a flow over the DAG.
+        """Convert a flow over the arcs to flows over the DAG's edges, and into its nodes without predecessors.
 
-        Returns:
-            The flow over the DAG's edges in the order of ``dag.predecessors``, shape (edges,), and the flow into nodes
-            without predecessors, shape (nodes,).
+        Edges are in the order of ``dag.predecessors``. The second flow has an element for every node.
         """
         edges, source = self._dag_flow_matrices
         return edges @ flow, source @ flow
 
     @cached_property
     def _dag_flow_matrices(self) -> tuple[csr_array, csr_array]:
-        """The matrices that convert arc flows to flows over edges and into first nodes."""
         before, built = self.problem.dag.predecessors, self._built
         first = [0, *accumulate(map(len, before))]
         # The arcs whose flows pass through each node.

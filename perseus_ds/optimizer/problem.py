@@ -26,7 +26,6 @@ Clocks = tuple[tuple[int, ...], ...]
 Progress = Callable[[str, float], None]
 """Called with the name of the current step and the completed fraction, 0 to 1."""
 
-_SECOND_S = 1.0
 _AS_FAST = 1.002
 """A clock counts as equally fast as another one if instructions take at most this many times as long."""
 
@@ -70,7 +69,6 @@ class Problem:
 
     Attributes:
         settings: The settings, with the profile's blocking power if none was given.
-        blocking_power_w: Power of a waiting GPU [W].
         groups: One group for each (stage, kind) in the profile, and each factor.
         node: Shape (n,): DAG node of each decision.
         group: Shape (n,): index into ``groups`` of each decision.
@@ -86,11 +84,7 @@ class Problem:
     ) -> None:
         """Set up the problem.
 
-        Args:
-            dag: DAG of the iteration.
-            profile: Times and energies at each clock.
-            settings: The settings.
-            factors: Time and energy of instructions relative to their rows. 1 without an entry.
+        ``factors`` has time and energy of instructions relative to their rows, 1 without an entry.
 
         Raises:
             ConfigError: If blocking power is unknown or a setting is out of range.
@@ -109,7 +103,6 @@ class Problem:
         self.settings.check()
         self.blocking_power_w = power_w
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
-        measured = set(profile.keys)
         fastest_mhz = _shared_fastest_mhz(profile) if settings.switch_cost_s or settings.longest_dwell_s else None
         self._factors = factors or {}
         unscaled: dict[tuple[int, Kind], InstructionGroup] = {}
@@ -121,7 +114,7 @@ class Problem:
             if not isinstance(work, Instruction):
                 continue
             key = (work.stage, work.kind)
-            if work.kind is Kind.TAIL and key not in measured:
+            if work.kind is Kind.TAIL and key not in profile.keys:
                 continue
             if key not in unscaled:
                 unscaled[key] = _group(profile, *key, power_w, fastest_mhz)
@@ -138,7 +131,6 @@ class Problem:
 
     @cached_property
     def table(self) -> OptionTable:
-        """The options of all groups."""
         return OptionTable(self.groups)
 
     @property
@@ -163,7 +155,6 @@ class Problem:
         return durations
 
     def time_s(self, choice: Indices) -> float:
-        """Return the iteration time [s]."""
         return self.dag.makespan_s(self.durations_s(choice))
 
     @property
@@ -225,10 +216,7 @@ class Problem:
     def iteration(self, time_s: Floats, cost_j: Floats, delays_s: Seconds | float = 0.0) -> tuple[float, float]:
         """Return time [s] and energy [J] of an iteration.
 
-        Args:
-            time_s: Time of every decision [s].
-            cost_j: Effective energy of every decision [J].
-            delays_s: Delay of every node of the DAG [s].
+        Times and effective energies are those of the decisions, delays those of the nodes of the DAG.
         """
         durations = self.fixed_s + delays_s
         durations[self.node] += time_s
@@ -247,12 +235,8 @@ class Problem:
 
     def baseline(self) -> FrequencyPlan:
         """Return the plan with every instruction at the highest measured clock."""
-        return self.evaluate(
-            tuple(
-                tuple(self.profile.at_highest_clock(i.stage, i.kind).clock_mhz for i in stream)
-                for stream in self.instructions
-            )
-        )
+        highest_mhz = {key: self.profile.at_highest_clock(*key).clock_mhz for key in self.profile.keys}
+        return self.evaluate(tuple(tuple(highest_mhz[i.stage, i.kind] for i in own) for own in self.instructions))
 
 
 def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
@@ -264,11 +248,10 @@ def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
 
 
 def _shared_fastest_mhz(profile: StageProfile) -> int | None:
-    """Return the lowest clock at which every instruction is nearly as fast as possible.
+    """Return the lowest clock at which every instruction is nearly as fast as possible, or None if there is none.
 
-    The result is None if there is no such clock. Above a power limit many clocks are equally fast, and noise decides
-    which one is the fastest for an instruction. Plans with costly clock changes or dwell times need a clock that all
-    instructions share.
+    Above a power limit many clocks are equally fast, and noise decides which one is the fastest for an instruction.
+    Plans with costly clock changes or dwell times need a clock that all instructions share.
     """
     slowest: dict[int, list[float]] = defaultdict(list)
     for stage, kind in profile.keys:
@@ -307,19 +290,13 @@ def _group(
 
 @dataclass(frozen=True)
 class Corners:
-    """The corners of the lower hull of cost over time, a convex, falling, piecewise-linear function.
-
-    Attributes:
-        time_s: Shape (k,), rising [s].
-        cost_j: Shape (k,), falling [J].
-    """
+    """The corners of the lower hull of cost over time, a convex, falling, piecewise-linear function."""
 
     time_s: Floats
     cost_j: Floats
 
     @classmethod
     def of(cls, time_s: Floats, cost_j: Floats) -> Corners:
-        """Return the corners of the hull of points with rising time and falling cost."""
         kept = lower_hull(time_s, cost_j)
         return cls(time_s[kept], cost_j[kept])
 
@@ -344,11 +321,8 @@ class OptionTable:
     """The options of all groups, concatenated, each group in the order of :class:`InstructionGroup`.
 
     Attributes:
-        time_s: Shape (options,).
-        cost_j: Shape (options,): effective energy, falling within a group.
-        clock_mhz: Shape (options,).
-        begin: Shape (groups,): index of each group's fastest option, the first one.
-        last: Shape (groups,): index of each group's slowest option.
+        cost_j: Effective energy of each option [J].
+        begin, last: Shape (groups,): index of each group's fastest and slowest option.
     """
 
     def __init__(self, groups: Sequence[InstructionGroup], *, hull_only: bool = False) -> None:
@@ -401,22 +375,16 @@ def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
         energy_j: Floats = iterations * used_j[-1] + np.interp(rest_s, at_s, used_j)
         return energy_j
 
-    first_s = np.concatenate([at_s, at_s - _SECOND_S, at_s - 2 * _SECOND_S])
-    begin_j, middle_j, end_j = (until_j(first_s + seconds * _SECOND_S) for seconds in range(3))
-    mean_w, next_w = (middle_j - begin_j) / _SECOND_S, (end_j - middle_j) / _SECOND_S
+    first_s = np.concatenate([at_s, at_s - 1, at_s - 2])
+    begin_j, middle_j, end_j = (until_j(first_s + seconds) for seconds in range(3))
+    mean_w, next_w = middle_j - begin_j, end_j - middle_j
     return PowerSwing(float(mean_w.max()), float(mean_w.min()), float(np.abs(next_w - mean_w).max()))
 
 
 def problem_for(
     schedule: Schedule, profile: StageProfile, settings: PlanningSettings | None = None, **changes: Any
 ) -> Problem:
-    """Return the optimisation problem of a schedule.
-
-    Args:
-        schedule: The schedule of all ranks.
-        profile: Times and energies at each clock, and the fixed durations.
-        settings: The planning settings. None for the default settings.
-        changes: Settings by name that override those of ``settings``.
+    """Return the optimisation problem of a schedule, with the arguments of :func:`~perseus_ds.optimizer.optimize`.
 
     Raises:
         ConfigError: If blocking power is unknown or a setting is out of range.

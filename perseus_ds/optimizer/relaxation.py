@@ -68,9 +68,9 @@ class Pieces:
     """The hull pieces of all decisions, concatenated.
 
     Attributes:
-        owner: Shape (m,): the decision of each piece.
-        length_s: Shape (m,): length of each piece [s].
-        saving_w: Shape (m,): energy saved per additional second on it [W].
+        owner: The decision of each piece.
+        length_s: Length of each piece [s].
+        saving_w: Energy saved per additional second on it [W].
     """
 
     owner: Indices
@@ -82,12 +82,7 @@ class Relaxation:
     """Solves the relaxed problem of one network for any deadline."""
 
     def __init__(self, network: Network, *, turns: int = 1) -> None:
-        """Set up the solver.
-
-        Args:
-            network: The network.
-            turns: Number of micro-batches after which optima repeat, see ``_ALTERNATION``; 1 for no alternation.
-        """
+        """Set up the solver, with optima that alternate if ``turns``, a number of micro-batches, is above 1."""
         self.network = network
         self._tilt = 1 + _TILT * (1 - 2 * network.position[: network.decisions])
         if turns > 1:
@@ -105,9 +100,8 @@ class Relaxation:
     def pieces(self, deadline_s: float) -> Pieces:
         """Return the hull pieces of every decision, for clocks that can meet the deadline.
 
-        A clock is excluded if the deadline is missed even with all other instructions at their fastest clocks.
-        This tightens the bound near ``T_min``. Savings are tilted, see ``_TILT`` and
-        ``_ALTERNATION``.
+        A clock is excluded if the deadline is missed even with all other instructions at their fastest clocks. This
+        tightens the bound near ``T_min``. Savings are tilted, see ``_TILT`` and ``_ALTERNATION``.
         """
         problem, n = self.network.problem, self.network.decisions
         tail, head = self.network.tail[:n], self.network.head[:n]
@@ -142,12 +136,10 @@ class Relaxation:
         return _InteriorPoint(self, deadline_s, pieces, None, least_s).run()
 
     def solve(self, deadline_s: float, *, waiting_w: float | None = None) -> Relaxed:
-        """Return the optimum for a deadline, or the optimum over all deadlines.
+        """Return the optimum for a deadline above ``T_min`` [s].
 
-        Args:
-            deadline_s: Iteration time [s], above ``T_min``; with ``waiting_w``, the initial guess.
-            waiting_w: Energy cost of a second of iteration time without any instruction [W]. If given, the deadline
-                of least energy is chosen.
+        If ``waiting_w`` is given, the energy cost of a second of iteration time without any instruction [W], the
+        deadline of least energy is chosen, and ``deadline_s`` is the initial guess.
         """
         pieces = self.pieces(deadline_s if waiting_w is None else np.inf)
         return _InteriorPoint(self, deadline_s, pieces, waiting_w, self.network.least_s).run()

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from operator import attrgetter
 
 import numpy as np
@@ -83,14 +82,8 @@ def _least_saving_j(problem: Problem) -> float:
 def choose_clocks(network: Network, event_s: Floats) -> Indices:
     """Choose clocks that fit between the events, at the least energy plus cost of clock changes.
 
-    With fixed events, every rank is an independent chain, with runs of any length.
-
-    Args:
-        network: The events.
-        event_s: Shape (events, plans) [s].
-
-    Returns:
-        The option of every decision, shape (decisions, plans).
+    With fixed events, every rank is an independent chain, with runs of any length. Events have shape (events, plans),
+    and the result, the option of every decision, has shape (decisions, plans).
     """
     problem, n = network.problem, network.decisions
     table, change_s = problem.table, problem.settings.switch_cost_s
@@ -106,8 +99,6 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
         option_of[group, index[begin : last + 1]] = np.arange(begin, last + 1)
     result = slowest.copy()
     for chain in problem.rank_decisions:
-        if not len(chain):
-            continue
         options = option_of[problem.group[chain]]
         cost_j = np.where(options >= 0, table.cost_j[options], _NOT * mean_j)
         places = np.arange(len(chain), dtype=np.intp)
@@ -152,7 +143,7 @@ def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
 
 
 class _Rank:
-    """A rank's instructions at every clock, and its part of the known paths."""
+    """A rank's instructions at every clock."""
 
     def __init__(self, network: Network, decisions: Indices, dwell_s: DwellTimes) -> None:
         problem = network.problem
@@ -175,13 +166,8 @@ class _Rank:
         table = dwell_s if isinstance(dwell_s, Mapping) else dict.fromkeys(self.clock_mhz.tolist(), dwell_s)
         longest_s = max(table.values())
         self.dwell_s = np.array([table.get(clock, longest_s) for clock in self.clock_mhz.tolist()])
-        self._on_path = np.zeros((64, len(decisions)))
-        self._paths = 0
-
-    @property
-    def on_path(self) -> Floats:
-        """For each path, 1 for each instruction on it and 0 for the others, shape (paths, instructions)."""
-        return self._on_path[: self._paths]
+        # For each known path, 1 for each instruction on it and 0 for the others.
+        self.on_path = np.zeros((0, len(decisions)))
 
     def durations_s(self, clocks: Indices, change_s: float) -> Floats:
         """Return the times of instructions, including delays by clock changes, for each sequence [s]."""
@@ -189,16 +175,6 @@ class _Rank:
         if change_s:
             duration_s += change_s * begins_run(clocks)
         return duration_s
-
-    def energy_j(self, clocks: Indices) -> Floats:
-        result: Floats = self.cost_j[np.arange(len(self.decisions)), clocks].sum(axis=-1)
-        return result
-
-    def add_path(self, on_path: Floats) -> None:
-        if self._paths == len(self._on_path):
-            self._on_path = np.concatenate([self._on_path, np.zeros_like(self._on_path)])
-        self._on_path[self._paths] = on_path
-        self._paths += 1
 
 
 @dataclass(frozen=True)
@@ -221,9 +197,7 @@ class RunSearch:
         """
         self._network, self._change_s = network, network.problem.settings.switch_cost_s
         self._change_j = _least_saving_j(network.problem)
-        chains = network.problem.rank_decisions
-        self.ranks = [_Rank(network, chain, dwell_s) for chain in chains if len(chain)]
-        self._is_decided = [bool(len(chain)) for chain in chains]
+        self.ranks = [_Rank(network, chain, dwell_s) for chain in network.problem.rank_decisions]
         self._fixed_s = np.zeros(0)
         self._known: set[tuple[int, ...]] = set()
         self._into = np.argsort(network.head, kind="stable")
@@ -238,7 +212,7 @@ class RunSearch:
         start: Sequence[HeldPlan] = (),
         progress: Callable[[float], None] = lambda done: None,
     ) -> list[HeldPlan | None]:
-        """Return a plan for each deadline, or None for deadlines at which none was found.
+        """Return a plan for each of rising deadlines, or None for deadlines at which none was found.
 
         Args:
             deadline_s: Rising [s].
@@ -288,8 +262,7 @@ class RunSearch:
 
     def clocks_mhz(self, clocks: Sequences) -> tuple[tuple[int, ...], ...]:
         """Return the clocks of a plan, by rank and in program order."""
-        own = iter(tuple(rank.clock_mhz[one].tolist()) for rank, one in zip(self.ranks, clocks, strict=True))
-        return tuple(next(own) if is_decided else () for is_decided in self._is_decided)
+        return tuple(tuple(rank.clock_mhz[own].tolist()) for rank, own in zip(self.ranks, clocks, strict=True))
 
     def sequences(self, clock_mhz: Indices) -> Sequences:
         """Convert the clock of every decision to sequences, rounding up to the rank's clocks."""
@@ -329,11 +302,11 @@ class RunSearch:
         self._known.add(tuple(path))
         arcs = np.array(path, dtype=np.intp)
         decided = arcs < network.decisions
-        on_path = np.zeros(len(network.tail))
-        on_path[arcs] = 1.0
+        on_path = np.zeros((1, len(network.tail)))
+        on_path[0, arcs] = 1.0
         self._fixed_s = np.append(self._fixed_s, network.least_s[arcs[~decided]].sum())
         for rank in self.ranks:
-            rank.add_path(on_path[rank.decisions])
+            rank.on_path = np.concatenate([rank.on_path, on_path[:, rank.decisions]])
         return True
 
     def _one_clock(self, clock: int) -> Sequences:
@@ -365,7 +338,7 @@ class RunSearch:
     def _held(self, clocks: Sequences, time_s: float, *, exchange: bool = False) -> HeldPlan | None:
         """Search clocks for a plan's runs and return the best plan that respects the dwell time, or None.
 
-        If the given plan itself meets the deadline and dwell time, the result has at most its energy.
+        The given plan is one of those compared, if it meets the deadline and dwell time.
         """
         given = self._checked(clocks, time_s)
         for _ in range(_REPAIRS):
@@ -383,7 +356,8 @@ class RunSearch:
         end_s = float(self._network.earliest_s(self._durations_s(clocks))[-1])
         if end_s > time_s * _FITS or min(float(s.min(initial=0.0)) for s in self.beyond_dwell_s(clocks)) < -1e-12:
             return None
-        cost_j = sum(float(rank.energy_j(own)) for rank, own in zip(self.ranks, clocks, strict=True))
+        of_ranks = zip(self.ranks, clocks, strict=True)
+        cost_j = sum(float(rank.cost_j[np.arange(len(own)), own].sum()) for rank, own in of_ranks)
         return HeldPlan(clocks, end_s, cost_j)
 
     def _repaired(self, clocks: Sequences) -> tuple[Sequences, bool]:
@@ -406,9 +380,10 @@ class RunSearch:
         search = _ClockSearch(self.ranks, clocks, self._change_s)
         limit_s = time_s * _FITS
         exchange = exchange and search.count <= _MOST_RUNS
-        for attempt in count():
+        attempt = 0
+        while True:
             duration_s = self._durations_s(clocks)
-            length_s = self._fixed_s + sum(r.on_path @ duration_s[r.decisions] for r in self.ranks)
+            length_s = self._fixed_s + sum(rank.on_path @ duration_s[rank.decisions] for rank in self.ranks)
             length_s[search.paths] = 0.0
             longest = np.argsort(-length_s)[: _MOST_PATHS if attempt == 0 else _MORE_PATHS]
             fresh = longest[length_s[longest] > (limit_s if attempt else _NEAR * time_s)]
@@ -427,7 +402,7 @@ class RunSearch:
                 if exchange:
                     search.exchange_clocks(limit_s)
             clocks = search.sequences()
-        raise AssertionError  # the loop is endless
+            attempt += 1
 
 
 class _ClockSearch:
@@ -461,7 +436,7 @@ class _ClockSearch:
         self._length_s = np.zeros(0)
 
     def add_paths(self, paths: Indices, fixed_s: Floats) -> None:
-        """Add paths, given the time of each that is not spent in instructions."""
+        """Add paths, with the time of each outside of decisions."""
         path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
         for rank, changed_s, parts in zip(self._ranks, self._changed_s, self._parts, strict=True):
             on_path = rank.on_path[paths]
@@ -570,8 +545,8 @@ def best_runs(
 ) -> Indices:
     """Return the sequences of least cost in which runs respect the dwell time, for several prices.
 
-    Dynamic programming starts at several places of the cycle. The result is exact among the sequences of one clock and
-    those with a run that begins at one of these places or lasts long enough on both sides of it.
+    Dynamic programming starts at several places of the cycle. The result is exact among the sequences of
+    one clock and those with a run that begins at one of these places or lasts long enough on both sides of it.
 
     Args:
         priced_j: Shape (prices, instructions, clocks): cost of each instruction [J].

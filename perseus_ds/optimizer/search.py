@@ -58,16 +58,8 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
     """Choose clocks, from last to first, so that instructions start at their target or later.
 
     The part of its window that an instruction cannot use is added to the window of the previous one, so that little is
-    lost along a path even if clocks are coarse.
-
-    Args:
-        network: The events.
-        table: The options to choose from.
-        target_s: Shape (events, plans): event times of the relaxed optimum [s].
-        deadline_s: Shape (plans,), each >= ``T_min`` [s].
-
-    Returns:
-        Event times, shape (events, plans) [s].
+    lost along a path even if clocks are coarse. Targets, the event times of relaxed optima, and the resulting event
+    times have shape (events, plans).
     """
     n = network.decisions
     group = network.problem.group[:, None]
@@ -94,20 +86,11 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
 def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats, *, slow_first: bool) -> Floats:
     """Combine a slower and a faster plan, each for a part of the iteration.
 
-    One plan is followed up to some time in the iteration, and then the other. The middle of an iteration repeats the
-    same sequence of instructions. For a deadline between those of two good plans, executing a part
-    of the iteration as in each of them is often better than one plan throughout. The time of the change is the latest
-    (or earliest) one that meets the deadline.
+    The middle of an iteration repeats the same sequence of instructions. For a deadline between those of two good
+    plans, executing a part of the iteration as in each of them is often better than one plan throughout. The time of
+    the change is the latest (or earliest) one that meets the deadline.
 
-    Args:
-        network: The events.
-        slow_s: Shape (arcs, plans): durations in the slower plans [s].
-        fast_s: Shape (arcs, plans): durations in the faster plans, which meet the deadlines [s].
-        deadline_s: Shape (plans,) [s].
-        slow_first: Whether the slower plan comes first.
-
-    Returns:
-        Event times, shape (events, plans) [s].
+    Durations in both plans have shape (arcs, plans), and the resulting event times (events, plans).
     """
     order = network.position if slow_first else 1.0 - network.position
     low, high = np.full(len(deadline_s), -1e-9), np.full(len(deadline_s), 1.0)
@@ -130,7 +113,7 @@ class _Arcs:
         other: Shape (events, width): the event at the arc's other end.
         least_s: Shape (events, width, 1): minimum duration, -inf for padding.
         decision: Indices (event, column) of the arcs that have a clock to choose.
-        group: Shape (decisions,): the groups of these arcs.
+        group: The groups of these arcs.
     """
 
     other: Indices
@@ -140,10 +123,7 @@ class _Arcs:
 
 
 class Descent:
-    """Improves sets of plans by moving events.
-
-    Events of one level have no arcs between them and are moved together.
-    """
+    """Improves sets of plans by moving events. Those of one level have no arcs between them and are moved together."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.table = network, network.problem.table
@@ -167,9 +147,7 @@ class Descent:
     def run(self, event_s: Floats, sweeps: int) -> Floats:
         """Return improved event times, with which no plan gets worse or misses its deadline.
 
-        Args:
-            event_s: Shape (events, plans) [s].
-            sweeps: Number of visits to every event, alternately from the start and from the end.
+        Each sweep visits every event, alternately from the start and from the end.
         """
         event_s = event_s.copy()
         for sweep in range(sweeps):
@@ -241,15 +219,7 @@ def with_rhythms(network: Network, event_s: Floats, deadline_s: Floats) -> Float
     """Replace the middle of plans by a mixture of two rhythms that meets the deadlines.
 
     A plan that is faster than every rhythm runs partly at the fastest clocks. If no rank has a steady state, the plans
-    are returned unchanged.
-
-    Args:
-        network: The events.
-        event_s: Plans, shape (events, plans) [s].
-        deadline_s: Shape (plans,), rising, each >= ``T_min`` [s].
-
-    Returns:
-        Event times, shape (events, plans) [s].
+    are returned unchanged. Deadlines are rising.
     """
     problem = network.problem
     ranks = []

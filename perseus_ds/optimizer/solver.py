@@ -51,7 +51,7 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     """Return about ``settings.plans`` plans from ``T_min`` to ``T*``, and their bounds."""
     plans, network = problem.settings.plans, Network(problem)
     relaxation = Relaxation(network)
-    bounds = Bounds(problem, network)
+    bounds = Bounds(network)
     solved = _relaxed(problem, relaxation, bounds, max(2, min(plans, 4 + plans // 4)), progress)
     time_s = np.array([r.deadline_s for r in solved])
     time_s[0] = problem.t_min_s
@@ -111,15 +111,10 @@ def _held(
     *,
     progress: Progress = lambda what, done: None,
 ) -> list[FrequencyPlan]:
-    """Return plans that respect the dwell time, given plans without one at some of the deadlines.
+    """Return plans that respect the dwell time at ascending deadlines, given plans without one.
 
-    Args:
-        network: The events.
-        free_s: Deadlines of the plans without a dwell time, shape (free plans,) [s].
-        clock_mhz: Their clocks, shape (decisions, free plans).
-        price_w: Price of a second of each decision in the relaxed problem, shape (decisions, free plans) [W].
-        deadline_s: Deadlines of the plans to return, ascending [s].
-        progress: Called with the completed fraction.
+    ``free_s`` has the deadlines of the latter. ``clock_mhz`` has their clocks, and ``price_w`` the price of a second of
+    each decision in the relaxed problems, both of shape (decisions, free plans).
     """
     problem = network.problem
     ladder = dwell_ladder(problem.settings.least_dwell_s)
@@ -189,7 +184,7 @@ def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count:
 
 
 def _unknown(left: Tangent, right: Tangent) -> tuple[float, float, Tangent, Tangent]:
-    """Return the largest distance between two points' chord and their tangents, negated for a heap."""
+    """Return the largest distance between two points' chord and their tangents, negated, as an entry of a heap."""
     span_s = right.time_s - left.time_s
     chord_w = (left.energy_j - right.energy_j) / span_s
     above, below = left.slope_w - chord_w, max(chord_w - right.slope_w, 0.0)
@@ -202,11 +197,6 @@ def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
     """Return deadlines that include the given ones and divide the curve evenly along its length.
 
     The length is measured in units of the whole curve's time and energy.
-
-    Args:
-        time_s: Shape (n,), ascending.
-        energy_j: Shape (n,), falling.
-        count: Number of deadlines to return, at least n.
     """
     length = np.hypot(np.diff(time_s) / np.ptp(time_s), np.diff(energy_j) / max(np.ptp(energy_j), 1e-300))
     parts = np.ones(len(length), dtype=np.intp)
@@ -241,13 +231,9 @@ def _alternating_s(network: Network, deadline_s: Floats, turns: int) -> Floats:
 
 
 def _round(network: Network, targets_s: Sequence[Floats], deadline_s: Floats, progress: Progress) -> Floats:
-    """Return event times of good plans at measured clocks, shape (events, plans) [s].
+    """Return event times of good plans at measured clocks, given those of several relaxed optima for each plan.
 
-    Args:
-        network: The events.
-        targets_s: Event times of relaxed optima, each of shape (events, plans) [s].
-        deadline_s: Shape (plans,) [s].
-        progress: Called with the completed fraction.
+    All have shape (events, plans).
     """
     descent = Descent(network)
     hull = OptionTable(network.problem.groups, hull_only=True)
