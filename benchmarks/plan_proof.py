@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from perseus_ds.policy.plan_proof import IterationSample, PlanProof, Verdict, error_probability
-from perseus_ds.server.default_clocks import SETTLED
+from perseus_ds.server.phases import SETTLED
 
 NOISES = (0.005, 0.01, 0.02, 0.05)
 DRIFTS = ("none", "steady", "waves", "walk", "step")

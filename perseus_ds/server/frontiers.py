@@ -18,10 +18,9 @@ from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.optimizer.lengths import LengthsPlanner, PlannedJob
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
-from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import DefaultIterations, default_iteration
 from perseus_ds.server.iterations import NextPhase, Run
 from perseus_ds.server.job import Job
+from perseus_ds.server.phases import DefaultIterations, ModeContext, default_iteration
 
 # A clock changes about 15 ms after its request. Until then, instructions do not run at the planned clock.
 _SWITCH_COST_J = 0.5

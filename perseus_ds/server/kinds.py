@@ -22,34 +22,31 @@ from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.profiler.lengths import FEWEST_LENGTHS
 from perseus_ds.protocol.job_messages import Orders, ReadSchedule, ScheduleRead
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
-from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import wait_until_none_has_failed
 from perseus_ds.server.iterations import Mode, Run, Seen
 from perseus_ds.server.modes import mode_of, mode_of_order, mode_of_shape
+from perseus_ds.server.phases import ModeContext, observe
 from perseus_ds.server.profiling import passes_of_stages, share_profile
 
-OFTEN, LAST = 5, 50
-"""A kind gets plans if it occurs in 5 of the last 50 iterations. Planning takes about twenty of its iterations."""
-MOST_KINDS = 6
-"""Maximum number of kinds that have plans at a time."""
-MOST_NUMBERS = 254
-"""Maximum number of kinds that get plans during a job, each with its own folder."""
+UNPLANNED = Run("observe", status={"plan": None})
+"""Run of iterations that belong to no kind."""
 MEASURING = ("warm-up", "profile")
 """The phases in which the profile of a kind is not complete."""
-UNUSED = 500
-"""Number of iterations without a kind after which another one may replace it."""
+_WITHOUT_PROFILE = ("calibrate", "observe")
+# A kind gets plans if it occurs in 5 of the last 50 iterations. Planning takes about twenty of its iterations.
+_OFTEN, _LAST = 5, 50
+# Maximum number of kinds that have plans at a time, and of those that get plans during a job, each with its own folder.
+_MOST_KINDS = 6
+_MOST_NUMBERS = 254
+# Number of iterations without a kind after which another one may replace it.
+_UNUSED = 500
 # Number of iterations without an order after which other orders do not wait for it.
 _GONE = 10
-_WITHOUT_PROFILE = ("calibrate", "observe")
 # A shape is given up if more iterations than this number, and than this fraction of its own iterations, begin like it
 # but have another shape.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
 # In profile mode, iterations of other orders are used for the warm-up after this number of them in a row.
 _LASTS_AFTER = 10
 _LONGEST_SCHEDULE = 1 << 24
-
-UNPLANNED = Run("observe", status={"plan": None})
-"""Run of iterations that belong to no kind."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -67,7 +64,6 @@ class Shape:
 
     @classmethod
     def of(cls, seen: Seen) -> Shape:
-        """Return the shape of an iteration."""
         return cls(seen.reports.shapes, tuple(message.report.first_shape for message in seen.messages))
 
     def begins_like(self, other: Shape) -> bool:
@@ -80,11 +76,10 @@ class Kind:
 
     Attributes:
         number: Number by which ranks identify it.
-        context: Context of its mode.
         key: Key of its order.
         shape: Shape of its inputs; None for all.
         wanted: The run that its mode requests.
-        last_at: Number of iterations when it last occurred.
+        last_at: Number of iterations of its group when it last occurred.
         iterations: Number of its iterations.
         confused: Number of iterations that began like it but had another shape.
         shapes: Kinds of its iterations by shape; None if one mode is for all shapes.
@@ -100,7 +95,7 @@ class Kind:
         self.shape = shape
         self.wanted = UNPLANNED
         self.last_at = self.iterations = self.confused = 0
-        self.shapes: _Shapes | None = None
+        self.shapes: _Group[Shape] | None = None
         self.profile: Path | None = None
         self._mode = mode
 
@@ -118,7 +113,7 @@ class Kind:
         """Pass an iteration to the mode, or None to start it, and store the run that it requests.
 
         Raises:
-            StopIteration: The mode has ended, with its return value.
+            StopIteration: The mode has ended.
             Exception: The mode has failed.
         """
         assert self._mode is not None, "it has not ended"
@@ -148,15 +143,17 @@ class _Group(Generic[K]):
         kinds: The kinds with plans, or without them after an error.
         last: The last iterations, including those of other kinds.
         iterations: Number of iterations.
-        numbers: Number of kinds so far, except the first.
+        numbers: Number of kinds so far, except the first order.
         is_announced: Whether the job has printed that iterations differ.
+        measured: Profiles by the lengths of inputs, in a group of shapes.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[K, Kind] = {}
-        self.last: deque[K] = deque(maxlen=LAST)
+        self.last: deque[K] = deque(maxlen=_LAST)
         self.iterations = self.numbers = 0
         self.is_announced = False
+        self.measured: dict[float, Path] = {}
 
     def add(self, key: K) -> Kind | None:
         """Add an iteration, and return its kind if there is one."""
@@ -169,21 +166,7 @@ class _Group(Generic[K]):
 
     def is_frequent(self, key: K) -> bool:
         """Return whether iterations are frequent enough for plans."""
-        return self.last.count(key) >= OFTEN
-
-
-class _Shapes(_Group[Shape]):
-    """The kinds of one order by shape.
-
-    Attributes:
-        first: Total of the shape with which the order was profiled, if it is only one.
-        measured: Profiles by the lengths of inputs.
-    """
-
-    def __init__(self, first: float | None) -> None:
-        super().__init__()
-        self.first = first
-        self.measured: dict[float, Path] = {}
+        return self.last.count(key) >= _OFTEN
 
 
 class Kinds:
@@ -203,10 +186,8 @@ class Kinds:
     ) -> None:
         """Create the first kind. :meth:`begin` starts its mode.
 
-        Args:
-            context: Context of the job.
-            send_run: Sends the run that a kind requests to the ranks.
-            on_error: Called with an error that has ended the mode of the first order.
+        ``send_run`` sends the run that a kind requests to the ranks. ``on_error`` is called with an error that has
+        ended the mode of the first order.
         """
         self._context = context
         self._send_run = send_run
@@ -237,7 +218,6 @@ class Kinds:
         return sorted(self._requested)
 
     def orders_for(self, rank: int) -> Orders:
-        """Return the numbers of all kinds for a rank."""
         numbers = []
         for key, kind in self._orders.kinds.items():
             numbers.append((key, 0.0, kind.number if kind.shapes is None else DEFAULT_CLOCKS))
@@ -308,8 +288,8 @@ class Kinds:
         measured = self._measured
         try:
             kind.advance(seen)
-        except StopIteration as ended:
-            self._ends(kind, ended.value)
+        except StopIteration:
+            self._divide(kind)
             return
         except Exception as error:
             if kind is self.first:
@@ -346,7 +326,10 @@ class Kinds:
             self._give_up_order(message.key, error)
 
     def restart(self, iterations: int) -> None:
-        """Discard all kinds except the first order, and restart the job's mode after some iterations."""
+        """Discard all kinds except the first order, and restart the job's mode after some iterations.
+
+        Until then, and as long as a rank fails, the job trains at default clocks.
+        """
         for kind in self.kinds():
             if kind is not self.first:
                 self._close(kind)
@@ -422,17 +405,15 @@ class Kinds:
     def _has_room(self, group: _Group[K], requested: int = 0) -> bool:
         """Return whether a group may get another kind, which may replace an unused one.
 
-        Args:
-            group: Orders or shapes.
-            requested: Number of kinds that will be added to it.
+        ``requested`` is the number of kinds that will be added to it.
         """
-        if group.numbers + requested >= MOST_NUMBERS:
+        if group.numbers + requested >= _MOST_NUMBERS:
             return False
-        if len(group.kinds) + requested < MOST_KINDS:
+        if len(group.kinds) + requested < _MOST_KINDS:
             return True
         others = [key for key, kind in group.kinds.items() if kind is not self.first]
         oldest = min(others, key=lambda key: group.kinds[key].last_at, default=None)
-        if oldest is None or group.iterations - group.kinds[oldest].last_at < UNUSED:
+        if oldest is None or group.iterations - group.kinds[oldest].last_at < _UNUSED:
             return False
         self._close(group.kinds.pop(oldest))
         self._send_orders()
@@ -478,12 +459,11 @@ class Kinds:
 
     # Shapes.
 
-    def _of_shape(self, seen: Seen, order: Kind, shapes: _Shapes) -> Kind | None:
+    def _of_shape(self, seen: Seen, order: Kind, shapes: _Group[Shape]) -> Kind | None:
         """Return the kind of an iteration by the shape of its inputs. A frequent shape becomes a kind."""
         shape = Shape.of(seen)
         found = shapes.add(shape)
-        known = {*shapes.kinds, *shapes.last}
-        alike = {other for other in known if other != shape and other.begins_like(shape)}
+        alike = {other for other in {*shapes.kinds, *shapes.last} if other != shape and other.begins_like(shape)}
         for other, kind in shapes.kinds.items():
             if other in alike:
                 kind.confused += 1
@@ -501,24 +481,21 @@ class Kinds:
             )
         return None  # also if its new mode begins, which has not requested what it ran
 
-    def _shape_deserves_plans(self, shape: Shape, alike: set[Shape], shapes: _Shapes) -> bool:
+    def _shape_deserves_plans(self, shape: Shape, alike: set[Shape], shapes: _Group[Shape]) -> bool:
         """Return whether a shape is frequent and distinguishable from others, and may become a kind."""
         is_confused = not alike.isdisjoint(shapes.kinds) or sum(other in alike for other in shapes.last) > _CONFUSED
-        if is_confused or not (shape.total == shapes.first or shapes.is_frequent(shape)):
+        if is_confused or not shapes.is_frequent(shape):
             return False
         # Others wait while enough lengths are profiled to predict their profiles.
         is_measuring = len(shapes.kinds) >= FEWEST_LENGTHS and any(
-            kind.wanted.phase in MEASURING and shapes.iterations - kind.last_at < LAST for kind in shapes.kinds.values()
+            kind.wanted.phase in MEASURING and shapes.iterations - kind.last_at < _LAST
+            for kind in shapes.kinds.values()
         )
         return not is_measuring and self._has_room(shapes)
 
-    def _begin_shape(self, shape: Shape, length: float, order: Kind, shapes: _Shapes) -> None:
-        if shape.total == shapes.first:
-            number, shapes.first, job = 0, None, order.context.job
-        else:
-            number = shapes.numbers = shapes.numbers + 1
-            job = order.context.job.of_shape(number, f"{shape.total:.0f}")
-        context = replace(order.context, job=job)
+    def _begin_shape(self, shape: Shape, length: float, order: Kind, shapes: _Group[Shape]) -> None:
+        number = shapes.numbers = shapes.numbers + 1
+        context = replace(order.context, job=order.context.job.of_shape(number, f"{shape.total:.0f}"))
         mode, error = mode_of_shape(context, length, shapes.measured, order.context.job.profile_path)
         self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
         self._begin(Kind(self._next_number(), context, mode, order.key, shape), shape, shapes)
@@ -533,25 +510,23 @@ class Kinds:
     def _next_number(self) -> int:
         """Return a number that no other kind has."""
         used = {kind.number for kind in (*self._orders.kinds.values(), *self.kinds())}
-        self._number = self._number % MOST_NUMBERS + 1
-        while self._number in used:
-            self._number = self._number % MOST_NUMBERS + 1
+        following = (*range(self._number + 1, DEFAULT_CLOCKS), *range(1, self._number + 1))
+        self._number = next(number for number in following if number not in used)
         return self._number
 
     def _begin(self, kind: Kind, key: K, group: _Group[K]) -> None:
-        """Add a kind to its group, and start its mode."""
         kind.last_at = group.iterations
         group.kinds[key] = kind
         self._send_orders()
         self.advance(kind, None)
 
-    def _ends(self, kind: Kind, first: float | None) -> None:
+    def _divide(self, kind: Kind) -> None:
         """Divide a kind by shape, or give it up, because its passes no longer have common times."""
         if kind.shape is not None:
             self._give_up_shape(kind, "its passes no longer have common times")
             return
         kind.close()
-        kind.shapes = _Shapes(first)
+        kind.shapes = _Group()
         self._send_orders()
 
     def _close(self, kind: Kind) -> None:
@@ -565,7 +540,6 @@ class Kinds:
             self._context.send(rank, self.orders_for(rank))
 
 
-async def _after(context: ModeContext, iterations: int) -> Any:
-    """Train at default clocks for some iterations and until no rank fails, then run the job's mode."""
-    await wait_until_none_has_failed(iterations)
-    return await mode_of(context)
+async def _after(context: ModeContext, iterations: int) -> None:
+    await observe(iterations)
+    await mode_of(context)

@@ -10,16 +10,6 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.plan_proof import IterationSample, SwitchCost, Verdict
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
-from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import (
-    DROPPED_FOR,
-    BackOff,
-    DefaultIterations,
-    back_off_for,
-    calibrate,
-    measure_default,
-    observe,
-)
 from perseus_ds.server.frontiers import (
     forget_for_later_runs,
     frontier_of_an_earlier_run,
@@ -30,10 +20,21 @@ from perseus_ds.server.frontiers import (
     plan_by_length,
 )
 from perseus_ds.server.iterations import Mode
+from perseus_ds.server.phases import (
+    BackOff,
+    DefaultIterations,
+    ModeContext,
+    back_off_for,
+    calibrate,
+    measure_default,
+    observe,
+)
 from perseus_ds.server.prediction import correct_profile, is_predicted
 from perseus_ds.server.profiling import Baseline, predict_profile, profile_online, warm_up
 from perseus_ds.server.under_plans import Outcome, PlanRunner
 
+# Number of iterations after which a dropped plan is compared again for the first time.
+_DROPPED_FOR = 200
 # Maximum number of profiles, and number of iterations after which one more is allowed. Times that keep changing, as
 # with sequences of different lengths, fit no profile, so measuring again does not help.
 _MOST_PROFILES = 3
@@ -61,8 +62,31 @@ def mode_of(context: ModeContext, state: Mapping[str, Any] | None = None) -> Mod
 
 
 def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
-    """Return the mode of another order. Its profile may be known."""
+    """Return the mode of another order."""
     return _profile_and_run(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
+
+
+def mode_of_shape(
+    context: ModeContext, length: float, measured: dict[float, Path], tail_profile: Path
+) -> tuple[Mode, float | None]:
+    """Return the mode for inputs of one shape, and the error of its profile if that was predicted.
+
+    Args:
+        context: Context of these iterations.
+        length: Length of their inputs.
+        measured: Profiles by length. This one is added if it has to be measured.
+        tail_profile: The profile whose tails are used.
+
+    Raises:
+        PerseusError: A profile cannot be read.
+        OSError: A profile cannot be written.
+    """
+    profile = StageProfile.load(tail_profile)
+    known = frontier_of_an_earlier_run(context)
+    error = predict_profile(context.job, length, measured) if known is None else None
+    if error is None:
+        measured[length] = context.job.profile_path
+    return _profile_and_run(context, known, has_profile=error is not None, tail_profile=profile), error
 
 
 async def _observe(context: ModeContext) -> None:
@@ -86,7 +110,7 @@ async def _run(context: ModeContext) -> None:
     runner = PlanRunner(context, frontier)
     await runner.try_out()
     compared = False
-    back_off = BackOff(DROPPED_FOR)
+    back_off = BackOff(_DROPPED_FOR)
     while True:
         default = await _measure_again(context, runner)
         if not compared and default.sample.is_enough:
@@ -106,7 +130,7 @@ async def _profile(context: ModeContext) -> None:
     await observe()
 
 
-async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> float | None:
+async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> None:
     _note_highest_clock(context)
     frontier, has_profile = left_by_an_earlier_start(context) if state is not None else (None, False)
     if not has_profile:
@@ -114,33 +138,7 @@ async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> float 
         has_profile = frontier is None and state is None and has_own_profile(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
-    return await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
-
-
-def mode_of_shape(
-    context: ModeContext, length: float, measured: dict[float, Path], tail_profile: Path
-) -> tuple[Mode, float | None]:
-    """Return the mode for inputs of one shape, and the error of its profile if that was predicted.
-
-    Args:
-        context: Context of these iterations.
-        length: Length of their inputs.
-        measured: Profiles by length. This one is added if it has to be measured.
-        tail_profile: The profile whose tails are used.
-
-    Raises:
-        PerseusError: A profile cannot be read.
-        OSError: A profile cannot be written.
-    """
-    profile = StageProfile.load(tail_profile)
-    if context.job.profile_path == tail_profile:  # the shape with which that profile was measured
-        measured[length] = tail_profile
-        return _profile_and_run(context, Frontier.load(context.job.output_dir), tail_profile=profile), None
-    known = frontier_of_an_earlier_run(context)
-    error = predict_profile(context.job, length, measured) if known is None else None
-    if error is None:
-        measured[length] = context.job.profile_path
-    return _profile_and_run(context, known, has_profile=error is not None, tail_profile=profile), error
+    await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)
 
 
 async def _profile_and_run(
@@ -150,8 +148,10 @@ async def _profile_and_run(
     has_profile: bool = False,
     tail_profile: StageProfile | None = None,
     kept: Mapping[str, Any] | None = None,
-) -> float | None:
+) -> None:
     """Train under plans of an earlier run, or of a profile that is measured first.
+
+    Ends if shapes of inputs vary between iterations, so that each needs its own plans.
 
     Args:
         context: Context of the mode.
@@ -159,13 +159,10 @@ async def _profile_and_run(
         has_profile: Whether the job's profile need not be measured.
         tail_profile: Profile whose tails are used, because those of iterations of one shape cannot be measured.
         kept: Comparison with default clocks of a plan that an earlier start of the job has kept.
-
-    Returns:
-        If shapes of inputs need separate plans: the key of the shape that was profiled, or None for several shapes.
     """
     control = context.control
     begun, profiles = control.own_steps, 0
-    back_off, switch_cost = BackOff(DROPPED_FOR), SwitchCost()
+    back_off, switch_cost = BackOff(_DROPPED_FOR), SwitchCost()
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
     while True:
@@ -178,13 +175,13 @@ async def _profile_and_run(
             runner = await _with_plans(context, frontier, baseline, switch_cost, kept)
             kept = None
             if runner is None:
-                return None
+                return
         elif (await _measure_again(context, runner)).sample.mixes_shapes and not runner.by_length:
-            return None
+            return
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         result = await runner.run_while_kept(profiles_again=may_profile)
         if isinstance(result, Verdict):
-            if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
+            if profiles and _has_other_switch_cost(runner, result, switch_cost):
                 frontier = await optimise(context, DefaultIterations(context.job), switch_cost.time_s)
                 runner = None
                 continue
@@ -200,7 +197,7 @@ async def _profile_and_run(
         if result is Outcome.PROFILE_OUTDATED:
             control.plans_are_dropped(runner.selector.state_for_other_plans())
             if runner.drifts_by_shape:
-                return next(iter(runner.default.shapes)) if len(runner.default.shapes) == 1 else None
+                return
             frontier = runner = None
 
 
@@ -211,10 +208,9 @@ async def _with_plans(
     switch_cost: SwitchCost,
     kept: Mapping[str, Any] | None,
 ) -> PlanRunner | None:
-    """Compute plans if there are none, and measure default clocks.
+    """Compute plans if there are none, measure default clocks, and return a runner of the plans.
 
-    Returns:
-        A runner of these plans; None if shapes of inputs vary between iterations.
+    None if shapes of inputs vary between iterations.
     """
     default = DefaultIterations(context.job)
     if frontier is None:
@@ -253,7 +249,7 @@ def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample
     return True
 
 
-def _has_other_switch_cost(context: ModeContext, runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:
+def _has_other_switch_cost(runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:
     """Learn from a dropped plan how much a clock change delays the job, and return whether to plan again."""
     plan = runner.plan
     if plan is None or not switch_cost.learn(plan, verdict.comparison, runner.default.time_s):
@@ -264,7 +260,6 @@ def _has_other_switch_cost(context: ModeContext, runner: PlanRunner, verdict: Ve
 
 
 def _note_highest_clock(context: ModeContext) -> None:
-    """Print a note if the config excludes the highest clock."""
     highest_mhz, gpu_mhz = context.job.clocks_mhz()[-1], context.job.facts[0].clocks_mhz[-1]
     if highest_mhz < gpu_mhz:
         context.recorder.say(

@@ -23,9 +23,8 @@ from perseus_ds.profiler.fixed_durations import (
     medians,
     shortest_tail_s,
 )
-from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import DefaultIterations
 from perseus_ds.server.job import Job
+from perseus_ds.server.phases import DefaultIterations, ModeContext
 from perseus_ds.server.profiling import Baseline
 
 _OFF = 0.02

@@ -40,10 +40,9 @@ from perseus_ds.profiler.fixed_durations import (
 from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, fit_by_length, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power_w, pooled
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
-from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import SETTLED
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
 from perseus_ds.server.job import Job
+from perseus_ds.server.phases import SETTLED, ModeContext
 from perseus_ds.server.recorder import common_begins_s, known_of_all
 
 logger = logging.getLogger("perseus_ds")

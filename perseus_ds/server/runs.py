@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Times
-from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import Run
 from perseus_ds.server.job import MOST_PROFILED
 from perseus_ds.server.kinds import UNPLANNED, Kind
+from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.recorder import TimelineLog
 
 _MOST_RUNS = 512

@@ -26,9 +26,9 @@ from perseus_ds.policy.decisions import (
 )
 from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy, ReducePolicy, without_reduction
 from perseus_ds.policy.signals import Signal
-from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import Seen
 from perseus_ds.server.job_control import Effect, Straggler, cost_in_words
+from perseus_ds.server.phases import ModeContext
 
 logger = logging.getLogger("perseus_ds")
 _APART = 1.06

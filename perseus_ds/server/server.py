@@ -50,9 +50,7 @@ from perseus_ds.protocol.job_messages import Measured, RankReport, Say, Spans, T
 from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server import modes
-from perseus_ds.server.context import ModeContext
 from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess
-from perseus_ds.server.default_clocks import BackOff
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job, with_permission
@@ -61,6 +59,7 @@ from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kinds
 from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.output_folder import FolderLock, StateFile, own_folder
+from perseus_ds.server.phases import BackOff, ModeContext
 from perseus_ds.server.recorder import Recorder, TimelineLog
 from perseus_ds.server.runs import RunSender
 from perseus_ds.server.under_plans import drift_of

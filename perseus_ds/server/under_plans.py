@@ -16,11 +16,10 @@ from perseus_ds.policy.decisions import Forecast
 from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
 from perseus_ds.policy.reports import Conditions, JobDrift, RankDrift
 from perseus_ds.protocol.job_messages import Times
-from perseus_ds.server.context import ModeContext
-from perseus_ds.server.default_clocks import DefaultIterations
 from perseus_ds.server.frontiers import keep_for_later_runs
 from perseus_ds.server.iterations import NextPhase, Plans, Run, Seen, iteration
 from perseus_ds.server.job import Job
+from perseus_ds.server.phases import DefaultIterations, ModeContext
 from perseus_ds.server.selector import PlanSelector
 from perseus_ds.units import plain
 

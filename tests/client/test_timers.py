@@ -10,7 +10,7 @@ from perseus_ds.client.timers import CudaExecution, FlopCounter, HostExecution, 
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
-from perseus_ds.server.default_clocks import most_in_step
+from perseus_ds.server.phases import most_in_step
 
 FORWARD, BACKWARD, TAIL = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))
 A100 = DEVICES["a100-sxm"]

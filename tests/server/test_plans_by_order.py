@@ -110,8 +110,8 @@ def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(jo
 
 def test_an_order_that_is_used_no_more_makes_room_for_another(start, monkeypatch):
     """A long ramp of the batch size, in which the first order stays."""
-    monkeypatch.setattr(kinds, "MOST_KINDS", 2)
-    monkeypatch.setattr(kinds, "UNUSED", 20)
+    monkeypatch.setattr(kinds, "_MOST_KINDS", 2)
+    monkeypatch.setattr(kinds, "_UNUSED", 20)
     job = start(mode="auto", micro_batches=2, **SLOWER)
     train(job, [2] * 50 + [3] * 15 + [4] * 12)
     assert [event.micro_batches for event in job.events(OrderPlanned)] == [3]

@@ -11,10 +11,10 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.policies import SlowdownPolicy
-from perseus_ds.server.context import ModeContext
 from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job import Place
 from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.selector import PlanSelector
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)

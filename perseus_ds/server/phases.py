@@ -1,28 +1,57 @@
-"""Iterations at default clocks: to compare plans with, after faults, or for the whole job."""
+"""What the modes of a job share: their context, and phases at default clocks."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.pipeline.schedule import Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.policy.reports import Conditions
 from perseus_ds.profiler.fixed_durations import without_gaps
-from perseus_ds.protocol.job_messages import Calibrate
-from perseus_ds.server.context import ModeContext
+from perseus_ds.protocol.job_messages import Calibrate, ToRank
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 from perseus_ds.server.job import Job
+from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.look_ahead import LookAhead
+from perseus_ds.server.recorder import Recorder
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 SETTLED = 1
 """Number of iterations ignored after a change of clocks, because the first one begins at the previous clocks."""
-DROPPED_FOR = 200
-"""Number of iterations after which a dropped plan is compared again for the first time."""
 _KEPT = 4
 _LONGER = 4
 _LONG_AGO = 20
+
+
+@dataclass(frozen=True)
+class ModeContext:
+    """Context of a job, or of its iterations of one order or with inputs of one shape.
+
+    Attributes:
+        send: Sends a message to a rank.
+        worker: Computes plans in another process.
+        comparisons: Numbers the comparisons of plans with default clocks, which share a total error probability.
+    """
+
+    job: Job
+    recorder: Recorder
+    control: JobControl
+    look_ahead: LookAhead
+    send: Callable[[int, ToRank], None]
+    timebase: Timebase = REAL_TIME
+    worker: Callable[..., OptimizeWorker] = OptimizeWorker
+    comparisons: Iterator[int] = field(default_factory=itertools.count)
+
+    def send_all(self, message: ToRank) -> None:
+        """Send a message to all ranks."""
+        for rank in range(self.job.world_size):
+            self.send(rank, message)
 
 
 class DefaultIterations:
@@ -43,12 +72,9 @@ class DefaultIterations:
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Restore iterations of an earlier start of the job."""
-        try:
-            for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
-                self.sample.add(float(time_s), float(energy_j))
-                self.sample.shapes[float(kept.get("shapes", 0.0))] += 1
-        except (KeyError, TypeError, ValueError):
-            self.sample = IterationSample(self.sample.counter_period_s)
+        for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
+            self.sample.add(float(time_s), float(energy_j))
+            self.sample.shapes[float(kept["shapes"])] += 1
 
     def remaining_s(self, blocks: int = 1) -> float | None:
         """Estimate the time until there are enough iterations for ``blocks`` [s]. None before the first."""
@@ -102,11 +128,12 @@ async def default_iteration(run: Run, default: DefaultIterations) -> None:
         default.add(seen)
 
 
-async def observe() -> None:
-    """Train at default clocks for the rest of the job, measuring time and energy."""
-    run = Run("observe")
-    while True:
-        await iteration(run)
+async def observe(iterations: float = math.inf) -> None:
+    """Train at default clocks for at least ``iterations``, until no rank reports a failure. Forever by default."""
+    run, done, has_failed = Run("observe"), 0, False
+    while done < iterations or has_failed:
+        seen = await iteration(run)
+        done, has_failed = done + 1, seen.reports.failed
 
 
 async def calibrate(context: ModeContext) -> None:
@@ -135,10 +162,6 @@ def most_in_step(pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[str, i
 
     Ranks that share a stage exchange partial results within a pass, so none finishes before the others: experts with
     few tokens wait for those with many.
-
-    Args:
-        pipeline_of_rank: The pipeline of each rank.
-        flops: For each rank, the floating-point operations of each pass.
     """
     most: dict[int, dict[str, int]] = defaultdict(dict)
     for pipeline, own in zip(pipeline_of_rank, flops, strict=True):
@@ -166,10 +189,7 @@ class BackOff:
 
 
 async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
-    """Train at default clocks for a number of iterations.
-
-    Ends early if ``stops`` returns True or the limits of GPUs change.
-    """
+    """Train at default clocks for a number of iterations, until ``stops()`` or the limits of GPUs change."""
     conditions: Conditions | None = None
     run = Run("observe", next_phase=NextPhase("default"))
     for _ in range(iterations):
@@ -179,13 +199,3 @@ async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
         if conditions not in (None, seen.conditions):
             break
         conditions = seen.conditions
-
-
-async def wait_until_none_has_failed(iterations: int) -> None:
-    """Train at default clocks for at least ``iterations``, until no rank reports a failure."""
-    run, done = Run("observe"), 0
-    while True:
-        seen = await iteration(run)
-        done += 1
-        if done >= iterations and not seen.reports.failed:
-            return
