@@ -47,15 +47,17 @@ def count(mode: str, micro_batches: int) -> None:
     import overhead  # type: ignore[import-not-found]
     import torch
 
+    import perseus_ds
+
     _, frontier = overhead._plan(micro_batches=micro_batches)
     block = {"mode": mode, "device": "nvml", "output_dir": tempfile.mkdtemp()}
     engine = overhead._engine({**block, "frontier": frontier} if mode == "run" else block, 0.004, micro_batches)
     data = iter(lambda: (torch.zeros(1, 8), torch.zeros(1, 8)), None)
-    with_perseus = type(engine)
     calls: Counter[str] = Counter()
     counted = []
-    for engine_class in (with_perseus, with_perseus.__mro__[2]):
-        engine.__class__ = engine_class
+    for attached in (True, False):
+        if not attached:
+            perseus_ds.detach(engine)
         for _ in range(_WARM_UP):
             engine.train_batch(data)
         calls.clear()

@@ -42,7 +42,6 @@ from perseus_ds.client.meeting import EngineFacts, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime, check_lengths
 from perseus_ds.config import PerseusConfig
-from perseus_ds.engines.hooks import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
@@ -51,8 +50,7 @@ from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.frontiers import read_frontier
 
 logger = logging.getLogger("perseus_ds")
-# Stores of jobs in which this rank has reported that it trains without Perseus.
-_DISABLED_JOBS: weakref.WeakSet[Any] = weakref.WeakSet()
+Run = Callable[[], Any]
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
 _MAY_DIFFER = {"output_dir", "frontier", "simulated"}
 _NOT_CAPTURED = (
@@ -118,6 +116,80 @@ class Engine(ABC):
         return None
 
 
+class Hooks:
+    """Wraps methods of single objects, without changing their classes, until :meth:`remove`."""
+
+    def __init__(self) -> None:
+        self._installed: list[tuple[Any, str, Any, bool]] = []
+        self._removed = False
+
+    def surround(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a method of an object by a call of ``around`` with the method and its arguments."""
+        method, was_own = getattr(owner, name), name in vars(owner)
+        is_fixed = was_own or isinstance(owner, type)
+
+        @functools.wraps(method)
+        def surrounded(*args: Any, **kwargs: Any) -> Any:
+            # The method of an object's class may have been replaced since.
+            now = method if is_fixed else functools.partial(getattr(type(owner), name), owner)
+            # Another hook may have stored this function and may call it after the removal.
+            return now(*args, **kwargs) if self._removed else around(now, *args, **kwargs)
+
+        self._installed.append((owner, name, surrounded, was_own))
+        setattr(owner, name, surrounded)
+
+    def remove(self) -> None:
+        """Restore the objects. A hook that was installed over one of ours stays."""
+        self._removed = True
+        for owner, name, surrounded, was_own in reversed(self._installed):
+            if vars(owner).get(name) is not surrounded:
+                continue
+            if was_own:
+                setattr(owner, name, surrounded.__wrapped__)
+            else:
+                delattr(owner, name)
+        self._installed.clear()
+
+
+class CudaGraphs:
+    """Wraps torch's CUDA graphs until :meth:`remove`, to call functions around their replays.
+
+    Attributes:
+        capturing: The graph that is being captured. None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.capturing: Any = None
+        self._around: weakref.WeakKeyDictionary[Any, Callable[[Run], Any]] = weakref.WeakKeyDictionary()
+        self._hooks = Hooks()
+        for name, around in (("capture_begin", self._begin), ("capture_end", self._end), ("replay", self._replay)):
+            self._hooks.surround(torch.cuda.CUDAGraph, name, around)
+
+    def remove(self) -> None:
+        """Restore torch's graphs."""
+        self._hooks.remove()
+        self._around.clear()
+
+    def surround_replays(self, around: Callable[[Run], Any]) -> None:
+        """Call a function with each replay of the graph that is being captured, around those given before."""
+        within = self._around.get(self.capturing)
+        self._around[self.capturing] = around if within is None else lambda run: around(functools.partial(within, run))
+
+    def _begin(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+        self._around.pop(graph, None)  # of an earlier capture
+        begun = method(graph, *args, **kwargs)
+        self.capturing = graph
+        return begun
+
+    def _end(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+        self.capturing = None
+        return method(graph, *args, **kwargs)
+
+    def _replay(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(method, graph, *args, **kwargs)
+        return run() if (around := self._around.get(graph)) is None else around(run)
+
+
 class Session:
     """Perseus on one engine, as ``engine.perseus``.
 
@@ -134,7 +206,6 @@ class Session:
     """
 
     def __init__(self, engine: Engine, config: PerseusConfig) -> None:
-        """Create a session that waits for the first training iteration of an engine."""
         self.checked = dist.is_initialized()
         self.engine = engine
         self.config = config
@@ -247,7 +318,7 @@ class Session:
         """Context of the passes of a training iteration. It lasts until :meth:`end_iteration` or the next one.
 
         Args:
-            order: Key of the schedule. A schedule with a new key is read.
+            order: Key of the schedule, which is read if it is new.
             samples: Number of samples that the job has seen after the iteration.
             read: Reads the schedule of this order at any time. By default, it is the engine's ``read``.
         """
@@ -444,8 +515,7 @@ def report_disabled() -> None:
     Raises:
         ConfigError: A rank with Perseus has already started its checks.
     """
-    if dist.is_initialized() and (store := _store_of_job()) not in _DISABLED_JOBS:
-        _DISABLED_JOBS.add(store)
+    if dist.is_initialized() and _store_of_job().add(f"perseus/disabled/{dist.get_rank()}", 1) == 1:
         with _checked_by_all(_checks_begun(1), {"enabled": False}):
             pass
 
@@ -484,7 +554,7 @@ def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
-    """Check this rank's GPU, and the frontier file of ``run`` mode, which only rank 0's node needs."""
+    """Check this rank's GPU, and on rank 0 the frontier of ``run`` mode, which only its node needs."""
     engine.check_order()
     with ExitStack() as opened:
         gpu = None
@@ -520,7 +590,6 @@ def reported_once(*others: type[Exception]) -> Iterator[None]:
 def _print_instead_of_traceback(
     error: Exception, before: Callable[..., object], kind: type, raised: object, traceback: object
 ) -> None:
-    """Print an error on one rank. Other exceptions are passed to the previous hook."""
     if raised is not error:
         before(kind, raised, traceback)
         return
@@ -548,17 +617,7 @@ def _is_first_to_print(text: str) -> bool:
 def require(
     package: str, version: str, newest: str, owners: Mapping[str, tuple[Any, Iterable[str]]], more: Sequence[str] = ()
 ) -> None:
-    """Check that objects of a package have the attributes that an engine needs.
-
-    Otherwise raise a ``VersionError``.
-
-    Args:
-        package: Name of the package on PyPI.
-        version: Installed version.
-        newest: Newest tested version.
-        owners: By name, an object and the names of its required attributes.
-        more: Other missing attributes.
-    """
+    """Raise a ``VersionError`` if objects, by name, lack attributes that an engine needs, or ``more`` are missing."""
     missing = [f"{owner}.{name}" for owner, (of, names) in owners.items() for name in names if not hasattr(of, name)]
     if missing or more:
         raise VersionError(

@@ -1,6 +1,5 @@
 """Perseus attaches to a client's engine without changing the client's own code."""
 
-import base64
 import json
 import logging
 from collections import Counter
@@ -12,7 +11,7 @@ import run_log
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from one_rank_engine import batches, config, module, one_rank, same, weights
+from one_rank_engine import batches, config, module, one_rank
 
 import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
@@ -70,31 +69,6 @@ def train(engine, steps=3, seed=0):
     return [engine.train_batch(data).item() for _ in range(steps)]
 
 
-@pytest.fixture
-def instruction_map():
-    """DeepSpeed's map of commands, restored at the end of the test."""
-    original = dict(PipelineEngine._INSTRUCTION_MAP)
-    yield PipelineEngine._INSTRUCTION_MAP
-    PipelineEngine._INSTRUCTION_MAP.clear()
-    PipelineEngine._INSTRUCTION_MAP.update(original)
-
-
-def test_a_patch_after_initialize_is_called(make, block, instruction_map):
-    """As diffusion-pipe and EasyLLM do."""
-    engine = make(perseus=block)
-    train(engine, 1)
-    calls = []
-    original = instruction_map[schedule.ReduceGrads]
-
-    def reduce_grads(engine):
-        calls.append(engine)
-        original(engine)
-
-    instruction_map[schedule.ReduceGrads] = reduce_grads
-    train(engine, 2)
-    assert [call is engine for call in calls] == [True, True]
-
-
 def test_an_engine_class_that_a_client_has_put_into_deepspeed_is_used(make, block, monkeypatch):
     class MyEngine(PipelineEngine):
         steps_taken = 0
@@ -146,98 +120,9 @@ def test_a_clients_initialize_on_top_of_perseuss_in_place_of_deepspeeds_does_not
         assert hasattr(engine, "perseus")
 
 
-@pytest.mark.parametrize("form", ["file", "base64"])
-def test_the_block_is_read_wherever_deepspeed_reads_its_config(block, form, tmp_path):
-    text = json.dumps(config(perseus=block))
-    path = tmp_path / "config.json"
-    path.write_text("// a comment, which hjson allows\n" + text)
-    forms = {"file": str(path), "base64": base64.urlsafe_b64encode(text.encode()).decode()}
-    model = module()
-    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=forms[form])
-    assert engine.perseus.phase == "start"
-
-
-@pytest.mark.parametrize("given", ["in the config", "to attach"])
-def test_the_variable_wins_over_the_block_key_by_key(make, block, monkeypatch, given):
-    own = {**block, "mode": "auto"}
-    engine = make() if given == "to attach" else None
-    monkeypatch.setenv("PERSEUS", json.dumps({"max_drift": 0.5, "mode": "observe"}))
-    engine = perseus_ds.attach(engine, own) if engine else make(perseus=own)
-    assert engine.perseus.config.mode == "observe"
-    assert engine.perseus.config.max_drift == 0.5
-    assert engine.perseus.config.output_dir == block["output_dir"]
-
-
-def test_the_variable_may_be_the_path_of_a_file_and_needs_no_block(make, block, monkeypatch, tmp_path):
-    path = tmp_path / "perseus.json"
-    path.write_text(json.dumps(block))
-    monkeypatch.setenv("PERSEUS", str(path))
-    assert make().perseus.config.output_dir == block["output_dir"]
-
-
-def test_a_wrong_variable_is_named(make, monkeypatch):
-    monkeypatch.setenv("PERSEUS", "nowhere.json")
-    with pytest.raises(ConfigError, match=r"PERSEUS=nowhere\.json: expected JSON"):
-        make()
-
-
-def test_a_batch_size_set_before_the_first_step_is_the_one_that_counts(make, block):
-    """As EasyLLM does."""
-    engine = make(perseus={**block, "mode": "auto", "cache": False})
-    engine.set_train_batch_size(16)
-    engine.perseus.set_policy({"name": "energy_optimal"})
-    train(engine, 2)
-    assert engine.perseus.runtime.schedule.micro_batches == 4
-    assert engine.perseus.phase in ("warm-up", "calibrate")
-    engine.perseus.close()
-    assert policies(block) == ["energy_optimal"]
-
-
 def test_a_wrong_policy_before_the_first_step_is_an_error_at_once(make, block):
     with pytest.raises(ConfigError, match="fastest"):
         make(perseus=block).perseus.set_policy({"name": "fastest"})
-
-
-def test_another_batch_size_runs_at_default_clocks_until_it_has_come_often(make, block):
-    plain = make(deepspeed.initialize)
-    engine = make(perseus={**block, "mode": "auto", "cache": False})
-    losses = []
-    for trained in (plain, engine):
-        torch.manual_seed(0)
-        data = batches()
-        losses.append([])
-        for step in range(6):
-            if step == 3:
-                trained.set_train_batch_size(16)
-            losses[-1].append(trained.train_batch(data).item())
-    assert losses[0] == losses[1]
-    engine.perseus.close()
-    found = [(record["order"], record["phase"]) for record in iterations(block)]
-    assert {order for order, _ in found[:3]} == {None}
-    assert {phase for _, phase in found[:3]} <= {"calibrate", "warm-up"}
-    assert found[3:] == [(255, "observe")] * 3
-
-
-def policies(block):
-    """Return the names of the policies that were set."""
-    return [r["policy"]["name"] for r in records(block) if r.get("event") in ("order", "policy") and r.get("policy")]
-
-
-def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(make, block, tmp_path):
-    engine = make(perseus={**block, "mode": "auto", "cache": False})
-    train(engine, 2)
-    engine.perseus.set_policy({"name": "energy_optimal"})
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
-    engine.perseus.close()
-    resumed = make(perseus={**block, "mode": "auto", "cache": False})
-    train(resumed, 1)
-    path, client_state = resumed.load_checkpoint(str(tmp_path / "checkpoint"))
-    assert path is not None
-    assert "perseus_ds" not in client_state
-    train(resumed, 1)
-    resumed.perseus.close()
-    assert iterations(block)[-1]["iteration"] == 3
-    assert policies(block) == ["energy_optimal"] * 2
 
 
 def test_evaluations_also_of_another_engine_are_no_iterations_and_run_at_default_clocks(make, block, monkeypatch):
@@ -259,19 +144,6 @@ def test_evaluations_also_of_another_engine_are_no_iterations_and_run_at_default
     engine.perseus.close()
     assert len(iterations(block)) == 3
     assert records(block)[0]["engines"] == ["PipelineModule", "PipelineModule"]
-
-
-def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplog):
-    first, second = make(perseus=block), make(perseus=block)
-    plain = make(deepspeed.initialize)
-    expected = train(plain, 2)
-    with caplog.at_level(logging.WARNING):
-        assert train(first, 2) == expected
-        assert train(second, 2) == expected
-    assert caplog.text.count("trains two engines") == 1
-    assert second.perseus.runtime is None
-    first.perseus.close()
-    assert len(iterations(block)) == 2
 
 
 def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
@@ -298,57 +170,16 @@ def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
     assert len(iterations(block)) == 2
 
 
-def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, block):
-    compiled, losses = [], []
-    for initialize in (deepspeed.initialize, perseus_ds.initialize):
-        graphs = []
-
-        def backend(graph, _, graphs=graphs):
-            graphs.append(graph)
-            return graph.forward
-
-        torch._dynamo.reset()
-        engine = make(initialize, perseus=block)
-        for layer in engine.module.forward_funcs:
-            layer.compile(backend=backend)
-        losses.append(train(engine, 2))
-        compiled.append(len(graphs))
-    assert losses[0] == losses[1]
-    assert compiled[0] == compiled[1] > 0
-
-
-def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, monkeypatch):
-    """As with buckets and curricula. The order of micro-batches is irrelevant."""
-    plain = make(deepspeed.initialize)
-    engine = make(perseus=block)
-    shapes, losses, inputs = [], [], []
-    operation = PerseusRuntime.operation
-    monkeypatch.setattr(PerseusRuntime, "operation", lambda *made: inputs.append(made[2:]) or operation(*made))
-    for trained in (plain, engine):
-        torch.manual_seed(0)
-        losses.append([])
-        for rows in ((4, 4), (4, 6), (6, 4), (6, 6), (4, 4)):
-            data = iter([next(batches(sizes=(count,))) for count in rows])
-            trained.reset_activation_shape()
-            losses[-1].append(trained.train_batch(data).item())
-            shapes.append(Counter(inputs))
-            inputs.clear()
-    assert losses[0] == losses[1]
-    assert shapes[5] == shapes[9]
-    assert shapes[6] == shapes[7]
-    assert len({frozenset(told.items()) for told in shapes[5:]}) == 3
-
-
-def test_a_checkpoint_of_a_job_with_perseus_is_one_for_jobs_without(make, block, tmp_path):
-    saving = make(perseus=block)
-    train(saving, 2)
-    saving.save_checkpoint(str(tmp_path / "checkpoint"), client_state={"mine": 5})
-    expected = train(saving, 2, seed=1)
-    loading = make(deepspeed.initialize)
-    _, client_state = loading.load_checkpoint(str(tmp_path / "checkpoint"))
-    assert client_state["mine"] == 5
-    assert train(loading, 2, seed=1) == expected
-    assert same(weights(loading), weights(saving))
+def test_the_block_is_read_where_deepspeed_reads_its_config_and_the_variable_replaces_its_keys(
+    block, tmp_path, monkeypatch
+):
+    path = tmp_path / "config.json"
+    path.write_text("// a comment, which hjson allows\n" + json.dumps(config(perseus={**block, "mode": "auto"})))
+    monkeypatch.setenv("PERSEUS", json.dumps({"max_drift": 0.5, "mode": "observe"}))
+    model = module()
+    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=str(path))
+    settings = engine.perseus.config
+    assert (settings.mode, settings.max_drift, settings.output_dir) == ("observe", 0.5, block["output_dir"])
 
 
 def loads_first(self):
@@ -360,10 +191,83 @@ def loads_first(self):
     yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
 
-def test_patched_steps_are_the_schedule_that_is_planned(make, block, monkeypatch):
-    """As diffusion-pipe does, after the engine was made."""
-    engine = make(perseus=block)
+def test_patches_after_initialize_are_used(make, block, monkeypatch):
+    """As diffusion-pipe and EasyLLM do."""
+    engine, calls = make(perseus=block), []
+    train_batch, reduce_grads = PipelineEngine.train_batch, PipelineEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
     monkeypatch.setattr(schedule.TrainSchedule, "steps", loads_first)
+    monkeypatch.setitem(
+        PipelineEngine._INSTRUCTION_MAP, schedule.ReduceGrads, lambda *_: (calls.append("reduce"), reduce_grads(*_))
+    )
+    monkeypatch.setattr(PipelineEngine, "train_batch", lambda *_: (calls.append("train"), train_batch(*_))[1])
     train(engine, 1)
     (stream,) = engine.perseus.runtime.schedule.ranks
     assert [type(operation).__name__ for operation in stream] == ["Load"] * 2 + ["Compute"] * 5
+    assert calls == ["train", "reduce"]
+
+
+def test_batch_sizes_set_between_steps_count(make, block):
+    """The first is set before the first step, as by EasyLLM. Others run at default clocks until they are frequent."""
+    plain = make(deepspeed.initialize)
+    engine = make(perseus={**block, "mode": "auto", "cache": False})
+    losses = []
+    for trained in (plain, engine):
+        torch.manual_seed(0)
+        data = batches()
+        trained.set_train_batch_size(16)
+        losses.append([])
+        for step in range(6):
+            if step == 3:
+                trained.set_train_batch_size(8)
+            losses[-1].append(trained.train_batch(data).item())
+    assert losses[0] == losses[1]
+    assert engine.perseus.runtime.schedule.micro_batches == 4
+    engine.perseus.close()
+    found = [(record["order"], record["phase"]) for record in iterations(block)]
+    assert {order for order, _ in found[:3]} == {None}
+    assert {phase for _, phase in found[:3]} <= {"calibrate", "warm-up"}
+    assert found[3:] == [(255, "observe")] * 3
+
+
+def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(make, block, tmp_path):
+    def policies():
+        return [r["policy"]["name"] for r in records(block) if r.get("event") in ("order", "policy") and r["policy"]]
+
+    engine = make(perseus={**block, "mode": "auto", "cache": False})
+    engine.perseus.set_policy({"name": "energy_optimal"})
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.perseus.close()
+    assert policies() == ["energy_optimal"]
+    resumed = make(perseus={**block, "mode": "auto", "cache": False})
+    train(resumed, 1)
+    path, _ = resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert path is not None
+    train(resumed, 1)
+    resumed.perseus.close()
+    assert iterations(block)[-1]["iteration"] == 3
+    assert policies() == ["energy_optimal"] * 2
+
+
+def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplog):
+    first, second = make(perseus=block), make(perseus=block)
+    with caplog.at_level(logging.WARNING):
+        assert train(first, 2) == train(second, 2)
+    assert caplog.text.count("trains two engines") == 1
+    assert second.perseus.runtime is None
+    first.perseus.close()
+    assert len(iterations(block)) == 2
+
+
+def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, monkeypatch):
+    """As with buckets and curricula. The order of micro-batches is irrelevant."""
+    engine = make(perseus=block)
+    shapes, inputs, operation = [], [], PerseusRuntime.operation
+    monkeypatch.setattr(PerseusRuntime, "operation", lambda *made: inputs.append(made[2:]) or operation(*made))
+    for rows in ((4, 4), (4, 6), (6, 4), (6, 6)):
+        engine.reset_activation_shape()
+        engine.train_batch(iter([next(batches(sizes=(count,))) for count in rows]))
+        shapes.append(Counter(inputs))
+        inputs.clear()
+    assert shapes[1] == shapes[2]
+    assert len({frozenset(found.items()) for found in shapes}) == 3

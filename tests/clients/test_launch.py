@@ -184,33 +184,6 @@ def test_engines_of_an_untouched_script_get_perseus(tmp_path, make):
     assert (launched / "perseus" / "run.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.extended)])
-@pytest.mark.integration
-def test_both_launchers_start_it(tmp_path, name):
-    if name == "torchrun":
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    else:
-        launcher = [DEEPSPEED, "--master_port", str(free_port()), "--num_gpus", "2", "--module"]
-    script = write(
-        tmp_path,
-        "train.py",
-        """
-        import argparse, json, os, pickle, sys
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--local_rank", type=int)
-        parser.add_argument("--lr", type=float)
-        arguments = parser.parse_args()
-        with open(f"rank{os.environ['RANK']}.json", "w") as out:
-            json.dump([arguments.lr, arguments.local_rank, __name__], out)
-        """,
-    )
-    finished = run([sys.executable, *launcher, "perseus_ds.launch", str(script), "--lr", "0.5"], tmp_path)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    by_launcher = [None, None] if name == "torchrun" else [0, 1]
-    assert ranks == [[0.5, local_rank, "__main__"] for local_rank in by_launcher]
-
-
 def test_a_copy_of_megatron_core_without_a_version_is_left_alone(tmp_path):
     package = tmp_path / "megatron" / "core" / "pipeline_parallel"
     package.mkdir(parents=True)
@@ -227,3 +200,22 @@ def test_a_copy_of_megatron_core_without_a_version_is_left_alone(tmp_path):
     )
     finished = run([*LAUNCH, str(script)], tmp_path, PERSEUS="{}")
     assert finished.stdout.strip() == "theirs theirs", finished.stderr[-3000:]
+
+
+@pytest.mark.integration
+@pytest.mark.extended
+def test_deepspeeds_launcher_starts_it(tmp_path):
+    script = write(
+        tmp_path,
+        "train.py",
+        """
+        import json, os, sys
+        with open(f"rank{os.environ['RANK']}.json", "w") as out:
+            json.dump([sys.argv[1:], __name__], out)
+        """,
+    )
+    launcher = [DEEPSPEED, "--master_port", str(free_port()), "--num_gpus", "2", "--module"]
+    finished = run([sys.executable, *launcher, "perseus_ds.launch", str(script), "--lr", "0.5"], tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert ranks == [[[f"--local_rank={rank}", "--lr", "0.5"], "__main__"] for rank in (0, 1)]

@@ -55,13 +55,3 @@ def module(layers: int = 2, layer: type[nn.Module] = Layer, **arguments: Any) ->
     """Return a pipeline of one stage."""
     arguments = {"loss_fn": nn.MSELoss(), "partition_method": "uniform", "num_stages": 1, **arguments}
     return PipelineModule(layers=[LayerSpec(layer) for _ in range(layers)], **arguments)
-
-
-def weights(engine: Any) -> list[torch.Tensor]:
-    """Return a copy of all parameters and buffers."""
-    return [value.detach().clone() for _, value in sorted(engine.module.state_dict().items())]
-
-
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Return whether all bits are equal."""
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Supported versions of DeepSpeed, and all of its attributes and methods that Perseus needs."""
+"""Supported versions of DeepSpeed, checked without importing it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,9 @@ NEWEST_DEEPSPEED = "0.19.8"
 """Version in ``requirements.lock``, used by all tests."""
 REMEDY = f'Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
 
-ENGINE_CLASS = (
-    *("train_batch", "eval_batch", "_exec_schedule", "save_checkpoint", "load_checkpoint", "destroy"),
-    *("train_batch_size", "steps_per_print"),
-)
-ENGINE = (
-    *("module", "grid", "micro_batches", "micro_batch_size", "num_stages", "stage_id", "device", "global_rank"),
-    *("global_samples", "global_steps", "monitor", "pipe_buffers", "_config"),
-)
-GRID = (
-    *("get_global_rank", "get_data_parallel_id", "data_parallel_size", "slice_parallel_size", "slice_group"),
-    "pp_group",
-)
-
 
 def require_deepspeed() -> None:
-    """Check the version of the installed DeepSpeed without importing it.
-
-    Raises:
-        VersionError: It is missing or too old. The message names the installed version and the one to install.
-    """
+    """Raise a ``VersionError`` if DeepSpeed is missing or too old."""
     problem = deepspeed_problem()
     if problem:
         raise VersionError(f"{problem}. {REMEDY}")

@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -20,9 +20,10 @@ from perseus_ds.artifacts.layout import Part
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.config import PerseusConfig, settings_of
-from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
+from perseus_ds.engines.deepspeed.contract import NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
+    Hooks,
     Session,
     attach_to,
     fingerprint,
@@ -30,7 +31,6 @@ from perseus_ds.engines.engine import (
     reported_once,
     require,
 )
-from perseus_ds.engines.hooks import Hooks
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
@@ -38,28 +38,13 @@ from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
-
-
-def check_deepspeed(pipeline_engine: type) -> None:
-    """Check that DeepSpeed's engine class has the attributes that Perseus needs.
-
-    Otherwise raise a ``VersionError``.
-    """
-    _require({pipeline_engine.__name__: (pipeline_engine, ENGINE_CLASS)})
-
-
-def check_engine(engine: Any) -> None:
-    """Check the attributes of an engine. Otherwise raise a ``VersionError``."""
-    name = type(engine).__name__
-    _require({name: (engine, ENGINE)})
-    _require({f"{name}.grid": (engine.grid, GRID), f"{name}._config": (engine._config, ["_param_dict"])})
-
-
-def _require(owners: Mapping[str, tuple[Any, Iterable[str]]]) -> None:
-    require("deepspeed", importlib.metadata.version("deepspeed"), NEWEST_DEEPSPEED, owners)
-
-
-check_deepspeed(PipelineEngine)
+Method = Callable[..., Any]
+_ENGINE = (
+    *("train_batch", "eval_batch", "_exec_schedule", "load_checkpoint", "destroy", "train_batch_size"),
+    *("steps_per_print", "module", "grid", "micro_batches", "micro_batch_size", "num_stages", "stage_id", "device"),
+    *("global_rank", "global_samples", "global_steps", "monitor", "pipe_buffers", "_config"),
+)
+_GRID = ("pp_group", "get_data_parallel_group", "data_parallel_size")
 
 
 class DeepSpeedEngine(Engine):
@@ -68,6 +53,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, engine: Any) -> None:
         """Wrap an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
         self._engine = engine
+        self._hooks = Hooks()
         self._session: Session
         self._schedule: Any = None  # of the current iteration
         self._order: tuple[type, int] | None = None
@@ -116,11 +102,18 @@ class DeepSpeedEngine(Engine):
 
     def surround(self, session: Session) -> None:
         self._session = self._engine.perseus = session
-        self._engine.__class__ = _with_perseus(self._engine.__class__)
+        for name, around in (
+            ("train_batch", self._train_batch),
+            ("_exec_schedule", self._execute),
+            ("eval_batch", self._evaluate),
+            ("load_checkpoint", self._load),
+            ("destroy", self._destroy),
+        ):
+            self._hooks.surround(self._engine, name, around)
 
     def release(self) -> None:
+        self._hooks.remove()
         del self._engine.perseus
-        self._engine.__class__ = type(self._engine).__mro__[2]  # after the class with Perseus, and what it adds
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": importlib.metadata.version("deepspeed")}
@@ -128,22 +121,18 @@ class DeepSpeedEngine(Engine):
     def steps(self) -> int | None:
         return int(self._engine.global_steps)
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Context of one call of ``train_batch``, with which its iteration ends."""
+    def _train_batch(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         self._in_batch = True
         try:
-            yield
+            return method(*args, **kwargs)
         finally:
             self._in_batch = False
             self._end_iteration()
 
-    @contextmanager
-    def executing(self, pipe_schedule: Any) -> Iterator[None]:
-        """Context of the execution of a schedule. With gradients, it is a training iteration."""
+    def _execute(self, method: Method, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        """Execute a schedule. With gradients, it is a training iteration."""
         if self._schedule is not None or not self._trains_by(pipe_schedule):
-            yield
-            return
+            return method(pipe_schedule, *args, **kwargs)
         order = type(pipe_schedule), self._engine.micro_batches
         if order != self._order:
             batched = is_batched(_commands_of(pipe_schedule))
@@ -154,13 +143,27 @@ class DeepSpeedEngine(Engine):
         try:
             with self._session.iteration(order, samples):
                 if self._session.follows_operations:  # nothing in the engine's execution of commands is replaced
-                    steps, surround = pipe_schedule.steps, self._surround
-                    pipe_schedule.steps = lambda: (_Step(step, surround) for step in steps())
-                yield
+                    steps = pipe_schedule.steps
+                    pipe_schedule.steps = lambda: map(self._surrounded, steps())
+                return method(pipe_schedule, *args, **kwargs)
         finally:
             vars(pipe_schedule).pop("steps", None)
             if not self._in_batch:
                 self._end_iteration()
+
+    def _evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        with self._session.paused():
+            return method(*args, **kwargs)
+
+    def _load(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        path, client_state = method(*args, **kwargs)
+        if path is not None:
+            self._session.set_steps(self._engine.global_steps)
+        return path, client_state
+
+    def _destroy(self, method: Method) -> None:
+        self._session.close()
+        method()
 
     def _end_iteration(self) -> None:
         self._schedule = None
@@ -171,6 +174,16 @@ class DeepSpeedEngine(Engine):
         if not torch.is_grad_enabled():
             return False
         return self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
+
+    def _surrounded(self, commands: Iterable[Any]) -> Iterator[Any]:
+        """Yield the commands of a step, each surrounded from when the engine takes it until it takes the next one."""
+        for command in commands:
+            around = self._surround(command)
+            if around is NOTHING:  # a no-op in most cases, for which two calls are saved
+                yield command
+            else:
+                with around:
+                    yield command
 
     def _surround(self, command: Any) -> AbstractContextManager[None]:
         """Return the context of a command that the engine is about to execute. Not a generator, to be fast."""
@@ -212,113 +225,62 @@ def _commands_of(pipe_schedule: Any) -> list[Any]:
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
 
 
-class _Step(list[Any]):
-    """The commands of one step, each surrounded from when the engine takes it until it takes the next one."""
-
-    def __init__(self, commands: Any, surround: Callable[[Any], AbstractContextManager[None]]) -> None:
-        super().__init__(commands)
-        self._surround = surround
-
-    def __iter__(self) -> Iterator[Any]:
-        for command in super().__iter__():
-            around = self._surround(command)
-            if around is NOTHING:  # a no-op in most cases, for which two calls are saved
-                yield command
-            else:
-                with around:
-                    yield command
-
-
-class _PerseusEngine:
-    """Methods that Perseus adds to the class of an engine."""
-
-    perseus: Any  # a session with a DeepSpeedEngine
-
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Train one batch with Perseus's plan."""
-        with self.perseus.engine.batch():
-            return super().train_batch(*args, **kwargs)  # type: ignore[misc]
-
-    def _exec_schedule(self, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.perseus.engine.executing(pipe_schedule):
-            return super()._exec_schedule(pipe_schedule, *args, **kwargs)  # type: ignore[misc]
-
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch at default clocks."""
-        with self.perseus.paused():
-            return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, and report the training step at which it was saved."""
-        engine: Any = self
-        path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if path is not None:
-            (client_state or {}).pop("perseus_ds", None)  # of versions before 0.2.0
-            self.perseus.set_steps(engine.global_steps)
-        return path, client_state
-
-    def destroy(self) -> None:
-        """Reset the clock and release DeepSpeed's resources."""
-        self.perseus.close()
-        super().destroy()  # type: ignore[misc]
-
-
-@functools.cache
-def _with_perseus(engine_class: type) -> type:
-    """Return a subclass of an engine's class with the same name, which some versions of DeepSpeed test."""
-    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
-
-
 def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
-    """Attach Perseus to an engine. See :func:`perseus_ds.attach`.
-
-    The engine remains the same object, with a subclass of its class.
-    """
-    if not isinstance(engine, _PerseusEngine):
-        with reported_once():
-            settings = settings_of(_block_of(engine) if block is None else block)
-            count_tokens(engine)
-            _attach(engine, settings or PerseusConfig.model_validate({}))
-    return engine
+    """Attach Perseus to an engine. See :func:`perseus_ds.attach`."""
+    return attach_if_configured(engine, block, otherwise=PerseusConfig.model_validate({}))
 
 
 def detach(engine: E) -> E:
     """Restore an engine to its state before :func:`attach`, and reset the clock."""
-    if isinstance(engine, _PerseusEngine):
-        engine.perseus.detach()
+    if "perseus" in vars(engine):
+        engine.perseus.detach()  # type: ignore[attr-defined]
     return engine
 
 
-def _block_of(engine: Any) -> Any:
-    """Return the ``perseus`` block of an engine's config."""
-    return engine._config._param_dict.get("perseus")
+def attach_if_configured(engine: E, block: Any = None, otherwise: PerseusConfig | None = None) -> E:
+    """Attach Perseus to an engine if there is a ``perseus`` block, or ``PERSEUS`` is set, or else settings are given.
 
-
-def attach_if_configured(engine: Any) -> None:
-    """Attach Perseus to an engine if its config has a ``perseus`` block or ``PERSEUS`` is set."""
+    By default, the block is that of the engine's config.
+    """
+    if "perseus" in vars(engine):
+        return engine
+    of_deepspeed: Any = engine
     with reported_once():
-        count_tokens(engine)
-        settings = settings_of(_block_of(engine))
-        if settings is not None and not isinstance(engine, _PerseusEngine):
-            _attach(engine, settings)
+        count_tokens(of_deepspeed)
+        settings = settings_of(of_deepspeed._config._param_dict.get("perseus") if block is None else block) or otherwise
+        if settings is None:
+            return engine
+        if not settings.enabled:
+            report_disabled()
+            return engine
+        if not isinstance(engine, PipelineEngine):
+            raise ConfigError(
+                f"perseus: the model is a {type(of_deepspeed.module).__name__}, expected a "
+                "deepspeed.pipe.PipelineModule: Perseus plans the clocks of pipeline stages. Write the model as a "
+                'PipelineModule, or set "perseus": {"enabled": false}.'
+            )
+        check_engine(engine)
+        attach_to(DeepSpeedEngine(engine), settings)
+    return engine
+
+
+def check_engine(engine: Any) -> None:
+    """Raise a ``VersionError`` if an engine lacks attributes that Perseus needs."""
+    version, name = importlib.metadata.version("deepspeed"), type(engine).__name__
+    require("deepspeed", version, NEWEST_DEEPSPEED, {name: (engine, _ENGINE)})
+    require("deepspeed", version, NEWEST_DEEPSPEED, {f"{name}.grid": (engine.grid, _GRID)})
 
 
 def count_tokens(engine: Any) -> None:
-    """Let the loss of a Hugging Face model count the trained tokens of each batch.
+    """Let the loss of a Hugging Face model count the trained tokens of each batch, also after Perseus is detached.
 
-    Other losses are not changed.
-
-    The change remains after Perseus is detached. All micro-batches of a batch are loaded before the first is trained.
+    All micro-batches of a batch are then loaded before the first is trained. Other losses are not changed.
     """
     loss: Any = getattr(engine.module, "loss_fn", None)
-    if not hasattr(loss, "counting_tokens") or hasattr(vars(engine).get("_exec_schedule"), "counts_tokens"):
+    if not hasattr(loss, "counting_tokens") or hasattr(engine._exec_schedule, "counts_tokens"):
         return
-    own = vars(engine).get("_exec_schedule")
 
-    def execute(pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up here, because attaching and detaching change the class of the engine.
-        method = own or functools.partial(type(engine)._exec_schedule, engine)
+    def execute(method: Method, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
         if not engine.is_last_stage() or not engine._compute_loss:
             return method(pipe_schedule, *args, **kwargs)
         batches = [engine._next_batch() for _ in range(pipe_schedule.num_micro_batches)]
@@ -332,22 +294,8 @@ def count_tokens(engine: Any) -> None:
         finally:
             hooks.remove()
 
-    execute.counts_tokens = True  # type: ignore[attr-defined]
-    engine._exec_schedule = execute
-
-
-def _attach(engine: Any, settings: PerseusConfig) -> None:
-    if not settings.enabled:
-        report_disabled()
-        return
-    if not isinstance(engine, PipelineEngine):
-        raise ConfigError(
-            f"perseus: the model is a {type(engine.module).__name__}, expected a deepspeed.pipe.PipelineModule: "
-            "Perseus plans the clocks of pipeline stages. Write the model as a PipelineModule, or set "
-            '"perseus": {"enabled": false}.'
-        )
-    check_engine(engine)
-    attach_to(DeepSpeedEngine(engine), settings)
+    Hooks().surround(engine, "_exec_schedule", execute)
+    engine._exec_schedule.counts_tokens = True
 
 
 _deepspeeds_initialize = deepspeed.initialize

@@ -21,6 +21,7 @@ from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
+    Hooks,
     Session,
     attach_to,
     check_before_training,
@@ -31,7 +32,6 @@ from perseus_ds.engines.engine import (
     require,
     sessions,
 )
-from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind

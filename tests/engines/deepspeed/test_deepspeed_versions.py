@@ -12,7 +12,7 @@ from one_rank_engine import config, module, one_rank
 
 import perseus_ds
 from perseus_ds.engines.deepspeed.contract import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED
-from perseus_ds.engines.deepspeed.engine import check_deepspeed, check_engine
+from perseus_ds.engines.deepspeed.engine import check_engine
 from perseus_ds.errors import VersionError
 
 ROOT = Path(__file__).parents[3]
@@ -46,27 +46,15 @@ def test_a_missing_deepspeed_is_reported(monkeypatch):
         perseus_ds.initialize(config={})
 
 
-def test_a_deepspeed_without_what_is_relied_upon_is_told_by_what_it_lacks():
-    class PipelineEngine:
-        train_batch = eval_batch = save_checkpoint = load_checkpoint = None
-        train_batch_size = steps_per_print = None
-
-    message = (
-        r"is not supported: it lacks PipelineEngine\._exec_schedule, PipelineEngine\.destroy\. "
-        r"Run: pip install --upgrade perseus-ds"
-    )
-    with pytest.raises(VersionError, match=message):
-        check_deepspeed(PipelineEngine)
-
-
-def test_an_engine_of_the_installed_deepspeed_has_what_is_relied_upon(tmp_path):
+def test_an_engine_without_what_perseus_needs_is_an_error_that_names_what_it_lacks(tmp_path):
     with one_rank(tmp_path):
         model = module()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
         check_engine(engine)
         del engine.grid.pp_group
-        with pytest.raises(VersionError, match=r"it lacks PipelineEngine\.grid\.pp_group"):
-            check_engine(engine)
+        lacks = r"it lacks PipelineEngine\.grid\.pp_group\. Run: pip install --upgrade perseus-ds"
+        with pytest.raises(VersionError, match=lacks):
+            perseus_ds.attach(engine)
 
 
 def test_package_makefile_readme_and_code_name_the_same_oldest_version():

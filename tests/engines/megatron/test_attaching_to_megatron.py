@@ -41,7 +41,6 @@ NAMES = (
 )
 SLOWDOWN = DEVICES["a100-sxm"].slowdown(DEVICES["a100-sxm"].top_clock_mhz)
 KINDS = {"activation": "forward", "grad": "backward"}
-INTERLEAVED = [(2, 4, 2), (2, 6, 3), (4, 8, 2)]
 
 
 @pytest.fixture
@@ -159,10 +158,7 @@ def order_of(alone, ranks, micro_batches, chunks=1, overlap=True):
     return Schedule("megatron", micro_batches, tuple(streams))
 
 
-SIZES = [
-    *((ranks, micro_batches, 1, False) for ranks, micro_batches in ((2, 1), (2, 4), (3, 2), (4, 8))),
-    *((*sizes, overlap) for sizes in INTERLEAVED for overlap in (True, False)),
-]
+SIZES = [(2, 1, 1, False), (3, 2, 1, False), (4, 8, 1, False), (2, 6, 3, False), (4, 8, 2, True)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -193,15 +189,9 @@ def test_transfers_that_overlap_are_waited_for_before_the_pass_that_needs_them(a
     assert stream.index(Wait((received,))) < stream.index(used)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "stages_s"),
-    [
-        pytest.param((4, 8, 1, False), (0.01, 0.03, 0.02, 0.025), marks=pytest.mark.extended, id="1F1B"),
-        pytest.param((2, 4, 2, True), (0.02, 0.025, 0.02, 0.03), id="interleaved"),
-    ],
-)
-def test_a_profile_predicts_what_plans_of_the_order_take(alone, tmp_path, sizes, stages_s):
-    time, energy = predicted_over_used(tmp_path, order_of(alone, *sizes), stages_s, transfer_s=0.001)
+def test_a_profile_predicts_what_plans_of_the_order_take(alone, tmp_path):
+    order, stages_s = order_of(alone, 2, 4, 2), (0.02, 0.025, 0.02, 0.03)
+    time, energy = predicted_over_used(tmp_path, order, stages_s, transfer_s=0.001)
     assert abs(time) < 0.005
     assert abs(energy) < 0.005
 
@@ -358,17 +348,17 @@ def test_iterations_that_megatron_replays_as_one_graph_are_marked_and_recorded(l
 
 def test_an_optimizer_whose_step_is_replayed_ends_the_iteration(launches, alone):
     perseus_ds.attach(megatron.core, alone)
-    wrapper, optimizer, graph = FullCudaGraphWrapper(getattr(schedules, NAMES[1])), Optimizer(launches), None
-    for number in range(5):
-        in_a_graph(wrapper)
-        if number == 2:
-            graph = launches.CUDAGraph()
+    optimizer, graph = Optimizer(launches), launches.CUDAGraph()
+    for number in range(4):
+        train(0, 2, 3)
+        if number == 1:
             with launches.graph(graph):
                 optimizer.step()
-        graph.replay() if graph else optimizer.step()
-        assert megatron.core.perseus.runtime.clocks.memory.progress == 2 * number
+        graph.replay() if number else optimizer.step()
+        if number:  # the first iteration is used to read the order
+            assert megatron.core.perseus.runtime.clocks.memory.progress == 2 * number
     launches.synchronize()
-    assert megatron.core.perseus.runtime.clocks.memory.ended == 4
+    assert megatron.core.perseus.runtime.clocks.memory.ended == 3
 
 
 def test_a_graph_that_is_captured_first_trains_at_default_clocks(launches, alone, caplog):

@@ -19,7 +19,7 @@ from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 
-SHAPES = [(1, 4), (2, 4), (2, 8), (4, 8), (4, 16)]
+SHAPES = [(1, 4), (2, 4), (4, 8)]
 
 
 def order_of(name, ranks, micro_batches):
