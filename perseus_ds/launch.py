@@ -37,13 +37,11 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
-    """Split the arguments ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``.
-
-    DeepSpeed's launcher inserts ``--local_rank`` as the first argument.
+    """Split ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``, whose first argument comes from DeepSpeed's launcher.
 
     Returns:
-        The arguments to insert before the script's arguments, the script or module, the script's arguments, and whether
-        it is a module.
+        The arguments to insert before those of the script, the script or module, its arguments, and whether it is a
+        module.
     """
     rest = list(arguments)
     before = []

@@ -111,10 +111,6 @@ class Engine(ABC):
         """Return the versions of the packages that train, except torch and Perseus."""
         return {}
 
-    def steps(self) -> int | None:
-        """Return the number of finished iterations, if the engine counts them."""
-        return None
-
 
 class Hooks:
     """Wraps methods of single objects, without changing their classes, until :meth:`remove`."""
@@ -450,9 +446,7 @@ class Session:
 
     def _start(self) -> None:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
-        facts = dataclasses.replace(
-            self.engine.facts(), models=models, versions=self.engine.versions(), steps=self.engine.steps()
-        )
+        facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
         self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
         atexit.unregister(self._end_with_process)
         atexit.register(self._end_with_process, os.getpid())  # called before what the runtime has registered

@@ -188,10 +188,7 @@ def simulated_costs(
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
 ) -> LayerCosts:
-    """Return the costs of the layers on a simulated GPU.
-
-    ``shape`` is that of a micro-batch: number of sequences, tokens per sequence.
-    """
+    """Return the costs of the layers on a simulated GPU, for micro-batches of shape (sequences, tokens)."""
     clocks_mhz = tuple(clock for clock in model.clocks_mhz if clock >= model.top_clock_mhz / 2)
     slowdown = np.array([model.slowdown(clock) for clock in clocks_mhz])
     power_w = np.array([model.power_w(clock) for clock in clocks_mhz])
@@ -228,10 +225,7 @@ def measured_costs(
     checkpointing: bool = False,
     timebase: Timebase = REAL_TIME,
 ) -> LayerCosts:
-    """Return the costs of the layers on a GPU, with its idle power as blocking power.
-
-    If clocks cannot be locked, only default clocks are measured.
-    """
+    """Return the costs of the layers on a GPU, with its idle power as blocking power."""
 
     def run(layers: range) -> tuple[Passes, int, int]:
         part = _Part(config, layers, device, shape, dtype, checkpointing=checkpointing)
@@ -270,11 +264,7 @@ def measured_passes(
     *,
     timebase: Timebase = REAL_TIME,
 ) -> Passes:
-    """Return time and energy of a forward and its backward at each clock.
-
-    They are measured in windows of many repetitions. A single clock is assumed to be the default clock and is not
-    locked.
-    """
+    """Return time and energy of a forward and its backward at each clock. A single clock is not locked."""
     forwards, pairs = [], []
     for clock_mhz in clocks_mhz:
         if len(clocks_mhz) > 1:
@@ -315,10 +305,9 @@ def _costs(
     simulated: bool,
     between_mhz: Sequence[int] = (),
 ) -> LayerCosts:
-    """Return the costs of all layers, running only one layer of each signature.
+    """Return the costs of all layers. Only one layer of each signature is run.
 
-    ``run`` returns passes, parameters and held bytes of a part. Clocks in ``between_mhz`` are estimated from the
-    others.
+    ``run`` returns passes, parameters and held bytes of a part. Those at other clocks in ``between_mhz`` are estimated.
     """
     layers = skeleton(config).base_model.layers
     kinds_of_layer = [_signature(layer) for layer in layers]

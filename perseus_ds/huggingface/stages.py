@@ -74,11 +74,8 @@ class _Absent(nn.Module):
 class Stage(nn.Module):
     """The layers of one stage of a causal model, run by the model's own forward.
 
-    Args:
-        model: A model in which :func:`build_stage` has kept this stage's parts.
-        layers: The stage's layers, as indices in the model.
-        inputs: Names of the first stage's inputs: ``input_ids``, then ``attention_mask`` or ``position_ids`` if the
-            data contain them. The latter are sent from stage to stage.
+    ``inputs`` are the names of the first stage's inputs: ``input_ids``, then ``attention_mask`` or ``position_ids`` if
+    the data contain them. The latter are sent from stage to stage.
     """
 
     def __init__(self, model: PreTrainedModel, layers: range, inputs: Sequence[str] = ("input_ids",)) -> None:
@@ -115,10 +112,7 @@ class Stage(nn.Module):
         return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run the stage and return the inputs of the next stage.
-
-        Args:
-            inputs: Outputs of the previous stage, or the data for the first stage.
+        """Run the stage on the data or the outputs of the previous stage.
 
         Returns:
             Hidden states of shape (batch, sequence, hidden size), then masks and positions unchanged, and, if the
@@ -186,12 +180,9 @@ class CausalLoss:
     ) -> Iterator[None]:
         """Weight the losses of a batch's micro-batches by the number of trained tokens in all of them.
 
-        Args:
-            labels: Labels of all micro-batches of this rank.
-            group: Process group of the ranks that train on other micro-batches of the batch and average their
-                gradients. All of them must call this method together.
-            device: Device of tensors that the group reduces; by default that of the labels.
-            averaged: Whether the loss is the mean over micro-batches; otherwise it is their sum.
+        ``labels`` are those of all micro-batches of this rank. ``group`` has the ranks that train on the other
+        micro-batches of the batch and average their gradients. All of them call this method together. If the loss is
+        not ``averaged`` over micro-batches, it is their sum.
         """
         tokens = trained_tokens(labels).to(device or labels[0].device)
         parts = len(labels) if averaged else 1
@@ -218,9 +209,6 @@ class CausalLoss:
             labels: Token ids of the input, of shape (batch, sequence), -100 for tokens without a loss.
             num_items_in_batch: Divisor of the sum over tokens, as in transformers. By default, the mean number of
                 trained tokens per micro-batch, as counted by :meth:`counting_tokens`.
-
-        Raises:
-            ConfigError: If the number of trained tokens in the batch is unknown.
         """
         tokens = self._tokens if num_items_in_batch is None else num_items_in_batch
         if tokens is None:
@@ -268,20 +256,12 @@ def _read(kind: Any, what: str, name: str | Path, **options: Any) -> Any:
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model on the hub or in a folder.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the tokenizer of a model on the hub or in a folder. Raises a ``ConfigError`` if there is none."""
     return _read(AutoTokenizer, "tokenizer", name)
 
 
 def read_config(source: Source) -> PretrainedConfig:
-    """Return the configuration of a model that can be cut into stages.
-
-    Raises:
-        ConfigError: If there is no such model, or it declares no pipeline plan.
-    """
+    """Return the configuration of a model. Raises a ``ConfigError`` if there is none or it has no pipeline plan."""
     config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
     plan = getattr(config, "base_model_pp_plan", None)
     if not plan or "layers" not in plan:
@@ -295,17 +275,13 @@ def read_config(source: Source) -> PretrainedConfig:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the causal model with this configuration."""
+    """Return the class of a causal model."""
     found = AutoModelForCausalLM._model_mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the whole model without storage.
-
-    Raises:
-        ConfigError: If the model lacks a part of its pipeline plan.
-    """
+    """Return the whole model without storage."""
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
     _check_plan(model)
@@ -322,11 +298,7 @@ def _check_plan(model: PreTrainedModel) -> None:
 
 
 def stages_of(cut: Sequence[int], layers: int) -> list[range]:
-    """Return the layers of each stage.
-
-    Raises:
-        ConfigError: If they are not all layers, or a stage has none.
-    """
+    """Return the layers of each stage. Raises a ``ConfigError`` if they are not all layers, or a stage has none."""
     if sum(cut) != layers or min(cut, default=0) < 1:
         raise ConfigError(
             f"cut: the model has {layers} layers; {list(cut)} are {sum(cut)}. Give each stage at least one layer, so "
@@ -337,11 +309,7 @@ def stages_of(cut: Sequence[int], layers: int) -> list[range]:
 
 
 def cut_of(config: PretrainedConfig, stages: int, cut: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the given cut, by default a uniform one, after checking it.
-
-    Raises:
-        ConfigError: If the cut does not fit the model or the number of stages.
-    """
+    """Return the given cut, by default a uniform one, after checking it."""
     layers = len(skeleton(config).base_model.layers)
     if cut is None:
         return uniform_cut(layers, stages)
@@ -404,7 +372,7 @@ def build_stage(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Enable recomputation of the layers' activations in the backward pass."""
+    """Let the backward pass recompute the layers' activations."""
     # Renamed in transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -571,7 +539,7 @@ def _on_all_ranks(do: Callable[[], T]) -> list[T]:
         own = None, f"{type(error).__name__}: {error}"
     every: list[Any] = [own]
     if dist.is_initialized():
-        every = [None] * dist.get_world_size()
+        every *= dist.get_world_size()
         dist.all_gather_object(every, own)
     for rank, (_, failure) in enumerate(every):
         if failure:

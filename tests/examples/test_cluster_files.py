@@ -1,57 +1,20 @@
 """The contents of the files of examples/cluster, without running them."""
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import yaml
-from deepspeed.launcher.runner import fetch_hostfile
+
+from perseus_ds.server import metrics
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 
 def documents(name):
     return {document["kind"]: document for document in yaml.safe_load_all((CLUSTER / name).read_text())}
-
-
-def job(name):
-    """Return the pod of a Job and its container."""
-    found = documents(name)
-    spec = found["Job"]["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"] == 2
-    assert pod["subdomain"] == found["Service"]["metadata"]["name"]
-    assert found["Service"]["spec"]["selector"] == {"job-name": found["Job"]["metadata"]["name"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    return pod, container
-
-
-def test_deepspeed_reads_the_hostfile():
-    assert fetch_hostfile(str(CLUSTER / "hostfile")) == {"node-0": 8, "node-1": 8}
-
-
-def test_the_kubernetes_job_has_the_capability_that_locking_clocks_needs():
-    _, container = job("kubernetes.yaml")
-    assert container["securityContext"]["capabilities"]["add"] == ["SYS_ADMIN"]
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert int(environment["GPUS_PER_NODE"]) == container["resources"]["limits"]["nvidia.com/gpu"]
-
-
-def test_the_job_with_zeusd_has_no_privilege_but_its_socket():
-    pod, container = job("kubernetes-zeusd.yaml")
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert container["securityContext"]["runAsNonRoot"]
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    (daemon,) = documents("kubernetes-zeusd.yaml")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
-    assert daemon["securityContext"]["capabilities"]["add"] == ["SYS_ADMIN"]
-    assert environment["ZEUSD_SOCK_PATH"] in daemon["command"]
-    assert "perseus.device=zeus" in container["args"]
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "zeusd"]
-    assert Path(environment["ZEUSD_SOCK_PATH"]).parent == Path(mount["mountPath"])
-    assert volumes["zeusd"]["hostPath"]["path"] == mount["mountPath"]
 
 
 def test_the_epilog_resets_the_gpus_of_the_job_and_never_drains_the_node(tmp_path):
@@ -101,3 +64,11 @@ def test_the_daemon_set_runs_the_script_and_sees_the_processes_of_jobs():
     assert pod["hostPID"]
     (container,) = pod["containers"]
     assert container["securityContext"]["capabilities"]["add"] == ["SYS_ADMIN"]
+
+
+def test_the_dashboard_shows_metrics_that_exist():
+    panels = json.loads((CLUSTER / "grafana" / "perseus.json").read_text())["panels"]
+    expressions = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    shown = {name.removesuffix("_total") for name in re.findall(r"perseus_\w+", expressions)}
+    assert len(shown) > 10
+    assert shown <= set(re.findall(r'"(perseus_\w+)"', Path(metrics.__file__).read_text()))

@@ -18,45 +18,23 @@ def config(*overrides):
     return example.config("wide_resnet", *overrides)
 
 
-def run(functions, images):
-    for function in functions:
-        images = function(images)
-    return images
-
-
-# torchvision documents 11.4 and 22.75 billion multiply-adds for an image of 224 x 224.
-@pytest.mark.parametrize(("size", "multiply_adds"), [("50x2", 11.40e9), ("101x2", 22.75e9)])
-def test_the_simulator_sees_the_published_work_and_twice_as_much_in_the_backward(train, size, multiply_adds):
+def test_the_simulator_sees_the_published_work_and_twice_as_much_in_the_backward(train):
     with torch.device("meta"):
-        functions, _ = example.build(train.wide_resnet_layers(config(f"model={size}").model))
-        images = torch.empty(1, 3, 224, 224)
+        functions, _ = example.build(train.wide_resnet_layers(config("model=50x2").model))
+        logits = torch.empty(1, 3, 224, 224)
         with FlopCounter() as forward:
-            logits = run(functions, images)
+            for function in functions:
+                logits = function(logits)
         with FlopCounter() as backward:
             train.classification_loss(logits, torch.empty(1, dtype=torch.int64)).backward()
-    assert forward.flops == pytest.approx(2 * multiply_adds, rel=0.005)
+    assert forward.flops == pytest.approx(2 * 11.40e9, rel=0.005)  # multiply-adds, as documented by torchvision
     assert backward.flops == pytest.approx(2 * forward.flops, rel=0.03)  # the images themselves have no gradient
 
 
-def test_synthetic_images_are_the_same_each_time_and_tell_their_class(train):
-    first, again = (train.training_data(config("data.images=64"), 1) for _ in range(2))
-    assert torch.equal(first[3][0], again[3][0])
-    assert sorted(first.indices) == list(range(64))
-    images = torch.stack([image for image, _ in first])
-    labels = torch.stack([label for _, label in first])
-    alike = torch.corrcoef(images.flatten(1))[labels[:, None] == labels]
-    assert alike.mean() > 0.3
-
-
-@pytest.mark.parametrize("suffix", ["npy", "pt"])
-def test_images_of_a_folder_are_scaled_and_keep_their_labels(train, tmp_path, suffix):
+def test_images_of_a_folder_are_scaled_and_keep_their_labels(train, tmp_path):
     images = np.arange(6 * 3 * 4 * 4, dtype=np.uint8).reshape(6, 3, 4, 4)
-    labels = np.arange(6)
-    for name, array in (("images", images), ("labels", labels)):
-        if suffix == "npy":
-            np.save(tmp_path / f"{name}.npy", array)
-        else:
-            torch.save(torch.from_numpy(array), tmp_path / f"{name}.pt")
+    np.save(tmp_path / "images.npy", images)
+    torch.save(torch.arange(6), tmp_path / "labels.pt")
     data = train.training_data(config(f"data.path={tmp_path}", "model.micro_batch_size=2"), 1)
     assert len(data) == 6
     for image, label in data:

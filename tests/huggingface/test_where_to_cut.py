@@ -51,7 +51,7 @@ def test_memory_has_weights_and_what_the_backward_needs():
     assert again.time_s[Kind.BACKWARD][1, -1] > found.time_s[Kind.BACKWARD][1, -1]
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["mixtral", "gemma2"])
 def test_layers_of_other_families_have_costs(family):
     found = costs(tiny(family))
     assert all((found.time_s[kind] > 0).all() and (found.energy_j[kind] > 0).all() for kind in found.time_s)

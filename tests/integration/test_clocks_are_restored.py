@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from frontiers import save_random_plan
-from job import launch, run, run_while, start
+from job import run, run_while, start
 from run_log import wait_until
 
 from perseus_ds.client.lease import leases
@@ -53,20 +53,13 @@ def test_agents_alone_request_the_clocks_of_the_plan_and_restore_them_at_the_end
         assert all(clock in planned for clock in asked), "clocks are requested in the planned order"
 
 
-@pytest.mark.parametrize(
-    ("run_job", "how"),
-    [
-        (run, "kill"),
-        pytest.param(run, "term", marks=pytest.mark.extended),
-        pytest.param(launch, "exception", marks=pytest.mark.extended),
-    ],
-)
-def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, run_job, how):
+@pytest.mark.parametrize("how", ["kill", pytest.param("exception", marks=pytest.mark.extended)])
+def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, how):
     stub = make_stub_nvml(2)
     save_random_plan(tmp_path / "frontier", simulated=False)
     folder, steps = tmp_path / "job", {"steps": 1_000_000, "end_by": how}
     with ThreadPoolExecutor() as pool:
-        job = pool.submit(run_job, folder, 2, stub.environment, perseus=block_of(tmp_path), **steps)
+        job = pool.submit(run, folder, 2, stub.environment, perseus=block_of(tmp_path), **steps)
         wait_until(lambda: job.done() or all(gpu.changes_mhz() for gpu in stub.gpus), "a clock of each GPU")
         (folder / "end").touch()
     finished = job.result()

@@ -1,4 +1,4 @@
-"""Trains a client in auto mode, in run mode under the plans found, and without Perseus, one after the other.
+"""Trains a client in auto mode, and without Perseus.
 
 The scripts in ``tests/clients/scripts`` call :func:`main` with a class that creates a client's engine the way the
 client does, from keys that the job adds to the DeepSpeed config. Perseus attaches as with its launcher. Like users'
@@ -33,11 +33,9 @@ from torch import nn
 
 from perseus_ds import launch
 
-MODES = ("auto", "run", "plain")
 ROWS = 8
 MICRO_BATCHES = 4
 STEPS = 4
-MOST_STEPS = 100_000
 calls: Counter[str] = Counter()
 """Number of calls of each of the client's patches, by name."""
 
@@ -75,57 +73,36 @@ class Client:
 
 
 def main(client: type[Client]) -> None:
-    """Train in each mode, and write the report of each rank to ``rank<N>.json``."""
+    """Train with and without Perseus, and write the report of each rank to ``rank<N>.json``."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    seen: dict[str, Any] = {}
-    for mode in MODES:
-        steps = max([len(other["steps"]) for other in seen.values()], default=0)
-        seen[mode] = _train(client, folder, mode, steps)
+    seen = {"auto": _train(client, folder, is_plain=False)}
+    seen["plain"] = _train(client, folder, is_plain=True, steps=len(seen["auto"]["steps"]))
     rank = torch.distributed.get_rank()
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _train(client: type[Client], folder: Path, mode: str, most_steps: int) -> dict[str, Any]:
+def _train(client: type[Client], folder: Path, *, is_plain: bool, steps: int = 100_000) -> dict[str, Any]:
     calls.clear()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(11)
+    block = {"device": "simulated", "simulated": SIMULATED, "profile": QUICK_PROFILE, "cache": False}
+    report: dict[str, Any] = {"steps": [], "phases": []}
     with _patches_undone():
-        keys = {}
-        if mode != "plain":
+        if not is_plain:
             launch.attach_when_engines_are_imported()
-            keys = {"perseus": _block(folder, mode)}
-        trained = client(keys)
-        steps, phases = [], [""]
-        while not _is_done(mode, phases, most_steps):
-            steps.append([trained.train(folder), hash_of(trained.engine.module.state_dict().items()), _random(trained)])
-            phases.append(trained.engine.perseus.phase if keys else mode)
-        called = dict(calls)
+        trained = client({} if is_plain else {"perseus": {**block, "output_dir": str(folder / "auto")}})
+        # Perseus's training ends shortly after its plan starts to run.
+        while len(report["steps"]) < steps and report["phases"].count("run") <= STEPS:
+            weights = trained.engine.module.state_dict().items
+            report["steps"].append([trained.train(folder), hash_of(weights()), _random(trained)])
+            report["phases"].append("" if is_plain else trained.engine.perseus.phase)
+        report["calls"] = dict(calls)
         trained.engine.destroy()
-    return {"steps": steps, "phases": phases[1:], "calls": called}
-
-
-def _block(folder: Path, mode: str) -> dict[str, Any]:
-    block = {
-        "mode": mode,
-        "device": "simulated",
-        "simulated": SIMULATED,
-        "profile": QUICK_PROFILE,
-        "output_dir": str(folder / mode),
-        "cache": False,
-    }
-    return {**block, "frontier": str(folder / "auto")} if mode == "run" else block
-
-
-def _is_done(mode: str, phases: list[str], most_steps: int) -> bool:
-    """Auto and run modes end shortly after their plan starts to run."""
-    steps = len(phases) - 1
-    if mode == "plain":
-        return steps == most_steps
-    return phases.count("run") > STEPS or steps == MOST_STEPS
+    return report
 
 
 @contextmanager

@@ -13,7 +13,6 @@ _PROCESSES_NEED_IT = (
     "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_driver",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_for_",
     "tests/clients/test_launch.py::test_engines_of_an_untouched_script_get_perseus",
-    "tests/examples/test_models_and_configs.py::test_without_transformers",
     "tests/test_dependencies.py",
     "tests/test_public_names.py::test_each_public_name_is_that_of_its_object[initialize]",
 )

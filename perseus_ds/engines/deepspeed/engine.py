@@ -77,6 +77,7 @@ class DeepSpeedEngine(Engine):
             micro_batch_size=engine.micro_batch_size,
             monitor=engine.monitor,
             steps_per_print=engine.steps_per_print(),
+            steps=engine.global_steps,
             engine="deepspeed" if own is None else "huggingface",
             parts={engine.stage_id: _parts_of(module) if own is None else own},
             tied=bool(module.tied_comms),
@@ -117,9 +118,6 @@ class DeepSpeedEngine(Engine):
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": importlib.metadata.version("deepspeed")}
-
-    def steps(self) -> int | None:
-        return int(self._engine.global_steps)
 
     def _train_batch(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         self._in_batch = True

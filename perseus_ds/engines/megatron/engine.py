@@ -112,7 +112,6 @@ class MegatronEngine(Engine):
     starts_late = True
 
     def __init__(self, core: Any, schedules: Any, parallel_state: Any) -> None:
-        """Wrap the modules ``megatron.core``, its ``pipeline_parallel.schedules`` and its ``parallel_state``."""
         self._core = core
         self._schedules = schedules
         self._parallel_state = parallel_state
@@ -149,7 +148,7 @@ class MegatronEngine(Engine):
             micro_batch_size=self._micro_batch_size,
             engine="megatron",
             parts={stage: found for stage, found in parts.items() if found is not None},
-            tied=any(map(ties_embedding, self._model)),
+            tied=any(getattr(unwrapped(chunk), "share_embeddings_and_output_weights", False) for chunk in self._model),
         )
 
     def _copies(self) -> tuple[int, ...]:
@@ -229,11 +228,7 @@ class MegatronEngine(Engine):
                 self._expected = ()
 
     def _prepare(self, kwargs: Mapping[str, Any]) -> bool:
-        """Store the model and its settings, and return True if its training can be planned.
-
-        Raises:
-            ScheduleError: It cannot be planned, and the mode is not ``auto``.
-        """
+        """Store the model and its settings, and return True if its training can be planned."""
         if not self._parallel_state.model_parallel_is_initialized():
             raise ConfigError(
                 "perseus: Megatron-Core has no groups of ranks. Call parallel_state.initialize_model_parallel() before "
@@ -418,11 +413,6 @@ def parts_of_chunk(chunk: Any) -> list[Part] | None:
     return parts + ([_part(HEAD, module.output_layer)] if module.post_process else [])
 
 
-def ties_embedding(chunk: Any) -> bool:
-    """Return whether the embedding and the head share a weight."""
-    return bool(getattr(unwrapped(chunk), "share_embeddings_and_output_weights", False))
-
-
 def unwrapped(chunk: Any) -> Any:
     """Return a model chunk without its wrappers, such as ``DistributedDataParallel``."""
     while hasattr(chunk, "module"):
@@ -460,11 +450,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_megatron(core: Any, schedules: Any, parallel_state: Any) -> None:
-    """Check that Megatron-Core's modules have the functions and parameters that Perseus needs.
-
-    Raises:
-        VersionError: The version is too old, or something is missing. The message names it and the version to install.
-    """
+    """Raise a ``VersionError`` if Megatron-Core is too old, or lacks functions or parameters that Perseus needs."""
     version = str(core.__version__)
     if Version(version).release < Version(OLDEST_MEGATRON).release:
         raise VersionError(

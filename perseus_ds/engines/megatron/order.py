@@ -47,7 +47,6 @@ class OrderRecorder:
     """Records the operations of one rank in an iteration."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        """Begin an iteration on a rank of a pipeline with the given number of ranks."""
         self._rank = rank
         self._ranks = ranks
         self._done: list[Compute | _Communication | tuple[_Communication, str]] = []
@@ -67,11 +66,7 @@ class OrderRecorder:
     ) -> V:
         """Run and record a forward, a backward, or both as one step, which includes its own waits and sends.
 
-        Args:
-            run: Runs the step.
-            forward: The forward, if there is one.
-            backward: The backward, if there is one.
-            results: Returns the outputs and the gradients of inputs from the result of ``run``.
+        ``results`` returns the outputs and the gradients of inputs from the result of ``run``.
         """
         begins = None if forward is None else self._begin_forward(*forward)
         ends = None if backward is None else self._begin_backward(*backward)
@@ -109,11 +104,8 @@ class OrderRecorder:
     def communicate(self, run: Callable[[], Any], sends: dict[str, Any], receives: dict[str, bool], waits: bool) -> Any:
         """Run and record a communication with the neighbours.
 
-        Args:
-            run: Returns the tensors received from the previous and the next rank, and the pending requests.
-            sends: Tensors to send, by ``send_next`` and ``send_prev``. None for nothing.
-            receives: Whether something is received, by ``recv_prev`` and ``recv_next``.
-            waits: Whether it waits until all transfers are complete.
+        ``run`` returns the tensors received from the previous and the next rank, and the pending requests. The keys are
+        ``send_next`` and ``send_prev``, ``recv_prev`` and ``recv_next``.
         """
         done = _Communication(waits)
         if sends["send_next"] is not None:
@@ -135,11 +127,7 @@ class OrderRecorder:
         return from_prev, from_next, requests
 
     def operations(self) -> tuple[Operation, ...]:
-        """Return the operations of the iteration, with the tail at its end.
-
-        Raises:
-            ScheduleError: A backward or a transfer belongs to no forward.
-        """
+        """Return the operations of the iteration, with the tail at its end."""
         if self._problem:
             raise ScheduleError(self._problem)
         found: list[Operation] = []

@@ -93,14 +93,9 @@ def attach(
 
 
 def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
-    """Let the loss of a Hugging Face model count the trained tokens of each batch.
+    """Let the loss of a Hugging Face model count the trained tokens of each batch, also after Perseus is detached.
 
     Other losses are not changed.
-
-    The change remains after Perseus is detached.
-
-    Raises:
-        ConfigError: There are several pipelines, and the group of ranks that share a batch is not given.
     """
     loss: Any = getattr(schedule, "_loss_fn", None)
     if not hasattr(loss, "counting_tokens") or hasattr(schedule._step_microbatches, "counts_tokens"):
@@ -145,7 +140,6 @@ class TorchSchedule(Engine):
     """
 
     def __init__(self, schedule: Any, pipeline: tuple[int, ...], data_parallel: tuple[int, ...] | None) -> None:
-        """Wrap a schedule of a class derived from torch's, with the ranks of this rank's groups."""
         self._schedule = schedule
         self._pipeline = pipeline
         self._data_parallel = data_parallel
@@ -364,8 +358,7 @@ def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list
 
 def huggingface_parts(module: Any) -> list[Part] | None:
     """Return the parts of a stage of a Hugging Face model. None for other modules."""
-    parts: list[Part] | None = getattr(module, "layout_parts", None)
-    return parts
+    return getattr(module, "layout_parts", None)
 
 
 def _layer(name: str, layer: nn.Module) -> Part:
@@ -402,12 +395,7 @@ STAGE = (
 
 
 def check_schedule(schedule: Any) -> None:
-    """Check that a schedule and its stages are those of torch, and have the attributes that Perseus needs.
-
-    Raises:
-        ConfigError: They are of another type.
-        VersionError: An attribute is missing. The message names it and the version to install.
-    """
+    """Check that a schedule and its stages are those of torch, and have the attributes that Perseus needs."""
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise ConfigError(
             f"perseus: expected a schedule of torch.distributed.pipelining, got a {type(schedule).__name__}."

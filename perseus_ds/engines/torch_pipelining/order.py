@@ -39,11 +39,7 @@ OF_STAGES = ("perform_reduce_grad", "start_gradient_reduction", "wait_for_gradie
 
 
 def read_order(schedule: Any) -> Schedule:
-    """Return the operations of a schedule in one training iteration, on every rank.
-
-    Raises:
-        ScheduleError: The order cannot be determined. The message gives the reason.
-    """
+    """Return the operations of a schedule in one training iteration, on every rank."""
     name = f"{type(schedule).__module__}:{type(schedule).__qualname__}"
     try:
         if not schedule._has_backward:
