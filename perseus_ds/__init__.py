@@ -11,38 +11,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from perseus_ds.artifacts.frontier import Frontier
-    from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.client.runtime import PerseusRuntime
-    from perseus_ds.engines.deepspeed.engine import initialize
-    from perseus_ds.engines.deepspeed.huggingface import pipeline_module
-    from perseus_ds.engines.torch_pipelining.huggingface import pipeline_stage
-    from perseus_ds.huggingface.partition import partition
-    from perseus_ds.huggingface.stages import save_pretrained
-    from perseus_ds.optimizer import optimize
-    from perseus_ds.pipeline.commands import read_schedule, register_command, schedule_class
-    from perseus_ds.pipeline.instruction import Instruction, Kind
+    from perseus_ds.artifacts.frontier import Frontier as Frontier
+    from perseus_ds.artifacts.profile import StageProfile as StageProfile
+    from perseus_ds.client.runtime import PerseusRuntime as PerseusRuntime
+    from perseus_ds.engines.deepspeed.engine import initialize as initialize
+    from perseus_ds.engines.deepspeed.huggingface import pipeline_module as pipeline_module
+    from perseus_ds.engines.torch_pipelining.huggingface import pipeline_stage as pipeline_stage
+    from perseus_ds.huggingface.partition import partition as partition
+    from perseus_ds.huggingface.stages import save_pretrained as save_pretrained
+    from perseus_ds.optimizer import optimize as optimize
+    from perseus_ds.pipeline.commands import read_schedule as read_schedule
+    from perseus_ds.pipeline.commands import register_command as register_command
+    from perseus_ds.pipeline.commands import schedule_class as schedule_class
+    from perseus_ds.pipeline.instruction import Instruction as Instruction
+    from perseus_ds.pipeline.instruction import Kind as Kind
 
 T = TypeVar("T")
-__all__ = [
-    "Frontier",
-    "Instruction",
-    "Kind",
-    "PerseusRuntime",
-    "StageProfile",
-    "attach",
-    "detach",
-    "initialize",
-    "optimize",
-    "partition",
-    "pipeline_module",
-    "pipeline_stage",
-    "read_schedule",
-    "register_command",
-    "save_pretrained",
-    "schedule_class",
-]
-
 _MODULES = {
     "Frontier": "perseus_ds.artifacts.frontier",
     "Instruction": "perseus_ds.pipeline.instruction",
@@ -58,6 +42,7 @@ _MODULES = {
     "save_pretrained": "perseus_ds.huggingface.stages",
     "schedule_class": "perseus_ds.pipeline.commands",
 }
+__all__ = ["attach", "detach", "initialize", *_MODULES]  # noqa: PLE0604 - all of them are texts
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None) -> T:
@@ -114,7 +99,7 @@ def _engine_of(target: object) -> str:
 
 def _function_of(engine: str, name: str) -> Any:
     if engine == "deepspeed":
-        from perseus_ds.engines.deepspeed.contract import require_deepspeed
+        from perseus_ds.engines.deepspeed import require_deepspeed
 
         require_deepspeed()
     return getattr(importlib.import_module(f"perseus_ds.engines.{engine}.engine"), name)

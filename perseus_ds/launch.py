@@ -70,7 +70,7 @@ def _attach_to_engines(engine_module: Any) -> None:
 
     @functools.wraps(construct)
     def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
-        from perseus_ds.engines.deepspeed.contract import require_deepspeed
+        from perseus_ds.engines.deepspeed import require_deepspeed
 
         require_deepspeed()
         from perseus_ds.engines.deepspeed.engine import attach_if_configured

@@ -155,7 +155,7 @@ def _package(name: str) -> Finding:
 
 def _deepspeed() -> Iterator[Finding]:
     """Report the version of DeepSpeed, and the programs with which it compiles its extensions in training."""
-    from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
+    from perseus_ds.engines.deepspeed import REMEDY, deepspeed_problem
 
     installed = _package("deepspeed")
     problem = deepspeed_problem()

@@ -158,8 +158,6 @@ def block_in(folder: Path, mode: str, **keys: Any) -> dict[str, Any]:
 def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> dict[str, dict[str, Any]]:
     """Return a job in each mode, and finally without Perseus."""
     of_modes: dict[str, dict[str, Any]] = {
-        "observe": {"steps": 6, "perseus": block_in(folder, "observe")},
-        "profile": {"until": ["observe", 2], "perseus": block_in(folder, "profile")},
         "auto": {"until": ["run", 3], "perseus": block_in(folder, "auto", policy={"name": "energy_optimal"})},
         "run": {"until": ["run", 6], "perseus": block_in(folder, "run", frontier=str(frontier))},
         "without": {},

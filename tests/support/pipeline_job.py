@@ -55,15 +55,12 @@ class HalfPrecisionCpu(CPU_Accelerator):
 
 
 def pipeline_module(job: dict) -> PipelineModule:
-    layers = [LayerSpec(Block, repeat) for repeat in job["work"]]
-    loss = nn.MSELoss()
-    checkpointing = {"activation_checkpoint_interval": job.get("checkpoint_every", 0)}
     common = {
-        **checkpointing,
-        "layers": layers,
+        "layers": [LayerSpec(Block, repeat) for repeat in job["work"]],
         "num_stages": job["stages"],
-        "loss_fn": loss,
+        "loss_fn": nn.MSELoss(),
         "partition_method": "uniform",
+        "activation_checkpoint_interval": job.get("checkpoint_every", 0),
     }
     if job.get("dualpipev"):
         from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -117,8 +114,6 @@ def main() -> None:
     runs = perseus is not None and perseus.runtime is not None
     report |= {
         "engine": type(engine).__name__,
-        "attached": perseus is not None,
-        "bases": [base.__name__ for base in type(engine).__mro__],
         "weights": hash_of(module.state_dict().items()),
         "random": torch.rand(1).item(),
         "skipped_steps": engine.skipped_steps,
@@ -132,7 +127,6 @@ def main() -> None:
 def train(engine, module, data, job: dict, folder: Path) -> dict:
     """Train until the job's last step, phase or stop, and return the report."""
     losses: list[float] = []
-    plans: list[int | None] = []
     resources: list[dict[str, int]] = []
     last_phase, left_in_phase = job.get("until", (None, 0))
     if "policy" in job:
@@ -149,8 +143,6 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         change_batch(engine, job, step)
         give_lengths(getattr(engine, "perseus", None) if engine.is_first_stage() else None, job, step)
         losses.append(float(engine.train_batch(data)))
-        if getattr(engine, "perseus", None) is not None and engine.perseus.runtime is not None:
-            plans.append(engine.perseus.plan)
         follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:
             left_in_phase -= of_rank_0(engine.perseus.phase == last_phase)
@@ -164,7 +156,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             resources.append(resources_of(engine))
         if "end_by" in job and of_rank_0((folder / "end").exists()):
             end(job["end_by"], rank)
-    return {"losses": losses, "resources": resources, "plans": plans}
+    return {"losses": losses, "resources": resources}
 
 
 def change_batch(engine, job: dict, step: int) -> None:
@@ -241,9 +233,6 @@ class SlowPipeline:
 
 
 def end(how: str, rank: int) -> None:
-    """End abnormally, or exit early."""
-    if how == "exit":
-        sys.exit(0)
     if how == "exception":
         raise RuntimeError("the user's own mistake")
     if how == "kill" and rank != 1:

@@ -20,7 +20,7 @@ from perseus_ds.artifacts.layout import Part
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.config import PerseusConfig, settings_of
-from perseus_ds.engines.deepspeed.contract import NEWEST_DEEPSPEED
+from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
     Hooks,

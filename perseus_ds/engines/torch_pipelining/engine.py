@@ -282,7 +282,7 @@ class TorchSchedule(Engine):
         """Wrap functions of ``register_custom_function``, including those registered since the last step."""
         registered = getattr(self._schedule, "_comp_type_to_function_map", {})
         for action, function in registered.items():
-            is_new = self._custom.get(action) is None or not hasattr(function, "is_of_perseus")
+            is_new = not hasattr(function, "is_of_perseus")
             if is_new and (action.name in KINDS or action.name in REDUCTIONS):
                 self._custom[action] = function
                 registered[action] = self._around_custom(function)
@@ -386,8 +386,6 @@ SCHEDULE = (
     *("step", "_step_microbatches", "_maybe_compute_loss", "_maybe_get_loss", "_has_backward", "_n_microbatches"),
     *("_internal_losses", "_num_stages"),
 )
-SINGLE = ("_stage",)
-MULTI = ("pp_group_size",)
 STAGE = (
     *("forward_one_chunk", "backward_one_chunk", "stage_index"),
     *("is_first", "is_last", "submod", "device", "group", "group_size"),
@@ -408,8 +406,7 @@ def check_schedule(schedule: Any) -> None:
         )
     if Version(found).release[:2] > Version(NEWEST_TORCH).release and dist.get_rank() == 0:
         logger.warning("perseus: torch %s is newer than %s, the newest with tested schedules.", found, NEWEST_TORCH)
-    own = MULTI if isinstance(schedule, PipelineScheduleMulti) else SINGLE
-    require("torch", found, NEWEST_TORCH, {type(schedule).__name__: (schedule, (*SCHEDULE, *own))})
+    require("torch", found, NEWEST_TORCH, {type(schedule).__name__: (schedule, SCHEDULE)})
     for stage in stages_of(schedule):
         if not isinstance(stage, _PipelineStageBase):
             raise ConfigError(

@@ -11,7 +11,7 @@ import pytest
 from one_rank_engine import config, module, one_rank
 
 import perseus_ds
-from perseus_ds.engines.deepspeed.contract import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED
+from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED
 from perseus_ds.engines.deepspeed.engine import check_engine
 from perseus_ds.errors import VersionError
 
