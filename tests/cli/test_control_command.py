@@ -50,9 +50,7 @@ def test_an_order_is_sent_as_it_was_given(run, orders):
     [
         (["policy", "--name", "slowdown", "--max-slowdown", "5"], "--max-slowdown: expected a fraction below 1, got"),
         (["policy", "--name", "energy_optmal"], "did you mean 'energy_optimal'?"),
-        (["policy", "--name", "deadline", "--total-steps", "9"], "--finish-by: missing."),
         (["reduce", "--power-fraction", "0.75", "--duration", "3"], "--duration: expected a time such as 90s, 30min"),
-        (["reduce", "--power-fraction", "75", "--duration", "3h"], "--power-fraction: expected a fraction, at most 1"),
     ],
 )
 def test_a_wrong_or_incomplete_order_is_not_sent(run, orders, words, message):

@@ -89,10 +89,7 @@ def test_kinds_that_two_stages_hide_are_found_with_another_run(run, tmp_path):
         (["other"], "the layout has 2 stages, the profile 4"),
         (["job", "--layout", "4,4,4,4"], "the stages have 16 parts, the model 17"),
         (["job", "--layout", "9,8"], "2 stages, the job has 4"),
-        (["job", "--layout", "even"], "15 layers do not divide among 4 ranks with 1 stages each: in Megatron-Core"),
-        (["job", "--also", "missing"], "missing: no such file or folder"),
         (["llama", "--stages", "2"], "--micro-batches is missing"),
-        (["llama", "--stages", "7", "--micro-batches", "4"], "6 layers, so 1 to 6 stages, not 7"),
     ],
 )
 def test_inputs_that_do_not_fit_are_an_error_in_one_sentence(run, tmp_path, trained, words, message):

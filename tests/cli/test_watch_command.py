@@ -91,20 +91,18 @@ def test_several_jobs_take_a_line_each():
     assert len(rendered(with_footer(jobs_table([facts_of(auto_job())] * 50), "[q] leave", 80))) == 24
 
 
-@pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        (auto_job(), "400.0 J saved (-20.0 %)"),
+def test_the_state_of_a_job_is_printed_once_into_a_pipe(run, tmp_path):
+    code, _, err = run("watch", ".")
+    assert (code, "no run.jsonl in this folder" in err) == (2, True), err
+    for records, words in (
         (ENDED, "state ended at step 26 phase ended policy"),
         ([*ONE_ITERATION, Ended(time=BEGIN)], "state ended at step 1 phase training ended before a plan ran"),
-    ],
-)
-def test_the_state_of_a_job_is_printed_once_into_a_pipe(run, tmp_path, records, words):
-    write(tmp_path, records)
-    code, out, _ = run("watch", ".")
-    assert code == 0
-    assert words in " ".join(out.split())
-    assert "\x1b" not in out
+    ):
+        write(tmp_path, records)
+        code, out, _ = run("watch", ".")
+        assert code == 0
+        assert words in " ".join(out.split())
+        assert "\x1b" not in out
 
 
 def timed(*ranks):
@@ -153,12 +151,6 @@ def test_json_is_one_object_per_job_and_change_until_the_jobs_end(run, tmp_path,
         assert (other["planned"], other["ended"], other["saved_j"]) == (20, True, pytest.approx(400.0))
 
 
-@pytest.mark.parametrize(("folder", "message"), [(".", "no run.jsonl in this folder"), ("nowhere", "no such folder")])
-def test_a_folder_without_records_is_an_error(run, folder, message):
-    code, _, err = run("watch", folder, "--once")
-    assert (code, message in err) == (2, True), err
-
-
 @pytest.fixture
 def steered(tmp_path):
     """Keys of a job that accepts commands, and the text typed at their prompt."""
@@ -185,31 +177,22 @@ def test_keys_pause_resume_and_ask_for_an_order_as_on_the_command_line(steered):
         keys.press("o")
         assert keys.footer.startswith("[p] pause")
     assert not keys.press("q")
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("policy --name nothing", "perseus-ds control policy: --name: expected"),
-        (
-            "policy --name slowdown --max-slowdown 5",
-            "--max-slowdown: expected a fraction below 1, got 5. Did",
-        ),
-        ("policy --name 'slowdown", "policy --name 'slowdown: No closing quotation"),
-    ],
-)
-def test_what_is_wrong_with_a_typed_order_is_shown(steered, typed, message):
-    keys, control, answers = steered
-    answers.append(typed)
-    keys.press("o")
-    assert message in keys.footer
-    assert control.policy == SlowdownPolicy()
-
-
-def test_without_a_control_socket_keys_only_leave():
-    keys = Keys(None, None)
+    keys.folder = None  # the job has ended
     assert keys.footer == "[q] leave"
-    assert [keys.press(key) for key in "porq"] == [True, True, True, False]
+    assert keys.press("p")
+    assert not control.paused
+
+
+def test_what_is_wrong_with_a_typed_order_is_shown(steered):
+    keys, control, typed = steered
+    typed += ["policy --name slowdown --max-slowdown 5", "policy --name 'slowdown"]
+    for message in (
+        "perseus-ds control policy: --max-slowdown: expected a fraction below 1, got 5. Did",
+        "policy --name 'slowdown: No closing quotation",
+    ):
+        keys.press("o")
+        assert keys.footer.startswith(message)
+    assert control.policy == SlowdownPolicy()
 
 
 def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(tmp_path):

@@ -126,10 +126,3 @@ def test_points_are_typical_iterations_per_pipeline_at_default_clocks_and_of_eac
         MeasuredPoint("plan 0", 0, 3.0, 150.0, 1),
         MeasuredPoint("plan 7", 7, 4.0, 200.0, 1),
     ]
-
-
-def test_of_several_runs_each_point_says_which_it_is_from(tmp_path):
-    write_log(tmp_path / "a", [start("observe"), *default(2, 10.0)])
-    write_log(tmp_path / "b", [start("run"), *(record(n, "run", 1.0, 9.0, plan=0) for n in (1, 2))])
-    points = measured_points([read_history(tmp_path / name) for name in "ab"])
-    assert [point.label for point in points] == ["default clocks, run 'a'", "plan 0, run 'b'"]

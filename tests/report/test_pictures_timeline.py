@@ -3,14 +3,12 @@
 from itertools import product
 
 import pytest
-from matplotlib.image import imread
 from run_folders import MICRO_BATCHES, write_log
 
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Transfer
-from perseus_ds.report.jobs import MeasuredPoint
-from perseus_ds.report.pictures import frontier_picture, timeline_picture
+from perseus_ds.report.pictures import frontier_picture
 from perseus_ds.report.timeline import timeline
 
 
@@ -24,17 +22,6 @@ def test_every_instruction_has_its_bar_at_its_clock_and_a_transfer_one_on_either
     critical = {bar.work: bar.end_s - bar.start_s for bar in drawn.bars if bar.critical}
     assert sum(critical.values()) == pytest.approx(drawn.time_s)
     assert Instruction(0, Kind.FORWARD, 0) in critical
-
-
-def test_pictures_are_written_at_the_size_for_a_page(tmp_path, job):
-    measured = [MeasuredPoint("default clocks", None, 1.0, 900.0, 10)]
-    frontier_picture(job.frontier, tmp_path / "frontier.png", in_use=job.frontier.plans[0], measured=measured)
-    before, after = (timeline(job.dag, job.profile, plan) for plan in (job.frontier.baseline, job.frontier.plans[-1]))
-    timeline_picture(before, after, job.frontier.provenance, tmp_path / "t.png")
-    for name in ("frontier.png", "t.png"):
-        pixels = imread(tmp_path / name)
-        assert pixels.shape[1] == 1800
-        assert pixels[..., :3].std() > 0.05
 
 
 def test_a_picture_of_simulated_gpus_says_so(tmp_path, job):

@@ -7,11 +7,9 @@ from matplotlib.figure import Figure
 from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.figures import (
     PALETTE,
     SERIES,
-    STYLES,
     frontier_figure,
     frontier_traces,
     profile_curves,
@@ -47,10 +45,6 @@ def test_stages_that_take_the_same_are_one_curve():
     curves = profile_curves(both)
     assert [curve.label for curve in curves[::2]] == ["stages 0, 3", "stage 1", "stages 2, 5", "stage 4"]
     assert len({(curve.colour, curve.kind) for curve in curves}) == len(curves) == 8
-
-
-def test_each_kind_of_instruction_has_lines_of_its_own():
-    assert len(set(STYLES.values())) == len(STYLES) == len(Kind)
 
 
 TEXT = [("ink", "ground"), ("ink", "surface"), ("soft", "ground"), ("soft", "surface"), ("blue", "ground")]
