@@ -37,9 +37,9 @@ def runs(agent):
     """A function that sends the program of an order and returns the order's number."""
     serials = itertools.count(1)
 
-    def runs(first_mhz, clocks_mhz=(), spans_s=(), time_s=0.0, *, number=0, from_iteration=0, only=None):
+    def runs(first_mhz, clocks_mhz=(), spans_s=(), time_s=0.0, *, number=0):
         program = Program(number, first_mhz, clocks_mhz, spans_s, time_s)
-        agent.receive_from_server(Follow(program, next(serials), from_iteration, 0, "run", only_iteration=only))
+        agent.receive_from_server(Follow(program, next(serials), 0, 0, "run"))
         return number
 
     return runs
@@ -110,15 +110,6 @@ def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later
     assert (1410, pytest.approx(0.5, abs=1e-6)) in [(clock_mhz, at_s - begin_s) for clock_mhz, at_s in gpu.set_at]
 
 
-def test_a_plan_for_one_iteration_runs_in_that_one_and_the_others_at_default_clocks(agent, now, iterate, runs):
-    order = runs(None, only=0)
-    runs(1110, from_iteration=2, only=2)
-    numbers = [iterate(order) for _ in range(3)]
-    now.sleep(1.0)
-    assert numbers == [1, 2, 3]
-    assert [agent._follower.serial_of(number) for number in numbers] == [0, 2, 0]
-
-
 def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then(
     clocks, agent, gpu, now, iterate, runs
 ):
@@ -132,17 +123,6 @@ def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then
     now.sleep(0.1)
     assert gpu.clocks_set == [1200]
     assert [agent._follower.serial_of(iteration) for iteration in (1, 2, 3)] == [0, 1, -1]
-
-
-def test_an_order_is_run_from_the_iteration_on_that_the_server_names(agent, gpu, now, iterate, runs):
-    runs(1200)
-    runs(1305, from_iteration=3)
-    runs(1110, from_iteration=4)
-    for _ in range(4):
-        iterate(0, passes=1)
-    now.sleep(1.0)
-    assert gpu.clocks_set == [1200, 1305, 1110]
-    assert [agent._follower.serial_of(iteration) for iteration in (1, 2, 3, 4)] == [1, 1, 2, 3]
 
 
 def test_an_order_of_default_clocks_of_which_nothing_was_said_or_whose_server_is_gone_runs_at_them(

@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from virtual.gpu import RecordingGpu
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.gpu_driver import GpuDriver
 from perseus_ds.agent.gpu_records import GpuRecord
+from perseus_ds.agent.process import Agent
 from perseus_ds.errors import GpuError
 
 
@@ -80,3 +82,13 @@ def test_a_gpu_that_cannot_be_opened_is_a_problem_in_words(record, time):
     time.sleep(0.1)
     assert driver.gpu is None
     assert str(driver.error) == "no such GPU"
+
+
+def test_the_gpu_of_an_agent_that_died_is_reset_if_no_rank_requests_it_again_within_ten_seconds(record, time):
+    record.close()
+    gpu = RecordingGpu.named("a100-sxm", timebase=time)
+    agent = Agent("this", open_gpu=lambda address: gpu, timebase=time)
+    while not gpu.set_at:
+        time.sleep(0.1)
+        agent.step()
+    assert gpu.set_at == [(None, pytest.approx(10.1))]

@@ -36,13 +36,6 @@ class Rank:
             self.wait(0.1)
 
 
-def test_a_rank_that_trains_does_not_stand_still():
-    rank = Rank()
-    rank.train(20, 0.3)
-    rank.train(20, 0.8)
-    assert rank.resets == []
-
-
 def test_outside_of_iterations_a_clock_stays_for_two_seconds_and_is_reset_once():
     rank = Rank()
     rank.train(3, 0.5)

@@ -103,17 +103,16 @@ def test_a_question_whose_agent_is_lost_is_an_error_and_training_goes_on(start, 
     wait_until(lambda: stub.locked_clocks_mhz()[0] == 1200, "the clock")
 
 
-def test_an_agent_that_is_lost_in_an_iteration_is_replaced_before_the_next_one(start, stub, server):
+def test_an_agent_that_is_lost_in_an_iteration_is_replaced_at_its_end(start, stub, server):
+    """The next iteration may begin much later, and the clock may be locked."""
     clocks = start(server=server)
-    server.follow(clocks, Program(0, 1200))
     number = clocks.begin_iteration(0, 0)
-    wait_until(lambda: stub.locked_clocks_mhz()[0] == 1200, "the clock")
     (agent,) = stub.agents()
     agent.kill()
     agent.wait()
     clocks.end_iteration(number)
-    wait_until(lambda: stub.locked_clocks_mhz()[0] == 0, "the default clock")  # of an evaluation, for example
-    assert stub.agents() != [agent]
+    wait_until(lambda: stub.agents() not in ([], [agent]), "another agent")
+    wait_until(lambda: is_replaced(clocks), "another lease")
 
 
 def test_a_gpu_that_cannot_write_marks_any_more_ends_no_iteration(start, stub):

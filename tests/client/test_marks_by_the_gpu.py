@@ -169,27 +169,5 @@ def test_marks_of_a_graph_on_a_stream_of_another_device_are_an_error_while_it_is
         pass
 
 
-def test_a_graph_with_fewer_passes_leaves_the_marks_of_another_one_cleared(stub_cuda, shared):
-    memory = RankMemory.create(shared.view)
-    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda of: stub_cuda.stream)
-    graphs = []
-    for count in (3, 2):
-        captured = CapturedIteration(marks, GraphTimes(stub_cuda.event))
-
-        def passes(captured=captured, count=count):
-            for forward in FORWARDS[:count]:
-                with captured.operation(forward):
-                    stub_cuda.delay(0.0)
-
-        graphs.append(stub_cuda.captured(passes))
-    for iteration, graph in enumerate([*graphs, *graphs], 1):
-        marks.begin(iteration, positions=3)
-        graph.replay()
-        marks.end(iteration)
-        stub_cuda.synchronize()
-        count = 3 - (iteration + 1) % 2
-        assert marked(memory) == [True] * 2 * count + [False] * 2 * (3 - count)
-
-
 def marked(memory):
     return [memory.marked_s(slot) is not None for slot in range(6)]

@@ -126,10 +126,3 @@ def test_an_iteration_of_another_order_has_positions_of_its_own(hooks, calls):
     passes = [operation for operation in other[2:] if isinstance(operation, Compute)]
     surround(hooks, passes[0])
     assert calls.made == [0, 1]
-
-
-def test_a_stream_at_the_address_of_a_freed_one_has_places_of_its_own(hooks):
-    for begin in range(8):
-        stream = (*STREAM[begin % 2 :], *STREAM[: begin % 2])
-        assert [*hooks.places_of(stream)] == [*stream]
-        del stream

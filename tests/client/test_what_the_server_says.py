@@ -64,12 +64,6 @@ def test_a_warning_is_logged(start, caplog):
     assert "the disk is full" in caplog.text
 
 
-def test_figures_reach_the_monitor(start):
-    monitor = Monitor()
-    start(monitor)(Observed((("Perseus/plan", 4.0),), samples=16))
-    assert monitor.events == [("Perseus/plan", 4.0, 16)]
-
-
 def test_a_monitor_that_fails_is_told_no_more(start, caplog):
     monitor = Monitor(OSError("No space left on device"))
     send = start(monitor)

@@ -219,15 +219,3 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
     assert repr(losses) == repr(plain.ranks[0]["losses"][saved : saved + len(losses)])
     for node in (survivor, spare):
         assert_restored(node)
-
-
-def test_a_node_whose_job_cannot_go_on_gets_its_clocks_back(make_cluster):
-    """Rank 0's node is lost with the connections between ranks, and the job is not restarted."""
-    cluster = make_cluster(2)
-    first, second = cluster.nodes
-    started = start_under_a_plan(cluster, timeout_s=20)
-    wait_for(lambda: len(iterations(first, "run")) >= 3, "iterations under the plan", started)
-    cluster.lose(first)
-    assert started[1].wait(timeout=run_log.GIVE_UP_S) != 0
-    assert_restored(second)
-    wait_until(lambda: not second.agents(), "the end of the agent")

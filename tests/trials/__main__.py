@@ -6,8 +6,6 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import job
@@ -16,55 +14,10 @@ from trials.light_job import RANKS
 from trials.scenarios import DEEPSPEED, LIGHT
 from trials.trial import NotPossibleError, Outcome, Scenario, attempt
 
-
-@dataclass
-class Row:
-    """All trials of one scenario."""
-
-    scenario: Scenario
-    outcomes: list[Outcome] = field(default_factory=list)
-    problem: str = ""
-
-    @property
-    def restored_s(self) -> list[float]:
-        """Times for which clocks stayed locked, of trials in which the job's own processes restored them [s]."""
-        return [outcome.restored_s for outcome in self.outcomes if outcome.restored_s is not None]
-
-    @property
-    def later(self) -> int:
-        """Number of trials in which the next job or ``perseus-ds reset`` restored them."""
-        return sum(outcome.restored_later for outcome in self.outcomes)
-
-    @property
-    def left_locked(self) -> int:
-        return len(self.outcomes) - len(self.restored_s) - self.later
-
-
-def run(scenarios: Sequence[tuple[Scenario, int]], folder: Path) -> list[Row]:
-    """Try each scenario the given number of times."""
-    library = build(folder)
-    needs_deepspeed = any(scenario.launcher for scenario, times in scenarios if times)
-    extensions = _compiled_extensions(folder) if needs_deepspeed else None
-    rows = []
-    for number, (scenario, times) in enumerate(scenarios):
-        row = Row(scenario)
-        rows.append(row)
-        try:
-            for seed in range(times):
-                row.outcomes.append(_attempt(scenario, library, folder / f"{number}-{seed}", seed, extensions))
-        except NotPossibleError as error:
-            row.problem = str(error)
-        print(line_of(row), file=sys.stderr, flush=True)
-    return rows
-
-
-def _attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None) -> Outcome:
-    """Try a scenario. A trial that hangs counts as one with clocks left locked."""
-    try:
-        return attempt(scenario, library, folder, seed, extensions)
-    except TimeoutError as error:
-        print(f"{scenario.name}, seed {seed}: {error}", file=sys.stderr, flush=True)
-        return Outcome(0, None)
+_HEAD = (
+    "| the job is ended by | trials | of these with locked clocks | restored by its ranks or its agent "
+    "| worst, seconds | restored by the next job or `perseus-ds reset` | left locked |\n|---|---|---|---|---|---|---|"
+)
 
 
 def _compiled_extensions(folder: Path) -> Path:
@@ -81,32 +34,26 @@ def _compiled_extensions(folder: Path) -> Path:
     return extensions
 
 
-def line_of(row: Row) -> str:
+def _attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None) -> Outcome:
+    """Try a scenario. A trial that hangs counts as one with clocks left locked."""
+    try:
+        return attempt(scenario, library, folder, seed, extensions)
+    except TimeoutError as error:
+        print(f"{scenario.name}, seed {seed}: {error}", file=sys.stderr, flush=True)
+        return Outcome(0, None)
+
+
+def _left_locked(outcomes: list[Outcome]) -> int:
+    return sum(each.restored_s is None and not each.restored_later for each in outcomes)
+
+
+def _line(name: str, outcomes: list[Outcome]) -> str:
     """Return a row of the table."""
-    if row.problem:
-        return f"| {row.scenario.name} | not tried: {row.problem} | | | | |"
-    worst = f"{max(row.restored_s):.2f}" if row.restored_s else ""
-    locked = sum(outcome.locked > 0 for outcome in row.outcomes)
-    figures = [len(row.outcomes), locked, len(row.restored_s), worst, row.later, row.left_locked]
-    return f"| {row.scenario.name} | {' | '.join(map(str, figures))} |"
-
-
-def table_of(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown."""
-    sums = [(rows, "all")]
-    sums += [([row for row in rows if row.scenario.ends_agent is ends], name) for ends, name in _KINDS.items()]
-    lines = [_HEAD, "|---|---|---|---|---|---|---|", *map(line_of, rows)]
-    for chosen, name in sums:
-        sum_of_all = Row(Scenario(f"**{name}**", end=lambda trial: 0.0), [o for row in chosen for o in row.outcomes])
-        lines.append(line_of(sum_of_all))
-    return "\n".join(lines)
-
-
-_HEAD = (
-    "| the job is ended by | trials | of these with locked clocks | restored by its ranks or its agent "
-    "| worst, seconds | restored by the next job or `perseus-ds reset` | left locked |"
-)
-_KINDS = {False: "the agent lives", True: "the agent is killed too"}
+    restored_s = [each.restored_s for each in outcomes if each.restored_s is not None]
+    locked, later = sum(each.locked > 0 for each in outcomes), sum(each.restored_later for each in outcomes)
+    worst = f"{max(restored_s):.2f}" if restored_s else ""
+    figures = [len(outcomes), locked, len(restored_s), worst, later, _left_locked(outcomes)]
+    return f"| {name} | {' | '.join(map(str, figures))} |"
 
 
 def main() -> int:
@@ -115,12 +62,29 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=6, help="trials of each scenario")
     parser.add_argument("--deepspeed-times", type=int, default=3, help="of those with DeepSpeed's engine")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
-    chosen = parser.parse_args()
-    scenarios = [(each, chosen.times) for each in LIGHT] + [(each, chosen.deepspeed_times) for each in DEEPSPEED]
-    with tempfile.TemporaryDirectory() as folder:
-        rows = run([(each, times) for each, times in scenarios if chosen.only in each.name], Path(folder))
-    print(table_of(rows))
-    return int(any(row.left_locked for row in rows))
+    options = parser.parse_args()
+    chosen = [each for each in [*LIGHT, *DEEPSPEED] if options.only in each.name]
+    print(_HEAD, flush=True)
+    sums: dict[str, list[Outcome]] = {"all": [], "the agent lives": [], "the agent is killed too": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        library = build(folder)
+        extensions = _compiled_extensions(folder) if any(each.launcher for each in chosen) else None
+        for number, scenario in enumerate(chosen):
+            times = options.deepspeed_times if scenario.launcher else options.times
+            try:
+                outcomes = [
+                    _attempt(scenario, library, folder / f"{number}-{seed}", seed, extensions) for seed in range(times)
+                ]
+            except NotPossibleError as error:
+                print(f"| {scenario.name} | not tried: {error} | | | | |", flush=True)
+                continue
+            print(_line(scenario.name, outcomes), flush=True)
+            for kind in ("all", "the agent is killed too" if scenario.ends_agent else "the agent lives"):
+                sums[kind] += outcomes
+    for kind, outcomes in sums.items():
+        print(_line(f"**{kind}**", outcomes))
+    return int(_left_locked(sums["all"]) > 0)
 
 
 if __name__ == "__main__":
