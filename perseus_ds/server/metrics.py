@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, MetricsHandler, write_to_textfile
+from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
@@ -20,7 +19,7 @@ from perseus_ds.server.progress import PHASES, JobFacts, PipelineFacts, PlanFact
 _PERIOD_S = 5.0
 _CLOSE_S = 2.0
 _CLIENT_TIMEOUT_S = 5.0
-# Pause after each request, so that clients take little processor time from training.
+# Time of each answer, so that clients take little processor time from training.
 _PAUSE_S = 0.05
 _LABELS = ("training_job", "simulated")
 _Kind: TypeAlias = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -59,20 +58,15 @@ class MetricsReporter:
         thread.start()
 
     def _serve(self, host: str, port: int) -> None:
-        fields = {
-            "registry": self._registry,
-            "timeout": _CLIENT_TIMEOUT_S,
-            "server_version": "perseus",
-            "sys_version": "",
-        }
         try:
-            server = _Server((host, port), type("_Handler", (MetricsHandler,), fields))
+            server, _ = start_http_server(port, host, self._registry)
         except OSError as error:
             self._on_error(f"nothing is served at {host}:{port} ({error})")
             return
-        with server:
-            while not self._stopping.wait(_PAUSE_S):
-                server.handle_request()
+        server.RequestHandlerClass.timeout = _CLIENT_TIMEOUT_S  # type: ignore[attr-defined]  # of each connection
+        self._stopping.wait()
+        server.shutdown()
+        server.server_close()
 
     def _write_all(self, path: Path) -> None:
         works, is_last = True, False
@@ -86,19 +80,6 @@ class MetricsReporter:
                     self._on_error(f"{path} cannot be written ({error})")
                 works = False
             self._stopping.wait(_PERIOD_S)
-
-
-class _Server(ThreadingHTTPServer):
-    """Answers each request on a separate thread, which ends if its client is silent for some seconds."""
-
-    timeout = 0.2  # for a request, after which the server checks whether to stop
-
-    def __init__(self, address: tuple[str, int], handler: type[MetricsHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of clients."""
 
 
 def registry_of(facts: Callable[[], JobFacts]) -> CollectorRegistry:
@@ -154,10 +135,13 @@ class JobCollector(Collector):
 
     def __init__(self, facts: Callable[[], JobFacts]) -> None:
         self._facts = facts
+        self._one_at_a_time = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
-        facts = self._facts()
+        with self._one_at_a_time:
+            time.sleep(_PAUSE_S)
+            facts = self._facts()
 
         def metric(kind: _Kind, name: str, text: str, values: _Values, *labels: str) -> Metric:
             made = kind(name, text, labels=(*_LABELS, *labels))

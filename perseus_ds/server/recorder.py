@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import queue
 import shlex
 import statistics
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +78,7 @@ class Recorder:
         Args:
             directory: The folder.
             simulated: Whether GPUs are simulated.
-            send: Sends a message to rank 0.
+            send: Sends a message to rank 0. Called from any thread.
             steps_per_print: How often to print an iteration; None for never.
             has_monitor: Whether rank 0 needs the figures of every iteration.
         """
@@ -118,18 +116,14 @@ class Recorder:
         self.say(plain(event.in_words()))
 
     def add(self, seen: Seen, run: Run, order: int | None = None, shape: int | None = None) -> None:
-        """Record an iteration.
+        """Record an iteration, with the numbers of its order and the shape of its inputs if these have separate plans.
 
-        Args:
-            seen: The iteration.
-            run: What it ran, or what rank 0 ran if ranks differ.
-            order: Number of its order, if orders have separate plans.
-            shape: Number of the shape of its inputs, if shapes have separate plans.
+        If ranks ran differently, ``run`` is what rank 0 ran.
         """
         self._time_s += seen.time_s
         self._compare_limits(self._lasting(seen.ranks.limits))
         record = self.last = self._of_job(seen, run, order, shape)
-        self._writer.write(record, _TOGETHER_S)
+        self._writer.write(record, may_wait=True)
         if self._has_monitor:
             prefix = "Perseus/simulated" if self._simulated else "Perseus"
             values = ((tag, getattr(record, name)) for tag, name in _MONITOR_TAGS.items())
@@ -184,8 +178,7 @@ class Recorder:
             if (missing := self.facts().unfinished) is not None:
                 self.say(missing)
             self.say(f"{self._command('report')} makes a report of this job")
-        self._writer.flush(_AT_END_S)
-        self._writer.end()
+        self._writer.end(_AT_END_S)
 
     def _command(self, name: str) -> str:
         return f"`perseus-ds {name} {shlex.quote(str(self._directory.resolve()))}`"
@@ -281,75 +274,75 @@ def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | Non
     return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz.tolist())
 
 
-# Records of iterations within this time are written together, which is faster than one by one.
+# Records of iterations within this time [s] are written together, which is faster than one by one.
 _TOGETHER_S = 0.5
 # During hours with a full disk, only the last records are kept (some megabytes).
 _MOST_UNWRITTEN = 10_000
 
-_Waiting: TypeAlias = tuple[Record, float] | threading.Event | None
-"""A record and how long it may wait [s], an event to set when all previous records are written, or None to end."""
-
 
 class RecordWriter:
-    """Appends records to the file in order, on a separate thread.
+    """Appends records to the file in order, on a separate thread. All methods are thread-safe.
 
     Attributes:
         has_read: Whether the log has all records of earlier starts.
-
-    Args:
-        directory: The job's output folder.
-        log: Receives all records, those of earlier starts first.
-        warn: Logs a warning. Thread-safe.
     """
 
     def __init__(self, directory: Path, log: JobLog, warn: Callable[[str], None]) -> None:
+        """Begin to read the records of earlier starts in a job's output folder, and add all records to a log."""
         self._path = directory / FILE_NAME
         self._warn = warn
         self._log = log
-        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting: list[Record] = []
+        self._enqueued = self._written = 0  # numbers of records
+        self._is_due = self._is_over = False
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
         self.has_read = False
-        self._has_ended = False
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
 
-    def write(self, record: Record, within_s: float = 0.0) -> None:
-        """Enqueue a record to be written within a time [s]. Thread-safe."""
-        self._waiting.put((record, within_s))
-
-    def end(self) -> None:
-        """End the thread after all records are written."""
-        self._has_ended = True
-        self._waiting.put(None)
+    def write(self, record: Record, *, may_wait: bool = False) -> None:
+        """Enqueue a record. One that may wait is written together with others that arrive soon."""
+        with self._changed:
+            self._waiting.append(record)
+            self._enqueued += 1
+            self._is_due |= not may_wait
+            self._changed.notify_all()
 
     def flush(self, timeout_s: float = 5.0) -> None:
         """Wait until all enqueued records are written, or until the timeout [s]."""
-        written = threading.Event()
-        self._waiting.put(written)
-        if self._has_ended:
-            self._thread.join(timeout_s)
-        else:
-            written.wait(timeout_s)
+        with self._changed:
+            self._is_due = True
+            self._changed.notify_all()
+            enqueued = self._enqueued
+            self._changed.wait_for(lambda: self._written >= enqueued, timeout_s)
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all enqueued records are written and the thread has ended, or until the timeout [s]."""
+        with self._changed:
+            self._is_due = self._is_over = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
 
     def _write_all(self) -> None:
-        flushes: list[threading.Event] = []
-        is_over = False
-        for records in self._of_earlier_starts():
-            self._log.add(records)
-            # What is written now is read, and added to the log, at the end of the file.
-            arrived = [self._waiting.get() for _ in range(self._waiting.qsize())]
-            is_over = self._write_together(arrived, flushes, is_read_later=True)
-            if is_over:
-                break
-        self.has_read = not is_over
-        while True:
-            for flush in flushes:
-                flush.set()
-            flushes.clear()
-            if is_over:
-                break
-            is_over = self._write_together(self._next_together(), flushes)
+        earlier = self._of_earlier_starts()
+        is_over, written = False, 0
+        while not is_over:
+            read = None if self.has_read else next(earlier, None)
+            self.has_read = read is None
+            self._log.add(read or ())
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due, _TOGETHER_S if self.has_read else 0.0)
+                records, self._waiting = self._waiting, []
+                is_over, self._is_due = self._is_over, False
+            if lines := [line for record in records if (line := self._line(record))]:
+                self._append(lines)
+            written += len(records)
+            if self.has_read or is_over:
+                with self._changed:
+                    self._written = written
+                    self._changed.notify_all()
 
     def _of_earlier_starts(self) -> Iterator[list[Record]]:
         try:
@@ -360,36 +353,16 @@ class RecordWriter:
         except Exception as error:  # records of this start are still useful
             self._warn(f"the records of earlier starts cannot be read ({error!r})")
 
-    def _next_together(self) -> list[_Waiting]:
-        """Wait for the next record, and for others that arrive while it may be delayed."""
-        found: list[_Waiting] = []
-        end_s = math.inf
-        with contextlib.suppress(queue.Empty):
-            while True:
-                rest_s = None if math.isinf(end_s) else max(0.0, end_s - time.monotonic())
-                found.append(waiting := self._waiting.get(timeout=rest_s))
-                may_wait_s = waiting[1] if isinstance(waiting, tuple) else 0.0
-                end_s = min(end_s, time.monotonic() + may_wait_s)
-        return found
-
-    def _write_together(
-        self, together: list[_Waiting], flushes: list[threading.Event], *, is_read_later: bool = False
-    ) -> bool:
-        """Write records, add the events to set afterwards to ``flushes``, and return whether to end."""
-        lines = []
-        for waiting in together:
-            if isinstance(waiting, threading.Event):
-                flushes.append(waiting)
-            elif waiting is not None:
-                try:
-                    lines.append(to_line(waiting[0]).encode())
-                    if not is_read_later:
-                        self._log.add([waiting[0]])
-                except Exception as error:  # the following records are still useful
-                    self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
-        if lines:
-            self._append(lines)
-        return None in together
+    def _line(self, record: Record) -> bytes:
+        """Add a record to the log, and return its line. Empty if there is an error."""
+        try:
+            line = to_line(record).encode()
+            if self.has_read:  # otherwise it is read at the end of the file
+                self._log.add([record])
+        except Exception as error:  # the following records are still useful
+            self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
+            return b""
+        return line
 
     def _append(self, lines: list[bytes]) -> None:
         """Write lines, after those that could not be written because the disk was full."""
@@ -411,11 +384,7 @@ class RecordWriter:
 
 
 def _append_whole(handle: int, line: bytes) -> None:
-    """Append a line to a file. A partially written line is removed.
-
-    Raises:
-        OSError: The line cannot be written.
-    """
+    """Append a line to a file. A partially written line is removed."""
     size = os.fstat(handle).st_size
     try:
         while line:
@@ -438,33 +407,30 @@ class TimelineLog:
         self._path = directory / "timeline.json"
         self._file = TimelineFile(simulated=bool(job.simulated), gpu=gpu, job=job)
         self._warn = warn
-        self._seen: dict[tuple[str, int | None], int] = {}
+        self._seen: Counter[tuple[str, int | None]] = Counter()
         self._works = True
 
     def wants(self, run: Run) -> bool:
         """Return whether an iteration with this run is still to be kept."""
-        key = run.phase, run.plan
         is_full = len(self._file.iterations) == _MOST_SHOWN
-        return run.phase in _SHOWN_PHASES and self._seen.get(key, 0) < _SETTLED and not is_full
+        return run.phase in _SHOWN_PHASES and self._seen[run.phase, run.plan] < _SETTLED and not is_full
 
     def add(self, seen: Seen, run: Run, job: Job) -> None:
         """Keep an iteration if it is wanted."""
         if not self.wants(run):
             return
-        key = run.phase, run.plan
         spans = [seen.spans(rank) for rank in job.shown]
         if not all(spans):
             return
-        self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] < _SETTLED:
+        self._seen[run.phase, run.plan] += 1
+        if self._seen[run.phase, run.plan] < _SETTLED:
             return
         begins_s = common_begins_s(job, seen)
-        begin_s = min(begins_s)
         operations = []
-        for place, (own, own_begin_s) in enumerate(zip(spans, begins_s, strict=True)):
+        for place, (own, begin_s) in enumerate(zip(spans, begins_s, strict=True)):
             plan = None if run.plans is None else run.plans.of_pipeline(job.places[job.shown[place]].pipeline)
             clocks = {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
-            operations.append([entry for span in own for entry in _entries(span, own_begin_s - begin_s, clocks)])
+            operations.append([entry for span in own for entry in _entries(span, begin_s - min(begins_s), clocks)])
         iteration = MeasuredIteration(iteration=seen.number, phase=run.phase, plan=run.plan, ranks=operations)
         if self._file.job is not None:
             needed_bytes = known_of_all([job.states[rank].memory_bytes or None for rank in job.shown])

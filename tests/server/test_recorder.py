@@ -162,7 +162,7 @@ def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(recorder, tmp
 def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path):
     warnings = []
     writer = RecordWriter(tmp_path, JobLog("job"), warnings.append)
-    writer.write(lambda: Failed(error=object()), within_s=0.5)
+    writer.write(lambda: Failed(error=object()), may_wait=True)
     writer.write(Failed.model_construct(event="failure", rank=[object()]))
     writer.write(Failed(error="/data/\udcff: no such file"))
     writer.flush()
