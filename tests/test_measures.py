@@ -1,10 +1,10 @@
 """Typical iterations and their baselines, computed from records."""
 
 import pytest
-from live_records import default_iteration, planned_iteration, started
+from live_records import auto_job, default_iteration, planned_iteration, started
 
-from perseus_ds.artifacts.run_records import PlanJudged, ProfileWritten
-from perseus_ds.measures import IterationKind, JobMeasures, PowerBySecond, Typical
+from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten
+from perseus_ds.measures import IterationKind, JobMeasures, PowerBySecond, Typical, WholeJob
 
 
 def measures(*records):
@@ -25,7 +25,7 @@ def planned(count=6, first=100, **fields):
 
 def test_the_time_is_a_median_and_the_energy_the_mean_power_times_that():
     """Counters are refreshed rarely, and single iterations are delayed."""
-    typical = Typical.of([1.0] * 8 + [9.0], [0.0, 200.0] * 4 + [900.0])
+    typical = Typical.of([1.0] * 8 + [9.0], [0.0, 200.0] * 4 + [90.0])  # the last one has waited
     assert (typical.iterations, typical.time_s, typical.power_w, typical.energy_j) == (9, 1.0, 100.0, 100.0)
     assert Typical.of([1.0], [None]).energy_j is None
     assert Typical.of([], []) is None
@@ -185,3 +185,52 @@ def test_orders_that_alternate_are_compared_separately_and_the_saving_is_their_s
 def test_only_the_last_iterations_of_a_long_series_count():
     found = measures(*at_default("observe", [1.0] * 3000), *at_default("observe", [2.0] * 2000, first=4000))
     assert found.baseline().typical.time_s == 2.0
+
+
+def summed(records):
+    job = WholeJob()
+    for record in records:
+        if isinstance(record, IterationRecord):
+            job.add(record)
+    return job.saving
+
+
+def test_profiling_counts_and_iterations_at_default_clocks_save_nothing():
+    whole = summed(auto_job())
+    assert whole.steps == 26
+    assert whole.saved_j == pytest.approx(20 * 20 - 2 * 10)
+    assert whole.gained_s == pytest.approx(-20 * 0.02 - 2 * 0.1)
+    assert whole.saved == pytest.approx(380 / (4 * 100 + 2 * 110 + 20 * 80 + 380))
+
+
+def test_an_iteration_with_a_stall_is_counted_and_not_compared():
+    before, after = auto_job(), planned_iteration(27, time_s=61.0, energy_j=900.0)
+    whole = summed([*before, after])
+    assert (whole.steps, whole.stalls) == (27, 1)
+    assert whole.saved_j == pytest.approx(summed(before).saved_j)
+    assert "(without 1 with stalls)" in whole.in_words()
+
+
+def test_iterations_before_the_first_measurement_are_compared_with_it():
+    by_profile = [
+        planned_iteration(n, default_measured=False, default_time_s=1.5, default_energy_j=120.0) for n in (2, 3)
+    ]
+    before = [default_iteration(1, "profile"), *by_profile]
+    predicted = summed(before)
+    assert predicted.saved_j == pytest.approx(20.0 + 2 * 40.0)
+    whole = summed([*before, planned_iteration(4)])
+    assert whole.saved_j == pytest.approx(3 * 20.0)
+    assert whole.gained_s == pytest.approx(3 * -0.02)
+
+
+def test_before_a_plan_has_run_there_is_no_saving_to_state():
+    assert summed([default_iteration(1), default_iteration(2, "profile")]) is None
+
+
+def test_each_kind_of_iterations_is_compared_with_its_own_default_clocks():
+    other = {"order": 1, "time_s": 0.5, "energy_j": 40.0}
+    profiled = default_iteration(27, "profile", **other)
+    planned = planned_iteration(28, **other, default_time_s=0.45, default_energy_j=50.0)
+    whole, before = summed([*auto_job(), profiled, planned]), summed(auto_job())
+    assert whole.saved_j - before.saved_j == pytest.approx(2 * 10)
+    assert whole.gained_s - before.gained_s == pytest.approx(2 * -0.05)

@@ -2,10 +2,13 @@
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
 from rich.console import Console
+from virtual.job import SLOWER
 
 from perseus_ds.artifacts.run_records import (
     Ended,
@@ -15,7 +18,7 @@ from perseus_ds.artifacts.run_records import (
     PolicyChanged,
     PowerCapChanged,
 )
-from perseus_ds.report.live import JobFollower, Jobs, JobScreen
+from perseus_ds.report.live import JobFollower, JobScreen
 from perseus_ds.server.progress import JobFacts, JobLog
 
 
@@ -162,15 +165,6 @@ def test_a_follower_takes_up_a_file_that_was_replaced(tmp_path):
     assert follower.problem == ""
 
 
-def test_jobs_of_a_folder_are_found_when_they_begin(tmp_path):
-    write(tmp_path / "a", auto_job())
-    jobs = Jobs(tmp_path)
-    (first,) = jobs.followers()
-    write(tmp_path / "b", auto_job())
-    assert [follower.folder.name for follower in jobs.followers()] == ["a", "b"]
-    assert jobs.followers()[0] is first
-
-
 def test_an_order_is_pending_until_iterations_run_by_it():
     policy = {"name": "power_cap", "watts": 90.0}
     records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=policy), OrderGiven(time=BEGIN + 26, paused=True)]
@@ -197,3 +191,36 @@ def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
     assert (facts.present_power_w, facts.cap_w, facts.cap_source) == (pytest.approx(90.0), 90.0, "/caps/now")
     assert "now 90.00 W, cap 90.00 W by /caps/now" in told(facts)
     assert facts_of([*records, PowerCapChanged(time=BEGIN)]).cap_w is None
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reading-the-report.md"
+
+
+def recomputed(folder, monkeypatch):
+    """Run the code of the page in the output folder of a job, and return its variables and output."""
+    section = PAGE.read_text(encoding="utf-8").split("## The saving of the whole job")[1]
+    lines = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    assert len([line for line in lines.splitlines() if line]) <= 12
+    printed = []
+    found = {"print": printed.append}
+    with monkeypatch.context() as context:
+        context.chdir(folder)
+        exec(compile(lines, PAGE, "exec"), found)
+    return found, printed
+
+
+def test_the_last_line_states_what_the_lines_of_the_page_compute(start, monkeypatch, capsys, tmp_path):
+    job = start(mode="auto", **SLOWER)
+    job.train_until_compared()
+    job.train(20)
+    job.close()
+    found, printed = recomputed(tmp_path, monkeypatch)
+    (ended,) = job.events(Ended)
+    whole = ended.whole
+    assert (whole.saved_j, whole.gained_s) == pytest.approx((found["saved_j"], found["gained_s"]), abs=1e-3)
+    assert whole.steps == len(found["steps"])
+    assert whole.saved > 0.01, "there must be a saving to report"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "iterations," in line and "clock changes" in line]
+    stated = re.search(rf"all {whole.steps} steps, profiling and comparisons included: .* a step", lines[-1])[0]
+    assert f"less energy (-{100 * whole.saved:.1f} %)" in stated
+    assert f"{whole.saved:.2%} less" in printed[0]

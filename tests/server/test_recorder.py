@@ -22,24 +22,20 @@ from perseus_ds.server.progress import JobLog
 from perseus_ds.server.recorder import Recorder, RecordWriter, TimelineLog, begin_after_s
 
 
-class RankZero:
-    """Stores received messages."""
-
-    def __init__(self):
-        self.received = []
-
-    def said(self, *, warns=False):
-        """Return its printed lines or its warnings."""
-        return [each.text for each in self.received if isinstance(each, Say) and each.warns is warns]
-
-    def observed(self):
-        """Return the figures for its monitor."""
-        return [each for each in self.received if isinstance(each, Observed)]
-
-
 @pytest.fixture
-def rank_0():
-    return RankZero()
+def received():
+    """Messages to rank 0."""
+    return []
+
+
+def said(received, *, warns=False):
+    """Return the lines that rank 0 prints or its warnings."""
+    return [each.text for each in received if isinstance(each, Say) and each.warns is warns]
+
+
+def observed(received):
+    """Return the messages with figures for rank 0's monitor."""
+    return [each for each in received if isinstance(each, Observed)]
 
 
 FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
@@ -54,9 +50,9 @@ def under_plan(number, energy_j=80.0, drift=None):
 
 
 @pytest.fixture
-def recorder(tmp_path, rank_0):
+def recorder(tmp_path, received):
     """Return the recorder of a job that has started."""
-    made = Recorder(tmp_path, simulated=False, send=rank_0.received.append)
+    made = Recorder(tmp_path, simulated=False, send=received.append)
     made.start(Started())
     return made
 
@@ -81,14 +77,14 @@ def test_heat_that_flickers_is_one_limit_which_ends_after_a_while_without_heat(r
     assert ended < 75, "not as soon as heat is gone"
 
 
-def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, rank_0):
-    recorder = Recorder(tmp_path, simulated=True, send=rank_0.received.append, has_monitor=True, steps_per_print=2)
+def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, received):
+    recorder = Recorder(tmp_path, simulated=True, send=received.append, has_monitor=True, steps_per_print=2)
     recorder.start(Started())
     recorder.add(seen({}), DEFAULT)
     recorder.add(*under_plan(2, drift=0.02))
     recorder.add(*under_plan(3))
     recorder.close()
-    (told,) = (dict(observed.figures) for observed in rank_0.observed() if observed.samples == 16)
+    (told,) = (dict(each.figures) for each in observed(received) if each.samples == 16)
     assert told == {
         "Perseus/simulated/iteration_time_s": 1.1,
         "Perseus/simulated/iteration_energy_j": 80.0,
@@ -104,7 +100,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ra
     assert (first.saved, first.late, first.drift) == (None, None, None)
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
     assert (end.iterations, end.energy_j, end.saved) == (3, 260.0, pytest.approx(0.2))
-    step, summary = rank_0.said()[1:3]
+    step, summary = said(received)[1:3]
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
     assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
     assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
@@ -113,10 +109,12 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ra
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
     ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
     recorder.add(seen(*ranks, pipelines=(0, 0, 1, 1)), DEFAULT)
-    (record,), _ = records_of(recorder, tmp_path)
+    recorder.add(seen(*({"failed": rank > 1} for rank in range(22))), UNDER_PLAN)
+    (record, of_many), _ = records_of(recorder, tmp_path)
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
     assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
     assert (record.failed_ranks, record.clock_changes) == ((2,), 6)
+    assert (of_many.failed_ranks, of_many.more_failed_ranks) == (tuple(range(2, 18)), 4)
 
 
 def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(recorder, tmp_path):
@@ -131,17 +129,17 @@ def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(rec
     assert read_history(tmp_path).by_rank[0] == (33.0, pytest.approx(33.0 / 7))
 
 
-def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, rank_0):
-    recorder = Recorder(tmp_path, simulated=False, send=rank_0.received.append, has_monitor=True)
+def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, received):
+    recorder = Recorder(tmp_path, simulated=False, send=received.append, has_monitor=True)
     recorder.start(Started())
     recorder.add(*under_plan(1, energy_j=math.nan))
     recorder.add(*under_plan(2))
     (first, _), end = records_of(recorder, tmp_path)
     assert (first.energy_j, first.power_w, first.saved) == (None, None, None)
     assert "NaN" not in (tmp_path / "run.jsonl").read_text()
-    assert all(math.isfinite(value) for observed in rank_0.observed() for _, value in observed.figures)
+    assert all(math.isfinite(value) for each in observed(received) for _, value in each.figures)
     assert (end.energy_j, end.saved) == (80.0, pytest.approx(0.2))
-    assert any("not counting 1 iterations" in line for line in rank_0.said())
+    assert any("not counting 1 iterations" in line for line in said(received))
 
 
 def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, tmp_path):
@@ -151,12 +149,6 @@ def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, t
     recorder.add(*under_plan(4))
     records, _ = records_of(recorder, tmp_path)
     assert [record.drift for record in records] == [0.03, 0.03, None, None]
-
-
-def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(recorder, tmp_path):
-    recorder.add(seen(*({"failed": rank > 1} for rank in range(22))), UNDER_PLAN)
-    (record,), _ = records_of(recorder, tmp_path)
-    assert (record.failed_ranks, record.more_failed_ranks) == (tuple(range(2, 18)), 4)
 
 
 def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path):
@@ -171,9 +163,9 @@ def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(
     assert ["cannot be made" in warning for warning in warnings] == [True, True]
 
 
-def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, rank_0):
+def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, received):
     (tmp_path / "folder").write_text("")
-    recorder = Recorder(tmp_path / "folder", simulated=True, send=rank_0.received.append)
+    recorder = Recorder(tmp_path / "folder", simulated=True, send=received.append)
     recorder.start(Started())
     recorder.add(*under_plan(1))
     recorder.flush()
@@ -182,7 +174,7 @@ def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, ra
     recorder.close()
     found = [*read_records(tmp_path / "folder")]
     assert [r.iteration for r in found if isinstance(r, IterationRecord)] == [1, 2]
-    warned = "\n".join(rank_0.said(warns=True))
+    warned = "\n".join(said(received, warns=True))
     assert warned.count("cannot be written") == 1
     assert warned.count("can be written again") == 1
 
@@ -235,9 +227,9 @@ def ran(plan):
     return Run("run", plan=plan)
 
 
-def timed(number, plan, *, spans=SPANS):
+def timed(number, plan):
     """Return an iteration of two ranks on one node, in which the second begins 10 ms later."""
-    return seen({}, {}, number=number, run=ran(plan), spans=[spans, spans], begun_s=5.0)
+    return seen({}, {}, number=number, run=ran(plan), spans=[SPANS, SPANS], begun_s=5.0)
 
 
 def job_of(*nodes):
@@ -251,9 +243,9 @@ def job_of(*nodes):
 
 
 @pytest.fixture
-def add(tmp_path, rank_0):
+def add(tmp_path, received):
     """Return a function that logs iterations and returns whether they were wanted."""
-    log = TimelineLog(tmp_path, gpu="A100", job=ProfileInfo(simulated=True), warn=rank_0.received.append)
+    log = TimelineLog(tmp_path, gpu="A100", job=ProfileInfo(simulated=True), warn=received.append)
 
     def add(iteration, nodes=("here", "here")):
         wanted = log.wants(iteration.run)
@@ -269,6 +261,9 @@ def kept(folder):
 
 def test_the_second_iteration_of_each_plan_is_kept_and_six_in_all(add, tmp_path):
     assert not add(seen({}, run=Run("profile"), spans=[SPANS]))
+    for number in (-2, -1):
+        add(seen({}, {}, number=number, run=ran(9), spans=[SPANS, []]))
+    assert not (tmp_path / "timeline.json").exists(), "a rank has sent no operations"
     wanted = [add(timed(number, plan=number // 3)) for number in range(30)]
     assert wanted[:18] == [True, True, False] * 6
     assert not any(wanted[18:])
@@ -302,21 +297,6 @@ def test_transfers_in_both_directions_that_are_not_waited_for_tell_how_much_late
     second = [Span(Wait((there,)), 0.0, 0.13), Span(Launch((back,)), 0.48, 0.48)]
     assert begin_after_s(first, second) == pytest.approx(0.02)
     assert begin_after_s(first, []) == 0.0
-
-
-def test_what_could_not_be_read_again_is_not_written(add, tmp_path, monkeypatch):
-    monkeypatch.setattr("perseus_ds.server.recorder.MOST_OPERATIONS", 9)
-    for number in range(6):
-        add(timed(number, plan=number // 2))
-    for number in (6, 7):
-        add(timed(number, plan=3, spans=SPANS[:1]))
-    assert [(iteration.iteration, iteration.operations) for iteration in kept(tmp_path)] == [(1, 6), (7, 2)]
-
-
-def test_an_iteration_of_which_a_rank_has_sent_no_operations_is_not_kept(add, tmp_path):
-    for number in (6, 7):
-        add(seen({}, {}, number=number, run=ran(3), spans=[SPANS, []]))
-    assert not (tmp_path / "timeline.json").exists()
 
 
 def test_a_timeline_that_cannot_be_written_is_said_once(tmp_path):
