@@ -154,12 +154,11 @@ def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
             gpu.check_lock_permission()
     except GpuError as error:
         permission_fault = Fault.of(error)
-    read_settings = getattr(gpu, "read_settings", None)  # of GPUs that are read through NVML
     return GpuDescription(
         text=str(gpu),
         name=gpu.name,
         driver=gpu.driver,
-        settings=None if read_settings is None else read_settings(),
+        settings=gpu.settings,
         notices=tuple(getattr(gpu, "administrator_settings", ())),
         clocks_mhz=clocks_mhz,
         clocks_fault=clocks_fault,

@@ -277,7 +277,9 @@ def _clocks(gpu: NvmlGpu) -> Iterator[Finding]:
 
 def _settings(gpu: NvmlGpu) -> Iterator[Finding]:
     """Report the settings, with warnings for those that change default clocks or power."""
-    yield Finding("ok", "settings", str(gpu.settings))
+    from perseus_ds.artifacts.profile import GpuSettings
+
+    yield Finding("ok", "settings", str(GpuSettings(**gpu.settings)))
     for setting in gpu.administrator_settings:
         text, _, remedy = setting.partition(". ")
         yield Finding("warn", "default", text, remedy)
@@ -305,7 +307,7 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
         yield Finding(
             "warn", "energy", "the counter did not change in 1 s", "Check nvidia-smi; energies would be wrong."
         )
-    elif gpu.settings.whole_module:
+    elif gpu.settings["whole_module"]:
         remedy = "Savings are fractions of the module's energy. Its CPU part does not follow the GPU's clock."
         yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
     else:

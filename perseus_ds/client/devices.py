@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease, SharedMemory
 from perseus_ds.client.marks import marks_of
@@ -40,14 +39,10 @@ class LeasedGpu:
         self._known = self.lease.description
         self.name, self.driver = self._known.name, self._known.driver
         self.address: str | None = self.lease.gpu
-        self.notices = self._known.notices
+        self.settings, self.notices = self._known.settings, self._known.notices
 
     def __str__(self) -> str:
         return self._known.text
-
-    @property
-    def settings(self) -> GpuSettings | None:
-        return None if self._known.settings is None else GpuSettings(**self._known.settings)
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         if self._known.clocks_fault is not None:
@@ -85,7 +80,7 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     if isinstance(gpu, LeasedGpu):
         for setting in gpu.notices:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
-        if gpu.settings is not None and gpu.settings.whole_module:
+        if gpu.settings is not None and gpu.settings["whole_module"]:
             logger.warning(
                 "perseus: rank %d, %s: its energy counter covers the whole module, processor included, and so do all "
                 "energies and savings.",

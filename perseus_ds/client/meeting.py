@@ -161,7 +161,6 @@ def rank_facts(
             if config.needs_clocks:
                 raise
             problem = str(error)
-    settings = gpu.settings
     return RankFacts(
         pipeline=facts.pipeline,
         copies=facts.copies,
@@ -179,7 +178,7 @@ def rank_facts(
         node=f"{socket.gethostname()} {places.boot_id()}",
         gpu=gpu.name,
         driver=gpu.driver,
-        settings=b"" if settings is None else settings.model_dump_json().encode(),
+        settings=b"" if gpu.settings is None else json.dumps(gpu.settings).encode(),
         clocks_mhz=tuple(clocks_mhz),
         no_permission=problem,
         simulated=gpu.simulated,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:  # an agent needs no pydantic
-    from perseus_ds.artifacts.profile import GpuSettings
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,8 @@ class KnownGpu(Protocol):
         address: Address by which another process on this node opens the GPU (:mod:`perseus_ds.gpu`). None if
             no lock of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
-        settings: Settings of the GPU when it was opened. None if the driver does not report them.
+        settings: Fields of :class:`~perseus_ds.artifacts.profile.GpuSettings` when they were first read. None if the
+            driver does not report them.
     """
 
     name: str
@@ -34,7 +32,7 @@ class KnownGpu(Protocol):
     simulated: bool
 
     @property
-    def settings(self) -> GpuSettings | None: ...
+    def settings(self) -> dict[str, Any] | None: ...
 
     @property
     def address(self) -> str | None: ...

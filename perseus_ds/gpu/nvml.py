@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pynvml
 
@@ -19,9 +19,6 @@ from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.selection import NodeGpu, by_uuid, nvidia_gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
-
-if TYPE_CHECKING:
-    from perseus_ds.artifacts.profile import GpuSettings
 
 _ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
 _REMEDIES = {
@@ -236,13 +233,8 @@ class NvmlGpu:
         )
 
     @property
-    def settings(self) -> GpuSettings:
-        from perseus_ds.artifacts.profile import GpuSettings
-
-        return GpuSettings(**self.read_settings())
-
-    def read_settings(self) -> dict[str, Any]:
-        """Return the fields of :attr:`settings`, which takes a second if the GPU is a part of a module."""
+    def settings(self) -> dict[str, Any]:
+        """The settings, of which the first reading takes a second if the GPU is a part of a module."""
         # No ``cached_property``: until Python 3.12 all GPUs of a process share its lock.
         if self._settings is None:
             limit_w = self.power_limit_w()
@@ -263,7 +255,7 @@ class NvmlGpu:
         NVML does not report a locked clock. It shows only under load, when the clock stays below the highest one
         without a throttle reason.
         """
-        found, settings = [], self.read_settings()
+        found, settings = [], self.settings
         top_mhz = 0
         with suppress(GpuError):  # a GPU that lists no clocks can still be observed
             top_mhz = self._clocks_mhz[-1]

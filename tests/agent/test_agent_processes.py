@@ -328,7 +328,7 @@ def test_an_agent_finds_and_describes_the_gpu_of_a_number(stub_of_agents: StubNv
     assert known is not None
     assert known.text == str(NvmlGpu(3))
     assert known.clocks_mhz == NvmlGpu(3).supported_clocks_mhz()
-    assert known.settings == NvmlGpu(3).read_settings()
+    assert known.settings == NvmlGpu(3).settings
     assert "its power limit is 300 W of 400 W" in known.notices[0]
     assert known.permission_fault is not None
     with pytest.raises(GpuPermissionError, match="needs root"):

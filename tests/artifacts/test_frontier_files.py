@@ -12,7 +12,6 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, Frontier, Provenance, drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan, PowerSwing, check_instructions
-from perseus_ds.cli.frontiers import frontier_summary
 from perseus_ds.errors import DeadlineError, FrontierError, PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
@@ -99,14 +98,6 @@ def test_dominated_plans_are_dropped_and_no_others(points):
     assert kept == sorted(best)
 
 
-def test_the_summary_has_savings_against_the_highest_clock_and_distances_from_the_bound():
-    lines = frontier_summary(frontier()).splitlines()
-    assert lines[0].startswith("3 plans for ")
-    assert f"saves {1 - 100 / 120:.1%} at " in lines[2]
-    assert lines[3].endswith(f"saves {1 - 80 / 120:.1%}")
-    assert f"mean {(100 / 99 - 1) / 2:.3%}, worst {100 / 99 - 1:.3%} of the energy" in lines[4]
-
-
 @pytest.mark.parametrize(
     ("planned", "expected", "message"),
     [
@@ -117,9 +108,8 @@ def test_the_summary_has_savings_against_the_highest_clock_and_distances_from_th
             'micro-batch 5 on stage 0. Run "perseus-ds optimize" again for 4 ranks and 16 micro-batches.',
         ),
         (one_f_one_b(2, 4), one_f_one_b(3, 4), "it is for 2 ranks, the schedule has 3"),
-        (one_f_one_b(1, 2), one_f_one_b(1, 1), "instruction 2: expected tail of stage 0, the plan has forward"),
     ],
-    ids=["other micro-batches", "other ranks", "too long"],
+    ids=["other micro-batches", "other ranks"],
 )
 def test_a_plan_fits_only_the_schedule_it_was_made_for_with_or_without_tails(planned, expected, message):
     own = planned.instructions

@@ -54,8 +54,8 @@ def test_megatron_reads_the_layouts_that_are_written(found):
     assert cut_of_megatron(text, found) == found.cut
 
 
-@pytest.mark.parametrize("text", ["Et*3|(tt|)*29,m|L", "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", "E|t,t|(|tt)*2,L"])
-def test_published_layouts_are_read_as_by_megatron(text):
+def test_a_published_layout_is_read_as_by_megatron():
+    text = "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL"
     assert stages_of_megatron(text) == of_megatron(text)
 
 

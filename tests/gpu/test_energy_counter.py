@@ -50,7 +50,7 @@ class CountingGpu(SimulatedGpu):
         return super().energy_j()
 
 
-@pytest.mark.parametrize("period_s", [0.02, 0.1, 0.25])
+@pytest.mark.parametrize("period_s", [0.02, 0.25])
 def test_the_counter_is_read_rarely_unless_a_refresh_is_due(now, period_s):
     gpu = CountingGpu(A100, counter_period_s=period_s, timebase=now)
     with CounterLog(gpu, now) as log:
@@ -88,8 +88,7 @@ def test_an_older_driver_reports_only_average_power(stub_nvml_here):
     assert NvmlGpu(0).power_w() == 100.0
 
 
-@pytest.mark.parametrize("average_s", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("period_s", [0.02, 0.1])
+@pytest.mark.parametrize(("average_s", "period_s"), [(0.0, 0.1), (0.5, 0.02), (1.0, 0.1)])
 def test_the_time_for_which_a_counter_includes_earlier_power_is_measured(now, period_s, average_s):
     gpu = AveragingGpu.named("a100-sxm", timebase=now, counter_period_s=period_s)
     gpu.average_s = average_s

@@ -67,11 +67,10 @@ def test_every_supported_clock_can_be_locked_and_reset(gpu, now):
         assert gpu.clock_mhz() == clocks_mhz[-1]
 
 
-@pytest.mark.parametrize("clock_mhz", [0, 1201])
-def test_an_unsupported_clock_is_refused_and_changes_nothing(gpu, clock_mhz):
+def test_an_unsupported_clock_is_refused_and_changes_nothing(gpu):
     gpu.lock_clock(1200)
-    with pytest.raises(GpuError, match=f"{clock_mhz} MHz"):
-        gpu.lock_clock(clock_mhz)
+    with pytest.raises(GpuError, match="1201 MHz"):
+        gpu.lock_clock(1201)
     assert gpu.clock_mhz() == 1200
 
 

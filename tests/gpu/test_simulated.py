@@ -53,19 +53,13 @@ def test_the_device_model_follows_the_published_measurements(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "clock_mhz", "power_w"),
-    [
-        ("h100-sxm", 345, 140.7),
-        ("h100-sxm", 945, 273.2),
-        ("h100-sxm", 1305, 461.3),
-        ("h200", 345, 161.2),
-        ("h200", 945, 303.1),
-        ("h200", 1350, 528.6),
-    ],
+    ("name", "powers_w"),
+    [("h100-sxm", {345: 140.7, 945: 273.2, 1305: 461.3}), ("h200", {345: 161.2, 945: 303.1, 1350: 528.6})],
 )
-def test_power_at_locked_clocks_is_as_measured_under_matrix_multiplication(name, clock_mhz, power_w):
+def test_power_at_locked_clocks_is_as_measured_under_matrix_multiplication(name, powers_w):
     """Source: github.com/AyeshaAfzal91/GPU-Energy-Sweetspot, commit 242d142."""
-    assert DEVICES[name].power_w(clock_mhz) == pytest.approx(power_w, rel=0.025)
+    model = DEVICES[name]
+    assert {clock_mhz: model.power_w(clock_mhz) for clock_mhz in powers_w} == pytest.approx(powers_w, rel=0.025)
 
 
 @pytest.mark.parametrize(("clocks_mhz", "median_s"), [(A100.clocks_mhz[:1], 0.0032), (A100.clocks_mhz[-1:], 0.0060)])
@@ -200,7 +194,7 @@ ACTIONS = st.one_of(
 
 
 @pytest.mark.parametrize("condition", [None, "sampled-counter", "warming", "duty-limit", "low-clock-waiting"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(events=st.lists(st.tuples(st.integers(0, 300), ACTIONS), max_size=6), work_s=st.floats(0.2, 0.6))
 def test_time_energy_and_counter_are_those_of_a_numeric_integration(condition, events, work_s):
     now, conditions = VirtualTime(100.0), frozenset({condition} - {None})
@@ -221,7 +215,7 @@ def test_time_energy_and_counter_are_those_of_a_numeric_integration(condition, e
     assert gpu.true_energy_j == pytest.approx(reference.energy_j, rel=lenient, abs=1.01 * STEP_S * 500)
 
 
-@pytest.mark.parametrize("conditions", [(), ("warming",), ("duty-limit", "warming"), ("low-clock-waiting",)])
+@pytest.mark.parametrize("conditions", [("low-clock-waiting",), ("duty-limit", "warming")])
 def test_nothing_depends_on_the_times_of_readings(conditions):
     def results(period_s):
         now = VirtualTime()
@@ -243,11 +237,9 @@ def test_nothing_depends_on_the_times_of_readings(conditions):
     assert results(0.0033) == pytest.approx(results(100.0), rel=1e-9)
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_clock_change_affects_a_pass_that_runs_also_in_another_process(now, is_shared):
+def test_a_clock_change_in_another_process_affects_a_pass_that_runs(now):
     logs = {f"{kind}_log": Log.create(kind, now.seconds, np.zeros(4096, np.uint8)) for kind in ("work", "clock")}
-    rank = SimulatedGpu(A100, timebase=now, lock_latency_s=0.015, **(logs if is_shared else {}))
-    agent = SimulatedGpu(A100, timebase=now, lock_latency_s=0.015, **logs) if is_shared else rank
+    rank, agent = (SimulatedGpu(A100, timebase=now, lock_latency_s=0.015, **logs) for _ in range(2))
     agent.lock_clock(705)
     begin_s, begin_j = now.seconds, rank.true_energy_j
     rank.begin_work()
@@ -265,8 +257,8 @@ def test_a_clock_change_affects_a_pass_that_runs_also_in_another_process(now, is
     assert rank.power_limit_w() == 300.0
 
 
-@pytest.mark.parametrize("changes", [1, 5000])
-def test_entries_are_read_before_they_are_overwritten(now, changes):
+def test_entries_are_read_before_they_are_overwritten(now):
+    changes = 5000
     gpu = SimulatedGpu(A100, timebase=now, lock_latency_s=1.0, conditions=["low-clock-waiting"])
     for number in range(changes):
         gpu.lock_clock(705 if number % 2 == 0 else 1410)
@@ -302,14 +294,14 @@ def test_a_reader_in_another_process_sees_whole_entries_in_their_order():
             writer.kill()
 
 
-@pytest.mark.parametrize(("offset", "content"), [(0, b"PDSSIMck"), (8, b"\2\0\0\0"), (12, b"\xff\xff\xff\xff")])
-def test_memory_that_contains_something_else_is_refused(offset, content):
-    memory = bytearray(4096)
-    Log.create("work", 0.0, memory)
-    Log(memory, "work")
-    memory[offset : offset + len(content)] = content
-    with pytest.raises(GpuError, match=r"work log .* damaged or of another version"):
+def test_memory_that_contains_something_else_is_refused():
+    for offset, content in ((0, b"PDSSIMck"), (8, b"\2\0\0\0"), (12, b"\xff\xff\xff\xff")):
+        memory = bytearray(4096)
+        Log.create("work", 0.0, memory)
         Log(memory, "work")
+        memory[offset : offset + len(content)] = content
+        with pytest.raises(GpuError, match=r"work log .* damaged or of another version"):
+            Log(memory, "work")
     with pytest.raises(GpuError, match="expected at least"):
         Log(bytearray(8), "work")
 
@@ -319,11 +311,9 @@ def test_memory_that_contains_something_else_is_refused(offset, content):
     [
         ("work", (100.0, 3.0, 1.0, 0.0)),
         ("work", (math.nan, 1.0, 1.0, 0.0)),
-        ("work", (1e300, 1.0, 1.0, 0.0)),
         ("work", (100.0, 1.0, math.inf, 0.0)),
         ("clock", (100.0, 0.0, math.nan, 0.0)),
-        ("clock", (100.0, 1.0, -1.0, math.inf)),
-        ("clock", (100.0, 2.0, 1.0, 1.0)),
+        ("clock", (1e300, 1.0, 300.0, math.inf)),
     ],
 )
 def test_entries_out_of_range_are_an_error(now, kind, entry):

@@ -122,7 +122,7 @@ def test_zeusd_is_given_the_number_of_a_gpu_on_the_node(use, stub_nvml, zeusd, f
         ([{"id": n, "name": "A100"} for n in range(8)], "Update zeusd to a version that reports PCI addresses", set()),
         ([{"id": n, "name": "A100"} for n in range(4)], "", {"2"}),
     ],
-    ids=["it does not have the GPU", "it does not say which GPU is which", "it does not, and all GPUs are visible"],
+    ids=["it lacks the GPU", "it does not say which GPU is which", "it does not, and all GPUs are visible"],
 )
 def test_zeusd_locks_only_a_gpu_that_is_certainly_the_right_one(use, zeusd, known, refusal, numbers):
     zeusd.gpus = known
