@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from perseus_ds.agent import rank_clocks
-from perseus_ds.agent.transitions import ClockTransition, Spans, plan_transitions
+from perseus_ds.agent import follower
+from perseus_ds.agent.follower import ClockTransition, Spans, plan_transitions
 from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.optimizer.worker import OptimizeRequest
@@ -144,7 +144,7 @@ def without_countermeasures() -> Any:
         return plan_transitions(clocks_mhz, spans_s, length_s, LatencyTable())
 
     with (
-        patch.object(rank_clocks, "plan_transitions", plan_without_latencies),
+        patch.object(follower, "plan_transitions", plan_without_latencies),
         patch.object(online._Refreshes, "variation_s", 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
         patch.object(modes, "_has_other_switch_cost", lambda *_, **__: False),

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.measuring import measure_counter, measure_gpu
-from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, meet
+from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, measure_counter, measure_gpu, meet
 from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, times_of
 from perseus_ds.client.timers import Execution, FinishedIteration, SimulatedExecution
 from perseus_ds.config import PerseusConfig, parse_block

@@ -5,7 +5,7 @@ energy used is blocking power times the elapsed time, plus the sum over all kind
 times the time spent in them. The powers are estimated by least squares over all refreshes at all clocks.
 
 Blocking power, which a GPU draws while it waits for another one, is measured before training while all ranks wait for
-one (:mod:`perseus_ds.client.measuring`), and in the bubbles of these iterations, pooled over ranks. Plans replace the
+one (:mod:`perseus_ds.client.meeting`), and in the bubbles of these iterations, pooled over ranks. Plans replace the
 latter kind of waiting, but its power is less certain the less ranks wait. It is used if it differs significantly.
 """
 

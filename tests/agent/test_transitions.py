@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from perseus_ds.agent.transitions import plan_transitions
+from perseus_ds.agent.follower import plan_transitions
 from perseus_ds.protocol.latencies import LatencyTable
 
 LATENCY_S = 0.015

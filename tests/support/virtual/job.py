@@ -22,8 +22,7 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, RecordFollower
-from perseus_ds.client.measuring import measure_counter, measure_gpu
-from perseus_ds.client.meeting import EngineFacts, rank_facts
+from perseus_ds.client.meeting import EngineFacts, measure_counter, measure_gpu, rank_facts
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
@@ -443,7 +442,7 @@ class VirtualJob:
             self.time.sleep(max(0.0, launched_s + delay_s + self._transfer_s - self.time.now_s()))
 
     def _stand_ins(self):
-        return patch("perseus_ds.client.measuring.dist", self._collectives)
+        return patch("perseus_ds.client.meeting.dist", self._collectives)
 
     def _on_all_ranks(self, run):
         """Run a function on all ranks concurrently, and raise the first error of a rank."""
