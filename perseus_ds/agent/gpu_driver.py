@@ -22,7 +22,8 @@ class GpuDriver:
     Attributes:
         gpu: The GPU. None before it was opened.
         error: Reason why it could not be opened, or None.
-        description: Description of the GPU for clients, or the error if it cannot be read. None before it was read.
+        description: Description of the GPU for clients. None before it was read.
+        description_error: Reason why it cannot be read, or None.
         left_error: Reason why a clock that another process left locked cannot be reset. Empty if it can.
     """
 
@@ -44,7 +45,8 @@ class GpuDriver:
         self._notifier = timebase.notifier()
         self.gpu: Gpu | None = None
         self.error: Exception | None = None
-        self.description: GpuDescription | Exception | None = None
+        self.description: GpuDescription | None = None
+        self.description_error: Exception | None = None
         self.left_error = ""
         self._has_locked = False
         self._describes = self._checks_permission = False
@@ -86,9 +88,9 @@ class GpuDriver:
         self._notifier.notify()
 
     def is_described(self, checks_permission: bool) -> bool:
-        if isinstance(self.description, GpuDescription):
-            return self.description.is_permission_checked or not checks_permission
-        return self.description is not None
+        if self.description is None:
+            return self.description_error is not None
+        return self.description.is_permission_checked or not checks_permission
 
     @property
     def left_problem(self) -> str:
@@ -117,7 +119,7 @@ class GpuDriver:
                     try:
                         self.description = description_of(self.gpu, checks_permission=self._checks_permission)
                     except Exception as error:  # a client waits for it
-                        self.description = error
+                        self.description_error = error
                     self._on_change()
             except Exception as error:  # no other process would try again
                 self.error = error

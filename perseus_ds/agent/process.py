@@ -41,23 +41,6 @@ from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.job_messages import Left, Say, ToServer
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.protocol.messages import (
-    Connect,
-    FindGpu,
-    Found,
-    GpuDescription,
-    Granted,
-    LeftLocked,
-    Refused,
-    Release,
-    Released,
-    RequestLease,
-    RequestStatus,
-    ServerStarted,
-    StartServer,
-    Status,
-    ToClocks,
-)
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
@@ -125,7 +108,7 @@ class _Rank:
         self.connection = connection
         self.pid = pid
         # The request for a lease that was accepted, and the driver of its GPU.
-        self.request: RequestLease | None = None
+        self.request: messages.RequestLease | None = None
         self.driver: GpuDriver | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
@@ -208,7 +191,7 @@ class Agent:
         self,
         name: str,
         open_gpu: Callable[..., Gpu] = open_gpu,
-        find_gpu: Callable[[FindGpu], Gpu] = find_gpu,
+        find_gpu: Callable[[messages.FindGpu], Gpu] = find_gpu,
         timebase: Timebase = REAL_TIME,
     ) -> None:
         """Reset GPUs that earlier processes of this user left locked, and wait for ranks. Raises an ``OSError``."""
@@ -219,13 +202,13 @@ class Agent:
         self._time = timebase
         # Other selectors round their timeouts up to milliseconds, which would delay clocks.
         self._selector = selectors.SelectSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         # Threads of drivers wake the loop.
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._ranks: dict[int, _Rank] = {}
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, partial(self._wake_reader.recv, 4096))
+        self._ranks: list[_Rank] = []
         self._drivers: dict[str, GpuDriver] = {}
         self._left: dict[str, tuple[int, GpuDriver]] = {}
         self._began_s = self._update_at_s = self._next_s = self._restore_at_s = timebase.now_s()
@@ -262,16 +245,7 @@ class Agent:
         """Wait for at most 0.1 s, and do what is due."""
         try:
             for key, _ in self._selector.select(max(0.0, self._next_s - self._time.now_s())):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_reader:
-                    self._wake_reader.recv(4096)
-                elif isinstance(key.data, Uplink):
-                    self._exchange_at_s = 0.0
-                elif key.data is not None:
-                    self._update_at_s = 0.0  # the server has answered
-                else:
-                    self._receive(key.fd)
+                key.data()
             now_s = self._time.now_s()
             if self._exchange_at_s <= now_s or any(uplink.has_unsent for uplink in self._uplinks):
                 self._exchange_at_s = now_s + _POLL_S
@@ -289,7 +263,7 @@ class Agent:
     def _check_marks(self, now_s: float) -> float:
         """Check the marks of ranks that are due, and return when the next ones are due [s]."""
         next_s = math.inf
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             if rank.clocks is not None:
                 if rank.check_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than a check
                     rank.check_at_s = now_s + rank.clocks.update()
@@ -298,7 +272,7 @@ class Agent:
 
     def _is_needed(self) -> bool:
         now_s = self._time.now_s()
-        if self._inherited or any(rank.is_finding or rank.memory_file is not None for rank in self._ranks.values()):
+        if self._inherited or any(rank.is_finding or rank.memory_file is not None for rank in self._ranks):
             return True
         if any(not driver.is_reset and not driver.has_given_up for driver in self._drivers.values()):
             return True
@@ -312,12 +286,11 @@ class Agent:
             connection.close()
             return
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ)
-        self._ranks[connection.fileno()] = _Rank(connection, pid)
+        self._ranks.append(_Rank(connection, pid))
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._receive, self._ranks[-1]))
 
-    def _receive(self, descriptor: int) -> None:
-        rank = self._ranks.get(descriptor)
-        if rank is None:  # just removed
+    def _receive(self, rank: _Rank) -> None:
+        if rank not in self._ranks:  # just removed
             return
         files: list[int] = []
         try:
@@ -343,34 +316,34 @@ class Agent:
                 rank.is_connected, rank.disconnected_s = False, self._time.now_s()
                 self._selector.unregister(rank.connection)
         except Exception as error:  # other ranks need this agent
-            rank.send(Refused("memory", f"The agent cannot decode a message: {error}."))
+            rank.send(messages.Refused("memory", f"The agent cannot decode a message: {error}."))
         finally:
             for file in files:
                 os.close(file)
 
     def _handle(self, rank: _Rank, message: messages.ToAgent, files: list[int]) -> None:
-        if isinstance(message, ToClocks):
+        if isinstance(message, messages.ToClocks):
             if rank.clocks is not None:
                 rank.clocks.receive_from_client(message)
             return
         self._update_at_s = 0.0  # the message may affect all ranks
-        if isinstance(message, Release):
+        if isinstance(message, messages.Release):
             rank.is_released = True
-        elif isinstance(message, RequestStatus):
-            leases = [(each.driver, each.pid) for each in self._ranks.values() if each.is_granted]
-            rank.send(Status(tuple((driver.record.gpu, pid) for driver, pid in leases if driver is not None)))
-        elif isinstance(message, FindGpu):
+        elif isinstance(message, messages.RequestStatus):
+            leases = [(each.driver, each.pid) for each in self._ranks if each.is_granted]
+            rank.send(messages.Status(tuple((driver.record.gpu, pid) for driver, pid in leases if driver is not None)))
+        elif isinstance(message, messages.FindGpu):
             rank.is_finding = True
             # A driver may hang, and other ranks need this thread.
             threading.Thread(target=self._find, args=(rank, message), name="perseus-find", daemon=True).start()
-        elif isinstance(message, Connect):
+        elif isinstance(message, messages.Connect):
             self._follow_server(rank, message)
-        elif isinstance(message, StartServer):
+        elif isinstance(message, messages.StartServer):
             self._start_server(rank, message, files)
-        elif isinstance(message, RequestLease) and rank.driver is None and files:
+        elif isinstance(message, messages.RequestLease) and rank.driver is None and files:
             self._register(rank, message, files)
 
-    def _register(self, rank: _Rank, message: RequestLease, files: list[int]) -> None:
+    def _register(self, rank: _Rank, message: messages.RequestLease, files: list[int]) -> None:
         """Accept a request for a lease, which is granted after the GPU was opened."""
         try:
             if not message.gpu.isprintable() or "/" in message.gpu:
@@ -396,12 +369,12 @@ class Agent:
                 rank.driver.reset()  # the rank that had locked the clock has ended
             self._has_served = True
 
-    def _follow_server(self, rank: _Rank, server: Connect) -> None:
+    def _follow_server(self, rank: _Rank, server: messages.Connect) -> None:
         rank.uplink = next((uplink for uplink in self._uplinks if uplink.is_to(server)), None)
         if rank.uplink is None:
             rank.uplink = Uplink(server, self._time)
             self._uplinks.append(rank.uplink)
-            self._selector.register(rank.uplink.file, selectors.EVENT_READ, rank.uplink)
+            self._selector.register(rank.uplink.file, selectors.EVENT_READ, self._exchange_soon)
         if self._server is not None:
             self._server.is_followed = True
         rank.number = server.rank
@@ -409,7 +382,7 @@ class Agent:
         assert memory is not None
         rank.uplink.join(rank.number, lambda: memory.iteration)
 
-    def _start_server(self, rank: _Rank, request: StartServer, files: list[int]) -> None:
+    def _start_server(self, rank: _Rank, request: messages.StartServer, files: list[int]) -> None:
         """Start the server of the job, or watch the one that an earlier agent of this node has started."""
         if self._server is not None:
             if request.running is not None:
@@ -422,16 +395,19 @@ class Agent:
             self._server = JobServerChild(request, description, self._time)
         except (OSError, GpuError) as error:
             self._server = None
-            rank.send(ServerStarted(kind="PerseusError", error=f"the job's server cannot be started: {error}"))
+            rank.send(messages.ServerStarted(kind="PerseusError", error=f"the job's server cannot be started: {error}"))
             return
         if self._server.file is not None:
             self._server_waits.append(rank)
-            self._selector.register(self._server.file, selectors.EVENT_READ, self._server)
+            self._selector.register(self._server.file, selectors.EVENT_READ, self._update_leases_soon)
+
+    def _exchange_soon(self) -> None:
+        self._exchange_at_s = 0.0
 
     def _exchange_messages(self) -> None:
         """Process messages from servers, and return to default clocks if there are none."""
         for uplink in self._uplinks:
-            ranks = {rank.number: rank for rank in self._ranks.values() if rank.uplink is uplink}
+            ranks = {rank.number: rank for rank in self._ranks if rank.uplink is uplink}
             for number, message in uplink.exchange():
                 if number in ranks and (clocks := ranks[number].clocks) is not None:
                     clocks.receive_from_server(message)
@@ -452,7 +428,7 @@ class Agent:
             if answer.kind and not self._server_waits and answer.error != self._server_error:
                 self._server_error = answer.error
                 said = Say(f"perseus: {answer.error}. Training continues at default clocks.", warns=True)
-                for rank in self._ranks.values():
+                for rank in self._ranks:
                     if rank.uplink is not None and rank.number == 0:
                         rank.send(said)
             self._server_waits.clear()
@@ -462,9 +438,9 @@ class Agent:
             server.restart()
         if server.start_again():
             assert server.file is not None
-            self._selector.register(server.file, selectors.EVENT_READ, server)
+            self._selector.register(server.file, selectors.EVENT_READ, self._update_leases_soon)
 
-    def _find(self, rank: _Rank, place: FindGpu) -> None:
+    def _find(self, rank: _Rank, place: messages.FindGpu) -> None:
         try:
             # The number may belong to another GPU here, and the clocks of that one would be changed.
             if place.uuid is None and place.pci_address is None and place.cgroups != places.cgroups():
@@ -473,14 +449,14 @@ class Agent:
             address = gpu.address
             gpu.close()
             assert address is not None
-            rank.send(Found(address))
+            rank.send(messages.Found(address))
         except Exception as error:  # the client waits for an answer
-            rank.send(Refused("unusable", str(error)))
+            rank.send(messages.Refused("unusable", str(error)))
             self._has_served, rank.is_finding = True, False
 
     def _forget_former(self, rank: _Rank) -> None:
         """Remove the earlier connection of a process that has connected again after this agent was stopped."""
-        for other in [*self._ranks.values()]:
+        for other in [*self._ranks]:
             ours, theirs = rank.memory_file, other.memory_file
             if other is not rank and ours is not None and theirs is not None and os.path.sameopenfile(ours, theirs):
                 self._forget(other, has_left=False)
@@ -494,7 +470,7 @@ class Agent:
         return driver
 
     def _refuse(self, rank: _Rank, reason: messages.Reason, error: str) -> None:
-        rank.send(Refused(reason, error))
+        rank.send(messages.Refused(reason, error))
         self._forget(rank)
 
     def _forget(self, rank: _Rank, *, has_left: bool = True) -> None:
@@ -503,11 +479,11 @@ class Agent:
                 rank.send_to_server(Left())
             rank.uplink.leave(rank.number)
             rank.uplink.flush()
-            if not any(other.uplink is rank.uplink for other in self._ranks.values() if other is not rank):
+            if not any(other.uplink is rank.uplink for other in self._ranks if other is not rank):
                 self._selector.unregister(rank.uplink.file)
                 self._uplinks.remove(rank.uplink)
                 rank.uplink.close()
-        del self._ranks[rank.connection.fileno()]
+        self._ranks.remove(rank)
         if rank.is_connected:
             self._selector.unregister(rank.connection)
         rank.close()
@@ -536,14 +512,14 @@ class Agent:
         """Grant leases of opened GPUs, and reset GPUs with ended leases."""
         if self.terminates:
             self.terminates = False
-            for rank in self._ranks.values():
+            for rank in self._ranks:
                 self._revoke(rank)
             for gpu in self._inherited:
                 self._drivers[gpu].reset()
         now_s = self._time.now_s()
-        is_ending = any(rank.is_ending(now_s) for rank in self._ranks.values())
+        is_ending = any(rank.is_ending(now_s) for rank in self._ranks)
         self._update_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
-        for rank in [*self._ranks.values()]:
+        for rank in [*self._ranks]:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
                 rank.flush()
@@ -579,7 +555,7 @@ class Agent:
             memory.count_reset()  # it may have continued before the reset
             rank.awaits_reset = False
 
-    def _grant(self, rank: _Rank, request: RequestLease, now_s: float) -> None:
+    def _grant(self, rank: _Rank, request: messages.RequestLease, now_s: float) -> None:
         """Grant a lease if the GPU is open, described and reset."""
         driver = rank.driver
         assert driver is not None
@@ -590,8 +566,8 @@ class Agent:
         if request.describes and not driver.is_described(request.checks_permission):
             driver.describe(request.checks_permission)
             return
-        if request.describes and isinstance(driver.description, Exception):
-            self._refuse(rank, "unusable", str(driver.description))
+        if request.describes and driver.description is None:
+            self._refuse(rank, "unusable", str(driver.description_error))
             return
         is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
         if driver.gpu is None or not driver.is_reset or not is_clear:
@@ -612,19 +588,18 @@ class Agent:
         )
         if request.is_renewal:
             rank.clocks.take_over()
-        left = [LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
+        left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
         self._left = {}
         self._inherited.discard(request.gpu)
         if request.gpu in self._abandoned:
             self._abandoned.discard(request.gpu)
             rank.count_reset()
         driver.record.left_by = None
-        description = driver.description if request.describes else None
-        rank.send(Granted(tuple(left), description if isinstance(description, GpuDescription) else None))
+        rank.send(messages.Granted(tuple(left), driver.description if request.describes else None))
 
     def _others(self, rank: _Rank) -> list[_Rank]:
         """Return the other ranks that use the same GPU."""
-        return [each for each in self._ranks.values() if each is not rank and each.driver is rank.driver]
+        return [each for each in self._ranks if each is not rank and each.driver is rank.driver]
 
     def _end(self, rank: _Rank, now_s: float) -> None:
         """End a lease, and reset the GPU unless another rank uses it."""
@@ -651,12 +626,12 @@ class Agent:
             is_calling = clocks is not None and clocks.is_calling and now_s < rank.ended_s + _CALL_ENDS_WITHIN_S
             is_over = not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected))
         if is_over:
-            rank.send(Released())
+            rank.send(messages.Released())
             self._forget(rank)
 
     def _let_go(self, gpu: str, driver: GpuDriver) -> None:
         """Release a GPU that no rank uses after its reset."""
-        is_used = gpu in self._inherited or any(rank.driver is driver for rank in self._ranks.values())
+        is_used = gpu in self._inherited or any(rank.driver is driver for rank in self._ranks)
         if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
             if gpu not in self._abandoned and not driver.left_error:
                 driver.record.set_locked(False)

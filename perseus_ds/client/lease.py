@@ -27,18 +27,6 @@ import msgspec
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.protocol import layout, messages, places
 from perseus_ds.protocol.layout import RankMemory
-from perseus_ds.protocol.messages import (
-    FindGpu,
-    Found,
-    GpuDescription,
-    Granted,
-    Refused,
-    Release,
-    Released,
-    RequestLease,
-    RequestStatus,
-    Status,
-)
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -77,7 +65,7 @@ class Lease:
 
     def __init__(
         self,
-        gpu: str | FindGpu,
+        gpu: str | messages.FindGpu,
         job: str | None = None,
         timebase: Timebase = REAL_TIME,
         *,
@@ -100,9 +88,9 @@ class Lease:
             GpuBusyError: Another job uses the GPU.
             GpuError: No agent can be started, or none can use the GPU.
         """
-        self._place = gpu if isinstance(gpu, FindGpu) else None
-        self.gpu = "" if isinstance(gpu, FindGpu) else gpu
-        self.description: GpuDescription | None = None
+        self._place = gpu if isinstance(gpu, messages.FindGpu) else None
+        self.gpu = "" if isinstance(gpu, messages.FindGpu) else gpu
+        self.description: messages.GpuDescription | None = None
         self._checks_permission = checks_permission
         self._time = timebase
         self._process = os.getpid()
@@ -205,10 +193,10 @@ class Lease:
         if self._connection is not None and not self._is_released:
             end_s = self._time.now_s() + timeout_s
             with contextlib.suppress(OSError, GpuError):
-                self._connection.send(messages.encode(Release()))
+                self._connection.send(messages.encode(messages.Release()))
                 while self._connection is not None and not self._is_released and self._time.now_s() < end_s:
                     message = self._receive()
-                    self._is_released = isinstance(message, Released)
+                    self._is_released = isinstance(message, messages.Released)
                     if message is None:
                         self._time.sleep(_AGAIN_S / 10)
                     elif not self._is_released:
@@ -241,7 +229,7 @@ class Lease:
             self._starting.wait()
             self._reap()
 
-    def _progress(self) -> Refused | None:
+    def _progress(self) -> messages.Refused | None:
         """Take the next step towards a lease, without waiting. Returns a refusal, if any."""
         if self._connection is None:
             try:
@@ -257,10 +245,10 @@ class Lease:
                 self._start_if_due()
                 return None
         answer = self._receive()
-        if isinstance(answer, Found):
+        if isinstance(answer, messages.Found):
             self.gpu = answer.gpu
             self._send_request(self._connection)
-        elif isinstance(answer, Granted):
+        elif isinstance(answer, messages.Granted):
             self.is_granted = True
             self.description = answer.gpu or self.description
             self.grants += 1
@@ -270,7 +258,7 @@ class Lease:
                 logger.warning(
                     "perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.gpu, said
                 )
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, messages.Refused):
             self._disconnect()
             return answer
         return None
@@ -278,7 +266,7 @@ class Lease:
     def _send_request(self, connection: socket.socket) -> None:
         is_renewal = self.grants > 0
         describes = self._place is not None and not is_renewal
-        request = RequestLease(self.gpu, is_renewal, describes, self._checks_permission and describes)
+        request = messages.RequestLease(self.gpu, is_renewal, describes, self._checks_permission and describes)
         socket.send_fds(connection, [messages.encode(request)], self._files)
 
     def _start_if_due(self) -> None:
@@ -356,10 +344,10 @@ def leases() -> dict[str, tuple[int, tuple[int, ...]]]:
         for name in places.agents():
             with contextlib.suppress(OSError, msgspec.DecodeError), places.connect(name) as connection:
                 connection.settimeout(_STATUS_TIMEOUT_S)
-                connection.send(messages.encode(RequestStatus()))
+                connection.send(messages.encode(messages.RequestStatus()))
                 status = messages.decode_to_client(connection.recv(messages.LONGEST))
                 agent = places.holder_of(places.agent_lock_path(name)) or 0
-                for gpu, pid in status.leases if isinstance(status, Status) else ():
+                for gpu, pid in status.leases if isinstance(status, messages.Status) else ():
                     _, pids = found.get(gpu, (agent, ()))
                     found[gpu] = agent, (*pids, pid)
     return found
