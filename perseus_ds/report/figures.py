@@ -23,7 +23,7 @@ from perseus_ds.measures import Baseline
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.jobs import MeasuredPoint, Trend
 from perseus_ds.report.sources import History
-from perseus_ds.units import percent
+from perseus_ds.units import duration, joules, percent
 
 Figure = dict[str, Any]
 
@@ -78,7 +78,7 @@ _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
 _ALTERNATIVES = (("green", "dash"), ("amber", "dot"), ("ink", "dashdot"), ("soft", "dot"))
 # Stages whose rows differ by less than this are drawn as one curve, as they could not be distinguished.
 _SAME = 0.005
-_SECOND_ROW = {"xaxis": "x2", "yaxis": "y2"}
+_SECOND_ROW = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _LEAST_SHOWN = 0.1
 _LEAST_PERCENT = 5
@@ -104,7 +104,7 @@ def css() -> str:
 def trace(
     name: str,
     x: Sequence[float],
-    y: Sequence[float],
+    y: Sequence[float | None],
     colour: str,
     *,
     dash: str | None = None,
@@ -283,36 +283,22 @@ def history_figure(histories: Sequence[History], baseline: Baseline | None) -> F
         shown = [found for found in steps if found[2].phase == phase][::every]
         colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
         texts = [
-            f"{history.name}, iteration {step.iteration}, {phase}"
-            + ("" if step.plan is None else f", plan {step.plan}")
+            f"{history.name}, iteration {step.iteration}, {phase}{'' if step.plan is None else f', plan {step.plan}'}: "
+            f"{joules(step.energy_j)}, {duration(step.time_s)}"
             for _, history, step in shown
         ]
-        common = {
-            "type": "scatter", "mode": "markers", "name": phase if every == 1 else f"{phase}, one in {every}",
-            "legendgroup": phase, "text": texts, "x": [x for x, _, _ in shown],
-            "marker": {"color": variable(colour), "symbol": symbol, "size": 6},
-        }  # fmt: skip
-        energies_j, times_s = [s.energy_j for _, _, s in shown], [s.time_s for _, _, s in shown]
-        data += _on_two_rows(common, energies_j, times_s, hovertemplate="%{{text}}: %{{y:.4~g}} {}<extra></extra>")
+        name, xs = phase if every == 1 else f"{phase}, one in {every}", [x for x, _, _ in shown]
+        for values, row in (([s.energy_j for *_, s in shown], {}), ([s.time_s for *_, s in shown], _SECOND_ROW)):
+            drawn = trace(name, xs, values, colour, symbol=symbol, texts=texts)
+            data.append(drawn | {"legendgroup": phase} | row)
     if baseline is not None:
-        common = {
-            "type": "scatter", "mode": "lines", "legendgroup": "baseline", "x": [0.5, len(steps) + 0.5],
-            "name": f"default clocks, {'measured' if baseline.is_measured else 'predicted'}",
-            "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}, "hoverinfo": "skip",
-        }  # fmt: skip
-        data += _on_two_rows(common, [baseline.typical.energy_j] * 2, [baseline.typical.time_s] * 2)
+        name = f"default clocks, {'measured' if baseline.is_measured else 'predicted'}"
+        for value, row in ((baseline.typical.energy_j, {}), (baseline.typical.time_s, _SECOND_ROW)):
+            drawn = trace(name, [0.5, len(steps) + 0.5], [value] * 2, "orange", dash="dash")
+            data.append(drawn | {"legendgroup": "baseline"} | row)
     layout = _two_rows("iteration", [0.4, len(steps) + 0.6])
     layout["shapes"], layout["annotations"] = _event_lines(histories, starts)
     return {"data": data, "layout": layout}
-
-
-def _on_two_rows(
-    common: Figure, energies_j: Sequence[float | None], times_s: Sequence[float], hovertemplate: str = ""
-) -> list[Figure]:
-    upper, lower = common | {"y": energies_j}, common | {"y": times_s, "showlegend": False} | _SECOND_ROW
-    if hovertemplate:
-        upper["hovertemplate"], lower["hovertemplate"] = hovertemplate.format("J"), hovertemplate.format("s")
-    return [upper, lower]
 
 
 def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
@@ -333,11 +319,13 @@ def trend_figure(trend: Trend) -> Figure:
     """Draw energy and time under plans relative to default clocks, over the job's life."""
     data = []
     layout = _two_rows(trend.x_title, None, unit="%")
-    for name, fractions, row in (("energy", trend.energy, ""), ("time", trend.time, "2")):
+    for name, fractions, axis, row in (
+        ("energy", trend.energy, "yaxis", {}),
+        ("time", trend.time, "yaxis2", _SECOND_ROW),
+    ):
         values = [100 * fraction for fraction in fractions]
-        drawn = trace(name, trend.x, values, "blue", dash="solid", symbol="circle", texts=trend.texts)
-        data.append(drawn | {"xaxis": f"x{row}", "yaxis": f"y{row}"})
-        layout[f"yaxis{row}"]["range"] = _range([0.0, *values], _LEAST_PERCENT)
+        data.append(trace(name, trend.x, values, "blue", dash="solid", symbol="circle", texts=trend.texts) | row)
+        layout[axis]["range"] = _range([0.0, *values], _LEAST_PERCENT)
     layout["shapes"] = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": axis, "y0": 0, "y1": 0,
          "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}}

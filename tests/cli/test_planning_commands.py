@@ -157,25 +157,20 @@ def test_known_names_need_no_schedule_in_the_files(run, save):
     assert run("optimize", "p", "--out", "f", "--plans", "6", "--micro-batches", "5")[0] == 0
 
 
-def test_every_schedule_is_compared_with_its_assumptions(run):
-    of_torch = ["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
-    names = [*of_torch, "deepspeed_1f1b", "deepspeed_dualpipev"]
-    code, out, _ = run("schedules", "p", "--schedules", *names, "--plans", "4", "--weight-share", "0.4")
+def test_schedules_are_compared_with_their_assumptions(run):
+    names = ["1f1b", "interleaved_zero_bubble", "zbv", "deepspeed_dualpipev"]
+    words = ["--schedules", *names, "--micro-batches", "4", "8", "--plans", "4", "--weight-share", "0.4", "--out", "x"]
+    code, out, _ = run("schedules", "p", *words)
     assert code == 0
-    table = ScheduleTable.model_validate_json(Path("p/schedules.json").read_text())
-    assert [(one.name, one.stages) for one in table.schedules] == list(
-        zip(names, [2, 2, 4, 4, 4, 4, 4, 2, 4], strict=True)
-    )
-    assert table.simulated is True
-    assert Path("p/schedules.png").read_bytes().startswith(b"\x89PNG")
+    table = ScheduleTable.model_validate_json(Path("x/schedules.json").read_text())
+    assert [(one.name, one.stages, one.micro_batches) for one in table.schedules] == [
+        (name, stages, count) for name, stages in zip(names, (2, 4, 4, 4), strict=True) for count in (4, 8)
+    ]
+    assert Path("x/schedules.png").read_bytes().startswith(b"\x89PNG")
     assert all(any(line.startswith(f"{name} ") for line in out.splitlines()) for name in names)
     assert "zbv: each stage is cut into 2 equal chunks" in out
     assert "40% of a backward's time and energy" in out
     assert "SIMULATED: no GPU was measured" in out
-    words = ["--schedules", "1f1b", "--ranks", "2", "--micro-batches", "4", "8", "--plans", "4", "--out", "x"]
-    assert run("schedules", "p/profile.csv", *words)[0] == 0
-    table = ScheduleTable.model_validate_json(Path("x/schedules.json").read_text())
-    assert [(one.stages, one.micro_batches) for one in table.schedules] == [(2, 4), (2, 8)]
 
 
 def test_schedules_that_cannot_be_compared_are_an_error(run):

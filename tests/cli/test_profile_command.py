@@ -7,7 +7,6 @@ import pytest
 from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.pipeline.instruction import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -53,30 +52,6 @@ def test_merge_combines_stages_and_refuses_another_gpu(run, original):
     code, _, err = run("profile", "merge", "s0", "x", "--out", "z")
     assert code == 2
     assert "gpu is 'another'" in err
-
-
-def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, original, caplog):
-    clocks = original.options(0, Kind.FORWARD).clock_mhz.tolist()
-    slower = [
-        replace(m, time_s=1.4 * m.time_s, energy_j=1.4 * m.energy_j)
-        for m in original.measurements
-        if m.stage == 0 and m.clock_mhz >= clocks[2]
-    ]
-    StageProfile(slower, original.info).save("slow/profile.csv")
-    assert run("profile", "merge", "p", "slow", "--out", "m")[0] == 0
-    merged = StageProfile.load("m")
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        found, before = merged.options(0, kind), original.options(0, kind)
-        assert found.clock_mhz.tolist() == clocks[2:]
-        assert found.time_s == pytest.approx(1.4 * before.time_s[2:])
-        assert found.energy_j == pytest.approx(1.2 * before.energy_j[2:] + 0.2 * before.time_s[2:] * 80.0)
-        assert merged.options(1, kind).clock_mhz.tolist() == clocks
-    (record,) = caplog.records
-    assert f"stage 0: {clocks[0]}, {clocks[1]} MHz, missing on slow" in record.getMessage()
-    StageProfile([m for m in original.measurements if m.clock_mhz < clocks[2]], original.info).save("low/profile.csv")
-    code, _, err = run("profile", "merge", "slow", "low", "--out", "n")
-    assert code == 2
-    assert "stage 0, backward: no clock" in err
 
 
 def test_convert_reads_the_rows_of_several_ranks_of_merak(run):

@@ -227,14 +227,3 @@ def test_a_change_of_scheme_is_followed_and_paper_is_light(opened):
     assert (opened.js(BACKGROUND), opened.js(HEIGHTS)) == (PALETTE["surface"][1], before)
     opened.prefer("light")
     assert opened.js(BACKGROUND) == PALETTE["surface"][0]
-
-
-@pytest.mark.extended
-def test_plots_keep_their_height_when_the_screen_is_turned(opened):
-    for width, height in ((390, 844), (844, 390), (390, 844)):
-        opened.resize(width, height)
-        for name, (box, drawn) in opened.js(HEIGHTS).items():
-            assert box == drawn > 200, (name, width)
-        assert opened.js("return document.documentElement.scrollWidth") == width
-        assert opened.js("return document.querySelector('#timeline svg').getBoundingClientRect().right") <= width
-    assert opened.complaints() == []

@@ -21,17 +21,6 @@ def trace(tmp_path_factory, job):
     return json.loads((folder / "trace.json").read_text())
 
 
-def test_bars_and_waits_fill_the_iteration_of_every_rank(job):
-    for plan in (job.frontier.baseline, *job.frontier.plans):
-        shown = timeline(job.dag, job.profile, plan)
-        for rank in range(RANKS):
-            busy = [(bar.start_s, bar.end_s) for bar in shown.bars if bar.rank == rank]
-            parts = sorted([*busy, *((wait.start_s, wait.end_s) for wait in shown.waits(rank))])
-            assert parts[0][0] == 0
-            assert parts[-1][1] == pytest.approx(shown.time_s)
-            assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(parts))
-
-
 def test_a_measured_iteration_is_divided_into_transfers_and_waiting(job):
     plan = job.frontier.plans[2]
     predicted = timeline(job.dag, job.profile, plan)
