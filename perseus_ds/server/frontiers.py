@@ -30,9 +30,7 @@ _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 def read_frontier(path: Path, real_gpu: str | None) -> Frontier:
     """Return the frontier of a file on rank 0's node.
 
-    Args:
-        path: The file.
-        real_gpu: Product name of the GPU that runs the plans. None if it is simulated.
+    ``real_gpu`` is the product name of the GPU that runs the plans, None if it is simulated.
 
     Raises:
         PerseusError: The file does not exist, is invalid, or was measured on simulated GPUs, unlike ``real_gpu``.
@@ -175,13 +173,8 @@ def keep_for_later_runs(context: ModeContext) -> None:
 async def optimise(context: ModeContext, default: DefaultIterations, switch_cost_s: float) -> Frontier:
     """Compute the frontier of the job's profile in another process, with low priority.
 
-    Args:
-        context: Context of the mode.
-        default: Receives the iterations at default clocks that run during the computation.
-        switch_cost_s: Delay caused by a change of clock [s].
-
-    Raises:
-        PerseusError: The frontier cannot be computed, or does not fit this job.
+    The iterations at default clocks that run during the computation are added to ``default``. ``switch_cost_s`` is the
+    delay caused by a change of clock [s].
     """
     job = context.job
     # A late request delays the next instruction, independently of the cost learnt from plans that ran.
@@ -206,11 +199,7 @@ async def optimise(context: ModeContext, default: DefaultIterations, switch_cost
 
 
 def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
-    """Start to plan iterations by the lengths of their micro-batches, if the job provides these.
-
-    Returns:
-        Whether iterations are planned by length.
-    """
+    """Start to plan iterations by the lengths of their micro-batches, and return whether the job provides these."""
     job, look_ahead = context.job, context.look_ahead
     look_ahead.stop(job.order)
     if not look_ahead.is_used:

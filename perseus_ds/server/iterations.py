@@ -33,12 +33,7 @@ from perseus_ds.protocol.job_messages import Program, RankReport, Times
 
 @dataclass(frozen=True)
 class NextPhase:
-    """The next phase, with an estimate of the time until it begins.
-
-    Attributes:
-        phase: Name of the phase, as in ``run.jsonl``.
-        in_s: Time until it begins [s]; None if unknown.
-    """
+    """The next phase, with an estimate of the time until it begins [s]; None if unknown."""
 
     phase: str
     in_s: float | None = None
@@ -46,20 +41,13 @@ class NextPhase:
 
 @dataclass(frozen=True)
 class Plans:
-    """Frequency plans for all pipelines.
-
-    Attributes:
-        frontier: Their frontier.
-        assignment: The plan of each pipeline.
-        dag: DAG of the schedule.
-    """
+    """Frequency plans for all pipelines, and the DAG of their schedule."""
 
     frontier: Frontier
     assignment: Assignment
     dag: Dag
 
     def of_pipeline(self, pipeline: int) -> FrequencyPlan:
-        """Return the plan of a pipeline."""
         return self.frontier.plans[self.assignment.plans[pipeline]]
 
 
@@ -70,15 +58,14 @@ class Run:
     Attributes:
         phase: Name of the phase, as in ``run.jsonl``.
         clock_mhz: One clock for all instructions of all ranks [MHz]; None for default clocks or plans.
-        plans: Frequency plans; None without any.
         plan: Index on the frontier of the plan of rank 0's pipeline; None without one.
         forecast: Prediction for the whole job; None without a plan.
         times: Times that ranks measure in iterations whose number is a multiple of ``every``.
         otherwise: Times that they measure in all other iterations.
         logs_energy: Whether ranks report each refresh of their energy counters.
-        next_phase: The next phase; None if no other phase is expected.
+        next_phase: None if no other phase is expected.
         status: Values for ``perseus-ds control status``.
-        progress: Returns the progress under plans, to be kept for a later start of the job; None without plans.
+        progress: Returns the progress under plans, to be kept for a later start of the job.
         block: Sample for a comparison, to which these iterations are added; None if they are not compared.
         by_length: Whether each iteration runs a plan for its own lengths, or default clocks without one.
         lengths: The plan for the lengths of a single iteration.
@@ -120,12 +107,8 @@ class Run:
         """
         if self.plans is None or (self.by_length and self.lengths is None):
             return Program(number, self.clock_mhz)
-        plan: FrequencyPlan | PipelinePlan
-        if self.lengths is not None:
-            plan, instructions = self.lengths.pipelines[pipeline], self.plans.frontier.instructions[rank]
-        else:
-            plan = self.plans.of_pipeline(pipeline)
-            instructions = plan.instructions[rank]
+        plan = self.plans.of_pipeline(pipeline) if self.lengths is None else self.lengths.pipelines[pipeline]
+        instructions = self.plans.frontier.instructions[rank]
         own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
         if len(set(own_mhz)) == 1:
             return Program(number, own_mhz[0])
@@ -141,10 +124,8 @@ class Run:
         """Return the run of a single iteration under the plan for its lengths."""
         forecast = self.forecast
         if forecast is not None:
-            default_s, default_j = (
-                plan.relative_time * forecast.default_time_s,
-                plan.relative_energy * forecast.default_energy_j,
-            )
+            default_s = plan.relative_time * forecast.default_time_s
+            default_j = plan.relative_energy * forecast.default_energy_j
             forecast = Forecast(
                 time_s=(1 + plan.slowdown) * default_s,
                 energy_j=(1 - plan.saved) * default_j,
@@ -204,11 +185,9 @@ class Seen:
         number: Training step, starting at 1.
         iteration: Number of the iteration since the job started.
         run: What all ranks ran from its start to its end; None if they differ.
-        ranks: The reports of all ranks.
         messages: The reports as received, by rank.
         contents: Its operations as received, by rank.
-        streams: The operations of its order, by pipeline rank.
-        pipeline_ranks: The pipeline rank of each rank.
+        streams: The operations of its order, by rank. Empty if unknown.
         ended: Time of its end [Unix seconds].
         conditions: Limits of GPUs. Iterations with equal conditions may be compared.
         relative: Time and energy at default clocks predicted for the lengths of its micro-batches, relative to an
@@ -223,7 +202,6 @@ class Seen:
     messages: Sequence[RankReport]
     contents: Mapping[int, bytes]
     streams: Sequence[Sequence[Any]]
-    pipeline_ranks: Sequence[int]
     ended: float
     conditions: Conditions = ()
     relative: tuple[float, float] = (1.0, 1.0)
@@ -231,23 +209,17 @@ class Seen:
 
     @cached_property
     def reports(self) -> JobReport:
-        """Figures of the whole job, from the reports of its ranks."""
         return JobReport.of(self.ranks, self.relative)
 
     @property
     def time_s(self) -> float:
-        """Time of the slowest rank [s]."""
         return self.reports.time_s
 
     def spans(self, rank: int) -> list[Span]:
         """Return the operations of a rank, relative to the iteration's start. Empty if not measured."""
         if not self.streams:
             return []
-        return decode_spans(self.contents.get(rank, b""), self.streams[self.pipeline_ranks[rank]])
-
-    def begun_s(self, rank: int) -> float:
-        """Return when it started on a rank's GPU, in the time of its node [s]."""
-        return self.messages[rank].begun_s
+        return decode_spans(self.contents.get(rank, b""), self.streams[rank])
 
 
 @coroutine

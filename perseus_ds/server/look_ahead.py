@@ -28,13 +28,7 @@ class LookAhead:
     def __init__(
         self, pipelines: int, say: Callable[[str], None], worker: Callable[..., LengthsWorker] = LengthsWorker
     ) -> None:
-        """Begin without lengths.
-
-        Args:
-            pipelines: Number of data-parallel pipelines.
-            say: Prints a line for the whole job.
-            worker: Plans iterations in another process.
-        """
+        """Begin without lengths, given the number of data-parallel pipelines."""
         self.is_used = False
         self._pipelines = pipelines
         self._say = say
@@ -46,13 +40,9 @@ class LookAhead:
         self._planners: dict[int, _Planner] = {}
 
     def give(self, iteration: int, pipeline: int, lengths: Lengths, begun: int) -> None:
-        """Add the lengths of a pipeline's micro-batches in an iteration.
+        """Add the lengths of a pipeline's micro-batches in an iteration, none if they were too late.
 
-        Args:
-            iteration: Number of the iteration.
-            pipeline: Number of the pipeline.
-            lengths: Length of each micro-batch. Empty if they were too late.
-            begun: Number of the last iteration that has begun.
+        ``begun`` is the number of the last iteration that has begun.
         """
         self.is_used = True
         if not lengths or iteration > begun + _KEPT:
@@ -106,11 +96,7 @@ class LookAhead:
                 self._say(f"no plans for the lengths given, iterations run at default clocks: {why}")
 
     def start(self, job: PlannedJob, log_path: Path, order: int) -> None:
-        """Start a process that plans iterations of an order.
-
-        Raises:
-            OSError: The process cannot be started.
-        """
+        """Start a process that plans iterations of an order."""
         self.stop(order)
         self._planners[order] = _Planner(self._worker(job, log_path), job.schedule.micro_batches)
 
@@ -120,7 +106,6 @@ class LookAhead:
             self._planners[order].slowdown = slowdown
 
     def stop(self, order: int) -> None:
-        """Stop planning iterations of an order."""
         if (planner := self._planners.pop(order, None)) is not None:
             planner.stop()
 

@@ -50,14 +50,11 @@ def _is_off(measured: float, predicted: float, error: float) -> bool:
 def correct_profile(
     context: ModeContext, frontier: Frontier, default: DefaultIterations, *, before: Baseline | None = None
 ) -> bool:
-    """Compare prediction and measurement of an iteration at default clocks.
+    """Compare prediction and measurement of an iteration at default clocks, and return whether to plan again.
 
     A difference is printed, and the profile is corrected if factors of its parts explain it. The prediction is the
     baseline of the frontier. A profile that was not measured in this job, without iterations ``before`` it, is not
     corrected.
-
-    Returns:
-        Whether the profile was corrected, so that plans have to be computed again.
     """
     job, sample = context.job, default.sample
     if is_predicted(job, frontier, sample):
@@ -119,10 +116,7 @@ def _by_power(job: Job, profile: StageProfile, sample: IterationSample) -> Stage
 class PartTimes:
     """Typical times of the parts of iterations at default clocks [s].
 
-    Attributes:
-        instructions: Time of each stage and kind.
-        tail_s: Time of the tail on the rank that does not wait.
-        fixed: Loads, transfers and other commands, as in a profile.
+    The tail is that of the rank that does not wait. ``fixed`` has loads, transfers and other commands.
     """
 
     instructions: Mapping[Key, float]
@@ -131,7 +125,6 @@ class PartTimes:
 
     @classmethod
     def of(cls, ranks: Sequence[Iterations]) -> PartTimes:
-        """Return the times of one pipeline, given its ranks' operations by iteration."""
         instructions: dict[Key, float] = medians(
             ((span.operation.instruction.stage, span.operation.instruction.kind), span.time_s)
             for rank in ranks
@@ -147,7 +140,7 @@ class PartTimes:
 def difference(
     profile: StageProfile, now: PartTimes, before: Mapping[Key, float], time_s: float
 ) -> tuple[dict[str, float], StageProfile | None]:
-    """Compare the parts of iterations with a profile.
+    """Return the ratios of measured to profiled time of parts that differ by name, and the corrected profile.
 
     Args:
         profile: The profile.
@@ -156,10 +149,6 @@ def difference(
             since, but differs from its row at the highest clock, the row is right and default clocks differ from that
             clock.
         time_s: Iteration time, relative to which short parts are ignored [s].
-
-    Returns:
-        By name, the ratio of measured to profiled time of parts that differ, and the profile with these times (None if
-        nothing is corrected).
     """
     differing = _differing(now, {key: profile.at_highest_clock(*key).time_s for key in profile.keys})
     of_key = {
@@ -193,13 +182,11 @@ def difference(
 
 
 def _differing(now: PartTimes, profiled_s: Mapping[Key, float]) -> dict[Key, float]:
-    """Return the ratio of measured to profiled time of instructions that differ."""
     factors = {key: now_s / profiled_s[key] for key, now_s in now.instructions.items() if key in profiled_s}
     return {key: factor for key, factor in factors.items() if abs(factor - 1) > _OFF}
 
 
 def _differs(now_s: float, profiled_s: float, of_s: float) -> bool:
-    """Return True if a duration differs from the profile by more than the tolerance."""
     return abs(now_s - profiled_s) > max(_OFF * profiled_s, _SHORT * of_s)
 
 

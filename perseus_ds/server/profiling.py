@@ -57,9 +57,7 @@ class Baseline:
     Attributes:
         spans: Operations of the shown pipeline, by rank and iteration.
         time_s: Time of a typical iteration of the job [s].
-        energy_j: Energy of all GPUs in it [J].
-        counter_period_s: Refresh period of the slowest energy counter [s].
-        counter_settle_s: Longest time for which a counter still reports the power before a step [s].
+        energy_j: Mean energy of all GPUs [J].
         info: The job, and the durations of operations without a choice of clock.
         tail_profile: Profile whose tails are used if they were not measured; None if they were.
     """
@@ -67,8 +65,6 @@ class Baseline:
     spans: list[list[list[Span]]]
     time_s: float
     energy_j: float
-    counter_period_s: float
-    counter_settle_s: float
     info: ProfileInfo
     tail_profile: StageProfile | None = None
 
@@ -114,8 +110,6 @@ async def warm_up(context: ModeContext, *, tail_profile: StageProfile | None = N
         spans,
         statistics.median(seen.time_s for seen in measured),
         statistics.mean(seen.reports.energy_j for seen in measured),
-        job.counter_period_s(),
-        job.counter_settle_s(),
         info,
         tail_profile,
     )
@@ -190,12 +184,7 @@ _MOST_PREDICTED_ERROR = 0.02
 
 
 async def profile_online(context: ModeContext, baseline: Baseline) -> None:
-    """Measure a profile and write it.
-
-    Raises:
-        PerseusError: The profile could not be measured.
-        OSError: The profile could not be written.
-    """
+    """Measure a profile and write it."""
     job, recorder = context.job, context.recorder
     settings = job.config.profile
     clocks = job.clocks_mhz()
@@ -203,12 +192,11 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     most = settings.most_clocks(len(clocks))
     measurement = _Measurement(context, baseline)
 
-    def time_s(clock_mhz: int) -> float:
-        """Return the longest expected time of an iteration at a clock [s]."""
+    def longest_s(clock_mhz: int) -> float:
         return measurement.share * baseline.time_s * clocks[-1] / clock_mhz
 
     # Most measured clocks are in the upper half.
-    visit = measurement.iterations_with(_REFRESHES, time_s(clocks[3 * len(clocks) // 4]))
+    visit = measurement.iterations_with(_REFRESHES, longest_s(clocks[3 * len(clocks) // 4]))
     expected = most * visit + math.ceil(_UNKNOWN * most) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
@@ -216,7 +204,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
     )
     if following == "optimizing":
-        default = IterationSample(baseline.counter_period_s)
+        default = IterationSample(job.counter_period_s())
         compared = math.ceil(default.remaining_s(baseline.time_s, more=SETTLED + 1) / baseline.time_s)
         recorder.say(
             f"a plan runs in about {expected + compared} iterations: {expected} to measure the profile, and at least "
@@ -228,7 +216,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
 
     while chosen := search.next_clocks():
         for clock_mhz, then_mhz in zip(chosen, [*chosen[1:], search.likely_next()], strict=True):
-            await measurement.measure(clock_mhz, time_s(clock_mhz), next_phase, then_mhz)
+            await measurement.measure(clock_mhz, longest_s(clock_mhz), next_phase, then_mhz)
         search.add(measurement.rows(chosen))
     power_w, why = measurement.blocking_power_w()
     if why is not None:
@@ -238,7 +226,6 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     found = replace(baseline, info=baseline.info.model_copy(update={"blocking_power_w": power_w}))
     raw = search.finished(found.info)
     save_profile(job, found, raw, denoise(raw, clocks))
-    # Losses are relative to default clocks: time of the job and energy of all GPUs.
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
@@ -268,8 +255,8 @@ class _Measurement:
 
     Attributes:
         iterations: Number of measured iterations.
-        lost_s: Additional time relative to default clocks [s].
-        lost_j: Additional energy of all GPUs relative to default clocks [J].
+        lost_s: Additional time of the job relative to default clocks [s].
+        lost_j: Additional energy of all GPUs [J].
     """
 
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:
@@ -277,6 +264,7 @@ class _Measurement:
         self._look_ahead, self._places = context.look_ahead, job.places
         self._ranks = job.profiled
         self._baseline = baseline
+        self._period_s, self._settle_s = job.counter_period_s(), job.counter_settle_s()
         power_w = baseline.info.blocking_power_w or 0.0
         self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
         self._counters = {rank: Refreshes(job.facts[rank].gpu) for rank in self._ranks}
@@ -330,9 +318,8 @@ class _Measurement:
             self.rows([clock_mhz])  # raises the error if the power remains unknown
 
     def iterations_with(self, refreshes: int, time_s: float) -> int:
-        """Return the number of iterations of ``time_s`` in which counters are refreshed this often."""
-        settled_s = _SETTLE_S + self._baseline.counter_settle_s
-        return math.ceil((settled_s + (refreshes + 1) * self._baseline.counter_period_s) / time_s)
+        """Return the number of iterations of ``time_s`` [s] in which counters are refreshed this often."""
+        return math.ceil((_SETTLE_S + self._settle_s + (refreshes + 1) * self._period_s) / time_s)
 
     def _add_iteration(self, seen: Seen) -> None:
         run = seen.run
@@ -359,7 +346,6 @@ class _Measurement:
             counter.state = GpuState(message.temperature_c, message.power_state)
 
     def _add(self, clock_mhz: int, visit: Sequence[Seen]) -> None:
-        """Add iterations at a clock."""
         if visit[-1].reports.failed:
             raise GpuError("the clock could not be set")
         tails_s = {seen.number: shortest_tail_s(seen.spans(rank) for rank in self._ranks) for seen in visit}
@@ -369,7 +355,7 @@ class _Measurement:
             for rank in self._ranks:
                 self._add_run(rank, clock_mhz, run, tails_s)
         for rank, counter in self._counters.items():  # the next iteration may have begun before the report of the last
-            end_s = visit[-1].begun_s(rank) + visit[-1].messages[rank].report.time_s
+            end_s = visit[-1].messages[rank].begun_s + visit[-1].messages[rank].report.time_s
             counter.forget(end_s if math.isfinite(end_s) else 0.0)
         self.iterations += len(visit)
         usual = _passes(own[-1] for own in self._baseline.spans)
@@ -382,20 +368,18 @@ class _Measurement:
 
     def _add_run(self, rank: int, clock_mhz: int, run: Sequence[Seen], tails_s: Mapping[int, float]) -> None:
         counter = self._counters[rank]
-        begin_s, last = run[0].begun_s(rank), run[-1]
-        if not math.isfinite(begin_s) or not math.isfinite(last.begun_s(rank)):
+        begin_s, last = run[0].messages[rank].begun_s, run[-1]
+        if not math.isfinite(begin_s) or not math.isfinite(last.messages[rank].begun_s):
             return  # the agent has not seen them
-        start_s, end_s = begin_s + _SETTLE_S, last.begun_s(rank) + last.messages[rank].report.time_s
+        start_s, end_s = begin_s + _SETTLE_S, last.messages[rank].begun_s + last.messages[rank].report.time_s
         reached_s = counter.reached_s(clock_mhz, start_s, end_s)
         reached_s = start_s if reached_s is None else reached_s
-        readings = counter.readings(reached_s + self._baseline.counter_settle_s, end_s)
-        spans = [
-            [
-                Span(span.operation, span.start_s + seen.begun_s(rank), span.end_s + seen.begun_s(rank))
-                for span in with_tail(seen.spans(rank), tails_s[seen.number])
-            ]
-            for seen in run
-        ]
+        readings = counter.readings(reached_s + self._settle_s, end_s)
+        spans = []
+        for seen in run:
+            begun_s = seen.messages[rank].begun_s
+            found = with_tail(seen.spans(rank), tails_s[seen.number])
+            spans.append([Span(span.operation, begun_s + span.start_s, begun_s + span.end_s) for span in found])
         factors = [self._factors(rank, seen) for seen in run]
         self._profilers[rank].add(clock_mhz, spans, readings, counter.state, factors, reached_s=reached_s)
         self._refreshes[rank, clock_mhz] += len(readings)
@@ -424,7 +408,7 @@ class _Measurement:
             rows = found[f"rank {rank}"] = [row for row in known if row.measurement.clock_mhz in self._measured]
             missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
             if missing:
-                shortest_s = _SETTLE_S + self._baseline.counter_settle_s + 3 * self._baseline.counter_period_s
+                shortest_s = _SETTLE_S + self._settle_s + 3 * self._period_s
                 raise GpuError(
                     f"the power at {missing[0]} MHz is not known: the energy counter of rank {rank} was refreshed "
                     f"{self._refreshes[rank, missing[0]]} times while it only included iterations at this clock. "
@@ -438,7 +422,6 @@ class _Measurement:
         return chosen_power_w(self._baseline.info.blocking_power_w or 0.0, bubbles)
 
     def use_blocking_power_w(self, power_w: float) -> None:
-        """Compute rows from another blocking power [W]."""
         for profiler in self._profilers.values():
             profiler.use_blocking_power_w(power_w)
 
@@ -466,12 +449,7 @@ def pairs(content: bytes) -> list[tuple[float, float]]:
 
 
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
-    """Write the estimated profile, and the measured rows to ``measured.csv`` in the same folder.
-
-    Raises:
-        ProfileError: No forward or backward was measured.
-        OSError: The files cannot be written.
-    """
+    """Write the estimated profile, and the measured rows to ``measured.csv`` in the same folder."""
     waiting_w = baseline.info.blocking_power_w or 0.0
     if baseline.tail_profile is None:
         # If a tail is short or draws no more power than waiting, its clock does not matter.
@@ -495,15 +473,7 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
 
 
 def share_profile(job: Job, path: Path) -> bool:
-    """Copy the profile of another order, if it has all passes of this one.
-
-    Returns:
-        Whether the job has a profile now.
-
-    Raises:
-        PerseusError: The profile cannot be read.
-        OSError: The profile cannot be written.
-    """
+    """Copy the profile of another order if it has all passes of this one, and return whether it has."""
     of_order = {
         "job": job.profile_key(),
         "schedule": job.schedule.name,
@@ -524,18 +494,9 @@ def passes_of_stages(schedule: Schedule) -> set[tuple[int, Kind]]:
 
 
 def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> float | None:
-    """Predict the profile for a length of inputs from measured ones, and write it.
+    """Predict the profile for a length of inputs from profiles by length, write it, and return its typical error.
 
-    Args:
-        job: Job of the iterations with such inputs.
-        length: Length of their inputs.
-        measured: Paths of profiles by length. Incomplete and predicted profiles are ignored.
-
-    Returns:
-        The typical relative error of its rows; None if no profile was written.
-
-    Raises:
-        OSError: The profile cannot be written.
+    Incomplete and predicted profiles are ignored. The error is relative; None if no profile was written.
     """
     profiles = {}
     for other, path in measured.items():
@@ -556,7 +517,6 @@ def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> 
 
 
 def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
-    """Replace the rows of tails by those of another profile."""
     passes = profile.where(lambda stage, kind, clock_mhz: kind is not Kind.TAIL)
     tails = other.where(lambda stage, kind, clock_mhz: kind is Kind.TAIL)
     rows = [*passes.info.rows, *tails.info.rows]

@@ -453,11 +453,11 @@ def common_begins_s(job: Job, seen: Seen) -> list[float]:
     wait, which end at the same time, or by transfers in both directions, which are assumed to take equally long.
     """
     spans = [seen.spans(rank) for rank in job.shown]
-    begins_s = [seen.begun_s(rank) for rank in job.shown]
+    begins_s = [seen.messages[rank].begun_s for rank in job.shown]
     begins_s = [begin_s if math.isfinite(begin_s) else 0.0 for begin_s in begins_s]
     for place in range(1, len(begins_s)):
         before, rank = job.facts[job.shown[place - 1]], job.facts[job.shown[place]]
-        if before.node != rank.node or not math.isfinite(seen.begun_s(job.shown[place])):
+        if before.node != rank.node or not math.isfinite(seen.messages[job.shown[place]].begun_s):
             begins_s[place] = begins_s[place - 1] + begin_after_s(spans[place - 1], spans[place])
     return begins_s
 

@@ -56,11 +56,7 @@ class StragglerWatch:
         self._seen: deque[tuple[float, ...]] = deque(maxlen=_SURE_AFTER)
 
     def update(self, ratios: Sequence[float]) -> tuple[float, ...]:
-        """Add an iteration and return the stretch factors.
-
-        Args:
-            ratios: For each pipeline, its own time divided by that of its plan, > 0.
-        """
+        """Add an iteration, by each pipeline's own time divided by that of its plan, and return the stretch factors."""
         slowest = max(ratios)
         self._seen.append(tuple(slowest / ratio for ratio in ratios))
         if len(self._seen) >= _IN_A_ROW:
@@ -83,7 +79,6 @@ class StragglerWatch:
 
 
 def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the minimum or maximum for each pipeline."""
     return tuple(choose(factors) for factors in zip(*seen, strict=True))
 
 
@@ -180,7 +175,7 @@ class PlanSelector:
             self._recorder.event(PlanChosen.model_validate(self.status()))
 
     def status(self) -> dict[str, Any]:
-        """Return the assignment in force as plain values."""
+        """Return the assignment in force as fields of :class:`PlanChosen`."""
         now = self.in_force
         straggler = straggler_of(now.stretch_factors)
         return {
@@ -201,7 +196,6 @@ class PlanSelector:
         return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
     def _choose(self) -> Assignment:
-        """Return the assignment of the following iterations, without a number."""
         control = self._control
         policy = control.policy_now()
         if policy != self._ordered:
@@ -244,7 +238,6 @@ class PlanSelector:
 
     @property
     def _power_at_default_clocks_w(self) -> float:
-        """Return the power of all GPUs at default clocks, as measured in the job or from the profile [W]."""
         return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
 
     def default_clocks_exceed_cap(self) -> bool:

@@ -345,6 +345,7 @@ class JobServer:
         key = first.key
         run = self.runs.ran(messages)
         ranks = self._ranks_of(messages)
+        streams = self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ())
         seen = Seen(
             number=self._steps_before + number,
             iteration=number,
@@ -352,8 +353,7 @@ class JobServer:
             ranks=ranks,
             messages=messages,
             contents=contents,
-            streams=self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ()),
-            pipeline_ranks=[place.pipeline_rank for place in self.job.places],
+            streams=[streams[place.pipeline_rank] for place in self.job.places] if streams else [],
             ended=first.ended,
             conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits),
             relative=self.look_ahead.relative(number),

@@ -202,7 +202,9 @@ def program(rank, *known_mhz):
     times_s = {(stage, kind, clock): s for stage in (0, 1) for clock in known_mhz for kind, s in TIMES_S.items()}
     plan = FrequencyPlan(STREAMS, ((1110, 1200), (1410, 1410)), 0.7, 1.0)
     plans = Plans(
-        SimpleNamespace(instruction_times_s=times_s, plans=(plan,)), Assignment(plans=(0,)), Dag.build(SCHEDULE)
+        SimpleNamespace(instruction_times_s=times_s, plans=(plan,), instructions=STREAMS),
+        Assignment(plans=(0,)),
+        Dag.build(SCHEDULE),
     )
     return Run("run", plans=plans).program(5, 0, rank, SCHEDULE)
 

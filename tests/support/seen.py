@@ -69,7 +69,6 @@ def seen(
             rank: encode_spans(own, place) for rank, (own, place) in enumerate(zip(spans or (), places, strict=True))
         },
         streams=streams,
-        pipeline_ranks=[*ranks],
         ended=1000.0 + number,
         drift=None if drift is None else JobDrift(drift, drift, 1 + drift, 0.0, 0.0),
     )
