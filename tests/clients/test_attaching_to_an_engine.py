@@ -170,6 +170,25 @@ def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
     assert len(iterations(block)) == 2
 
 
+def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, block):
+    compiled, losses = [], []
+    for initialize in (deepspeed.initialize, perseus_ds.initialize):
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        engine = make(initialize, perseus=block)
+        for layer in engine.module.forward_funcs:
+            layer.compile(backend=backend)
+        losses.append(train(engine, 2))
+        compiled.append(len(graphs))
+    assert losses[0] == losses[1]
+    assert compiled[0] == compiled[1] > 0
+
+
 def test_the_block_is_read_where_deepspeed_reads_its_config_and_the_variable_replaces_its_keys(
     block, tmp_path, monkeypatch
 ):

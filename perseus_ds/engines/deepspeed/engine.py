@@ -53,7 +53,6 @@ class DeepSpeedEngine(Engine):
     def __init__(self, engine: Any) -> None:
         """Wrap an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
         self._engine = engine
-        self._hooks = Hooks()
         self._session: Session
         self._schedule: Any = None  # of the current iteration
         self._order: tuple[type, int] | None = None
@@ -103,23 +102,17 @@ class DeepSpeedEngine(Engine):
 
     def surround(self, session: Session) -> None:
         self._session = self._engine.perseus = session
-        for name, around in (
-            ("train_batch", self._train_batch),
-            ("_exec_schedule", self._execute),
-            ("eval_batch", self._evaluate),
-            ("load_checkpoint", self._load),
-            ("destroy", self._destroy),
-        ):
-            self._hooks.surround(self._engine, name, around)
+        self._engine.__class__ = _with_perseus(self._engine.__class__)
 
     def release(self) -> None:
-        self._hooks.remove()
         del self._engine.perseus
+        self._engine.__class__ = type(self._engine).__mro__[2]  # after the class with Perseus, and what it adds
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": importlib.metadata.version("deepspeed")}
 
-    def _train_batch(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+    def train_batch(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Train one batch, with which an iteration ends."""
         self._in_batch = True
         try:
             return method(*args, **kwargs)
@@ -127,7 +120,7 @@ class DeepSpeedEngine(Engine):
             self._in_batch = False
             self._end_iteration()
 
-    def _execute(self, method: Method, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute(self, method: Method, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
         """Execute a schedule. With gradients, it is a training iteration."""
         if self._schedule is not None or not self._trains_by(pipe_schedule):
             return method(pipe_schedule, *args, **kwargs)
@@ -149,17 +142,20 @@ class DeepSpeedEngine(Engine):
             if not self._in_batch:
                 self._end_iteration()
 
-    def _evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch at default clocks."""
         with self._session.paused():
             return method(*args, **kwargs)
 
-    def _load(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+    def load(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, and report the training step at which it was saved."""
         path, client_state = method(*args, **kwargs)
         if path is not None:
             self._session.set_steps(self._engine.global_steps)
         return path, client_state
 
-    def _destroy(self, method: Method) -> None:
+    def destroy(self, method: Method) -> None:
+        """Reset the clock and release DeepSpeed's resources."""
         self._session.close()
         method()
 
@@ -223,8 +219,39 @@ def _commands_of(pipe_schedule: Any) -> list[Any]:
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
 
 
+class _PerseusEngine:
+    """Methods of a pipeline engine with Perseus."""
+
+    perseus: Any  # a session with a DeepSpeedEngine
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self.perseus.engine.train_batch(super().train_batch, *args, **kwargs)  # type: ignore[misc]
+
+    def _exec_schedule(self, *args: Any, **kwargs: Any) -> Any:
+        return self.perseus.engine.execute(super()._exec_schedule, *args, **kwargs)  # type: ignore[misc]
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self.perseus.engine.evaluate(super().eval_batch, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return self.perseus.engine.load(super().load_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        self.perseus.engine.destroy(super().destroy)  # type: ignore[misc]
+
+
+@functools.cache
+def _with_perseus(engine_class: type) -> type:
+    """Return a subclass of an engine's class with the same name, which some versions of DeepSpeed test."""
+    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
+
+
 def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
-    """Attach Perseus to an engine. See :func:`perseus_ds.attach`."""
+    """Attach Perseus to an engine. See :func:`perseus_ds.attach`.
+
+    The engine remains the same object, with a subclass of its class.
+    """
     return attach_if_configured(engine, block, otherwise=PerseusConfig.model_validate({}))
 
 
