@@ -16,7 +16,6 @@ REFUSALS = {
     "driver error": GpuError("Locking the clock failed: unknown error (code 999)"),
     "driver busy": GpuBusyError("Locking the clock failed: the driver did not answer in time"),
     "no permission": GpuPermissionError("Locking the clock failed: changing clocks needs root or CAP_SYS_ADMIN"),
-    "a mistake of ours": ZeroDivisionError("division by zero"),
 }
 DRIVER_FAULTS = ("driver error", "driver busy", "no permission", "driver hangs", "counter fails")
 
@@ -184,7 +183,7 @@ class VirtualCuda:
         self.gpu = gpu
         self._device = device
         self._queue = deque()
-        self._captured = None
+        self.captured = None  # what a graph that is being captured consists of
         self._changed = time.condition()
         self._is_busy = False
         time.thread(self._run, "stream").start()
@@ -204,8 +203,8 @@ class VirtualCuda:
 
     def enqueue(self, work):
         """Enqueue a function, which occupies the stream, or add it to the graph being captured."""
-        if self._captured is not None:
-            self._captured.append(work)
+        if self.captured is not None:
+            self.captured.append(work)
             return
         with self._changed:
             self._queue.append(work)
@@ -223,18 +222,9 @@ class VirtualCuda:
         finally:
             graph.capture_end()
 
-    def begin_capture(self):
-        """Return a list to which everything enqueued is added."""
-        self.check_captured()
-        self._captured = []
-        return self._captured
-
-    def end_capture(self):
-        self._captured = None
-
     def check_captured(self, wanted=False):
         """Raise an error if a graph is being captured, or with ``wanted``, if none is."""
-        if (self._captured is not None) is not wanted:
+        if (self.captured is not None) is not wanted:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing, or only then")
 
     def Event(self, *, enable_timing, blocking=False, external=False):  # noqa: N802
@@ -279,10 +269,11 @@ class VirtualGraph:
         self._cuda, self._launched = cuda, []
 
     def capture_begin(self, **_):
-        self._launched = self._cuda.begin_capture()
+        self._cuda.check_captured()
+        self._launched = self._cuda.captured = []
 
     def capture_end(self):
-        self._cuda.end_capture()
+        self._cuda.captured = None
 
     def replay(self):
         for work in self._launched:

@@ -42,11 +42,10 @@ class Outcome:
 
 
 class HostileDay:
-    """A job under random faults. See the module's docstring."""
+    """A job under random faults."""
 
-    def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS):
-        """Start the job."""
-        self.outcomes = {cause: Outcome() for cause in causes}
+    def __init__(self, folder, *, seed):
+        self.outcomes = {cause: Outcome() for cause in GPU_FAULTS + JOB_FAULTS}
         self._random = random.Random(seed)
         self.job = VirtualJob(folder, stages_s=STAGES_S, micro_batches=8, gpu_class=FaultyGpu, mode="auto")
         self._warnings = 0

@@ -47,12 +47,14 @@ SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
 class VirtualJob:
     """A job of one rank, or of a pipeline of ranks, which runs 1F1B by default.
 
+    A test may change all attributes but the last two.
+
     Attributes:
-        work_s: Time of each kind of instruction at the top clock, by stage; a test may change it [s].
-        slowdowns: Factor on the times of each rank; a test may change it.
-        wait_s: Time for which the GPU is idle before each pass; a test may change it [s].
-        schedule: The schedule that the ranks execute; a test may change it.
-        shapes: Identifies the shapes of the inputs, of all forwards or of each; a test may change it.
+        work_s: Time of each kind of instruction at the top clock, by stage [s].
+        slowdowns: Factor on the times of each rank.
+        wait_s: Time for which the GPU is idle before each pass [s].
+        schedule: The schedule that the ranks execute.
+        shapes: Identifies the shapes of the inputs, of all forwards or of each.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
         read: How many times the schedule of an iteration was read after the start.
     """
@@ -83,15 +85,13 @@ class VirtualJob:
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
             tail_s: Time of the tail at the top clock [s].
             work_s: Times by kind, instead of both, for a job of one rank [s].
-            wait_s: Time for which the GPU is idle before each pass [s].
             other_s: Time of an unknown command [s].
             transfer_s: Time of a transfer [s].
-            micro_batches: Micro-batches of an iteration.
             pipelines: Data-parallel pipelines, whose ranks wait for each other at the end of an iteration.
             schedule: Schedule to execute; it may have several stages per rank and overlapping transfers.
             gpu: Settings of the simulated GPUs.
-            cuda: Whether passes are only launched, on a stand-in for CUDA; otherwise they are complete on return.
-            graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed; a
+            cuda: Whether passes are only launched, on a stand-in for CUDA.
+            graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed. A
                 number is the time of the part of the tail that is in the graph, too [s].
             block: Other keys of the ``perseus`` block.
         """
@@ -122,10 +122,10 @@ class VirtualJob:
         self._records, self._follower = [], RecordFollower(folder)
         self._start()
 
-    @property
-    def runtime(self):
-        """PerseusRuntime of rank 0."""
-        return self.runtimes[0]
+    # Of rank 0.
+    runtime = property(lambda self: self.runtimes[0])
+    gpu = property(lambda self: self.gpus[0])
+    cuda = property(lambda self: self._cuda[0])
 
     @property
     def phase(self):
@@ -143,26 +143,13 @@ class VirtualJob:
         return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
 
     def has_fallen_back(self, rank):
-        """Return whether a rank runs at default clocks because its driver failed."""
         return self.agent(rank)._clocks.has_failed
 
     def agent_link(self, rank):
-        """Return the connection of a rank to its agent."""
         return self._clocks[rank]._link
 
     def agent(self, rank):
-        """Return the agent's :class:`RankClocks` of a rank."""
         return self.agent_link(rank).agent
-
-    @property
-    def gpu(self):
-        """GPU of rank 0."""
-        return self.gpus[0]
-
-    @property
-    def cuda(self):
-        """The stand-in for CUDA of rank 0."""
-        return self._cuda[0]
 
     def train(self, iterations=1):
         """Run iterations and return their phases."""
@@ -199,7 +186,6 @@ class VirtualJob:
         self.work = work_late
 
     def work(self, rank, instruction):
-        """Execute an instruction."""
         kind, work_s = instruction.kind, self.work_s[instruction.stage]
         workload = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND
         kinds = (Kind.FORWARD, Kind.BACKWARD) if kind is Kind.FORWARD_BACKWARD else (kind,)
@@ -211,7 +197,6 @@ class VirtualJob:
             self.gpus[rank].finish_work(seconds)
 
     def idle(self, rank, seconds):
-        """Keep the device idle."""
         (self._cuda[rank].idle if self._cuda is not None else self.time.sleep)(seconds)
 
     def read_order(self, rank, schedule):
@@ -232,7 +217,7 @@ class VirtualJob:
         return self._records
 
     def events(self, kind):
-        """Return all events of a kind so far."""
+        """Return all records of a kind so far."""
         return [record for record in self.records() if isinstance(record, kind)]
 
     def control(self, **order):
@@ -288,16 +273,11 @@ class VirtualJob:
             self._description,
             self._send,
             timebase=self.time,
-            worker=self._make_worker,
-            lengths_worker=self._make_lengths_worker,
+            # A test may replace them later.
+            worker=lambda *request: self.worker(*request),  # noqa: PLW0108
+            lengths_worker=lambda *request: self.lengths_worker(*request),  # noqa: PLW0108
             **keys,
         )
-
-    def _make_worker(self, *request):
-        return self.worker(*request)
-
-    def _make_lengths_worker(self, *request):
-        return self.lengths_worker(*request)
 
     def _facts(self, rank, steps):
         pipeline, place = self._place(rank)
@@ -441,15 +421,8 @@ class VirtualJob:
             launched_s, delay_s = map(max, zip(*sides, strict=True))
             self.time.sleep(max(0.0, launched_s + delay_s + self._transfer_s - self.time.now_s()))
 
-    def _stand_ins(self):
-        return patch("perseus_ds.client.meeting.dist", self._collectives)
-
     def _on_all_ranks(self, run):
         """Run a function on all ranks concurrently, and raise the first error of a rank."""
-        if len(self.gpus) == 1:
-            with self._stand_ins():
-                run(0)
-            return
         problems = []
 
         def on(rank):
@@ -463,7 +436,10 @@ class VirtualJob:
                 self._meetings.leave()
 
         threads = [self.time.thread(lambda rank=rank: on(rank), f"rank-{rank}") for rank in range(len(self.gpus))]
-        with self._stand_ins():
+        with patch("perseus_ds.client.meeting.dist", self._collectives):
+            if len(self.gpus) == 1:
+                run(0)
+                return
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -473,11 +449,7 @@ class VirtualJob:
 
 
 class WorkerAtOnce:
-    """Does the work of ``OptimizeWorker`` in this process.
-
-    Attributes:
-        error: Reason why there is no frontier; a test may set it.
-    """
+    """Does the work of ``OptimizeWorker`` in this process, unless a test sets an error."""
 
     error = ""
 
@@ -498,16 +470,11 @@ class WorkerAtOnce:
         return True
 
     def stop(self):
-        """No process to end."""
+        pass
 
 
 class LengthsWorkerAtOnce:
-    """Does the work of ``LengthsWorker`` in this process.
-
-    Attributes:
-        problem: Error to report; a test may set it.
-        is_slow: Whether no plan is ready in time; a test may set it.
-    """
+    """Does the work of ``LengthsWorker`` in this process, unless a test sets an error or lets it be too slow."""
 
     problem = ""
     is_slow = False
@@ -526,7 +493,7 @@ class LengthsWorkerAtOnce:
         return None if self.is_slow else plan
 
     def stop(self):
-        """No process to end."""
+        pass
 
 
 class RankLeftError(BaseException):

@@ -147,27 +147,18 @@ class _Condition:
 
 class _Notifier:
     def __init__(self, time):
-        self._time = time
-        self._waiting = deque()
+        self._condition = _Condition(time)
         self._notifications = 0
 
     def notify(self):
-        if self._waiting:
-            self._time._make_ready(self._waiting.popleft())
-        else:
+        with self._condition:
             self._notifications += 1
+            self._condition.notify()
 
     def wait(self, timeout_s=None):
-        if self._notifications:
-            self._notifications -= 1
-            return
-        turn = _Turn()
-        self._waiting.append(turn)
-        if timeout_s is not None:
-            self._time._wake_at(self._time.seconds + timeout_s, turn)
-        self._time._wait_for(turn)
-        if turn in self._waiting:
-            self._waiting.remove(turn)
+        with self._condition:
+            if self._notifications or self._condition.wait(timeout_s):
+                self._notifications -= 1
 
 
 class _Thread(threading.Thread):
