@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -65,7 +66,7 @@ class _Ran(NamedTuple):
     finished: FinishedIteration
     follow: Follow
     stream: tuple[Operation, ...]
-    fields: dict[str, Any]
+    report: Report  # without what the device knows
 
 
 @functools.lru_cache(maxsize=1024)
@@ -318,21 +319,22 @@ class PerseusRuntime:
         # The host has launched everything. The device may not have finished, and is not waited for.
         finished = self.timers.finish_iteration()
         self.clocks.end_iteration(iteration)
-        fields = {
-            "iteration": iteration,
-            "order": self._number,
-            "serial": self.follow.serial,
-            "key": self._key,
-            "stopped_s": 0.0 if self._ended_s is None else start_s - self._ended_s,
-            "ended": time.time(),
-            "samples": samples,
-            "first_shape": self._shapes.first,
-            "shapes": self._shapes.total,
-            "length": self._shapes.length,
-            "is_calibrated": self._is_calibrated,
-        }
+        report = Report(
+            iteration,
+            self._number,
+            self.follow.serial,
+            self._key,
+            time_s=0.0,
+            stopped_s=0.0 if self._ended_s is None else start_s - self._ended_s,
+            ended=time.time(),
+            samples=samples,
+            first_shape=self._shapes.first,
+            shapes=self._shapes.total,
+            length=self._shapes.length,
+            is_calibrated=self._is_calibrated,
+        )
         self._ended_s = self._time.now_s()
-        self._unsent.append(_Ran(finished, self.follow, self._stream, fields))
+        self._unsent.append(_Ran(finished, self.follow, self._stream, report))
         self._send_lengths(iteration + 1, begun=iteration)
         self._send_reports()
 
@@ -542,21 +544,24 @@ class PerseusRuntime:
         return not self._unsent
 
     def _send(self, ran: _Ran) -> None:
-        fields, simulated, iteration = ran.fields, self._simulated, ran.fields["iteration"]
+        iteration, simulated = ran.report.iteration, self._simulated
         if simulated is not None and not self._is_calibrated and len(simulated.flops) > self._worked:
             self._worked = len(simulated.flops)
             self.clocks.send(msg.Worked(tuple((repr(key), count) for key, count in simulated.flops.items())))
+        computed_s = tail_s = 0.0
         if (times := times_of(ran.follow, iteration)) != "none":
             spans = ran.finished.spans()
-            fields |= computed_and_tail_s(spans)
+            computed_s, tail_s = computed_and_tail_s(spans)
             if times != "ends":
                 self._send_spans(iteration, spans, ran.stream)
         # Peak memory hardly changes, and reading it is slow.
         reads_memory = iteration <= _FIRST_WITH_MEMORY or iteration % _MEMORY_EVERY == 0
-        report = Report(
-            **fields,
+        report = msgspec.structs.replace(
+            ran.report,
             time_s=ran.finished.time_s(),
             issued=self.clocks.memory.iteration,
+            computed_s=computed_s,
+            tail_s=tail_s,
             memory_bytes=(self._memory_bytes() or 0) if reads_memory else 0,
         )
         self.clocks.send(report)
@@ -567,13 +572,11 @@ class PerseusRuntime:
             self.clocks.send(msg.Spans(iteration, content[begin : begin + _MOST_SPANS_BYTES // 18 * 18]))
 
 
-def computed_and_tail_s(spans: Sequence[Span]) -> dict[str, float]:
+def computed_and_tail_s(spans: Sequence[Span]) -> tuple[float, float]:
     """Return the end of the last pass of an iteration, and the time from then to the tail's end [s]."""
-    computed_s = ended_s = 0.0
+    ends_s = {True: 0.0, False: 0.0}  # of the tail, and of passes
     for span in spans:
         if isinstance(span.operation, Compute):
-            if span.operation.instruction.kind is Kind.TAIL:
-                ended_s = max(ended_s, span.end_s)
-            else:
-                computed_s = max(computed_s, span.end_s)
-    return {"computed_s": computed_s, "tail_s": max(0.0, ended_s - computed_s)}
+            is_tail = span.operation.instruction.kind is Kind.TAIL
+            ends_s[is_tail] = max(ends_s[is_tail], span.end_s)
+    return ends_s[False], max(0.0, ends_s[True] - ends_s[False])

@@ -31,18 +31,6 @@ def words(memory):
     return np.frombuffer(memory.view, np.uint32)
 
 
-def test_each_stream_marks_at_its_own_pace_on_its_own_device(stub_cuda, memory, words):
-    writes = StreamWrites(memory)
-    streams = [stub_cuda.new_stream(0), stub_cuda.new_stream(0), stub_cuda.new_stream(1)]
-    with stub_cuda.using(streams[0]), stub_cuda.busy():
-        for slot, stream in enumerate(streams):
-            stub_cuda.set_device(slot // 2)
-            writes.write(stream, 4 * slot, 1)
-        wait_until(lambda: words[1] and words[2], "marks on the other streams")
-        assert words[0] == 0, "its stream is busy, independent of the others"
-    assert words[:3].tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("fails", "message"),
     [

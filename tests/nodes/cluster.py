@@ -35,9 +35,7 @@ class Node:
     """One node.
 
     Attributes:
-        name: Its host name.
         port: Port of the switch to which it is connected.
-        gpus: Its GPUs.
         disk: Path of its own disk outside the node.
         init: Its first process. All others end with it.
         variables: Environment variables of its processes. ``DISK`` is the path of its disk inside the node.
@@ -57,13 +55,11 @@ class Node:
         return [*_enter(self.init), "env", "--chdir", self.variables["DISK"], *environment]
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start a command on the node."""
         return subprocess.Popen(
             [*self.entry, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_OUTSIDE
         )
 
     def agents(self) -> list[psutil.Process]:
-        """Return the agents of the node."""
         return self.gpus.agents()
 
 
@@ -80,11 +76,6 @@ class Cluster:
     """Number of bytes that a slow link passes at full speed."""
 
     def __init__(self, folder: Path, library: Path, count: int) -> None:
-        """Create nodes with one GPU each.
-
-        Raises:
-            CannotBeMadeError: The system does not allow it.
-        """
         self.folder = folder
         self._library = library
         self.disk = folder / "disk"
@@ -156,7 +147,6 @@ class Cluster:
             self._on_switch(f"tc qdisc replace dev {node.port} root {rate}")
 
     def close(self) -> None:
-        """End the nodes, all of their processes and the network."""
         for holder in self._holders:
             holder.kill()
             holder.communicate()

@@ -47,13 +47,11 @@ class LightJob:
             ``closing`` some steps before its end.
         environment: Environment variables to set.
         perseus: The ``perseus`` block.
-        steps: Number of iterations after which it ends normally.
-        end_by: Key in :data:`ENDS` of the way in which the last rank ends itself. None if it does not. Before, it
-            writes the time of ``time.monotonic`` into ``ended_s``.
+        end_by: Key in :data:`ENDS` of the way in which the last rank ends itself, after it has written the time of
+            ``time.monotonic`` into ``ended_s``. None if it does not.
         end_after_s: Time until then, from its first iteration in phase ``run`` [s].
         workers: Number of processes of each rank's data loader.
         ignores_term: Whether the script has a handler of SIGTERM after which it continues.
-        cgroup: Control group to start in.
         is_container: Whether the ranks have their own PID namespace, with rank 0 as its first process.
         small_cgroup: Control group with little memory, for the rank that ends by exceeding it.
     """
@@ -89,7 +87,6 @@ def launch(job: LightJob) -> None:
 
 
 def _fork(job: LightJob, rank: int) -> int:
-    """Start a rank and return its process id."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -173,7 +170,6 @@ def _interrupt(job: LightJob) -> None:
 
 
 def _ask_for_too_much(job: LightJob) -> None:
-    """Allocate memory until Python has none left."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), most))
@@ -181,7 +177,6 @@ def _ask_for_too_much(job: LightJob) -> None:
 
 
 def _use_more_than_allowed(job: LightJob) -> None:
-    """Use more memory than the control group allows."""
     assert job.small_cgroup is not None
     join(job.small_cgroup)
     _use_memory()

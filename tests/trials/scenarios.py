@@ -55,7 +55,6 @@ def _with_agent(trial: Trial) -> float:
 
 
 def _agent_then_ranks(trial: Trial) -> float:
-    """Kill the agent, and kill the ranks after another agent has replaced it."""
     killed = trial.agents
     kill(killed)
     trial.wait_until(lambda: trial.has_agent(besides=killed), "an agent again")
@@ -66,7 +65,6 @@ def _agent_then_ranks(trial: Trial) -> float:
 
 
 def _agent_then_ranks_soon(trial: Trial) -> float:
-    """Kill the agent and, within half a second, the job."""
     kill(trial.agents)
     time.sleep(trial.draw.uniform(0.0, 0.5))
     trial.look()
@@ -74,7 +72,6 @@ def _agent_then_ranks_soon(trial: Trial) -> float:
 
 
 def _stopped_agent_then_ranks(trial: Trial) -> float:
-    """Stop the agent, kill the job, and let the agent continue."""
     agents = trial.agents
     send(agents, signal.SIGSTOP)
     time.sleep(trial.draw.uniform(0.0, 2.0))  # ranks may look for another one
@@ -139,7 +136,7 @@ def _cgroup(trial: Trial) -> float:
 
 
 def _by_itself(trial: Trial) -> float:
-    """Wait until the last rank has ended itself according to the job's settings."""
+    """Wait until the last rank has ended itself."""
     path = trial.folder / "ended_s"
     trial.wait_until(lambda: path.exists() and path.read_text(), "a rank that ends itself")
     return float(path.read_text())

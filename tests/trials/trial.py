@@ -94,7 +94,6 @@ class Trial:
         self._seen: set[psutil.Process] = set()
 
     def watch(self, launcher_pid: int) -> None:
-        """Set the job's first process."""
         self._launcher = psutil.Process(launcher_pid)
 
     def look(self) -> None:
@@ -103,13 +102,11 @@ class Trial:
 
     @property
     def launcher(self) -> psutil.Process:
-        """The first process of the job."""
         assert self._launcher is not None
         return self._launcher
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        """The job's ranks, in order."""
         found = self.launcher.children()
         if len(found) == 1:  # DeepSpeed's launcher starts another one for each node
             found = found[0].children()
@@ -117,7 +114,6 @@ class Trial:
 
     @property
     def tree(self) -> list[psutil.Process]:
-        """The launcher and all its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [self.launcher, *self.launcher.children(recursive=True)]
         return []
@@ -132,22 +128,20 @@ class Trial:
         ]
 
     def has_agent(self, besides: Iterable[psutil.Process]) -> bool:
-        """Return True if an agent other than the given ones watches all ranks."""
+        """True if an agent other than the given ones watches all ranks."""
         return self.node.has_agent(RANKS, besides)
 
     def has_ended(self) -> bool:
-        """Return True if all processes of the job and the node's agents have ended."""
+        """True if all processes of the job and the node's agents have ended."""
         time.sleep(_LOOK_S)
         self.look()
         return not any(map(_is_running, self._seen))
 
     def output(self) -> str:
-        """Return the output of the job."""
         path = self.folder / "output.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until a condition holds."""
         end_s = time.monotonic() + GIVE_UP_S
         while not condition():
             if time.monotonic() > end_s:
@@ -155,7 +149,6 @@ class Trial:
             time.sleep(_POLL_S)
 
     def kill_all_that_is_left(self) -> None:
-        """Kill all remaining processes."""
         for _ in range(2):  # an agent may have been about to start
             self.look()
             for process in self._seen:
@@ -212,7 +205,6 @@ def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensio
 
 
 def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_end: contextlib.ExitStack) -> None:
-    """Start the job of a scenario."""
     save_random_plan(trial.folder / "frontier", simulated=False)
     block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
     if scenario.when != "profile":
@@ -281,7 +273,6 @@ def _wait_for_the_moment(scenario: Scenario, trial: Trial) -> None:
 
 
 def _is_locked_at(gpu: StubGpu, moment_s: float) -> bool:
-    """Return True if a GPU's clock was locked at a moment."""
     before = [clock for clock, at_s in zip(gpu.changes_mhz(), gpu.change_times_s(), strict=True) if at_s <= moment_s]
     return bool(before and before[-1])
 
