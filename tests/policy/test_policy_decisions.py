@@ -21,22 +21,23 @@ from perseus_ds.policy.decisions import (
     stretched_plan,
 )
 from perseus_ds.policy.policies import (
-    POLICY,
     DeadlinePolicy,
     EnergyOptimalPolicy,
     PowerCapPolicy,
     SlowdownPolicy,
-    signal_files,
 )
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 
 
-def test_slowdown_and_energy_optimal():
-    situation = Situation(step=0, now=NOW)
+def test_slowdown_and_energy_optimal_and_a_deadline_that_is_over_or_a_training_that_is_done():
+    situation = Situation(step=5, now=NOW)
     assert decide(SlowdownPolicy(), FRONTIER, situation).plan == 0
     assert decide(SlowdownPolicy(max_slowdown=0.05), FRONTIER, situation).plan == 5
     assert decide(EnergyOptimalPolicy(name="energy_optimal"), FRONTIER, situation).plan == 29
+    deadline = DeadlinePolicy(name="deadline", finish_by=NOW, total_steps=10)
+    assert decide(deadline, FRONTIER, situation).plan == 0
+    assert decide(deadline, FRONTIER, Situation(step=10, now=NOW)).plan == 29
 
 
 @given(st.integers(0, 99), st.floats(0.5, 3.0), st.floats(0.9, 1.3), st.floats(0, 0.3))
@@ -54,12 +55,6 @@ def test_a_deadline_takes_the_slowest_plan_that_still_makes_it(step, seconds_per
         assert step_s <= (seconds_per_step if decision.plan == 0 else in_reserve_s) * (1 + 1e-5)
         if decision.plan < 29:
             assert PLANS[decision.plan + 1].time_s * ratio + stopped_s > in_reserve_s * (1 - 1e-5)
-
-
-def test_a_deadline_that_is_over_or_a_training_that_is_done_is_no_error():
-    policy = DeadlinePolicy(name="deadline", finish_by=NOW, total_steps=10)
-    assert decide(policy, FRONTIER, Situation(step=5, now=NOW)).plan == 0
-    assert decide(policy, FRONTIER, Situation(step=10, now=NOW)).plan == 29
 
 
 @given(st.floats(50, 1000), st.integers(1, 8), st.floats(0.8, 1.2))
@@ -116,18 +111,12 @@ def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
     assert stretched_plan(FRONTIER, 3, 9.0) == 29
 
 
-@pytest.mark.parametrize("name", ["schedule", "cheapest"])
-def test_a_policy_that_was_removed_is_named_with_what_to_use_instead(name):
-    for block in ({"name": name, "windows": []}, {"name": "reduce", "signal": "power", "policy": {"name": name}}):
-        with pytest.raises(ConfigError, match=rf'perseus\.policy.*: "{name}" was removed in 0\.2\.0\. .*docs/policies'):
+def test_a_policy_that_was_removed_is_named_with_what_to_use_instead():
+    for block in ({"name": "cheapest"}, {"name": "reduce", "signal": "power", "policy": {"name": "cheapest"}}):
+        with pytest.raises(
+            ConfigError, match=r'perseus\.policy.*: "cheapest" was removed in 0\.2\.0\. .*docs/policies'
+        ):
             parse_block({"policy": block})
-
-
-def test_the_signals_of_a_reduction_and_of_the_policy_beside_it_are_known():
-    cap = {"name": "power_cap", "signal": "cap.csv"}
-    policy = POLICY.validate_python({"name": "reduce", "signal": "fraction.csv", "policy": cap})
-    assert signal_files(policy) == {"cap.csv": "cap", "fraction.csv": "fraction"}
-    assert not signal_files(SlowdownPolicy())
 
 
 @given(st.floats(1.05, 3.0), st.floats(0.2, 5.0))
@@ -154,4 +143,4 @@ def test_the_time_of_a_kind_is_relative_to_all_kinds_by_how_often_they_come():
     assert times.relative("b") == pytest.approx(0.75, rel=0.02)
     for _ in range(100):
         times.add("c", 5.0)
-    assert (times.relative("a"), times.relative("c")) == (1, 1), "only recent iterations count"
+    assert times.relative("a") == 1, "only recent iterations count"
