@@ -14,7 +14,7 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as shortened
@@ -259,7 +259,7 @@ class Frontier:
         simulated = {True: "yes", False: "no", None: ""}[self.provenance.simulated]
         for number, plan in enumerate(self.plans):
             bound = ("", "") if plan.lower_bound_j is None else (repr(plan.lower_bound_j), f"{plan.gap:.6f}")
-            swing = ("", "", "") if plan.power is None else (f"{value:.1f}" for value in astuple(plan.power))
+            swing = ("", "", "") if plan.power is None else (f"{value:.1f}" for value in plan.power)
             power_w = (f"{plan.mean_power_w:.1f}", *swing)
             row = [number, repr(plan.time_s), repr(plan.energy_j), *bound, plan.clock_changes, *power_w, simulated]
             writer.writerow(row)
@@ -283,7 +283,7 @@ class _PlanFile(FileModel):
     time_s: Time
     energy_j: Energy
     lower_bound_j: Energy | None = None
-    power_w: tuple[Power, Power, Power] | None = None
+    power_w: PowerSwing | None = None
     clocks_mhz: Many[Many[Clock]]
 
     @classmethod
@@ -292,7 +292,7 @@ class _PlanFile(FileModel):
             time_s=plan.time_s,
             energy_j=plan.energy_j,
             lower_bound_j=plan.lower_bound_j,
-            power_w=None if plan.power is None else astuple(plan.power),
+            power_w=plan.power,
             clocks_mhz=[list(clocks) for clocks in plan.clocks_mhz],
         )
 
@@ -300,8 +300,7 @@ class _PlanFile(FileModel):
         clocks = tuple(tuple(rank) for rank in self.clocks_mhz)
         if [len(c) for c in clocks] != [len(i) for i in instructions]:
             raise FrontierError("a plan does not have one clock per instruction; the file was edited or cut off.")
-        power = None if self.power_w is None else PowerSwing(*self.power_w)
-        return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j, power)
+        return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j, self.power_w)
 
 
 _Stream = Annotated[Many[tuple[Stage, Kind, MicroBatch]], Field(min_length=1)]

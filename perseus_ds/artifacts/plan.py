@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
+from perseus_ds.artifacts.validation import Power
 from perseus_ds.errors import PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
@@ -14,16 +16,15 @@ ClockTimes = Mapping[tuple[int, Kind, int], float]
 """Duration of an instruction, by stage, kind and clock [s]."""
 
 
-@dataclass(frozen=True)
-class PowerSwing:
+class PowerSwing(NamedTuple):
     """Extremes of a pipeline's mean power over one second, and its largest change from one second to the next.
 
     There is one GPU per rank.
     """
 
-    highest_w: float
-    lowest_w: float
-    change_w: float
+    highest_w: Power
+    lowest_w: Power
+    change_w: Power
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,19 @@ class ZeusNvidiaGpu(NvmlGpu):
         try:
             with _zeus_errors(f"Opening {self} through Zeus"):
                 from zeus.device.gpu.nvidia import NVIDIAGPU
-                from zeus.utils.zeusd import ZeusdConfig
+                from zeus.utils.zeusd import ZeusdClient, ZeusdConfig, require_capabilities
 
-                config = ZeusdConfig.from_env()
-                # Zeus's own list of GPUs does not read UUIDs in CUDA_VISIBLE_DEVICES.
-                self._zeus: Any = NVIDIAGPU(index) if config is None else _GpuOfZeusd(self, config)
+                self._setter: Any
+                self._gpus: tuple[list[int], ...] = ()
+                if (config := ZeusdConfig.from_env()) is None:
+                    # Zeus's own list of GPUs does not read UUIDs in CUDA_VISIBLE_DEVICES.
+                    self._setter = NVIDIAGPU(index)
+                else:
+                    self._setter = ZeusdClient(config)
+                    require_capabilities(self._setter, control_gpu=True)
+                    with config.make_client() as http:  # Zeus's own client drops fields that it does not know
+                        known = http.get(config.url("/discover")).json()["gpus"]
+                    self._gpus = ([_number_of(self, known)],)
         except BaseException:
             self.close()
             raise
@@ -93,40 +101,21 @@ class ZeusNvidiaGpu(NvmlGpu):
     def lock_clock(self, clock_mhz: int) -> None:
         self._check_clock(clock_mhz)
         with _zeus_errors(f"Locking {clock_mhz} MHz as the clock of {self}"):
-            self._zeus.set_gpu_locked_clocks(clock_mhz, clock_mhz)
+            self._setter.set_gpu_locked_clocks(*self._gpus, clock_mhz, clock_mhz)
 
     def reset_clock(self) -> None:
         with _zeus_errors(f"Resetting the clock of {self}"):
-            self._zeus.reset_gpu_locked_clocks()
+            self._setter.reset_gpu_locked_clocks(*self._gpus)
 
     def check_lock_permission(self) -> None:
         self.reset_clock()
 
 
-class _GpuOfZeusd:
-    """A GPU of zeusd, identified by its number on the node.
+def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number that zeusd gives a GPU; GpuError if it cannot be identified.
 
     In a container or a job that has only some GPUs of the node, NVML numbers these from 0, so NVML's index may differ.
     """
-
-    def __init__(self, gpu: NvmlGpu, config: Any) -> None:
-        from zeus.utils.zeusd import ZeusdClient, require_capabilities
-
-        self._client = ZeusdClient(config)
-        require_capabilities(self._client, control_gpu=True)
-        with config.make_client() as http:  # Zeus's own client drops fields that it does not know
-            known = http.get(config.url("/discover")).json()["gpus"]
-        self._numbers = [_number_of(gpu, known)]
-
-    def set_gpu_locked_clocks(self, lowest_mhz: int, highest_mhz: int) -> None:
-        self._client.set_gpu_locked_clocks(self._numbers, lowest_mhz, highest_mhz)
-
-    def reset_gpu_locked_clocks(self) -> None:
-        self._client.reset_gpu_locked_clocks(self._numbers)
-
-
-def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number that zeusd gives a GPU; GpuError if it cannot be identified."""
     for each in known:
         address = each.get("pci_address")
         if each.get("uuid") == gpu.uuid or (address and pci_numbers(address) == pci_numbers(gpu.pci_address)):

@@ -20,10 +20,8 @@ from perseus_ds.protocol.job_messages import Program, Report
 
 _SLOTS = 64
 _LENGTH_S = 0.002
-_POLLS = {"polled without a pause": 0.0, "polled at 1 kHz": 0.001}
-"""The second one is how an agent polls."""
 
-# Reads the words in a loop and outputs each change: slot, value, monotonic time [ns].
+# Reads the words with pauses, and outputs each change: slot, value, monotonic time [ns].
 _POLLER = """
 import sys, time
 import numpy as np
@@ -68,8 +66,8 @@ class _Marks:
             pass
 
     @contextmanager
-    def polled(self, pause_s):
-        """Poll the slots in another process.
+    def polled(self, pause_s=0.001):
+        """Poll the slots in another process, by default as often as an agent.
 
         Afterwards, the list has slot, value and time [s] of each change.
         """
@@ -127,51 +125,46 @@ def _idle_stream(machine, made, results):
 
 def _busy_stream(machine, made, results):
     marks = machine.turns(500)
-    for what, pause_s in _POLLS.items():
-        machine.sleep(_LENGTH_S)
+    machine.sleep(_LENGTH_S)
+    machine.synchronize()
+    with made.polled() as seen:
+        origin, ends = machine.timed_event(), []
+        for number in range(1, marks + 1):
+            machine.sleep(_LENGTH_S)
+            ends.append(machine.timed_event())
+            made.mark(number % 20, number)
         machine.synchronize()
-        with made.polled(pause_s) as seen:
-            origin, ends = machine.timed_event(), []
-            for number in range(1, marks + 1):
-                machine.sleep(_LENGTH_S)
-                ends.append(machine.timed_event())
-                made.mark(number % 20, number)
-            machine.synchronize()
-        since_s = {number: origin.elapsed_time(event) / 1e3 for number, event in enumerate(ends, 1)}
-        late_s = [at_s - since_s[value] for _, value, at_s in seen]
-        results.add(f"busy stream, {what}: marks seen", len({value for _, value, _ in seen}), at_least=marks)
-        results.add_fact(f"busy stream, {what}: in order", all(a[2] <= b[2] for a, b in pairwise(seen)))
-        results.add_times(
-            f"busy stream, {what}: from the event until it is seen, beyond the least",
-            [each - min(late_s) for each in late_s],
-            p99_at_most_ms=5,
-        )
+    since_s = {number: origin.elapsed_time(event) / 1e3 for number, event in enumerate(ends, 1)}
+    late_s = [at_s - since_s[value] for _, value, at_s in seen]
+    results.add("busy stream: marks seen", len({value for _, value, _ in seen}), at_least=marks)
+    results.add_fact("busy stream: in order", all(a[2] <= b[2] for a, b in pairwise(seen)))
+    beyond_s = [each - min(late_s) for each in late_s]
+    results.add_times("busy stream: from the event until it is seen, beyond the least", beyond_s, p99_at_most_ms=5)
 
 
 def _gpu_time(machine, made, results):
-    """GPU time of a mark between two kernels, of clearing all slots, and of an event."""
-    for after, launch, wanted in (("short", machine.launch_small, 400), ("long", lambda: machine.compute(0.001), 50)):
-        times = machine.turns(wanted)
-        for what, extra in (
-            ("a mark", lambda: made.mark(3, 1)),
-            ("clearing 20 slots at once", lambda: made.clear(20)),
-            ("an event", machine.timed_event),
-        ):
-            took_s = {False: [], True: []}
-            for turn in range(machine.turns(20)):
-                machine.synchronize()
-                machine.sleep(0.02)  # the host must be ahead
-                begun = machine.timed_event()
-                for _ in range(times):
-                    launch()
-                    if turn % 2:
-                        extra()
-                ended = machine.timed_event()
-                machine.synchronize()
-                took_s[turn % 2 == 1].append(begun.elapsed_time(ended) / 1e3)
-            with_s, without_s = (statistics.median(took_s[each]) / times for each in (True, False))
-            results.add(f"GPU time of {what} after a {after} kernel", (with_s - without_s) * 1e6, "µs")
-        results.add(f"GPU time of the {after} kernel", without_s * 1e6, "µs")
+    """GPU time of a mark between two short kernels, of clearing all slots, and of an event."""
+    times = machine.turns(400)
+    for what, extra in (
+        ("a mark", lambda: made.mark(3, 1)),
+        ("clearing 20 slots at once", lambda: made.clear(20)),
+        ("an event", machine.timed_event),
+    ):
+        took_s = [], []
+        for turn in range(machine.turns(20)):
+            machine.synchronize()
+            machine.sleep(0.02)  # the host must be ahead
+            begun = machine.timed_event()
+            for _ in range(times):
+                machine.launch_small()
+                if turn % 2:
+                    extra()
+            ended = machine.timed_event()
+            machine.synchronize()
+            took_s[turn % 2].append(begun.elapsed_time(ended) / 1e3)
+        without_s, with_s = (statistics.median(each) / times for each in took_s)
+        results.add(f"GPU time of {what} after a short kernel", (with_s - without_s) * 1e6, "µs")
+    results.add("GPU time of the kernel", without_s * 1e6, "µs")
 
 
 def _after_a_copy(machine, made, results):
@@ -209,26 +202,23 @@ def _graph(machine, made, results):
             made.mark(position, 7)
 
     replayed = machine.captured(body)
-    for what, pause_s in _POLLS.items():
+    machine.synchronize()
+    with made.polled() as seen:
+        for number in range(1, iterations + 1):
+            made.clear(positions)
+            made.mark(begin, number)
+            replayed.replay()
+            made.mark(begin + 1, number)
         machine.synchronize()
-        with made.polled(pause_s) as seen:
-            for number in range(1, iterations + 1):
-                made.clear(positions)
-                made.mark(begin, number)
-                replayed.replay()
-                made.mark(begin + 1, number)
-            machine.synchronize()
-        complete, but_the_last, reached = 0, 0, []
-        for slot, value, _ in [*seen, (begin, -1, 0.0)]:
-            if slot == begin:
-                complete += reached == [*range(positions)]
-                but_the_last += reached in ([*range(positions)], [*range(positions - 1)])
-                reached = []
-            elif slot < positions and value == 7:
-                reached.append(slot)
-        results.add(f"graph, {what}: iterations all of whose marks were seen, in order", complete)
-        # The next iteration clears the last mark within microseconds; its begin mark implies the last one.
-        results.add(f"graph, {what}: all but the last one", but_the_last, at_least=iterations)
+    complete, reached = 0, []
+    for slot, value, _ in [*seen, (begin, -1, 0.0)]:
+        if slot == begin:
+            # The next iteration clears the last mark within microseconds; its begin mark implies the last one.
+            complete += reached[: positions - 1] == [*range(positions - 1)]
+            reached = []
+        elif slot < positions and value == 7:
+            reached.append(slot)
+    results.add("graph: iterations all of whose marks but the last were seen, in order", complete, at_least=iterations)
 
 
 @contextmanager
