@@ -42,7 +42,7 @@ class Show:
         if self.out is not None:
             from perseus_ds.report.pictures import profile_picture
 
-            profile_picture(profile, self.out, blocking_power_w=power_w or 0.0)
+            profile_picture(profile, self.out)
             print(f"Written: {self.out}")
         return 0
 

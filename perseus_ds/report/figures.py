@@ -264,8 +264,9 @@ def _profile_traces(profile: StageProfile, quantity: str) -> list[Figure]:
         # Clocks that were measured on one of the stages and not estimated from neighbouring clocks.
         measured = {row.clock_mhz for row in rows if row.stage in curve.stages and row.kind is curve.kind}
         points = {clock: value for clock, value in values.items() if clock in measured}
-        found.append(trace(curve.label, clocks, [*values.values()], curve.colour, dash=curve.dash, texts=texts))
-        found.append(trace(curve.label, [*points], [*points.values()], curve.colour, symbol=curve.symbol, size=5))
+        name = f"{curve.label} {curve.kind}"
+        found.append(trace(name, clocks, [*values.values()], curve.colour, dash=curve.dash, texts=texts))
+        found.append(trace(name, [*points], [*points.values()], curve.colour, symbol=curve.symbol, size=5))
     return found
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
@@ -21,16 +20,13 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.profiler.estimates import estimate_all
 from perseus_ds.report.figures import (
     MEASURED_SYMBOLS,
     PALETTE,
-    QUANTITIES,
     SCALE,
     SERIES,
-    Curve,
     frontier_traces,
-    profile_curves,
+    profile_figures,
 )
 from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.page import write_output
@@ -73,19 +69,7 @@ def frontier_picture(
     if in_use is not None:
         number, change = frontier.plans.index(in_use), in_use.energy_j / frontier.baseline.energy_j - 1
         label = f"plan of a job with these settings: {percent(change)} energy (predicted)"
-    for trace in frontier_traces(frontier, in_use=number, in_use_label=label, measured=measured):
-        line, marker = trace.get("line"), trace.get("marker", {})
-        is_crowded = line is not None and len(trace["x"]) > 80
-        axes.plot(
-            trace["x"],
-            trace["y"],
-            color=light((line or marker)["color"].removeprefix("var(--").removesuffix(")")),
-            linestyle=_LINE_STYLES[line["dash"]] if line else "none",
-            marker=_MARKERS[marker["symbol"]] if marker and not is_crowded else None,
-            markersize=marker.get("size", 0) * (0.5 if line else 0.85),
-            markeredgecolor=None if line else "black",
-            label=trace["name"],
-        )
+    _draw_traces(axes, frontier_traces(frontier, in_use=number, in_use_label=label, measured=measured))
     place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
     for time_s, name in ((frontier.t_min_s, "$T_{min}$"), (frontier.t_star_s, "$T^*$")):
         axes.axvline(time_s, color="0.55", linestyle=":", linewidth=1)
@@ -95,6 +79,24 @@ def frontier_picture(
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # outside the axes, to hide no point
     figure.suptitle(f"Energy against iteration time: {_subject(frontier.provenance)}", fontsize=11)
     _save(figure, path, _DPI)
+
+
+def _draw_traces(axes: Axes, traces: Sequence[dict[str, Any]]) -> None:
+    """Draw traces of the page's charts."""
+    for trace in traces:
+        line, marker = trace.get("line"), trace.get("marker")
+        is_crowded = line is not None and len(trace["x"]) > 80
+        axes.plot(
+            trace["x"],
+            trace["y"],
+            color=light((line or marker or {})["color"].removeprefix("var(--").removesuffix(")")),
+            linestyle=_LINE_STYLES[line["dash"]] if line else "none",
+            marker=_MARKERS[marker["symbol"]] if marker and not is_crowded else None,
+            markersize=marker["size"] * (0.5 if line else 0.85) if marker else None,
+            markeredgecolor="black",
+            markeredgewidth=marker["line"]["width"] if marker else None,
+            label=trace["name"],
+        )
 
 
 def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
@@ -198,40 +200,20 @@ def _save(figure: Figure, path: Path | str, dpi: int) -> None:
     write_output(data.getvalue(), None, path.parent, path.name)
 
 
-def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: float) -> None:
-    """Draw the rows, the fitted curves with two standard deviations, and the Pareto-optimal options."""
-    clocks = sorted({m.clock_mhz for m in profile.measurements})
-    fitted = estimate_all(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
+def profile_picture(profile: StageProfile, path: Path) -> None:
+    """Draw time, energy and power over the clock."""
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for axes, (quantity, unit) in zip(panels, QUANTITIES.items(), strict=True):
-        for curve in profile_curves(profile):
-            _draw_curve(axes, quantity, curve, profile=profile, fitted=fitted, blocking_power_w=blocking_power_w)
-        _label_axes(axes, "SM clock [MHz]", f"{quantity} [{unit}]")
+    for axes, chart in zip(figure.subplots(1, 3), profile_figures(profile).values(), strict=True):
+        _draw_traces(axes, chart["data"])
+        _label_axes(axes, *(chart["layout"][axis]["title"]["text"] for axis in ("xaxis", "yaxis")))
         axes.set_ylim(bottom=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize="small")
-    title = f"{profile.info.gpu or 'profile'}: rows (filled: Pareto-optimal), fitted curves ± 2 standard deviations"
+    lines: dict[str, Any] = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        lines.setdefault(label, handle)  # a curve's line precedes its points
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=min(6, len(lines)), fontsize="small")
+    title = f"{profile.info.gpu or 'profile'}: measured points, fitted lines"
     figure.suptitle(title + (" — SIMULATED" if profile.info.simulated else ""), fontsize="medium")
     _save(figure, path, 160)
-
-
-def _draw_curve(
-    axes: Axes, quantity: str, curve: Curve, *, profile: StageProfile, fitted: StageProfile, blocking_power_w: float
-) -> None:
-    stage, kind, colour = curve.stages[0], curve.kind, light(curve.colour)
-    clocks, values = fitted.options(stage, kind).clock_mhz, curve.values(fitted, quantity)
-    column = "time_relative_error" if quantity == "time" else "energy_relative_error"
-    errors = {r.clock_mhz: getattr(r, column) for r in fitted.info.rows if (r.stage, r.kind) == (stage, kind)}
-    band = np.array([errors.get(int(clock)) or 0.0 for clock in clocks])
-    line = _LINE_STYLES[curve.dash]
-    axes.plot(clocks, values, color=colour, linestyle=line, linewidth=1, label=f"{curve.label} {kind}")
-    axes.fill_between(clocks, values * (1 - 2 * band), values * (1 + 2 * band), color=colour, alpha=0.15, linewidth=0)
-    options, points = profile.options(stage, kind), curve.values(profile, quantity)
-    worth = np.isin(options.clock_mhz, options.pareto(blocking_power_w).clock_mhz)
-    style: dict[str, Any] = {"s": 12, "marker": _MARKERS[curve.symbol], "linewidths": 0.7, "edgecolors": colour}
-    for chosen, filling in ((worth, colour), (~worth, "white")):
-        axes.scatter(options.clock_mhz[chosen], points[chosen], c=filling, **style)
 
 
 def schedules_picture(table: ScheduleTable, path: Path) -> None:
