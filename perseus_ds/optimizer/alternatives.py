@@ -126,11 +126,11 @@ def _raised_in_turns(
 
 def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
     """Return a stage's clocks and, by clock, the time [s] and effective energy [J] of a micro-batch."""
-    clocks = np.array(_shared_mhz(problem.groups[number] for number in numbers), dtype=np.int64)
     groups = [problem.groups[number].measured for number in numbers]
+    clocks = np.array(_shared_mhz(problem.groups[number] for number in numbers), dtype=np.int64)
     places = [[_nearest(options, clock) for clock in clocks] for options in groups]
     # A tail runs once per iteration, the other instructions once per micro-batch.
-    counts = np.array([(problem.group == number).sum() for number in numbers], dtype=np.float64)
+    counts = np.bincount(problem.group)[numbers]
     shares = counts / counts.max()
     cost_j = [g.effective_energy_j(problem.blocking_power_w)[p] for g, p in zip(groups, places, strict=True)]
     time_s = [g.time_s[p] for g, p in zip(groups, places, strict=True)]

@@ -62,8 +62,7 @@ _MOST_PLANNED = 4_000
 _PLANS = 12
 """Number of deadlines for which each cut is planned, the first of which is the fastest time."""
 _PRICES, _LATER = 12, 0.003
-"""Number of rounds of prices, and their deadline's relative distance from the fastest time, at which prices are
-ambiguous."""
+"""Number of rounds of prices, and how much later than the fastest time their deadline is, where prices are unique."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,11 @@ class LayerCosts:
     The embedding and the head are separate layers or are included in the first and the last layer.
 
     Attributes:
-        clocks_mhz: Shape (clocks,), ascending.
-        time_s: By kind, shape (layers, clocks): time of one micro-batch [s].
-        energy_j: By kind, shape (layers, clocks): energy of one micro-batch [J].
+        clocks_mhz: Ascending.
+        time_s, energy_j: By kind, shape (layers, clocks): time [s] and energy [J] of one micro-batch.
         parameters: Shape (layers,): number of parameters.
         fixed_bytes: Shape (layers,): memory of weights, gradients and optimizer state.
         held_bytes: Shape (layers,): memory that the backward of one micro-batch needs from its forward.
-        blocking_power_w: Power of a waiting GPU [W].
-        simulated: Whether the GPU is simulated.
         fixed: Durations that do not depend on layers.
         tails: Rows of the ranks' tails, if they were measured over clocks.
     """
@@ -99,7 +95,6 @@ class LayerCosts:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of instructions of a stage."""
         return tuple(self.time_s)
 
     @property
@@ -108,34 +103,26 @@ class LayerCosts:
 
     def profile(self, shares: Floats) -> StageProfile:
         """Return the profile of stages with these shares of each layer, shape (stages, layers)."""
-        rows = [
-            Measurement(stage, kind, clock_mhz, time_s, energy_j)
-            for kind in self.kinds
-            for stage, share in enumerate(shares)
-            for clock_mhz, time_s, energy_j in zip(
-                self.clocks_mhz,
-                (share @ self.time_s[kind]).tolist(),
-                (share @ self.energy_j[kind]).tolist(),
-                strict=True,
-            )
-        ]
+        rows = []
+        for kind in self.kinds:
+            times_s, energies_j = shares @ self.time_s[kind], shares @ self.energy_j[kind]
+            for (stage, number), time_s in np.ndenumerate(times_s):
+                energy_j = float(energies_j[stage, number])
+                rows.append(Measurement(stage, kind, self.clocks_mhz[number], float(time_s), energy_j))
         info = ProfileInfo(simulated=self.simulated, gpu=self.gpu, blocking_power_w=self.blocking_power_w)
         return StageProfile([*rows, *self.tails], info.with_fixed_durations(self.fixed))
 
 
 @dataclass(frozen=True)
 class EvaluatedCut:
-    """A cut and the predicted costs of an iteration with it.
+    """A cut and the predicted costs of an iteration with it, at default clocks.
 
     Attributes:
         cut: Number of layers on each stage.
-        time_s: Iteration time at default clocks [s].
-        energy_j: Energy at default clocks [J].
         planned_j: Energy under the plan of least energy that is as fast [J], or ``energy_j`` without plans.
         memory_bytes: Memory of the fullest stage.
         bubble: Fraction of the GPUs' time that is spent waiting.
-        on_path: Number of times that the longest path visits each layer, shape (layers, kinds).
-        runs: Number of times that an iteration runs each layer, shape (layers, kinds).
+        on_path, runs: Number of times that the longest path and an iteration visit each layer, shape (layers, kinds).
     """
 
     cut: Cut
@@ -154,11 +141,9 @@ class Partition:
 
     Attributes:
         known: Cuts to compare with, by name. For a model that has not trained, the defaults of engines.
-        fastest: The fastest cut found.
         most_frugal: The cut of least energy under its plan among those that are as fast.
         time_bound_s: Lower bound on the time of any cut [s].
         energy_bound_j: Lower bound on the planned energy of any cut as fast as the fastest one [J], or None if unknown.
-        costs: The costs of the layers.
         is_planned: Whether plans were computed.
     """
 
@@ -201,7 +186,7 @@ def best_partition(
     Args:
         costs: The costs of the layers.
         schedule: The schedule of all ranks.
-        known: Cuts to compare with, by name. By default, the defaults of engines.
+        known: Cuts to compare with, by name. None for the defaults of engines.
         memory_bytes: Maximum memory of a stage.
         may_hold: Whether a stage may have the layers i to j, shape (stages, layers + 1, layers + 1).
         is_planned: Whether to compute plans, if more than one clock was measured.
@@ -570,7 +555,7 @@ def _in_order(worst: Floats, sums: Floats | None = None, rest: Floats | None = N
         worst: Value of each stage if it has the layers from i to j, shape (stages, layers + 1, layers + 1); infinite
             if it may not have them.
         sums: Cumulative sums over layers of each layer's contribution on a stage, shape (sums, stages, layers + 1).
-        rest: Constant part of each sum, shape (sums,).
+        rest: Constant part of each sum.
     """
     stages, ends = worst.shape[:2]
     worst = np.where(np.triu(np.ones((ends, ends), dtype=bool), 1), worst, np.inf)  # a stage has at least one layer

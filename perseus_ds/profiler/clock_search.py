@@ -37,7 +37,7 @@ class Sweep:
         self._left = list(clocks_mhz)
 
     def likely_next(self, rows: Sequence[Measurement]) -> int | None:
-        """Return the next clock unless the sweep finishes before [MHz]. None if there is none."""
+        """Return the next clock unless the sweep finishes before, or None if there is none [MHz]."""
         return self._left[0] if self._left else None
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
@@ -58,11 +58,8 @@ class AdaptiveSampler:
     descent, the next clock is the one that may lie farthest below the hull of the measured clocks, within the error
     bars of the fitted profile.
 
-    Args:
-        clocks_mhz: Clocks that may be measured, ascending.
-        blocking_power_w: Power of a waiting GPU [W].
-        budget: Maximum number of clocks to measure.
-        default_mhz: Clock that GPUs reach under load at default clocks. None if unknown.
+    Clocks are ascending. ``budget`` is the maximum number of clocks to measure, and ``default_mhz`` the clock that GPUs
+    reach under load at default clocks, if known.
     """
 
     def __init__(
@@ -175,12 +172,7 @@ class ClockSearch:
     """Chooses clocks to measure until the profile is accurate enough.
 
     Rows are written to ``measured.csv`` after every clock. The search continues an interrupted one if ``measured.csv``
-    has rows of the same job and no profile was written after them.
-
-    Args:
-        sampler: Chooses the clocks, from the rows measured so far.
-        info: The device and job; ``info.job`` identifies the job.
-        directory: Where the profile will be written.
+    has rows of the same job, by ``info.job``, and no profile was written after them.
 
     Attributes:
         resumed: Number of clocks that an interrupted search had measured.
@@ -212,11 +204,7 @@ class ClockSearch:
         return None if likely in self._earlier else likely
 
     def add(self, by_rank: Mapping[str, Sequence[MeasuredRow]]) -> None:
-        """Add all rows that each rank has measured so far.
-
-        Raises:
-            OSError: The rows cannot be written.
-        """
+        """Add all rows that each rank has measured so far."""
         combined, self._incomplete = combine_rows(by_rank, self._info.blocking_power_w or 0.0)
         self._add_rows(combined)
         for key in self._incomplete:
@@ -234,11 +222,7 @@ class ClockSearch:
         return profile
 
     def measured(self, info: ProfileInfo) -> StageProfile:
-        """Return the rows as they were measured, with metadata.
-
-        Raises:
-            ProfileError: There are no rows.
-        """
+        """Return the rows as they were measured."""
         if not self._rows:
             raise ProfileError("no instruction was measured at any clock.")
         rows = [row for _, row in sorted(self._rows.items())]

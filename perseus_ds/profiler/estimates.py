@@ -57,13 +57,7 @@ _SINGULAR = 1e-12
 
 @dataclass(frozen=True)
 class Samples:
-    """One quantity of one stage at the clocks where it was measured.
-
-    Attributes:
-        clock_mhz: Shape (n,).
-        value: Shape (n,), positive.
-        error: Relative standard error, shape (n,). NaN if unknown.
-    """
+    """One positive quantity of one stage at the clocks where it was measured, with relative errors, NaN if unknown."""
 
     clock_mhz: Floats
     value: Floats
@@ -79,7 +73,6 @@ class TimeModel:
     """
 
     def __init__(self, stages: Sequence[Samples]) -> None:
-        """Fit the two parts of each stage, and the limit."""
         clocks = np.unique(np.concatenate([s.clock_mhz for s in stages]))
         first = max(_FEWEST_BELOW_LIMIT, len(clocks) // 2)
         penalty = math.exp(_LIMIT_EVIDENCE / sum(len(s.clock_mhz) for s in stages))
@@ -95,10 +88,6 @@ class TimeModel:
         """Return the times at the given clocks [s]."""
         fit = self._fits[stage]
         return np.asarray(np.maximum(_time_terms(clock_mhz) @ fit.parts, fit.at_limit))
-
-    def errors(self, stage: int, clock_mhz: Floats) -> Floats:
-        """Return the relative uncertainty due to the choice of a formula, which is 0."""
-        return np.zeros_like(clock_mhz)
 
 
 class _TimeFit(NamedTuple):
@@ -137,7 +126,6 @@ class PowerModel:
     """
 
     def __init__(self, stages: Sequence[Samples], time: TimeModel) -> None:
-        """Fit the static and dynamic power of each stage for each voltage curve."""
         above = [s.value[s.clock_mhz >= time.limit_mhz] for s in stages]
         # Times may be constant for another reason, such as slow memory. Then power continues to rise.
         is_flat = all(np.ptp(values) < _FLAT * values.mean() for values in above if len(values))
@@ -237,16 +225,11 @@ _LARGEST_ERROR = 0.01
 
 
 def denoise(profile: StageProfile, clocks_mhz: Collection[int]) -> StageProfile:
-    """Return the most likely profile, given measured rows.
+    """Return the most likely profile, given measured rows, and the clocks that the GPU supports.
 
-    Args:
-        profile: The measured rows. Their standard errors in ``info.rows`` are used if known.
-        clocks_mhz: Clocks that the GPU supports. Those within the measured range of a (stage, kind) get a row.
-
-    Returns:
-        A profile with the error bars of every row in ``info.rows``, and 0 samples for clocks that were not measured.
-        Such a clock gets no row if its error is too large. A (stage, kind) that was measured at fewer than three clocks
-        is returned as measured.
+    Those within the measured range of a (stage, kind) get a row with error bars in ``info.rows``, and 0 samples if they
+    were not measured. Such a clock gets no row if its error is too large. A (stage, kind) that was measured at fewer
+    than three clocks is returned as measured.
     """
     everything = estimate_all(profile, clocks_mhz)
     measured = {(m.stage, m.kind, m.clock_mhz) for m in profile.measurements}
@@ -330,17 +313,17 @@ def estimate(times: Sequence[Samples], powers: Sequence[Samples], clocks_mhz: Fl
     """Estimate times [s] and powers [W] of one kind of instruction on all stages from measured ones."""
     time = TimeModel(times)
     power = PowerModel(powers, time)
-    return _with_residuals(times, time, clocks_mhz), _with_residuals(powers, power, clocks_mhz)
+    of_power = [
+        (power_w, np.hypot(error, power.errors(stage, clocks_mhz)))
+        for stage, (power_w, error) in enumerate(_with_residuals(powers, power, clocks_mhz))
+    ]
+    return _with_residuals(times, time, clocks_mhz), of_power
 
 
 def _with_residuals(stages: Sequence[Samples], physical: TimeModel | PowerModel, clocks_mhz: Floats) -> Estimates:
     residuals = _ResidualModel.fit(stages, physical)
-    estimates = []
-    for number in range(len(stages)):
-        residual, error = residuals.at(number, clocks_mhz)
-        value = physical.values(number, clocks_mhz) * np.exp(residual)
-        estimates.append((value, np.hypot(error, physical.errors(number, clocks_mhz))))
-    return estimates
+    found = [residuals.at(stage, clocks_mhz) for stage in range(len(stages))]
+    return [(physical.values(n, clocks_mhz) * np.exp(residual), error) for n, (residual, error) in enumerate(found)]
 
 
 @dataclass(frozen=True)

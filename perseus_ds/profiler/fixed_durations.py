@@ -46,10 +46,6 @@ def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
 
 
 def _begins_tail(before: Span, span: Span) -> bool:
-    """Return True if the tail begins between two spans.
-
-    Ranks that begin it together wait for each other there.
-    """
     return _is_tail(span) and not _is_tail(before)
 
 
@@ -159,11 +155,10 @@ def launched_transfer_durations_s(schedule: Schedule, iterations: Iterable[Passe
 
 
 def _sides(schedule: Schedule) -> dict[Transfer, tuple[Instruction, Instruction, Instruction | None]]:
-    """Return the instructions around each transfer.
+    """Return three instructions around each transfer.
 
-    Returns:
-        By transfer: the last instruction before it on the sending rank, the first one that needs its data on the
-        receiving rank, and the one before that on the receiving rank (None if there is none).
+    They are the last one before it on the sending rank, the first one that needs its data on the receiving rank, and
+    the one before that, if there is one.
     """
     made_by: dict[Transfer, Instruction] = {}
     needed_by: dict[Transfer, tuple[Instruction, Instruction | None]] = {}

@@ -10,15 +10,22 @@ measured lengths.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile import ByLength, Floats, Measurement, PassByLength, RowQuality, StageProfile
-from perseus_ds.errors import ProfileError
+from perseus_ds.artifacts.profile import (
+    ByLength,
+    Floats,
+    Measurement,
+    PassByLength,
+    RowKey,
+    RowQuality,
+    StageProfile,
+)
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 
@@ -33,108 +40,83 @@ _LEAST_VARIATION = 0.01
 _ROBUST_FITS, _OUTLIER = 4, 3.0
 
 
-class LengthModel:
-    """Time and energy of passes for any length of their inputs.
+def profile_for_length(profiles: Mapping[float, StageProfile], length: float) -> StageProfile:
+    """Return the profile for a length, given those of the same passes for at least :data:`FEWEST_LENGTHS` lengths.
 
-    Args:
-        profiles: Profiles of the same passes by length, for at least :data:`FEWEST_LENGTHS` lengths.
-
-    Raises:
-        ProfileError: There are fewer lengths.
+    Each row has error bars and 0 samples. Tails do not depend on the length. Their rows are those of the profile with
+    the nearest length.
     """
-
-    def __init__(self, profiles: Mapping[float, StageProfile]) -> None:
-        if len(profiles) < FEWEST_LENGTHS:
-            raise ProfileError(
-                f"Profiles of {len(profiles)} lengths do not determine how passes depend on the length: expected "
-                f"{FEWEST_LENGTHS} or more. Measure more lengths."
+    longest = max(profiles)
+    terms, wanted = (np.vander(np.array(lengths) / longest, 3, increasing=True) for lengths in ([*profiles], [length]))
+    measurements, qualities = [], []
+    for (stage, kind, clock_mhz), (times, energies) in _series(profiles.values()).items():
+        time_s, time_error = _estimate(times, terms, wanted[0])
+        energy_j, energy_error = _estimate(energies, terms, wanted[0])
+        measurements.append(Measurement(stage, kind, clock_mhz, time_s, energy_j))
+        qualities.append(
+            RowQuality(
+                stage=stage,
+                kind=kind,
+                clock_mhz=clock_mhz,
+                samples=0,
+                time_relative_error=time_error,
+                energy_relative_error=energy_error,
             )
-        self._profiles = dict(sorted(profiles.items()))
-        self._longest = max(profiles)
-
-    def at(self, length: float) -> StageProfile:
-        """Return the profile for a length. Each row has error bars and 0 samples.
-
-        Tails do not depend on the length. Their rows are those of the profile with the nearest length.
-        """
-        nearest = self._profiles[min(self._profiles, key=lambda other: abs(other - length))]
-        measurements, qualities = [], []
-        for (stage, kind, clock_mhz), series in self._series().items():
-            (time_s, time_error), (energy_j, energy_error) = (self._estimate(each, length) for each in series)
-            measurements.append(Measurement(stage, kind, clock_mhz, time_s, energy_j))
-            qualities.append(
-                RowQuality(
-                    stage=stage,
-                    kind=kind,
-                    clock_mhz=clock_mhz,
-                    samples=0,
-                    time_relative_error=time_error,
-                    energy_relative_error=energy_error,
-                )
-            )
-        tails = [row for row in nearest.measurements if row.kind is Kind.TAIL]
-        of_tails = [row for row in nearest.info.rows if row.kind is Kind.TAIL]
-        info = nearest.info.model_copy(update={"rows": [*qualities, *of_tails], "memory_bytes": []})
-        return StageProfile([*measurements, *tails], info.with_fixed_durations(self._fixed(length)))
-
-    def _series(self) -> dict[tuple[int, Kind, int], tuple[Floats, Floats]]:
-        """Return times and energies of each pass: values and relative errors, shape (lengths, 2)."""
-        found: dict[tuple[int, Kind, int], list[tuple[Measurement, RowQuality | None]]] = defaultdict(list)
-        for profile in self._profiles.values():
-            known = profile.info.quality
-            for row in profile.measurements:
-                key = row.stage, row.kind, row.clock_mhz
-                found[key].append((row, known.get(key)))
-        return {
-            key: (
-                np.array([(row.time_s, quality and quality.time_relative_error) for row, quality in rows], float),
-                np.array([(row.energy_j, quality and quality.energy_relative_error) for row, quality in rows], float),
-            )
-            for key, rows in found.items()
-            if key[1] is not Kind.TAIL and len(rows) == len(self._profiles)
-        }
-
-    def _estimate(self, series: Floats, length: float) -> tuple[float, float]:
-        """Return a value at a length, and its relative standard error."""
-        value, error = series.T
-        error = np.maximum(np.where(np.isnan(error), _UNKNOWN_ERROR, error), _LEAST_ERROR)
-        terms = self._terms(self._profiles) / (value * error)[:, None]
-        coefficients, misfit = nnls(terms, 1 / error)
-        free = len(value) - terms.shape[1]
-        scatter = max(1.0, misfit**2 / free) if free else 1.0
-        wanted = self._terms([length])[0]
-        found = float(wanted @ coefficients)
-        variance = scatter * float(wanted @ np.linalg.solve(terms.T @ terms, wanted))
-        return found, float(np.sqrt(variance)) / found
-
-    def _terms(self, lengths: Iterable[float]) -> Floats:
-        """Return the three terms of the formula for each length, shape (lengths, 3)."""
-        return np.vander(np.fromiter(lengths, np.float64) / self._longest, 3, increasing=True)
-
-    def _fixed(self, length: float) -> FixedDurations:
-        """Return the fixed durations for a length, fitted as a constant part and a part per token."""
-        known = [profile.info.fixed_durations for profile in self._profiles.values()]
-        return FixedDurations(
-            load_s=self._fitted([fixed.load_s for fixed in known], length),
-            transfer_s=self._fitted([fixed.transfer_s for fixed in known], length),
-            other_s=self._fitted([fixed.other_s for fixed in known], length),
         )
+    nearest = profiles[min(profiles, key=lambda other: abs(other - length))]
+    tails = nearest.where(lambda stage, kind, clock_mhz: kind is Kind.TAIL)
+    info = nearest.info.model_copy(update={"rows": [*qualities, *tails.info.rows], "memory_bytes": []})
+    known = [profile.info.fixed_durations for profile in profiles.values()]
 
-    def _fitted(self, durations: Sequence[Mapping[K, float]], length: float) -> dict[K, float]:
-        """Return the durations at a length that are known in all profiles [s]."""
-        terms, wanted = self._terms(self._profiles)[:, :2], self._terms([length])[0, :2]
-        shared = [key for key in durations[0] if all(key in of_length for of_length in durations)]
-        return {
-            key: float(wanted @ nnls(terms, np.array([of_length[key] for of_length in durations]))[0]) for key in shared
-        }
+    def fitted(durations: Sequence[Mapping[K, float]]) -> dict[K, float]:
+        """Return the durations that are known for all lengths, as a constant part and a part per token [s]."""
+        shared = set(durations[0]).intersection(*durations[1:])
+        fits = {key: nnls(terms[:, :2], np.array([of_length[key] for of_length in durations]))[0] for key in shared}
+        return {key: float(wanted[0, :2] @ fits[key]) for key in durations[0] if key in shared}
+
+    fixed = FixedDurations(
+        load_s=fitted([one.load_s for one in known]),
+        transfer_s=fitted([one.transfer_s for one in known]),
+        other_s=fitted([one.other_s for one in known]),
+    )
+    return StageProfile([*measurements, *tails.measurements], info.with_fixed_durations(fixed))
+
+
+def _series(profiles: Collection[StageProfile]) -> dict[RowKey, tuple[Floats, Floats]]:
+    """Return times and energies of each pass: values and relative errors, shape (lengths, 2)."""
+    found: dict[RowKey, list[tuple[Measurement, RowQuality | None]]] = defaultdict(list)
+    for profile in profiles:
+        known = profile.info.quality
+        for row in profile.measurements:
+            key = row.stage, row.kind, row.clock_mhz
+            found[key].append((row, known.get(key)))
+    return {
+        key: (
+            np.array([(row.time_s, quality and quality.time_relative_error) for row, quality in rows], float),
+            np.array([(row.energy_j, quality and quality.energy_relative_error) for row, quality in rows], float),
+        )
+        for key, rows in found.items()
+        if key[1] is not Kind.TAIL and len(rows) == len(profiles)
+    }
+
+
+def _estimate(series: Floats, terms: Floats, wanted: Floats) -> tuple[float, float]:
+    """Return a value at the wanted length, and its relative standard error."""
+    value, error = series.T
+    error = np.maximum(np.where(np.isnan(error), _UNKNOWN_ERROR, error), _LEAST_ERROR)
+    weighted = terms / (value * error)[:, None]
+    coefficients, misfit = nnls(weighted, 1 / error)
+    free = len(value) - terms.shape[1]
+    scatter = max(1.0, misfit**2 / free) if free else 1.0
+    found = float(wanted @ coefficients)
+    variance = scatter * float(wanted @ np.linalg.solve(weighted.T @ weighted, wanted))
+    return found, float(np.sqrt(variance)) / found
 
 
 def fit_by_length(times: Mapping[tuple[int, Kind], Sequence[tuple[float, float]]], length: float) -> ByLength | None:
-    """Return the dependence of passes on the lengths of their inputs. None if these hardly vary.
+    """Return the dependence of passes on the lengths of their inputs, relative to a length. None if these hardly vary.
 
-    Args:
-        times: Lengths and times [s] of passes at one clock, by stage and kind.
-        length: Length to which the result is relative.
+    ``times`` has lengths and times [s] of passes at one clock, by stage and kind.
     """
     passes = []
     for (stage, kind), measured in times.items():

@@ -30,14 +30,9 @@ UNREAD_CLOCK_MHZ = 1000
 
 
 def observed_profile(file: TimelineFile, powers_w: Sequence[float], *, blocking_power_w: float | None) -> StageProfile:
-    """Return the profile of the iterations at default clocks.
+    """Return the profile of the iterations at default clocks, without energies if blocking power is unknown.
 
-    It has no energies if blocking power is unknown.
-
-    Args:
-        file: Timeline of the job.
-        powers_w: Mean power of each pipeline rank's GPU [W]. Empty if unknown.
-        blocking_power_w: Power of a waiting GPU [W], if known.
+    ``powers_w`` has the mean power of each pipeline rank's GPU, or is empty if it is unknown.
 
     Raises:
         ConfigError: The timeline has no iteration at default clocks.
@@ -82,10 +77,7 @@ def _operations(iterations: Sequence[MeasuredIteration]) -> Iterator[MeasuredOpe
 
 
 def _blocking_power_w(waits: Sequence[float], powers_w: Sequence[float]) -> float | None:
-    """Return the blocking power that fits the powers of all ranks best [W].
-
-    None if they do not determine it.
-    """
+    """Return the blocking power that fits the powers of all ranks best [W], or None if they do not determine it."""
     if len(powers_w) < 2 or max(waits) - min(waits) < _LEAST_SPREAD:
         return None
     (_, waiting_w), _ = nnls(np.array([[1 - wait, wait] for wait in waits]), np.array(powers_w))

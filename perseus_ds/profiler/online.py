@@ -75,13 +75,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class _Part:
-    """Consecutive iterations at one clock.
-
-    Attributes:
-        computed: Their instructions.
-        moments_s: Times at which the energy counter was refreshed [s].
-        energy_j: Values of the counter after each refresh [J].
-    """
+    """The instructions of consecutive iterations at one clock, and the refreshes of the energy counter."""
 
     computed: list[tuple[Span, Key]]
     moments_s: Floats
@@ -90,9 +84,7 @@ class _Part:
     def spent_s(self, keys: Sequence[Key], share: float) -> Floats:
         """Return the time spent in each kind and, last, outside of all kinds, between refreshes [s].
 
-        Args:
-            keys: The kinds.
-            share: Share of its period, at the end, in which the counter samples power.
+        ``share`` is the part of its period, at the end, in which the counter samples power.
         """
         passed_s, end_s = np.diff(self.moments_s), self.moments_s[1:]
         begin_s = end_s - share * passed_s
@@ -165,8 +157,8 @@ class _Refreshes:
     def equations(self) -> tuple[Floats, Floats]:
         """Linear equations, weighted so that their errors are about 1 times the power.
 
-        The first array has shape (refreshes, kinds + 1): seconds spent in each kind and, last, outside of them. The
-        second has shape (refreshes,): energy beyond blocking power times the elapsed time [J].
+        The first array has the seconds spent in each kind and, last, outside of them, by refresh. The second has the
+        energy beyond blocking power times the elapsed time [J].
         """
         spent, beyond = [], []
         for part, spent_s in zip(self._parts, self.spent_s, strict=True):
@@ -236,7 +228,7 @@ class OnlineProfiler:
             readings: Time [s] and value [J] of each refresh of the energy counter during the iterations.
             state: State of the GPU at the end.
             factors: For each iteration, times of instructions relative to those of the row. 1 without an entry.
-            reached_s: Time at which the GPU reached the clock [s].
+            reached_s: Time at which the GPU reached the clock.
         """
         self._state[clock_mhz] = state
         computed: list[tuple[Span, Key]] = []
@@ -275,28 +267,29 @@ class OnlineProfiler:
         self._known.clear()
 
     def waiting_power_w(self) -> WaitingPower | None:
-        """Return the power of the GPU outside of instructions at clocks near the highest. None if unknown.
+        """Return the power of the GPU outside of instructions at clocks near the highest, without a prior for it.
 
-        Unlike in :meth:`rows`, there is no prior for it. Therefore, it is unknown if the GPU hardly waits.
+        It is None if the GPU hardly waits.
         """
         share = self._share() if self._seen else _ALWAYS
-        near_top = {c: self._refreshes(c, share) for c in self._seen if c > (1 - _NEAR_TOP) * max(self._seen)}
         ratio = np.ones(len(self._keys))
+        spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
         found, most_w = [], self._blocking_power_w
-        for clock_mhz, refreshes in near_top.items():
+        for clock_mhz in (c for c in self._seen if c > (1 - _NEAR_TOP) * max(self._seen)):
+            refreshes = self._refreshes(clock_mhz, share)
             common_w = refreshes.common_w(ratio, self._waiting_spread_w(clock_mhz))
-            if common_w > 0:
-                spent_s, beyond_j = refreshes.equations
-                spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
-                prior = np.column_stack([np.diag(1 / spread), np.zeros(len(spread))]) / common_w
-                matrix = np.vstack([spent_s / common_w, prior])
-                values = np.concatenate([beyond_j / common_w, 1 / spread])
-                information = matrix.T @ matrix
-                if np.linalg.cond(information) < _DETERMINED:
-                    covariance = np.linalg.inv(information)
-                    beyond_w = float((covariance @ matrix.T @ values)[-1])
-                    found.append(WaitingPower(self._blocking_power_w + beyond_w, math.sqrt(covariance[-1, -1])))
-                    most_w = max(most_w, self._blocking_power_w + common_w)
+            if common_w <= 0:
+                continue
+            spent_s, beyond_j = refreshes.equations
+            prior = np.column_stack([np.diag(1 / spread), np.zeros(len(spread))]) / common_w
+            matrix = np.vstack([spent_s / common_w, prior])
+            values = np.concatenate([beyond_j / common_w, 1 / spread])
+            information = matrix.T @ matrix
+            if np.linalg.cond(information) < _DETERMINED:
+                covariance = np.linalg.inv(information)
+                beyond_w = float((covariance @ matrix.T @ values)[-1])
+                found.append(WaitingPower(self._blocking_power_w + beyond_w, math.sqrt(covariance[-1, -1])))
+                most_w = max(most_w, self._blocking_power_w + common_w)
         waiting = pooled(found)
         # A waiting GPU does not draw more than a computing one.
         return waiting if waiting is not None and 2 * waiting.error_w < waiting.power_w < most_w else None
@@ -351,10 +344,7 @@ class OnlineProfiler:
         }
 
     def _waiting_spread_w(self, clock_mhz: int) -> float:
-        """Return the standard deviation of power while waiting from blocking power [W].
-
-        Blocking power was measured at default clocks only.
-        """
+        """Return the standard deviation of power while waiting from blocking power, measured at default clocks [W]."""
         below_top = 1 - clock_mhz / max(self._seen)
         return max(1.0, self._blocking_power_w) * (_WAITING_SPREAD + _WAITING_SPREAD_AT_LOW_CLOCKS * below_top)
 
@@ -418,9 +408,7 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
 def chosen_power_w(alone_w: float, bubbles: WaitingPower | None) -> tuple[float, str | None]:
     """Return the blocking power for plans [W], and a message if the measurements differ.
 
-    Args:
-        alone_w: Power while all ranks wait for one [W].
-        bubbles: Power in the bubbles of iterations, pooled over ranks. None if unknown.
+    They are the power while all ranks wait for one, and that in the bubbles of iterations, pooled over ranks.
     """
     if bubbles is None or abs(bubbles.power_w - alone_w) <= _AGREES * alone_w:
         return alone_w, None

@@ -37,7 +37,7 @@ from perseus_ds.profiler.fixed_durations import (
     with_tail,
     without_gaps,
 )
-from perseus_ds.profiler.lengths import FEWEST_LENGTHS, LengthModel, fit_by_length, typical_error
+from perseus_ds.profiler.lengths import FEWEST_LENGTHS, fit_by_length, profile_for_length, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power_w, pooled
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
@@ -506,7 +506,7 @@ def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> 
                 profiles[other] = profile
     if not math.isfinite(length) or len(profiles) < FEWEST_LENGTHS:
         return None
-    profile = LengthModel(profiles).at(length)
+    profile = profile_for_length(profiles, length)
     error = typical_error(profile)
     if error > max(_MOST_PREDICTED_ERROR, *map(typical_error, profiles.values())):
         return None

@@ -1,4 +1,5 @@
 import sys
+from collections import Counter
 
 import pytest
 from deepspeed.runtime.pipe.schedule import CommitP2P, DualPipeVSchedule, SendActivation, TrainSchedule
@@ -7,7 +8,7 @@ from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, o
 from perseus_ds.errors import ConfigError, ScheduleError
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Exchange, Load
+from perseus_ds.pipeline.schedule import Exchange
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (4, 8), (5, 2)])
@@ -21,26 +22,13 @@ def test_every_micro_batch_goes_forward_and_backward_once_on_every_stage(ranks, 
     assert schedule.num_stages == ranks
 
 
-def test_first_and_last_stage_load_every_micro_batch():
-    schedule = one_f_one_b(3, 4)
-    loads = [[op.micro_batch for op in stream if isinstance(op, Load)] for stream in schedule.ranks]
-    assert loads == [list(range(4)), [], list(range(4))]
-
-
 def test_dual_pipe_v_ranks_hold_two_stages():
     schedule = dual_pipe_v(2, 6)
-    assert [{i.stage for i in stream} for stream in schedule.instructions] == [{0, 3}, {1, 2}]
+    assert schedule.stages_of_ranks == [[0, 3], [1, 2]]
     assert schedule.num_stages == 4
-    for stage in range(4):
-        instructions = [i for stream in schedule.instructions for i in stream if i.stage == stage]
-        assert sum(i.kind is Kind.FORWARD for i in instructions) == 6
-        assert sum(i.kind is Kind.BACKWARD for i in instructions) == 6
-
-
-def test_a_users_schedule_is_read_from_its_steps():
-    schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
-    assert [i.kind for i in schedule.instructions[0]] == [Kind.FORWARD] * 3 + [Kind.BACKWARD] * 3 + [Kind.TAIL]
-    assert schedule.name == "pipelines:GPipe"
+    assert Counter(
+        (i.stage, i.kind) for stream in schedule.instructions for i in stream if i.kind is not Kind.TAIL
+    ) == {(stage, kind): 6 for stage in range(4) for kind in (Kind.FORWARD, Kind.BACKWARD)}
 
 
 def test_merged_transfers_are_one_exchange_of_two():
@@ -94,7 +82,7 @@ def test_schedules_are_found_by_short_name_and_by_import_path(tmp_path, monkeypa
     sys.modules.pop("my_schedules")
 
 
-@pytest.mark.parametrize("name", ["gpipe", "no.such.module:Class", "deepspeed.runtime.pipe.schedule:NoSuch"])
+@pytest.mark.parametrize("name", ["gpipe", "deepspeed.runtime.pipe.schedule:NoSuch"])
 def test_an_unknown_schedule_says_what_to_write(name):
     with pytest.raises(ConfigError, match=r"not found .* Write 1f1b, dualpipev, or package.module:Class"):
         schedule_class(name)

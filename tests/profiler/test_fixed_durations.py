@@ -7,7 +7,6 @@ from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedu
 from perseus_ds.profiler.fixed_durations import (
     fixed_durations,
     launched_transfer_durations_s,
-    launches_transfers,
     medians,
     passes_of,
     tails_s,
@@ -21,20 +20,20 @@ def tail(stage, *times):
     return [Span(Compute(Instruction(stage, Kind.TAIL, 0)), begin, end) for begin, end in times]
 
 
-def test_the_duration_of_a_transfer_is_the_shorter_of_its_two_sides():
-    sender = [Span(Exchange(sends=(ACTIVATION,)), 1.0, 1.1)]
+def test_durations_are_medians_and_those_of_transfers_the_shorter_of_their_two_sides():
+    sender = [
+        Span(Exchange(sends=(ACTIVATION,)), 1.0, 1.1),
+        *(Span(Load(0, m), m, m + t) for m, t in enumerate((0.1, 0.2, 0.9))),
+    ]
     receiver = [Span(Exchange(receives=(ACTIVATION,)), 0.2, 1.1)]
-    assert fixed_durations([[sender], [receiver]]).transfer_s == {("activation", 0, 1): pytest.approx(0.1)}
+    found = fixed_durations([[sender], [receiver]])
+    assert found.transfer_s == {("activation", 0, 1): pytest.approx(0.1)}
+    assert found.load_s == {0: pytest.approx(0.2)}
 
 
 def test_the_tail_of_a_stage_is_the_sum_of_its_parts():
     iterations = [tail(0, (5.0, 5.1), (5.1, 5.3)), tail(0, (7.0, 7.2), (7.2, 7.6)), tail(0, (9.0, 9.2), (9.2, 9.3))]
     assert medians(tail for spans in iterations for tail in tails_s(spans).items()) == pytest.approx({0: 0.3})
-
-
-def test_loads_are_medians_by_stage():
-    spans = [[Span(Load(0, m), m, m + t) for m, t in enumerate((0.1, 0.2, 0.9))]]
-    assert fixed_durations([spans]).load_s == {0: pytest.approx(0.2)}
 
 
 def test_gaps_are_added_to_loads_transfers_and_tails_except_the_gap_before_the_tail():
@@ -71,12 +70,5 @@ def seconds_of(schedule, receiver):
 def test_a_transfer_lasts_from_the_pass_that_made_it_to_the_one_that_waited_for_it():
     # Rank 1 begins its iteration half a second earlier than rank 0.
     assert seconds_of(SCHEDULE, [(1.8, 1.9), (2.6, 3.0)]) == pytest.approx((0.3 + 0.1) / 2)
-
-
-def test_a_transfer_that_went_on_while_its_receiver_computed_does_not_count_beside_one_that_was_waited_for():
+    # The second transfer went on while its receiver computed, and does not count.
     assert seconds_of(SCHEDULE, [(1.8, 4.0), (4.0, 5.0)]) == pytest.approx(0.3)
-
-
-def test_schedules_whose_ranks_wait_for_every_transfer_launch_none():
-    assert launches_transfers(SCHEDULE)
-    assert not launches_transfers(Schedule("test:Blocking", 1, ((forward(0, 0), Exchange(sends=(FIRST,))),)))

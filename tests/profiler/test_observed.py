@@ -5,7 +5,6 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
-from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Transfer
@@ -15,7 +14,7 @@ FORWARD_S, BACKWARD_S, TRANSFER_S = (0.1, 0.2, 0.3), (0.2, 0.4, 0.5), 0.01
 BUSY_W, WAITING_W = 400.0, 100.0
 
 
-def observed(plan=None):
+def observed():
     """Return a timeline of 1F1B on three ranks, with transfers that include waiting."""
     dag = Dag.build(one_f_one_b(3, 4))
 
@@ -34,7 +33,7 @@ def observed(plan=None):
             start_s = free_s[rank] if isinstance(node.work, Transfer) else end_s - duration
             ranks[rank].append(MeasuredOperation.of(node.work, float(start_s), float(end_s)))
             free_s[rank] = float(end_s)
-    return MeasuredIteration(iteration=2, phase="observe", ranks=ranks, plan=plan)
+    return MeasuredIteration(iteration=2, phase="observe", ranks=ranks)
 
 
 def is_tail(work):
@@ -72,8 +71,3 @@ def test_ranks_that_wait_alike_do_not_tell_the_power_of_waiting():
     iteration = MeasuredIteration(iteration=2, phase="observe", ranks=[alike, other])
     profile = observed_profile(file_of(iteration), [300.0, 300.0], blocking_power_w=None)
     assert profile.info.blocking_power_w is None
-
-
-def test_iterations_under_plans_are_left_out():
-    with pytest.raises(ConfigError, match="no iteration at default clocks"):
-        observed_profile(file_of(observed(plan=3)), [], blocking_power_w=None)
