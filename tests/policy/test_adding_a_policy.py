@@ -16,16 +16,22 @@ DECIDE = """
 import json, sys
 from datetime import datetime, timezone
 import perseus_ds
-from lone_selector import FRONTIER
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.decisions import Situation, decide
 from perseus_ds.config import parse_block
 
+INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
+PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))
+PROVENANCE = Provenance(schedule="1f1b", micro_batches=1, stages=1, blocking_power_w=1, solver="none")
+FRONTIER = Frontier(PLANS, 1.0, PLANS[0], PROVENANCE)
 assert perseus_ds.__file__.startswith(sys.argv[1])
-decisions = [
-    decide(parse_block(block).policy, FRONTIER, Situation(step=0, now=datetime.now(timezone.utc)))
-    for block in json.loads(sys.argv[2])
-]
-print(json.dumps([[decision.plan, decision.problem] for decision in decisions]))
+decisions = []
+for block in json.loads(sys.argv[2]):
+    decision = decide(parse_block(block).policy, FRONTIER, Situation(step=0, now=datetime.now(timezone.utc)))
+    decisions.append([decision.plan, decision.problem])
+print(json.dumps(decisions))
 """
 
 
@@ -48,7 +54,7 @@ def decide(tmp_path):
 
     def run(*blocks):
         command = [sys.executable, "-c", DECIDE, str(tmp_path), json.dumps(blocks)]
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests/support'}"}
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=600, check=True
         )
