@@ -39,7 +39,7 @@ from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.profiler import online
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import LatencyTable
 from perseus_ds.server import modes, profiling
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]

@@ -35,8 +35,17 @@ from perseus_ds.config import parse_block
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span, encode_spans
-from perseus_ds.protocol.description import JobDescription, RankFacts, encode
-from perseus_ds.protocol.job_messages import Follow, Measured, Observed, RankReport, Report, Spans
+from perseus_ds.protocol.job_messages import (
+    Follow,
+    JobDescription,
+    Measured,
+    Observed,
+    RankFacts,
+    RankReport,
+    Report,
+    Spans,
+    encode,
+)
 from perseus_ds.protocol.messages import Connect, ServerStarted, StartServer
 
 SIZES = (64, 1024, 10240)

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from perseus_ds.agent.controller import ClockController, ClockStatus
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.protocol.job_messages import Follow, Follows
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import Follow, Follows, LatencyTable
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import Timebase
 

@@ -14,8 +14,7 @@ import msgspec
 import zmq
 
 from perseus_ds.protocol import places
-from perseus_ds.protocol.job_messages import Joined, ToRank, ToServer
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import Joined, LatencyTable, ToRank, ToServer
 from perseus_ds.protocol.messages import Connect, ServerStarted, StartServer
 from perseus_ds.timebase import REAL_TIME, Timebase
 

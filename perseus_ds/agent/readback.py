@@ -10,8 +10,7 @@ from contextlib import suppress
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.protocol.job_messages import ClockRefused
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import ClockRefused, LatencyTable
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 SLOWED_DOWN = frozenset({"hw_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown"})

@@ -338,7 +338,7 @@ def _leased(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
 
 def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
     """Lock a few clocks of the upper half in rising and falling order, and reset the clock."""
-    from perseus_ds.protocol.latencies import LatencyTable
+    from perseus_ds.protocol.job_messages import LatencyTable
 
     clocks = gpu.supported_clocks_mhz()
     upper = clocks[len(clocks) // 2 :]

@@ -35,10 +35,9 @@ from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.protocol import description as described
+from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol import places
-from perseus_ds.protocol.description import JobDescription, RankFacts
-from perseus_ds.protocol.job_messages import Measured
+from perseus_ds.protocol.job_messages import JobDescription, Measured, RankFacts
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -134,7 +133,7 @@ def meet(
         gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
         opened.clocks = clocks_of(gpu, facts.device)
         opened.timers = execution_on(gpu, facts.device, config)
-        content = b"+" + described.encode(rank_facts(config, facts, opened.schedule, gpu, opened.timers))
+        content = b"+" + msg.encode(rank_facts(config, facts, opened.schedule, gpu, opened.timers))
     except PerseusError as error:
         content = f"-{type(error).__name__}:{error}".encode()
     except Exception as error:  # the other ranks wait
@@ -225,11 +224,11 @@ def _start_server(
         if content.startswith(b"-"):
             kind, _, text = content[1:].decode().partition(":")
             return ServerStarted(kind=kind, error=text)
-    ranks = tuple(described.decode_facts(content[1:]) for content in contents)
+    ranks = tuple(msg.decode_facts(content[1:]) for content in contents)
     pipeline = ranks[0].pipeline
     streams = [ScheduleStreams.model_validate_json(ranks[each].schedule).to_schedule() for each in pipeline]
     check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
-    content = described.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
+    content = msg.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
     assert opened.clocks is not None
     host = config.server.host or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     return opened.clocks.start_server(host, config.server.port or 0, content)

@@ -37,8 +37,7 @@ from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule, Span, encode_spans
 from perseus_ds.protocol import job_messages as msg
-from perseus_ds.protocol.description import decode_welcome
-from perseus_ds.protocol.job_messages import Follow, Follows, Program, Report
+from perseus_ds.protocol.job_messages import Follow, Follows, Program, Report, decode_welcome
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.protocol.messages import Connect
 from perseus_ds.timebase import REAL_TIME, Timebase

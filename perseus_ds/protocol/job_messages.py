@@ -1,21 +1,84 @@
-"""Messages between the ranks of a job and its server, which the agents of the nodes forward.
+"""Messages between the ranks of a job and its server.
 
-The server sends each rank the programs for the iterations of an order (:class:`Follow`), and each rank reports every
-iteration (:class:`Report`, to which its agent adds measurements of the GPU: :class:`RankReport`). The server assigns
-each order a number from 0 to 254. All other orders have the number 255 and run at default clocks.
+Before training, the ranks describe themselves to each other, and rank 0 sends the server the description of the job.
+Then the agents of the nodes forward messages: the server sends each rank the programs for the iterations of an
+order (:class:`Follow`), and each rank reports every iteration (:class:`Report`, to which its agent adds measurements of
+the GPU: :class:`RankReport`). The server assigns each order a number from 0 to 254. All other orders have the number
+255 and run at default clocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from perseus_ds.protocol.latencies import LatencyTable
-
+_ENOUGH, _POOLED = 3, 5
+"""Minimum number of latencies, and the number up to which those of neighbouring clocks are added."""
+_PERCENTILE = 0.9
 Times: TypeAlias = Literal["none", "ends", "passes", "all"]
 """Measurements of a rank in an iteration: only its time, the end of its passes, all passes, or all operations."""
+
+# Before training.
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a job."""
+
+    pipeline: tuple[int, ...]  # global ranks of its pipeline, first stage first
+    # Global ranks that train the same stages on other data, itself included. None if every pipeline has its own data.
+    copies: tuple[int, ...] | None
+    schedule: bytes  # of this rank in its first iteration, in JSON; empty in the description of a job
+    fingerprint: str = ""  # changes with any property that affects the times of its instructions
+    models: tuple[str, ...] = ()  # classes of the models in its process, the one that trains first
+    versions: dict[str, str] = {}  # of packages
+    micro_batch_size: int | None = None
+    engine: str | None = None  # defines the notation of layouts; None if layers cannot be moved between stages
+    parts: dict[int, bytes] = {}  # of the model, by stage of this rank, in JSON; empty if unknown
+    tied: bool = False  # the embedding and the head share a weight
+    node: str = ""  # host name, and id of the node's current boot
+    gpu: str = ""  # product name
+    driver: str | None = None
+    settings: bytes = b""  # of the GPU, in JSON; empty if unknown
+    clocks_mhz: tuple[int, ...] = ()  # that can be locked
+    no_permission: str = ""  # why clocks cannot be set; empty if they can
+    simulated: bool = False
+    calibrates: bool = False  # its passes must be calibrated to take as long as on the simulated GPU
+    steps: int | None = None  # finished training steps; None if the engine does not count them
+    has_monitor: bool = False  # it receives the figures of every iteration
+    steps_per_print: int | None = None  # None to print none
+
+
+class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of a job."""
+
+    config: bytes  # the perseus block of rank 0, in JSON
+    folder: str = "."  # the current folder of rank 0, to which paths are relative
+    ranks: tuple[RankFacts, ...]
+    schedules: tuple[bytes, ...]  # the different schedules of ranks
+    schedule_of: tuple[int, ...]  # index of each rank's schedule
+
+    @classmethod
+    def of(cls, config: bytes, ranks: Iterable[RankFacts], folder: str = ".") -> JobDescription:
+        """Describe a job. Equal schedules of its ranks are stored once."""
+        index: dict[bytes, int] = {}
+        facts, schedule_of = [], []
+        for own in ranks:
+            schedule_of.append(index.setdefault(own.schedule, len(index)))
+            facts.append(msgspec.structs.replace(own, schedule=b""))
+        return cls(
+            config=config, folder=folder, ranks=tuple(facts), schedules=tuple(index), schedule_of=tuple(schedule_of)
+        )
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks have to measure before training."""
+
+    measures_power: bool = False  # their energy counters and their blocking power
+    measures_counter: bool = False  # only the refresh periods of their energy counters
+
 
 # From the server to a rank.
 
@@ -258,6 +321,61 @@ class ClockRefused(msgspec.Struct, tag=True, frozen=True):
     reasons: tuple[str, ...]  # as reported by the driver, such as ``sw_power_cap``
 
 
+class LatencyTable(msgspec.Struct, tag=True, frozen=True):
+    """Times from the driver's call until the GPU runs at the clock, which agents send to the server.
+
+    Clocks with few or no measurements use the latencies of neighbouring clocks. A latency that timed out is a lower
+    bound.
+    """
+
+    samples_s: Mapping[tuple[int, bool], Sequence[float]] = {}  # by clock [MHz] and whether it was reached from below
+
+    @property
+    def is_known(self) -> bool:
+        """True if enough latencies were measured."""
+        return sum(map(len, self.samples_s.values())) >= _ENOUGH
+
+    def latest_s(self, clock_mhz: int, *, rises: bool) -> float:
+        """Return the 90th percentile of the latencies of a clock [s]. 0 if unknown."""
+        seen_s = self._near(clock_mhz, rises)
+        return seen_s[int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
+
+    def soonest_s(self, clock_mhz: int, *, rises: bool) -> float:
+        """Return the 10th percentile of the latencies of a clock [s]. 0 if unknown."""
+        seen_s = self._near(clock_mhz, rises)
+        return seen_s[-1 - int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
+
+    def lead_s(self, clock_mhz: int, *, rises: bool) -> float:
+        """Return the time by which a clock is requested in advance [s].
+
+        A higher clock may take effect too early and a lower one too late. Both cost some energy but no time.
+        """
+        return self.latest_s(clock_mhz, rises=True) if rises else self.soonest_s(clock_mhz, rises=False)
+
+    def dwell_s(self, clock_mhz: int) -> float:
+        """Return the minimum time to stay at a clock [s], which is twice its latency."""
+        return 2 * max(self.latest_s(clock_mhz, rises=rises) for rises in (False, True))
+
+    def _near(self, clock_mhz: int, rises: bool) -> list[float]:
+        if not self.is_known:
+            return []
+        same = {clock: seen_s for (clock, rose), seen_s in self.samples_s.items() if rose == rises and seen_s}
+        found = list(_nearest(clock_mhz, same))
+        if len(found) < _ENOUGH:
+            found += _nearest(clock_mhz, {c: seen_s for (c, rose), seen_s in self.samples_s.items() if rose != rises})
+        return sorted(found)
+
+
+def _nearest(clock_mhz: int, by_clock: Mapping[int, Sequence[float]]) -> Iterator[float]:
+    """Yield latencies of a clock and of neighbouring clocks, up to the number that is pooled."""
+    count = 0
+    for clock in sorted(by_clock, key=lambda clock: abs(clock - clock_mhz)):
+        if count >= _POOLED:
+            return
+        yield from by_clock[clock]
+        count += len(by_clock[clock])
+
+
 class Joined(msgspec.Struct, tag=True, frozen=True):
     """A rank follows the server through this agent from now on, without any earlier message."""
 
@@ -274,3 +392,9 @@ ToRank: TypeAlias = (
 FromClient: TypeAlias = Spans | Report | ScheduleRead | Lengths | Worked | Measured | Steps | Command | Left
 """Messages of a client, which its agent forwards or completes."""
 ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | LatencyTable | Joined
+
+encode = msgspec.msgpack.Encoder().encode
+# Each raises a ``msgspec.DecodeError`` if the content is invalid.
+decode_description = msgspec.msgpack.Decoder(JobDescription).decode
+decode_facts = msgspec.msgpack.Decoder(RankFacts).decode
+decode_welcome = msgspec.msgpack.Decoder(Welcome).decode

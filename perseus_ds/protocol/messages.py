@@ -180,7 +180,7 @@ class ServerStarted(msgspec.Struct, tag=True, frozen=True):
     server_key: bytes = b""
     public_key: bytes = b""
     secret_key: bytes = b""
-    answer: bytes = b""  # the encoded description.Welcome for all ranks
+    answer: bytes = b""  # the encoded Welcome for all ranks
     kind: str = ""  # class of the error, if there is one
     error: str = ""
     output_dir: str = ""  # the folder that it writes to

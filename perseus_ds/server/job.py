@@ -19,9 +19,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import GpuError, PlanError, ProfileError, ScheduleError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.protocol.description import JobDescription, RankFacts
-from perseus_ds.protocol.job_messages import Measured
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import JobDescription, LatencyTable, Measured, RankFacts
 
 _COUNTER_PERIOD_S, _COUNTER_SETTLE_S = 1.0, 1.0
 """Defaults for an energy counter that was not measured."""
@@ -39,52 +37,30 @@ class Place:
 
 @dataclass
 class RankState:
-    """State of a rank, from its reports.
-
-    Attributes:
-        latencies: Latencies of its clock changes.
-        measured: Measurements of its GPU before training.
-        late_s: Delay with which its agent follows marks [s].
-        default_mhz: The clock of its busy GPU while it is not locked [MHz]; 0 if unknown.
-        memory_bytes: Peak memory of tensors on its GPU; 0 if unknown.
-        flops: Floating-point operations of its passes, on a simulated GPU.
-        is_here: Whether it follows the server.
-        has_left: Whether it has stopped following the server.
-    """
+    """State of a rank, from its reports."""
 
     latencies: LatencyTable = field(default_factory=LatencyTable)
     measured: Measured | None = None
-    late_s: float = 0.0
-    default_mhz: float = 0.0
-    memory_bytes: int = 0
-    flops: tuple[tuple[str, int], ...] = ()
-    is_here: bool = False
-    has_left: bool = False
+    late_s: float = 0.0  # delay with which its agent follows marks
+    default_mhz: float = 0.0  # clock of its busy GPU while it is not locked; 0 if unknown
+    memory_bytes: int = 0  # peak of tensors on its GPU; 0 if unknown
+    flops: tuple[tuple[str, int], ...] = ()  # floating-point operations of its passes, on a simulated GPU
+    is_here: bool = False  # it follows the server
+    has_left: bool = False  # it has stopped following the server
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, or its iterations of one order or with inputs of one shape.
-
-    Attributes:
-        config: The ``perseus`` block.
-        schedule: The operations of every rank of a pipeline in one iteration.
-        info: Model, parallelism and versions, for the profile.
-        facts: Facts about each rank.
-        places: Position of each rank in the job.
-        states: State of each rank.
-        fingerprint: Distinguishes its iterations from others of the job.
-        order: Number of the order.
-        shape: Number of the shape.
-    """
+    """A training job, or its iterations of one order or with inputs of one shape."""
 
     config: PerseusConfig
-    schedule: Schedule
+    schedule: Schedule  # of one pipeline in one iteration
     info: ProfileInfo
+    # By rank:
     facts: tuple[RankFacts, ...]
     places: tuple[Place, ...]
     states: tuple[RankState, ...]
-    fingerprint: str = ""
+    fingerprint: str = ""  # distinguishes its iterations from others of the job
     order: int = 0
     shape: int = 0
 
@@ -133,7 +109,6 @@ class Job:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that this job writes to."""
         return Path(self.config.output_dir)
 
     @property
@@ -143,7 +118,6 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.facts)
 
     @property
@@ -153,7 +127,6 @@ class Job:
 
     @property
     def simulated(self) -> bool:
-        """True if its GPUs are simulated."""
         return bool(self.info.simulated)
 
     @property
@@ -188,16 +161,20 @@ class Job:
                     f"Plan does not fit this GPU: {facts.gpu} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
                 )
 
+    def in_folder(self, folder: str | Path) -> Job:
+        """Return the job with another output folder."""
+        return replace(self, config=self.config.model_copy(update={"output_dir": str(folder)}))
+
     def of_shape(self, number: int, shape: str) -> Job:
         """Return the job of iterations with inputs of one shape, with its own folder and fingerprint."""
-        config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
-        return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}", shape=number)
+        job = self.in_folder(self.output_dir / "shapes" / str(number))
+        return replace(job, fingerprint=f"{self.fingerprint}, inputs {shape}", shape=number)
 
     def of_order(self, number: int, schedule: Schedule) -> Job:
         """Return the job of iterations of another order, with its own schedule and folder."""
-        config = self.config.model_copy(update={"output_dir": str(self.output_dir / "orders" / str(number))})
         info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
-        return replace(self, config=config, schedule=schedule, info=info, order=number)
+        job = self.in_folder(self.output_dir / "orders" / str(number))
+        return replace(job, schedule=schedule, info=info, order=number)
 
     def started(self) -> Started:
         """Return the event of the job's start."""

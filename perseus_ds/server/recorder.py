@@ -22,6 +22,7 @@ from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     MOST_FAILED_RANKS,
     Event,
+    Failed,
     IterationRecord,
     LimitsChanged,
     Record,
@@ -194,6 +195,11 @@ class Recorder:
     def warn(self, text: str) -> None:
         """Log a warning for the whole job."""
         self._send(Say(f"perseus: {text}", warns=True))
+
+    def fail(self, failed: Failed, warning: str) -> None:
+        """Record that a part of Perseus does not work, and log a warning. Thread-safe."""
+        self.warn(warning)
+        self.event(failed)
 
     def _of_job(self, seen: Seen, run: Run, order: int | None, shape: int | None) -> IterationRecord:
         reports = seen.ranks

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,18 +36,23 @@ from zmq.auth.thread import ThreadAuthenticator
 from perseus_ds import errors
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import AnyOrder, check_deadline, parse_order
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
 from perseus_ds.policy.signals import SignalWatch
-from perseus_ds.protocol import description as described
 from perseus_ds.protocol import job_messages as msg
-from perseus_ds.protocol.description import JobDescription, Welcome
-from perseus_ds.protocol.job_messages import Measured, RankReport, Say, Spans, ToRank, ToServer
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import (
+    LatencyTable,
+    Measured,
+    RankReport,
+    Say,
+    Spans,
+    ToRank,
+    ToServer,
+    Welcome,
+)
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server import modes
 from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess
@@ -100,7 +105,7 @@ class JobServer:
 
     def __init__(
         self,
-        description: JobDescription,
+        job: Job,
         send: Callable[[int, ToRank], None],
         *,
         state: Mapping[str, Any] | None = None,
@@ -112,7 +117,7 @@ class JobServer:
         """Check what can be checked before training.
 
         Args:
-            description: Description of the job.
+            job: The job.
             send: Sends a message to a rank.
             state: State of an earlier start of the job, as returned by :meth:`state`, if there is one.
             epoch: Number of earlier servers of the running job.
@@ -123,7 +128,7 @@ class JobServer:
         Raises:
             PerseusError: The job cannot be trained as configured.
         """
-        self.job, self._warning = with_permission(Job.of(description))
+        self.job, self._warning = with_permission(job)
         self._notes: list[str] = []
         config, first = self.job.config, self.job.facts[0]
         self._send = send
@@ -192,12 +197,10 @@ class JobServer:
                 if not (self.job.output_dir / FILE_NAME).exists():
                     raise
                 self._notes.append(f"{error} This job continues under the fastest plan")
-            self.control.signals = SignalWatch(self._time, self._signal_has_failed)
+            self.control.signals = SignalWatch(
+                self._time, lambda problem: self.recorder.fail(Failed(event="signal", error=problem), problem)
+            )
             self.control.signals.follow(self.control.policy)
-
-    def _signal_has_failed(self, problem: str) -> None:
-        self.recorder.warn(problem)
-        self.recorder.event(Failed(event="signal", error=problem))
 
     def welcome(self) -> Welcome:
         """Return what all ranks have to measure before training."""
@@ -439,8 +442,7 @@ class JobServer:
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
         self._backs_off_until = self._completed + iterations
-        self.recorder.warn(f"{text}. Training continues at default clocks.")
-        self.recorder.event(Failed(error=str(error)))
+        self.recorder.fail(Failed(error=str(error)), f"{text}. Training continues at default clocks.")
         self._kinds.restart(iterations)
 
     def fall_behind(self) -> None:
@@ -494,18 +496,16 @@ class ServerProcess:
         self._outbox: deque[tuple[int, ToRank]] = deque()
         self._control: ControlServer | None = None
         self._socket = self._listen()
-        job = described.decode_description(request.description)
-        os.chdir(job.folder)
-        config = PerseusConfig.model_validate_json(job.config)
+        description = msg.decode_description(request.description)
+        os.chdir(description.folder)
+        job = Job.of(description)
         folder = FolderLock()
         self._parts.callback(folder.release)
-        output_dir, warning = own_folder(config, folder, request.output_dir)
-        config = config.model_copy(update={"output_dir": output_dir})
-        job = msgspec.structs.replace(job, config=config.model_dump_json().encode())
+        output_dir, warning = own_folder(job.config, folder, request.output_dir)
         self._state = StateFile(Path(output_dir))
         self._parts.callback(self._state.close)
         state, problem = self._state.read()
-        self.server = JobServer(job, self._send, state=state, epoch=request.epoch)
+        self.server = JobServer(job.in_folder(output_dir), self._send, state=state, epoch=request.epoch)
         for text in filter(None, (warning, problem)):
             self.server.recorder.warn(text)
         self._state_at_s = self._beat_at_s = 0.0
@@ -583,13 +583,6 @@ class ServerProcess:
         server = self.server
         config = server.job.config
 
-        def failed(event: Literal["control", "metrics"], problem: str, warning: str) -> None:
-            server.recorder.warn(warning)
-            server.recorder.event(Failed(event=event, error=problem))
-
-        def no_metrics(problem: str) -> None:
-            failed("metrics", problem, f"metrics: {problem}. Training continues without them")
-
         if config.mode in ("auto", "run"):
             try:
                 keys = (self._request.server_key, *self._control_keys)
@@ -597,8 +590,14 @@ class ServerProcess:
                 self._control = ControlServer(server.job.output_dir, self._carry_out, remote)
                 self._parts.callback(self._control.close)
             except OSError as error:
-                failed("control", str(error), f"`perseus-ds control` will not reach this job: {error}")
+                failed = Failed(event="control", error=str(error))
+                server.recorder.fail(failed, f"`perseus-ds control` will not reach this job: {error}")
         if config.metrics is not None:
+
+            def no_metrics(problem: str) -> None:
+                failed = Failed(event="metrics", error=problem)
+                server.recorder.fail(failed, f"metrics: {problem}. Training continues without them")
+
             self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, no_metrics).close)
 
     def _carry_out(self, order: AnyOrder) -> dict[str, Any]:
@@ -716,7 +715,7 @@ def main() -> None:
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ServerRequest)
     try:
         process = ServerProcess(request)
-        welcome = described.encode(process.server.welcome())
+        welcome = msg.encode(process.server.welcome())
         started = ServerStarted(process.address, answer=welcome, output_dir=process.server.job.config.output_dir)
     except PerseusError as error:
         kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "ConfigError"

@@ -7,8 +7,7 @@ import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
 
-from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Report
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankReport, Report
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
 
 LATENCY_S = 0.015

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perseus_ds.agent.follower import plan_transitions
-from perseus_ds.protocol.latencies import LatencyTable
+from perseus_ds.protocol.job_messages import LatencyTable
 
 LATENCY_S = 0.015
 ALL_ALIKE = LatencyTable({(1200, rises): (LATENCY_S,) * 3 for rises in (False, True)})

@@ -20,19 +20,20 @@ from perseus_ds.protocol.job_messages import (
     Spans,
     Summarised,
 )
+from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 
 RANKS = 2
 ITERATIONS = 12
 
 
-class Job:
+class FakeJob:
     """A job with fake ranks, which follow received messages and report iterations of one second."""
 
     def __init__(self, folder, **block):
         self.folder = folder
         self.received = [[] for _ in range(RANKS)]
-        self.server = JobServer(described(output_dir=str(folder), **block), self._send, timebase=VirtualTime())
+        self.server = JobServer(Job.of(described(output_dir=str(folder), **block)), self._send, timebase=VirtualTime())
         self.server.start()
         for rank in range(RANKS):
             self.server.receive(rank, Measured(0.1, 0.1, 80.0))
@@ -74,7 +75,7 @@ class Job:
 @pytest.fixture(scope="module")
 def play(tmp_path_factory):
     """Return a function that starts a job."""
-    return lambda **block: Job(tmp_path_factory.mktemp("job"), **block)
+    return lambda **block: FakeJob(tmp_path_factory.mktemp("job"), **block)
 
 
 REPORTS = [*product(range(1, ITERATIONS + 1), range(RANKS))]

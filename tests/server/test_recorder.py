@@ -13,8 +13,7 @@ from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
 from perseus_ds.policy.decisions import Forecast
-from perseus_ds.protocol.description import RankFacts
-from perseus_ds.protocol.job_messages import Observed, Say
+from perseus_ds.protocol.job_messages import Observed, RankFacts, Say
 from perseus_ds.report.sources import read_history
 from perseus_ds.server.iterations import Run
 from perseus_ds.server.job import Place, RankState

@@ -17,6 +17,7 @@ from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.errors import ConfigError
 from perseus_ds.protocol.job_messages import (
     Joined,
+    LatencyTable,
     Left,
     Orders,
     RankReport,
@@ -25,7 +26,6 @@ from perseus_ds.protocol.job_messages import (
     Spans,
     ToServer,
 )
-from perseus_ds.protocol.latencies import LatencyTable
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.control_socket import send_order
 from perseus_ds.server.output_folder import FolderLock

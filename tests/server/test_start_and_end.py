@@ -21,7 +21,7 @@ from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.protocol.description import decode_description, encode
+from perseus_ds.protocol.job_messages import decode_description, encode
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 
@@ -93,7 +93,7 @@ def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, bloc
 
 
 def server(folder, **block):
-    return JobServer(described(output_dir=str(folder), **block), lambda rank, message: None)
+    return JobServer(Job.of(described(output_dir=str(folder), **block)), lambda rank, message: None)
 
 
 def test_a_frontier_that_is_not_there_is_an_error_before_training(tmp_path):

@@ -7,7 +7,7 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import parse_block
-from perseus_ds.protocol.description import JobDescription, RankFacts, encode
+from perseus_ds.protocol.job_messages import JobDescription, RankFacts, encode
 from perseus_ds.server.server import ServerRequest
 
 TWO_STAGES = one_f_one_b(ranks=2, micro_batches=2)

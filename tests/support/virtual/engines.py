@@ -5,8 +5,9 @@ import torch
 from perseus_ds.client import measuring, runtime
 from perseus_ds.client.meeting import rank_facts
 from perseus_ds.client.timers import CudaExecution
-from perseus_ds.protocol.description import JobDescription, encode
+from perseus_ds.protocol.job_messages import JobDescription, encode
 from perseus_ds.protocol.messages import ServerStarted
+from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda, VirtualGraph, wait_for_event
@@ -35,7 +36,7 @@ def cuda_of_engines(monkeypatch):
         ranks = (rank_facts(config, facts, opened.schedule, gpu, opened.timers),)
         description = JobDescription.of(config.model_dump_json().encode(), ranks)
         send = lambda rank, message: opened.clocks._link.agent.receive_from_server(message)  # noqa: E731
-        server = JobServer(description, send, timebase=time, worker=WorkerAtOnce)
+        server = JobServer(Job.of(description), send, timebase=time, worker=WorkerAtOnce)
         server.start()
         return ServerStarted("virtual", answer=encode(server.welcome()))
 

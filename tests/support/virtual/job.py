@@ -32,9 +32,9 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.lengths import LengthsPlanner
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
-from perseus_ds.protocol.description import JobDescription
-from perseus_ds.protocol.job_messages import Joined
+from perseus_ds.protocol.job_messages import JobDescription, Joined
 from perseus_ds.server.control_socket import parse_order
+from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
 from virtual.gpu import OneAtATime, VirtualCuda, wait_for_event
@@ -270,7 +270,7 @@ class VirtualJob:
 
     def _make_server(self, **keys):
         return JobServer(
-            self._description,
+            Job.of(self._description),
             self._send,
             timebase=self.time,
             # A test may replace them later.
