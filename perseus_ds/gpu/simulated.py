@@ -20,7 +20,7 @@ import struct
 import tempfile
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
@@ -154,8 +154,8 @@ class Physics:
         model: DeviceModel,
         work_log: Log,
         clock_log: Log,
-        conditions: Collection[Condition] = (),
-        counter_period_s: float = 0.1,
+        conditions: Sequence[Condition],
+        counter_period_s: float,
     ) -> None:
         self._model, self._conditions, self._period_s = model, frozenset(conditions), counter_period_s
         self._rise_per_c = _RISE_PER_C if "warming" in self._conditions else 0.0
@@ -402,7 +402,7 @@ def turn_on_node() -> Iterator[None]:
 class SimulatedGpu:
     """A GPU with simulated physics. It implements :class:`perseus_ds.gpu.base.Gpu`.
 
-    The arguments that are not described here are those of :class:`SimulatedConfig`.
+    The settings are those of :class:`SimulatedConfig`.
 
     Args:
         model: Device model of the GPU.
@@ -424,38 +424,29 @@ class SimulatedGpu:
         self,
         model: DeviceModel,
         *,
-        lock_latency_s: float = 0.015,
-        lock_latency: str | None = None,
-        counter_period_s: float = 0.1,
-        time_noise: float = 0.0,
-        power_noise: float = 0.0,
-        conditions: Collection[Condition] = (),
         driver_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-        may_lock: bool = True,
         seed: int = 0,
         timebase: Timebase = REAL_TIME,
         work_log: Log | None = None,
         clock_log: Log | None = None,
+        **settings: Any,
     ) -> None:
         self.model = model
         self.name = f"simulated {model.name}"
         self.driver: str | None = None
-        self._lock_latency = LATENCIES[lock_latency] if lock_latency else LatencyModel(lock_latency_s, lock_latency_s)
+        self._config = config = SimulatedConfig(**settings)
+        constant = LatencyModel(config.lock_latency_s, config.lock_latency_s)
+        self._lock_latency = LATENCIES[config.lock_latency] if config.lock_latency else constant
         self._latency_random = random.Random(f"latency {seed}")  # so that other noise does not depend on clock changes
-        self.counter_period_s = counter_period_s
-        self._time_noise = time_noise
-        self._power_noise = power_noise
-        self._delays_transfers = "slow-transfers" in conditions
-        self._driver_turn = driver_turn
-        self._may_lock = may_lock
         self._random = random.Random(seed)
+        self._driver_turn = driver_turn
         self.timebase = timebase
         self._changed = timebase.condition()
         self._poll_s = math.inf if clock_log is None else _POLL_S
         began_s = timebase.now_s()
         self._work_log = work_log or Log.create("work", began_s)
         self._clock_log = clock_log or Log.create("clock", began_s)
-        self._physics = Physics(model, self._work_log, self._clock_log, conditions, counter_period_s)
+        self._physics = Physics(model, self._work_log, self._clock_log, config.conditions, config.counter_period_s)
 
     @classmethod
     def named(cls, gpu: str, **settings: Any) -> SimulatedGpu:
@@ -489,7 +480,7 @@ class SimulatedGpu:
         self._set_clock(self.model.top_clock_mhz)
 
     def check_lock_permission(self) -> None:
-        if not self._may_lock:
+        if not self._config.may_lock:
             raise GpuPermissionError(
                 f"{self.name}: this process may not set clocks (perseus.simulated.may_lock is false). "
                 "Set it to true. A real GPU requires root, CAP_SYS_ADMIN or zeusd."
@@ -544,7 +535,7 @@ class SimulatedGpu:
     @property
     def transfer_delay_s(self) -> float:
         """Delay of a transfer that begins now, caused by recent clock changes [s]."""
-        if not self._delays_transfers:
+        if "slow-transfers" not in self._config.conditions:
             return 0.0
         with self._present() as gpu:
             ages_s = (gpu.at_s - changed_s for changed_s in gpu.changes_s)
@@ -561,7 +552,7 @@ class SimulatedGpu:
     def begin_work(self, workload: Workload = COMPUTE_BOUND) -> None:
         """Start some work. Until it ends, power is that of computing."""
         with self._changed:
-            factor = max(0.0, 1 + self._power_noise * self._random.gauss(0, 1))
+            factor = max(0.0, 1 + self._config.power_noise * self._random.gauss(0, 1))
             self._append(self._work_log, self.timebase.now_s(), 1 + WORKLOADS.index(workload), factor, 0.0)
 
     def finish_work(self, top_clock_time_s: float) -> None:
@@ -569,7 +560,7 @@ class SimulatedGpu:
 
         The duration is that at the top clock without a power limit [s].
         """
-        work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
+        work_s = top_clock_time_s * max(0.0, 1 + self._config.time_noise * self._random.gauss(0, 1))
         with self._present() as gpu:
             while (remaining_s := gpu.remaining_s(work_s)) > _DONE_S:
                 self._changed.wait(min(remaining_s, max(0.0, gpu.next_change_s - gpu.at_s), self._poll_s))

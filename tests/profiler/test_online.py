@@ -70,7 +70,7 @@ def gpu_in(now, seed, **settings):
 )
 def test_rows_agree_with_the_simulated_gpu(forward_s, seed, conditions):
     now, rng = VirtualTime(), np.random.default_rng(seed)
-    gpu = gpu_in(now, seed, power_noise=0.02, conditions=conditions)
+    gpu = gpu_in(now, seed, power_noise=0.02, conditions=list(conditions))
     model = gpu.model
     work_s = {Kind.FORWARD: forward_s, Kind.BACKWARD: 2 * forward_s, Kind.TAIL: 2 * forward_s}
     profiler = OnlineProfiler(model.blocking_power_w)
