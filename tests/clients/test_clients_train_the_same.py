@@ -12,13 +12,11 @@ RANKS = {"megatron_deepspeed": 4}
 # Patches called by the training of each client.
 PATCHES = {
     "diffusion_pipe": {"steps", "hook", "step", "reduce_grads"},
-    "gpt_neox": {"train_batch"},
     "megatron_deepspeed": {"optimizer_step"},
     "qlora_pipe": {"load", "reference", "forward", "train_batch"},
-    "zero_bubble": {"backward_only", "weight_pass", "compress"},
 }
 # Commands known to the client only.
-UNKNOWN = {"qlora_pipe": {"LoadIntoTwoBuffers", "ReferenceForwardPass"}, "zero_bubble": {"Compress"}}
+UNKNOWN = {"qlora_pipe": {"LoadIntoTwoBuffers", "ReferenceForwardPass"}}
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
@@ -34,8 +32,7 @@ def test_a_client_trains_the_same(tmp_path, client):
     assert events(records(tmp_path / "auto"), "failure") == []
     unknown = UNKNOWN.get(client, set())
     rows = (tmp_path / "auto" / "profile.csv").read_text().splitlines()[1:]
-    split = {"backward_input", "backward_weight"} if "Compress" in unknown else set()
-    assert {row.split(",")[1] for row in rows} >= {"forward", "backward"} | split
+    assert {row.split(",")[1] for row in rows} >= {"forward", "backward"}
     profile = json.loads((tmp_path / "auto" / "profile.json").read_text())
     assert {other["command"] for other in profile.get("others") or []} == unknown
     assert "could not put back" not in finished.output

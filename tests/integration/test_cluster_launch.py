@@ -25,15 +25,6 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 SCONTROL = """#!/bin/bash
 [[ "$*" == "show hostnames node[0-1]" ]] && printf 'localhost\\nelsewhere\\n'
 """
-PDSH = """#!/bin/bash
-# Runs a command line on each host as a remote shell would, %n being the host's number.
-while [[ "$1" == -* ]]; do
-    case "$1" in -w) hosts=$2; shift 2 ;; -f) shift 2 ;; *) shift ;; esac
-done
-echo "hosts: $hosts"
-for node in 0 1; do line="$*"; bash -c "${line//%n/$node}" & done
-for job in $(jobs -p); do wait "$job" || exit 1; done
-"""
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
@@ -43,7 +34,7 @@ def commands(tmp_path):
     """Put stand-ins for a cluster's commands on PATH, and this Python as ``python``."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("pdsh", PDSH)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     path = f"{folder}:{BIN}:{os.environ['PATH']}"
@@ -65,16 +56,6 @@ def start(command, environment):
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-
-
-def test_deepspeeds_launcher_with_the_hostfile(commands, tmp_path):
-    launcher = [sys.executable, str(BIN / "deepspeed"), "--hostfile", str(CLUSTER / "hostfile")]
-    local = ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--num_gpus", "1"]
-    script = ["examples/gpt3/train.py", *TINY, f"perseus.output_dir={tmp_path}/run"]
-    output = finished(start([*launcher, *local, *script], commands))
-    assert "hosts: node-0,node-1" in output
-    assert "stage=1 layers" in output
-    assert iterations(tmp_path / "run") == 3
 
 
 def with_a_port_of_its_own(text):

@@ -23,7 +23,6 @@ import job_parts
 import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -64,8 +63,8 @@ class Client:
         """Make the engine, with these keys in its config."""
         self.data = batches()
 
-    def train(self, folder: Path) -> Any:
-        """Train an iteration and return its losses, given a folder for all modes."""
+    def train(self) -> Any:
+        """Train an iteration and return its losses."""
         return float(self.engine.train_batch(self.data))
 
     def generators(self) -> Any:
@@ -98,7 +97,7 @@ def _train(client: type[Client], folder: Path, *, is_plain: bool, steps: int = 1
         # Perseus's training ends shortly after its plan starts to run.
         while len(report["steps"]) < steps and report["phases"].count("run") <= STEPS:
             weights = trained.engine.module.state_dict().items
-            report["steps"].append([trained.train(folder), hash_of(weights()), _random(trained)])
+            report["steps"].append([trained.train(), hash_of(weights()), _random(trained)])
             report["phases"].append("" if is_plain else trained.engine.perseus.phase)
         report["calls"] = dict(calls)
         trained.engine.destroy()
@@ -108,7 +107,7 @@ def _train(client: type[Client], folder: Path, *, is_plain: bool, steps: int = 1
 @contextmanager
 def _patches_undone() -> Iterator[None]:
     """Restore everything that a client replaces in DeepSpeed, for the next training."""
-    owners: list[Any] = [deepspeed, schedule, schedule.TrainSchedule, PipelineEngine, DeepSpeedEngine, checkpointing]
+    owners: list[Any] = [deepspeed, schedule, schedule.TrainSchedule, PipelineEngine, DeepSpeedEngine]
     before = [(owner, dict(vars(owner))) for owner in owners]
     commands = dict(PipelineEngine._INSTRUCTION_MAP)
     try:

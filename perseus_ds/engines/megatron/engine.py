@@ -46,8 +46,6 @@ _SINGLE = "forward_backward_no_pipelining"
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
-# Maximum number of known orders. Beyond it, the one that was not used for longest is recorded anew when it recurs.
-_MOST_ORDERS = 64
 _CAPTURED_FIRST = (
     "a CUDA graph of an iteration was captured before Perseus has recorded the order of its passes, so its replays run "
     "at default clocks. Let at least one iteration run before the capture (cuda_graph_warmup_steps)"
@@ -213,9 +211,7 @@ class MegatronEngine(Engine):
         chunks = len(self._model)
         group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
         order = (name, kwargs["num_microbatches"], chunks, group_size)
-        if order in self._orders:
-            self._orders[order] = self._orders.pop(order)  # sorted by last use
-        else:
+        if order not in self._orders:
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
         with self._session.iteration(order, read=functools.partial(self._read, order)):
@@ -270,8 +266,6 @@ class MegatronEngine(Engine):
             self._orders[order] = Schedule(f"{_SCHEDULES}:{order[0]}", order[1], (recorder.operations(),))
         except ScheduleError as error:  # raised on all ranks at the start of the next iteration
             self._orders[order] = ScheduleError(f"The order of {order[0]} is not known: {error}.")
-        if len(self._orders) > _MOST_ORDERS:
-            del self._orders[next(iter(self._orders))]
         if self._captures_iterations() and self._session.runtime is None:
             with reported_once():
                 self._session.start()  # not possible during a capture, which may be the next iteration

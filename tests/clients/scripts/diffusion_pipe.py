@@ -64,7 +64,7 @@ class DiffusionPipe(Client):
         self.engine._configure_optimizer(release_gradients, list(model.parameters()))
         super().__init__(keys)
 
-    def train(self, folder):
+    def train(self):
         self.engine.reset_activation_shape()
         rows = 6 if self.engine.global_steps % 16 > 12 else 8
         data = (tuple(part[:rows] for part in batch) for batch in self.data)

@@ -79,7 +79,7 @@ class MegatronDeepSpeed(Client):
         self.data, self.evaluated = batches(dtype=torch.bfloat16), batches(9, dtype=torch.bfloat16)
         self.rows = 0
 
-    def train(self, folder):
+    def train(self):
         rows = min(8, 4 + 2 * (self.engine.global_steps // GROWS_EVERY))
         if rows != self.rows:
             self.rows = rows

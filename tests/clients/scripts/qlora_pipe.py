@@ -114,7 +114,7 @@ class QloraPipe(Client):
         super().__init__(keys)
         self.engine.set_dataiterator(self.data)
 
-    def train(self, folder):
+    def train(self):
         return self.engine.train_batch().tolist()
 
 

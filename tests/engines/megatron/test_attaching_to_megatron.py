@@ -27,8 +27,8 @@ from perseus_ds.engines.megatron.engine import NEWEST_MEGATRON, OLDEST_MEGATRON,
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Schedule, Wait
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Exchange, Launch, Schedule
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, PAUSED
 
 WIDTH, LENGTH, ROWS = 4, 2, 1
@@ -40,7 +40,6 @@ NAMES = (
     "backward_step",
 )
 SLOWDOWN = DEVICES["a100-sxm"].slowdown(DEVICES["a100-sxm"].top_clock_mhz)
-KINDS = {"activation": "forward", "grad": "backward"}
 
 
 @pytest.fixture
@@ -177,16 +176,6 @@ def test_the_first_iteration_shows_an_order_that_does_not_deadlock(alone, sizes)
     assert len(sides) == 2 * (stages - 1) * micro_batches
     assert set(sides.values()) == {2}
     assert len(Dag.build(schedule).nodes) == len(counts) + len(sides)
-
-
-def test_transfers_that_overlap_are_waited_for_before_the_pass_that_needs_them(alone):
-    stream = order_of(alone, 2, 4, 2).ranks[1]
-    launched = [t for op in stream if isinstance(op, Launch) for t in op.transfers]
-    awaited = [t for op in stream if isinstance(op, Wait) for t in op.transfers]
-    assert sorted(launched) == sorted(awaited)
-    received = next(t for op in stream if isinstance(op, Launch) for t in op.receives)
-    used = Compute(Instruction(received.target, Kind(KINDS[received.payload]), received.micro_batch))
-    assert stream.index(Wait((received,))) < stream.index(used)
 
 
 def test_a_profile_predicts_what_plans_of_the_order_take(alone, tmp_path):
@@ -368,11 +357,6 @@ def test_a_graph_that_is_captured_first_trains_at_default_clocks(launches, alone
         in_a_graph(wrapper)
     assert [record.getMessage().count("cuda_graph_warmup_steps") for record in caplog.records] == [1]
     assert megatron.core.perseus.runtime is None
-
-
-def test_graphs_of_parts_are_planned_as_usual(alone):
-    perseus_ds.attach(megatron.core, {**alone, "mode": "profile"})
-    train(0, 2, 4, cuda_graph_scope=["full_iteration_inference"], cuda_graph_impl="local")
 
 
 def test_passes_in_another_order_than_recorded_run_at_default_clocks(launches, alone, caplog):
