@@ -70,7 +70,7 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
     """
     engine = _engine_of(target)
     if engine == "torch_pipelining":
-        attached: T = _function_of(engine, "attach")(target, config, pipeline=pipeline, data_parallel=data_parallel)
+        attached: T = function_of(engine, "attach")(target, config, pipeline=pipeline, data_parallel=data_parallel)
         return attached
     if pipeline is not None or data_parallel is not None:
         from perseus_ds.errors import ConfigError
@@ -78,7 +78,7 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
         raise ConfigError(
             f"perseus: {type(target).__name__} knows its own ranks. Leave out pipeline and data_parallel."
         )
-    return _function_of(engine, "attach")(target, config)  # type: ignore[no-any-return]
+    return function_of(engine, "attach")(target, config)  # type: ignore[no-any-return]
 
 
 def detach(target: T) -> T:
@@ -86,7 +86,7 @@ def detach(target: T) -> T:
 
     All ranks call this together, because the last iteration of a schedule or of Megatron-Core ends here.
     """
-    return _function_of(_engine_of(target), "detach")(target)  # type: ignore[no-any-return]
+    return function_of(_engine_of(target), "detach")(target)  # type: ignore[no-any-return]
 
 
 def _engine_of(target: object) -> str:
@@ -97,7 +97,8 @@ def _engine_of(target: object) -> str:
     return "megatron" if any(f"{owner}.".startswith("megatron.core.") for owner in owners) else "deepspeed"
 
 
-def _function_of(engine: str, name: str) -> Any:
+def function_of(engine: str, name: str) -> Any:
+    """Return a function of the module ``engine.py`` in a folder of ``engines``."""
     if engine == "deepspeed":
         from perseus_ds.engines.deepspeed import require_deepspeed
 
@@ -110,5 +111,5 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "initialize":
         # Not deferred to the call, because deepspeed.initialize may have been replaced by this function then.
-        return _function_of("deepspeed", name)
+        return function_of("deepspeed", name)
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import perseus_ds
+
 _DEEPSPEED = "deepspeed.runtime.pipe.engine"
 _MEGATRON = "megatron.core.pipeline_parallel.schedules"
 _USAGE = "usage: python -m perseus_ds.launch [-m] SCRIPT [ARGUMENT ...]"
@@ -70,13 +72,9 @@ def _attach_to_engines(engine_module: Any) -> None:
 
     @functools.wraps(construct)
     def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
-        from perseus_ds.engines.deepspeed import require_deepspeed
-
-        require_deepspeed()
-        from perseus_ds.engines.deepspeed.engine import attach_if_configured
-
+        attach = perseus_ds.function_of("deepspeed", "attach_if_configured")
         construct(engine, *args, **kwargs)
-        attach_if_configured(engine)
+        attach(engine)
 
     pipeline_engine.__init__ = construct_and_attach
 
@@ -94,9 +92,7 @@ def _attach_to_megatron(schedules: Any) -> None:
             schedules.get_forward_backward_func = get_function
             core = sys.modules["megatron.core"]
             if os.environ.get("PERSEUS", "").strip() and hasattr(core, "__version__"):
-                from perseus_ds.engines.megatron.engine import attach
-
-                attach(core)
+                perseus_ds.attach(core)
         return get_function(*args, **kwargs)
 
     schedules.get_forward_backward_func = attach_and_get_function

@@ -39,6 +39,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
 from perseus_ds.errors import ConfigError, PerseusError
@@ -83,11 +84,7 @@ class Stage(nn.Module):
         self.model = model
         self.layers = layers
         self.names = tuple(inputs)
-        of_base = model.base_model.layers
-        self.is_first, self.is_last = layers.start == 0, layers.stop == len(of_base)
-        # Stored in a list so that the model's parts are not registered twice.
-        self._neighbours: list[Any] = [None if self.is_first else of_base[layers.start - 1]]
-        self._neighbours += [None if self.is_last else of_base[layers.stop]]
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.base_model.layers)
         # Whether the loss of a mixture of experts has a term for the balance of its routers.
         self._routed = bool(getattr(model.config.get_text_config(), "output_router_logits", False)) and hasattr(
             sys.modules[type(model).__module__], "load_balancing_loss_func"
@@ -119,7 +116,7 @@ class Stage(nn.Module):
             model's loss needs them, the logits of all routers so far, of shape (layers, tokens, experts). The last
             stage returns logits of shape (batch, sequence, vocabulary), and those of the routers.
         """
-        before, behind = self._neighbours
+        of_model: Any = self.model.base_model.layers
         given = dict(zip(self.names, inputs, strict=False))
         hidden = given.pop("input_ids")
         routers = list(inputs[len(self.names) :])
@@ -132,16 +129,16 @@ class Stage(nn.Module):
             # The model's forward uses embeddings only to compute masks and positions. The result of its scales and
             # norms before the layers is replaced by the received tensor.
             arguments["inputs_embeds"] = hidden.detach()
-            before.received = hidden
+            of_model[self.layers.start - 1].received = hidden
         output = self.model(**arguments) if self.is_last else self.model.base_model(**arguments)
         if not self.is_first:
-            before.received = None
+            of_model[self.layers.start - 1].received = None
         if self._routed and output.router_logits:
             own = torch.stack([logits for logits in output.router_logits if logits is not None])
             routers = [torch.cat([*routers, own])]
         if self.is_last:
             return (output.logits, *routers) if routers else output.logits
-        hidden, behind.seen = behind.seen, None
+        hidden, of_model[self.layers.stop].seen = of_model[self.layers.stop].seen, None
         size = self.model.config.get_text_config().hidden_size
         if hidden.dim() != 3 or hidden.shape[-1] != size:
             raise ConfigError(
@@ -169,8 +166,6 @@ class CausalLoss:
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config.get_text_config()
         self._module = sys.modules[model_class(config).__module__]
-        from transformers.loss.loss_utils import LOSS_MAPPING
-
         self._loss = LOSS_MAPPING["ForCausalLM"]
         self._tokens: torch.Tensor | None = None
 

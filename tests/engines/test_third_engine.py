@@ -16,7 +16,7 @@ import torch.distributed as dist
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import parse_block
-from perseus_ds.engines.engine import Engine, attach_to
+from perseus_ds.engines.engine import Engine, attach_to, fingerprint
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
@@ -117,6 +117,14 @@ def test_an_engine_of_a_few_methods_trains_in_auto_mode_and_is_left_as_it_was(tm
     plain.micro_batches = 3
     assert losses == expected + train(plain, 2)
     assert [r["iteration"] for r in run_log.iterations(run_log.records(tmp_path))] == list(range(1, len(losses) + 1))
+
+
+def test_a_model_with_other_times_has_another_fingerprint():
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 3), torch.nn.Linear(2, 2).half(), frozen]
+    same, again, *others = (fingerprint([model], "settings") for model in models)
+    assert same == again
+    assert len({same, *others, fingerprint([models[0]], "others")}) == 5
 
 
 def test_ranks_with_other_versions_are_an_error_before_training(tmp_path, monkeypatch):
