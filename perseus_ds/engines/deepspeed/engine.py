@@ -121,8 +121,9 @@ class DeepSpeedEngine(Engine):
             self._end_iteration()
 
     def execute(self, method: Method, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a schedule. With gradients, it is a training iteration."""
-        if self._schedule is not None or not self._trains_by(pipe_schedule):
+        """Execute a schedule, as a training iteration if it is one of ``train_batch`` or has an optimizer step."""
+        trains = self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
+        if self._schedule is not None or not trains:
             return method(pipe_schedule, *args, **kwargs)
         order = type(pipe_schedule), self._engine.micro_batches
         if order != self._order:
@@ -162,12 +163,6 @@ class DeepSpeedEngine(Engine):
     def _end_iteration(self) -> None:
         self._schedule = None
         self._session.end_iteration()
-
-    def _trains_by(self, pipe_schedule: Any) -> bool:
-        """Return True if the execution of a schedule is a training iteration."""
-        if not torch.is_grad_enabled():
-            return False
-        return self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
 
     def _surrounded(self, commands: Iterable[Any]) -> Iterator[Any]:
         """Yield the commands of a step, each surrounded from when the engine takes it until it takes the next one."""

@@ -92,17 +92,20 @@ def test_a_hook_that_somebody_put_in_front_of_ours_stays_and_works(make, block):
     schedule = make()
     calls = []
     perseus_ds.attach(schedule, block)
-    ours = schedule._stage.forward_one_chunk
+    session, ours = schedule.perseus, schedule.step
 
     def theirs(*args, **kwargs):
-        calls.append(args[0])
-        return ours(*args, **kwargs)
+        calls.append(session._open is not None)
+        result = ours(*args, **kwargs)
+        calls.append(session._open is not None)
+        return result
 
-    schedule._stage.forward_one_chunk = theirs
+    schedule.step = theirs
+    train(schedule)
     perseus_ds.detach(schedule)
     train(schedule)
-    assert calls == [0, 1]
-    assert schedule._stage.forward_one_chunk is theirs
+    assert calls == [False, True, False, False], "the tail of an iteration follows its step while Perseus is attached"
+    assert schedule.step is theirs
 
 
 def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_until_the_next_step(make, block):
