@@ -2,7 +2,7 @@
 
 import torch
 
-from perseus_ds.client import measuring, runtime
+from perseus_ds.client import meeting, runtime
 from perseus_ds.client.meeting import rank_facts
 from perseus_ds.client.timers import CudaExecution
 from perseus_ds.protocol.job_messages import JobDescription, encode
@@ -41,7 +41,7 @@ def cuda_of_engines(monkeypatch):
         return ServerStarted("virtual", answer=encode(server.welcome()))
 
     monkeypatch.setattr(runtime, "meet", meet)
-    for waits in (runtime.PerseusRuntime.__init__, measuring.measure_gpu):
+    for waits in (runtime.PerseusRuntime.__init__, meeting.measure_gpu):
         monkeypatch.setitem(waits.__kwdefaults__, "timebase", time)
     return cuda
 
