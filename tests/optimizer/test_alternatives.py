@@ -1,7 +1,5 @@
 """Alternatives to plans, evaluated with the same DAG."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
 from profiles import stage_profile
 
-from perseus_ds.artifacts.frontier import Alternative, AlternativePoint
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.optimizer.alternatives import THROTTLED, alternatives, capped
@@ -23,15 +20,15 @@ OPTIONS = ClockOptions(np.array([900, 1200, 1410]), np.array([1.5, 1.2, 1.0]), n
 @pytest.fixture(scope="module")
 def frontier():
     profile = StageProfile.load(stage_profile("a100-sxm"))
-    schedule = one_f_one_b(8, 24)
-    return with_alternatives(optimize(schedule, profile, blocking_power_w=POWER_W, plans=20), schedule, profile)
+    schedule = one_f_one_b(8, 12)
+    return with_alternatives(optimize(schedule, profile, blocking_power_w=POWER_W, plans=8), schedule, profile)
 
 
 def points_of(frontier, name):
     return next(one.points for one in frontier.alternatives if one.name == name)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.builds(one_f_one_b, st.integers(2, 4), st.integers(2, 8)) | st.just(dual_pipe_v(2, 6)), st.integers(2, 9))
 def test_no_alternative_is_below_the_lower_bound(schedule, clocks):
     profile = synthetic_profile(schedule.num_stages, clocks=clocks)
@@ -45,7 +42,7 @@ def test_no_alternative_is_below_the_lower_bound(schedule, clocks):
 
 def test_one_clock_is_what_the_same_clocks_take_as_a_plan(frontier):
     profile = StageProfile.load(stage_profile("a100-sxm"))
-    problem = problem_for(one_f_one_b(8, 24), profile, blocking_power_w=POWER_W)
+    problem = problem_for(one_f_one_b(8, 12), profile, blocking_power_w=POWER_W)
     for point in points_of(frontier, "one clock for all GPUs"):
         clock_mhz = int(point.setting.removesuffix(" MHz"))
         plan = problem.evaluate(tuple((clock_mhz,) * len(stream) for stream in problem.instructions))
@@ -57,21 +54,17 @@ def test_one_clock_is_one_that_all_stages_have():
     clocks = profile.options(0, Kind.FORWARD).clock_mhz.tolist()
 
     def found(*left_out):
-        """Return the alternatives by name, without some rows (stage, kind, clock)."""
-        part = profile.where(lambda *row: row not in left_out)
-        return {
-            one.name: one.points for one in alternatives(problem_for(one_f_one_b(2, 4), part, blocking_power_w=40.0))
-        }
+        """Return the alternatives by name, without some rows (stage, clock)."""
+        part = profile.where(lambda stage, kind, clock: (stage, clock) not in left_out)
+        problem = problem_for(one_f_one_b(2, 4), part, blocking_power_w=40.0)
+        return {one.name: {point.setting for point in one.points} for one in alternatives(problem)}
 
-    one_clock = "one clock for all GPUs"
-    assert f"{clocks[2]} MHz" in {point.setting for point in found()[one_clock]}
-    part = found((1, Kind.BACKWARD, clocks[2]))
-    assert f"{clocks[2]} MHz" not in {point.setting for point in part[one_clock]}
-    assert {"one clock for each stage", "one power cap for all GPUs"} <= part.keys()
-    halves = [(0, kind, clock) for kind in (Kind.FORWARD, Kind.BACKWARD) for clock in clocks[:3]]
-    halves += [(1, kind, clock) for kind in (Kind.FORWARD, Kind.BACKWARD) for clock in clocks[3:]]
-    assert one_clock not in found(*halves)
-    assert "one clock for each stage" in found(*halves)
+    one_clock, a_stage = "one clock for all GPUs", "one clock for each stage"
+    assert f"{clocks[2]} MHz" in found()[one_clock]
+    assert f"{clocks[2]} MHz" not in found((1, clocks[2]))[one_clock]
+    halves = found(*((0, clock) for clock in clocks[:3]), *((1, clock) for clock in clocks[3:]))
+    assert one_clock not in halves
+    assert a_stage in halves
 
 
 @pytest.mark.parametrize(
@@ -94,10 +87,3 @@ def test_savings_at_the_highest_clock_are_those_of_the_plans_and_settings_in_tim
     assert savings["Perseus"][0] == pytest.approx(1 - frontier.plans[0].energy_j / frontier.baseline.energy_j)
     assert savings["one clock for all GPUs"][0] == pytest.approx(0.0)
     assert all(np.all(np.diff(saved) >= 0) for saved in savings.values())
-
-
-@pytest.mark.parametrize(("energy_share", "word"), [(1.0, "as good"), (1.1, "more than the best")])
-def test_an_equally_good_alternative_is_reported_as_such(frontier, energy_share, word):
-    plan = frontier.lookup(1.01 * frontier.baseline.time_s)
-    point = AlternativePoint(plan.time_s, energy_share * plan.energy_j, "")
-    assert word in replace(frontier, alternatives=(Alternative("x", (point,)),)).best_alternative_in_words()

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from layouts import COSTS_S, job_of, layout_of, profile_of
 from pipelines import interleaved, one_f_one_b
 
@@ -26,7 +24,7 @@ def test_stages_of_different_mixtures_give_each_kind():
 
 def test_errors_are_those_of_repeated_measurements():
     layout = layout_of("Edd", "ddd", "dddd", "dd", "dh")
-    estimates = [kind_costs([(layout, profile_of(layout, noise=0.01, seed=seed))]) for seed in range(200)]
+    estimates = [kind_costs([(layout, profile_of(layout, noise=0.01, seed=seed))]) for seed in range(100)]
     for n in (1, 2):  # the cost of an embedding is bounded by zero
         values = np.array([found.time_s[Kind.BACKWARD][n, -1] for found in estimates])
         claimed = np.mean([found.time_covariance[Kind.BACKWARD][n, n] ** 0.5 for found in estimates])
@@ -44,13 +42,6 @@ def test_kinds_that_cannot_be_distinguished_lead_to_a_proposed_layout():
     assert found.time_s[Kind.FORWARD][:, -1] == pytest.approx([COSTS_S[kind][0] for kind in found.kinds], abs=1e-9)
 
 
-def test_runs_without_a_common_clock_are_refused():
-    layout = layout_of("Ed", "dd", "dh")
-    others = profile_of(layout, clocks={900: (1.5, 150.0)})
-    with pytest.raises(ConfigError, match="no clock in common"):
-        kind_costs([(layout, profile_of(layout)), (layout, others)])
-
-
 def test_the_prediction_for_todays_layout_is_that_of_its_profile():
     job = job_of("Eddd", "dddd", "dddd", "ddddh")
     balance = Balance(job)
@@ -63,8 +54,7 @@ def test_the_prediction_for_todays_layout_is_that_of_its_profile():
     assert job.layout.cut_into(found.cut).stages[-1][-1].kind == "head"
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 10_000))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_error_of_an_iteration_covers_what_was_measured_wrongly(seed):
     job = job_of("Ed", "dd", "ddh", micro_batches=3)
     noisy = replace(job, profile=profile_of(job.layout, noise=0.01, seed=seed))
@@ -78,13 +68,12 @@ def test_the_error_of_an_iteration_covers_what_was_measured_wrongly(seed):
 
 
 def test_mtp_layers_stay_together_on_the_last_stage_of_a_rank():
-    layout = layout_of("Ed", "dd", "dd", "dddd", "dd", "ddMMh")
-    other = layout_of("Ed", "dd", "dd", "dd", "ddddMM", "h")
-    job, other_job = (MeasuredJob(each, profile_of(each), interleaved(3, 2, 6)) for each in (layout, other))
+    layout, other = layout_of("Ed", "dd", "ddd", "ddMMh"), layout_of("Ed", "dd", "ddddMM", "h")
+    job, other_job = (MeasuredJob(each, profile_of(each), interleaved(2, 2, 4)) for each in (layout, other))
     found = Balance(job, [other_job]).partition({"today": layout.cut})
     stages = layout.cut_into(found.cut).stages
     (with_mtp,) = [stage for stage, parts in enumerate(stages) if any(part.kind == "mtp" for part in parts)]
-    assert with_mtp >= 3
+    assert with_mtp >= 2
 
 
 def test_a_tied_head_needs_a_schedule_with_both_ends_on_one_rank():

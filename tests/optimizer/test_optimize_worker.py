@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import psutil
-import pytest
 from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
 from run_log import wait_until
 
@@ -61,18 +60,11 @@ def test_a_failure_is_a_result_with_its_reason(tmp_path):
     assert "nowhere.csv: no such profile" in error_of(OptimizeWorker(order, tmp_path / "optimize.log"))
 
 
-@pytest.fixture
-def folder_with_other_modules(tmp_path, monkeypatch):
-    """A current folder with modules that Python's ``-m`` would import."""
-    folder = tmp_path / "here"
+def test_modules_in_the_current_folder_that_minus_m_would_import_are_not_imported(tmp_path, monkeypatch):
     for name in ("perseus_ds", "numpy", "pydantic", "json"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text(f"raise SystemExit('imported {name} of the current folder')")
-    monkeypatch.chdir(folder)
-
-
-@pytest.mark.usefixtures("folder_with_other_modules")
-def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+        (tmp_path / "here" / name).mkdir(parents=True)
+        (tmp_path / "here" / name / "__init__.py").write_text(f"raise SystemExit('imported {name}')")
+    monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     worker = OptimizeWorker(request(tmp_path), tmp_path / "optimize.log")
     assert not error_of(worker), (tmp_path / "optimize.log").read_text()

@@ -30,8 +30,3 @@ def truth(
 def stage_profile(gpu: str) -> Path:
     """Return the profile of GPT-3 175B on ``a100-sxm`` or ``a40``."""
     return _PUBLISHED / "stage_profile" / f"gpt3-175b_{gpu}.csv"
-
-
-def lowtime_frontier(gpu: str, micro_batches: int) -> Path:
-    """Return the frontier by lowtime for 12, 24, 48 or 96 micro-batches."""
-    return _PUBLISHED / "lowtime_frontier" / f"gpt3-175b_{gpu}_mb{micro_batches}.csv"
