@@ -115,18 +115,13 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
     return frontier
 
 
-def left_by_an_earlier_start(context: ModeContext) -> tuple[Frontier | None, bool]:
-    """Return the frontier of an earlier start of this job, and whether its profile is complete."""
-    job = context.job
-    if not has_own_profile(context):
-        return None, False
-    try:
-        path = job.output_dir / "frontier.json"
-        if path.stat().st_mtime < job.profile_path.stat().st_mtime:
-            return None, True
-        return load_frontier(job, path), True
-    except (PerseusError, OSError):
-        return None, True
+def own_frontier(job: Job) -> Frontier | None:
+    """Return the frontier that an earlier start of a job has computed from its profile, if it still fits."""
+    path = job.output_dir / "frontier.json"
+    with contextlib.suppress(PerseusError, OSError):
+        if path.stat().st_mtime >= job.profile_path.stat().st_mtime:
+            return load_frontier(job, path)
+    return None
 
 
 def has_own_profile(context: ModeContext) -> bool:

@@ -14,9 +14,9 @@ from perseus_ds.server.frontiers import (
     forget_for_later_runs,
     frontier_of_an_earlier_run,
     has_own_profile,
-    left_by_an_earlier_start,
     load_frontier,
     optimise,
+    own_frontier,
     plan_by_length,
 )
 from perseus_ds.server.iterations import Mode
@@ -132,10 +132,10 @@ async def _profile(context: ModeContext) -> None:
 
 async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> None:
     _note_highest_clock(context)
-    frontier, has_profile = left_by_an_earlier_start(context) if state is not None else (None, False)
-    if not has_profile:
+    if has_profile := has_own_profile(context):
+        frontier = own_frontier(context.job) if state is not None else None
+    else:
         frontier = frontier_of_an_earlier_run(context)
-        has_profile = frontier is None and state is None and has_own_profile(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
     await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)

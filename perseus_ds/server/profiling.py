@@ -9,7 +9,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -325,35 +324,28 @@ class _Measurement:
         run = seen.run
         is_measured = run is not None and run.phase == "profile" and all(seen.contents.get(r) for r in self._ranks)
         clock_mhz = run.clock_mhz if run is not None and is_measured else None
-        if clock_mhz != self._visited_mhz:
+        is_gap = bool(self._visit) and seen.number != self._visit[-1].number + 1  # other shapes may have run there
+        if clock_mhz != self._visited_mhz or is_gap:
             self._end_visit()
-        self._keep_refreshes(seen)
+        for rank in self._ranks:
+            message, counter = seen.messages[rank], self._counters[rank]
+            counter.changes += pairs(message.refreshes)
+            counter.clocks += [(moment_s, int(read_mhz)) for moment_s, read_mhz in pairs(message.clocks)]
+            counter.state = GpuState(message.temperature_c, message.power_state)
         if clock_mhz is not None:
             self._visited_mhz = clock_mhz
             self._visit.append(seen)
             self._received[clock_mhz] += 1
 
     def _end_visit(self) -> None:
-        visit, self._visit = self._visit, []
-        if visit and self._visited_mhz is not None:
-            self._add(self._visited_mhz, visit)
-
-    def _keep_refreshes(self, seen: Seen) -> None:
-        for rank in self._ranks:
-            message, counter = seen.messages[rank], self._counters[rank]
-            counter.changes += pairs(message.refreshes)
-            counter.clocks += [(moment_s, int(clock_mhz)) for moment_s, clock_mhz in pairs(message.clocks)]
-            counter.state = GpuState(message.temperature_c, message.power_state)
-
-    def _add(self, clock_mhz: int, visit: Sequence[Seen]) -> None:
+        clock_mhz, visit, self._visit = self._visited_mhz, self._visit, []
+        if not visit or clock_mhz is None:
+            return
         if visit[-1].reports.failed:
             raise GpuError("the clock could not be set")
-        tails_s = {seen.number: shortest_tail_s(seen.spans(rank) for rank in self._ranks) for seen in visit}
-        # Split at gaps, because iterations of other shapes may have run there.
-        for _, placed in groupby(enumerate(visit), lambda placed: placed[1].number - placed[0]):
-            run = [seen for _, seen in placed]
-            for rank in self._ranks:
-                self._add_run(rank, clock_mhz, run, tails_s)
+        tails_s = [shortest_tail_s(seen.spans(rank) for rank in self._ranks) for seen in visit]
+        for rank in self._ranks:
+            self._add(rank, clock_mhz, visit, tails_s)
         for rank, counter in self._counters.items():  # the next iteration may have begun before the report of the last
             end_s = visit[-1].messages[rank].begun_s + visit[-1].messages[rank].report.time_s
             counter.forget(end_s if math.isfinite(end_s) else 0.0)
@@ -366,9 +358,9 @@ class _Measurement:
             self.lost_s += seen.time_s - share * self._baseline.time_s
             self.lost_j += seen.reports.energy_j - share * self._baseline.energy_j
 
-    def _add_run(self, rank: int, clock_mhz: int, run: Sequence[Seen], tails_s: Mapping[int, float]) -> None:
+    def _add(self, rank: int, clock_mhz: int, visit: Sequence[Seen], tails_s: Sequence[float]) -> None:
         counter = self._counters[rank]
-        begin_s, last = run[0].messages[rank].begun_s, run[-1]
+        begin_s, last = visit[0].messages[rank].begun_s, visit[-1]
         if not math.isfinite(begin_s) or not math.isfinite(last.messages[rank].begun_s):
             return  # the agent has not seen them
         start_s, end_s = begin_s + _SETTLE_S, last.messages[rank].begun_s + last.messages[rank].report.time_s
@@ -376,11 +368,11 @@ class _Measurement:
         reached_s = start_s if reached_s is None else reached_s
         readings = counter.readings(reached_s + self._settle_s, end_s)
         spans = []
-        for seen in run:
+        for seen, tail_s in zip(visit, tails_s, strict=True):
             begun_s = seen.messages[rank].begun_s
-            found = with_tail(seen.spans(rank), tails_s[seen.number])
+            found = with_tail(seen.spans(rank), tail_s)
             spans.append([Span(span.operation, begun_s + span.start_s, begun_s + span.end_s) for span in found])
-        factors = [self._factors(rank, seen) for seen in run]
+        factors = [self._factors(rank, seen) for seen in visit]
         self._profilers[rank].add(clock_mhz, spans, readings, counter.state, factors, reached_s=reached_s)
         self._refreshes[rank, clock_mhz] += len(readings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Any
 
@@ -15,7 +15,6 @@ from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Forecast
 from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
 from perseus_ds.policy.reports import Conditions, JobDrift, RankDrift
-from perseus_ds.protocol.job_messages import Times
 from perseus_ds.server.frontiers import keep_for_later_runs
 from perseus_ds.server.iterations import NextPhase, Plans, Run, Seen, iteration
 from perseus_ds.server.job import Job
@@ -250,7 +249,7 @@ class PlanRunner:
             if is_planned or self.selector.in_force.paused:
                 run = self._planned(next_phase, block)
             else:
-                run = self._at_default("default", next_phase, block)
+                run = self._without_plans("default", next_phase, block)
             seen = await iteration(run)
             if outcome := self._add_iteration(seen):
                 return outcome
@@ -374,12 +373,14 @@ class PlanRunner:
             period_s, self.selector.in_force.promised_slowdown, self.selector.in_force.promised_power
         )
 
-    def _at_default(self, phase: str, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
+    def _without_plans(self, phase: str, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
+        frontier = self.frontier
+        detects_stragglers = (self._job.info.data_parallel or 1) > 1 and not self.by_length
         return Run(
             phase,
-            times=self._times,
+            times="ends" if detects_stragglers else "none",
             next_phase=next_phase,
-            status=self._status(),
+            status={**self.selector.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s},
             progress=self._progress,
             block=block,
         )
@@ -387,32 +388,21 @@ class PlanRunner:
     def _planned(self, next_phase: NextPhase | None = None, block: IterationSample | None = None) -> Run:
         assignment = self.selector.in_force
         if assignment.paused:
-            return self._at_default("pause", next_phase, block)
+            return self._without_plans("pause", next_phase, block)
         if self.by_length:
             fastest = self.frontier.plans[min(assignment.plans)]
             self._context.look_ahead.set_slowdown(self._job.order, fastest.time_s / self.frontier.t_min_s - 1)
-        return Run(
-            "run",
+        run = self._without_plans("run", next_phase, block)
+        return replace(
+            run,
             plans=Plans(self.frontier, assignment, self._dag),
             plan=assignment.plans[self._job.places[0].pipeline],
             forecast=self._forecast(),
             times="none" if self.by_length else "passes",
             every=1 if self.by_length else _DRIFT_EVERY,
-            otherwise=self._times,
-            next_phase=next_phase,
-            status=self._status(),
-            progress=self._progress,
-            block=block,
+            otherwise=run.times,
             by_length=self.by_length,
         )
-
-    @property
-    def _times(self) -> Times:
-        """Times to measure in order to detect stragglers."""
-        return "ends" if (self._job.info.data_parallel or 1) > 1 and not self.by_length else "none"
-
-    def _status(self) -> dict[str, Any]:
-        return {**self.selector.status(), "t_min_s": self.frontier.t_min_s, "t_star_s": self.frontier.t_star_s}
 
     def _forecast(self) -> Forecast:
         """Return time and energy at default clocks, and those that the plans promise.
