@@ -178,13 +178,24 @@ class JobServerChild:
         """Return the server's answer after a start, once. None before it arrives."""
         if self._process is None or self._process.stdout is None:
             return None
-        with contextlib.suppress(BlockingIOError):
+        try:
             while part := os.read(self._process.stdout.fileno(), _MOST_ANSWER):
                 self._answer += part
-            self._process.stdout.close()
-            self._process.stdout = None
-            return self._completed()
-        return None
+        except BlockingIOError:
+            return None
+        self._process.stdout.close()
+        self._process.stdout = None
+        try:
+            found = msgspec.msgpack.decode(self._answer, type=ServerStarted)
+        except msgspec.DecodeError:
+            return ServerStarted(kind="PerseusError", error="the job's server ended while it started")
+        if found.kind:
+            return found
+        # Agents look for the next server at the same address.
+        self._server = msgspec.structs.replace(
+            self._server, address=found.address, output_dir=found.output_dir, answer=found.answer
+        )
+        return self._server
 
     def is_silent(self, *, is_heard: bool) -> bool:
         """Return True if it has to be restarted. Called often, with whether it has sent messages since."""
@@ -230,19 +241,6 @@ class JobServerChild:
     def file(self) -> int | None:
         """File descriptor that is readable when there is an answer. None after the answer."""
         return None if self._process is None or self._process.stdout is None else self._process.stdout.fileno()
-
-    def _completed(self) -> ServerStarted:
-        try:
-            found = msgspec.msgpack.decode(self._answer, type=ServerStarted)
-        except msgspec.DecodeError:
-            return ServerStarted(kind="PerseusError", error="the job's server ended while it started")
-        if not found.kind:
-            # Agents look for the next server at the same address.
-            self._server = msgspec.structs.replace(
-                self._server, address=found.address, output_dir=found.output_dir, answer=found.answer
-            )
-            return self._server
-        return found
 
     def _start(self, *, epoch: int) -> None:
         server = self._server

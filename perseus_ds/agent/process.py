@@ -219,10 +219,8 @@ class Agent:
         self._server_waits: list[_Rank] = []
         self._server_error = ""
         self._exchange_at_s = 0.0
-        # GPUs of the previous agent, for which leases will be requested again. Abandoned GPUs were reset because no
-        # rank requested one, but a rank that has not noticed the loss of its agent may still lock their clocks.
+        # GPUs of the previous agent, for which leases will be requested again.
         self._inherited: set[str] = set()
-        self._abandoned: set[str] = set()
         with contextlib.suppress(OSError):
             for record in left_locked(name):
                 driver = self._drive(record)
@@ -531,7 +529,6 @@ class Agent:
         if self._inherited and now_s > self._began_s + _FIRST_RANK_TIMEOUT_S:
             for gpu in self._inherited:
                 self._drivers[gpu].reset()
-            self._abandoned |= self._inherited
             self._inherited.clear()
         if now_s >= self._restore_at_s:
             self._restore_at_s = now_s + _RESTORED_EVERY_S
@@ -591,9 +588,6 @@ class Agent:
         left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
         self._left = {}
         self._inherited.discard(request.gpu)
-        if request.gpu in self._abandoned:
-            self._abandoned.discard(request.gpu)
-            rank.count_reset()
         driver.record.left_by = None
         rank.send(messages.Granted(tuple(left), driver.description if request.describes else None))
 
@@ -633,7 +627,7 @@ class Agent:
         """Release a GPU that no rank uses after its reset."""
         is_used = gpu in self._inherited or any(rank.driver is driver for rank in self._ranks)
         if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
-            if gpu not in self._abandoned and not driver.left_error:
+            if not driver.left_error:
                 driver.record.set_locked(False)
             driver.close()
             driver.record.close()
