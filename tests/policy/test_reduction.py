@@ -144,11 +144,3 @@ def test_an_order_beside_a_file_asks_for_more_until_it_ends_and_the_file_is_foll
     assert run(job, 5)[-1] > little > 0
     assert run(job, 15)[-1] == little
     assert any("each hour of it" in text for text in job.said)
-
-
-def test_a_file_that_was_replaced_asks_for_nothing_more(by_file):
-    job, file = by_file
-    file.write_text(requests((0, 0.8), (1000, 1)))
-    assert run(job, 5)[-1] > 0
-    file.write_text(requests((500, 0.8), (1000, 1)))
-    assert run(job, 5)[-1] == 0
