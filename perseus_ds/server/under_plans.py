@@ -89,7 +89,7 @@ class PlanRunner:
         self._recorder = context.recorder
         self.frontier = frontier
         self.by_length = by_length
-        self.has_drifted = self.drifts_by_shape = False
+        self.has_drifted = self.drifts_by_shape = self._profiles_again = False
         # Whether the last comparison kept the plan and the next one is not due, and the number of iterations until
         # then.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER

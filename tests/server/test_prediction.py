@@ -7,7 +7,15 @@ import pytest
 from virtual.job import SLOWER, in_order
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
-from perseus_ds.artifacts.run_records import Drifted, PlanJudged, Predicted, ProfileWritten, changes, read_records
+from perseus_ds.artifacts.run_records import (
+    Drifted,
+    Failed,
+    PlanJudged,
+    Predicted,
+    ProfileWritten,
+    changes,
+    read_records,
+)
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Span, Transfer
 from perseus_ds.profiler.online import OnlineProfiler
@@ -214,3 +222,12 @@ def test_transfers_and_tails_that_differ_are_replaced_and_those_not_seen_are_kep
     info = corrected.info
     assert {t.payload: t.time_s for t in info.transfers} == {"activation": pytest.approx(0.3), "grad": 0.1}
     assert info.tail_s == pytest.approx({0: 0.8, 1: 0.8})
+
+
+def test_instructions_that_differ_from_the_start_are_noticed_while_the_plan_is_tried_out(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.slowdowns[0] = 0.3
+    job.train(40)
+    job.close()
+    assert len(job.events(Drifted)) == 1
+    assert job.events(Failed) == []
