@@ -12,12 +12,14 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import batches, config, module, one_rank
+from tiny_models import tiny, token_ids
 
 import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.engines.engine import sessions
 from perseus_ds.errors import ConfigError
+from perseus_ds.huggingface.stages import build_stage
 
 LONGEST_S = 0.001
 
@@ -187,6 +189,21 @@ def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, bl
         compiled.append(len(graphs))
     assert losses[0] == losses[1]
     assert compiled[0] == compiled[1] > 0
+
+
+def test_every_trained_token_of_a_hugging_face_model_has_the_same_weight_and_its_iterations_are_reported(block):
+    model = perseus_ds.pipeline_module(tiny("llama"), num_stages=1)
+    engine, *_ = perseus_ds.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config(perseus=block)
+    )
+    pairs = [(ids, ids.clone()) for ids in token_ids(2).split(2)]
+    pairs[0][1][:, :9] = -100
+    trained = sum((labels[:, 1:] != -100).sum() for _, labels in pairs)
+    whole = build_stage(tiny("llama"), (4,), 0).model
+    expected = sum(whole(ids, labels=labels, num_items_in_batch=trained).loss for ids, labels in pairs)
+    assert engine.train_batch(iter(pairs)).item() == pytest.approx(expected.item(), rel=1e-5)
+    engine.perseus.close()
+    assert len(iterations(block)) == 1
 
 
 def test_the_block_is_read_where_deepspeed_reads_its_config_and_the_variable_replaces_its_keys(
