@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -321,7 +321,7 @@ def estimate(times: Sequence[Samples], powers: Sequence[Samples], clocks_mhz: Fl
 
 
 def _with_residuals(stages: Sequence[Samples], physical: TimeModel | PowerModel, clocks_mhz: Floats) -> Estimates:
-    residuals = _ResidualModel.fit(stages, physical)
+    residuals = _ResidualModel(stages, physical)
     found = [residuals.at(stage, clocks_mhz) for stage in range(len(stages))]
     return [(physical.values(n, clocks_mhz) * np.exp(residual), error) for n, (residual, error) in enumerate(found)]
 
@@ -339,28 +339,19 @@ class _Kernel:
         return np.asarray(self.amplitude**2 * shape * (1 + _PER_STAGE**2 * np.equal.outer(stage, other_stage)))
 
 
-@dataclass(frozen=True)
 class _ResidualModel:
     """The relative residuals of the physical model: a Gaussian process over (stage, clock)."""
 
-    stage: Stages
-    clock: Floats
-    kernel: _Kernel
-    factor: tuple[Floats, bool]
-    solved: Floats
-    calibration: float = 1.0
-
-    @classmethod
-    def fit(cls, stages: Sequence[Samples], physical: TimeModel | PowerModel) -> _ResidualModel:
-        stage = np.concatenate([np.full(len(s.clock_mhz), number) for number, s in enumerate(stages)])
-        clock = np.concatenate([s.clock_mhz for s in stages])
+    def __init__(self, stages: Sequence[Samples], physical: TimeModel | PowerModel) -> None:
+        self.stage: Stages = np.concatenate([np.full(len(s.clock_mhz), number) for number, s in enumerate(stages)])
+        self.clock = np.concatenate([s.clock_mhz for s in stages])
         residual = np.concatenate([np.log(s.value / physical.values(n, s.clock_mhz)) for n, s in enumerate(stages)])
         known = np.concatenate([s.error for s in stages])
         noises = _NOISES if np.isnan(known).any() else (1.0,)
         errors = [np.where(np.isnan(known), noise, np.maximum(known, _NOISES[0])) for noise in noises]
         best: tuple[float, _Kernel, Floats] | None = None
         for length_scale in _LENGTH_SCALES_MHZ:
-            unit = _Kernel(1.0, length_scale)(stage, clock, stage, clock)
+            unit = _Kernel(1.0, length_scale)(self.stage, self.clock, self.stage, self.clock)
             for error, amplitude in product(errors, _AMPLITUDES):
                 likelihood = _likelihood(amplitude**2 * unit + np.diag(error**2), residual)
                 if likelihood > (-math.inf if best is None else best[0]):
@@ -370,10 +361,11 @@ class _ResidualModel:
                 "The rows of the profile determine no estimates: their values or errors are not finite, or are too "
                 "far from each other. Measure the profile again."
             )
-        _, kernel, error = best
-        factor = cho_factor(kernel(stage, clock, stage, clock) + np.diag(error**2), lower=True)
-        model = cls(stage, clock, kernel, factor, cho_solve(factor, residual))
-        return replace(model, calibration=model._calibrated(residual))
+        _, self.kernel, error = best
+        covariance = self.kernel(self.stage, self.clock, self.stage, self.clock) + np.diag(error**2)
+        self.factor = cho_factor(covariance, lower=True)
+        self.solved = cho_solve(self.factor, residual)
+        self.calibration = self._calibrated(residual)
 
     def _calibrated(self, residual: Floats) -> float:
         """Return the factor by which error bars must grow to agree with leave-one-out predictions.

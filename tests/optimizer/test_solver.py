@@ -96,8 +96,8 @@ def test_on_tiny_pipelines_the_optimum_lies_between_bound_and_plan(seed, shape):
     )
     time_s, energy_j = every_plan(problem)
     verifier, rng = Verifier(problem), np.random.default_rng(seed)
-    for _ in range(5):
-        flow_w, source_w = (rng.exponential(300.0, len(of)) for of in (problem.dag.edge_head, problem.dag.nodes))
+    for mean_w in (0.0, 30.0, 300.0, 300.0, 300.0):
+        flow_w, source_w = (rng.exponential(mean_w, len(of)) for of in (problem.dag.edge_head, problem.dag.nodes))
         at_s = rng.uniform(problem.t_min_s, 1.3 * problem.t_min_s)
         assert verifier.bound_j(at_s, flow_w, source_w) <= energy_j[time_s <= at_s].min()
     excess = []
@@ -230,7 +230,7 @@ NEIGHBOURS = [one_f_one_b(2, 3), Schedule("meeting twice", 1, (meeting_twice(0),
 
 
 @pytest.mark.parametrize("schedule", NEIGHBOURS, ids=["1f1b", "meeting twice"])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(schedule, seed):
     problem = problem_for(schedule, two_clocks_profile(2, seed), blocking_power_w=POWER_W / 10)
@@ -243,7 +243,7 @@ def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(schedul
         alone = Verifier(problem)
     for number, plan in enumerate(solved.plans):
         assert plan.lower_bound_j >= alone.bound_j(plan.time_s, *solved.certificates.flow_w(number))
-    for _ in range(10):
+    for _ in range(20):
         at_s = rng.uniform(problem.t_min_s, 1.2 * problem.t_min_s)
         flow_w, source_w = solved.certificates.flow_w(int(rng.integers(len(solved.plans))))
         # The second flow is not conserved.
