@@ -236,5 +236,5 @@ async def iteration_of(run: Run) -> Seen:
             return seen
 
 
-Mode: TypeAlias = Coroutine[Run, Seen, Any]
+Mode: TypeAlias = Coroutine[Run, Seen, None]
 """A coroutine that awaits iterations."""
