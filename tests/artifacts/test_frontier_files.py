@@ -78,6 +78,7 @@ def test_lookup_takes_the_slowest_plan_in_time():
         (lambda raw: raw["plans"][1].update(time_s=float("nan")), r"plans\.1\.time_s"),
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].pop(), r"one clock per instruction"),
         (lambda raw: raw["plans"].reverse(), r"plans 0 and 1 are not ordered"),
+        (lambda raw: raw["plans"][2].update(energy_j=95.0), r"plans 1 and 2 are not ordered"),
     ],
 )
 def test_an_edited_frontier_names_file_and_key(tmp_path, edit, message):

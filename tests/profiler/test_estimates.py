@@ -27,6 +27,17 @@ def errors(profile, true):
     )
 
 
+def noisy(profile, rng):
+    """Return a profile with noise of 1 % in times and 2 % in energies."""
+    rows = []
+    for m in profile.measurements:
+        time, energy = 1 + rng.standard_normal(2) * (0.01, 0.02)
+        rows.append(replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy))
+    known = {"samples": 1, "time_relative_error": 0.01, "energy_relative_error": 0.02}
+    quality = [RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, **known) for m in rows]
+    return StageProfile(rows, ProfileInfo(rows=quality))
+
+
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_rows_are_kept_without_noise_and_estimated_between_measured_clocks(name):
     clocks = DEVICES[name].clocks_mhz[40:]
@@ -44,16 +55,19 @@ def test_rows_are_kept_without_noise_and_estimated_between_measured_clocks(name)
 @given(st.sampled_from(sorted(DEVICES)), st.integers(0, 10_000))
 def test_noise_is_reduced(name, seed):
     clocks = DEVICES[name].clocks_mhz[40:]
-    true, rng = truth(name, clocks), np.random.default_rng(seed)
-    noisy = []
-    for m in true.measurements:
-        time, energy = 1 + rng.standard_normal(2) * (0.01, 0.02)
-        noisy.append(replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy))
-    known = {"samples": 1, "time_relative_error": 0.01, "energy_relative_error": 0.02}
-    quality = [RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, **known) for m in noisy]
-    raw = StageProfile(noisy, ProfileInfo(rows=quality))
+    true = truth(name, clocks)
+    raw = noisy(true, np.random.default_rng(seed))
     before, after = (np.sqrt((errors(p, true) ** 2).mean(axis=0)) for p in (raw, denoise(raw, clocks)))
     assert (after < 0.7 * before).all()
+
+
+def test_estimates_differ_from_the_truth_by_about_their_error_bars():
+    clocks, off = DEVICES["a100-sxm"].clocks_mhz[40:], []
+    for seed in range(4):
+        found = estimate_all(noisy(truth("a100-sxm", clocks[::4]), np.random.default_rng(seed)), clocks)
+        stated = [(row.time_relative_error, row.energy_relative_error) for row in found.info.rows]
+        off.append(errors(found, truth("a100-sxm", clocks)) / stated)
+    assert np.sqrt((np.concatenate(off) ** 2).mean(axis=0)) == pytest.approx([1.0, 1.0], abs=0.4)
 
 
 def test_an_outlier_does_not_change_rows_at_other_clocks():
@@ -121,6 +135,12 @@ def test_the_adaptive_sampler_returns_each_clock_once_and_keeps_its_budget(name,
     assert len(asked) == len(set(asked)) <= budget
     assert set(asked) <= set(clocks)
     assert asked[0] == clocks[-1]
+
+
+def test_the_adaptive_sampler_ends_when_no_clock_may_improve_plans():
+    model = DEVICES["a100-sxm"]
+    sampler = AdaptiveSampler(model.clocks_mhz, blocking_power_w=model.blocking_power_w, budget=len(model.clocks_mhz))
+    assert len(run(sampler, truth("a100-sxm", model.clocks_mhz))) < 0.6 * len(model.clocks_mhz)
 
 
 def test_a_sweep_stops_when_energy_keeps_rising_at_clocks_with_all_rows():

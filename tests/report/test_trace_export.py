@@ -10,7 +10,7 @@ from run_folders import MICRO_BATCHES, RANKS, measured, write_auto_run
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Transfer
-from perseus_ds.report.timeline import measured_timeline, timeline
+from perseus_ds.report.timeline import Bar, Timeline, chrome_trace, measured_timeline, timeline
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,16 @@ def test_slices_of_a_thread_do_not_overlap(trace):
     for events in threads.values():
         assert all(e["dur"] >= 0 for e in events)
         assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(sorted(events, key=lambda e: e["ts"])))
+
+
+def test_transfers_at_the_same_time_have_threads_of_their_own():
+    bars = [Bar(0, Transfer("activation", 0, 1, m), 1.0 * m, 1.0 * m + 1.5, None) for m in range(4)]
+    events = chrome_trace({"overlapping": Timeline(tuple(bars), 1, 5.0, 1.0)}, {}, None)["traceEvents"]
+    begins = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "transfer":
+            begins[event["tid"]].append(event["ts"])
+    assert sorted(begins.values()) == [[0.0, 2e6], [1e6, 3e6]]
 
 
 def test_timelines_ranks_clocks_and_waits_are_named(trace, job):

@@ -299,8 +299,12 @@ def test_status_gives_the_facts_of_the_records_and_what_is_next_apart_from_what_
 
 def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, capsys):
     job = start(mode="profile", profile={"sampling": "stride", "clock_stride": 20})
-    phases = job.train_until("observe")
+    job.slowdowns[0] = 1.1
+    phases = job.train(2)
+    job.slowdowns[0] = 1.0
+    phases += job.train_until("observe")
     assert in_order(phases) == ["warm-up", "profile"]
+    assert phases.count("warm-up") > 3 + job.under_way, "until times are stable"
     assert set(job.train(20)) == {"observe"}
     assert job.runtime.profiled
     job.close()
