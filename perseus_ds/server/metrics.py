@@ -32,10 +32,7 @@ class MetricsReporter:
     def __init__(self, config: MetricsConfig, facts: Callable[[], JobFacts], on_error: Callable[[str], None]) -> None:
         """Start to serve or write figures.
 
-        Args:
-            config: Addresses.
-            facts: Returns the facts of the job. Thread-safe.
-            on_error: Called once from another thread with the reason why figures are not available at an address.
+        Other threads call ``facts``, and ``on_error`` with the reason why figures are not available at an address.
         """
         self._registry = registry_of(facts)
         self._on_error = on_error

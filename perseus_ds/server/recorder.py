@@ -76,12 +76,8 @@ class Recorder:
     ) -> None:
         """Begin to record in the job's output folder.
 
-        Args:
-            directory: The folder.
-            simulated: Whether GPUs are simulated.
-            send: Sends a message to rank 0. Called from any thread.
-            steps_per_print: How often to print an iteration; None for never.
-            has_monitor: Whether rank 0 needs the figures of every iteration.
+        ``send`` sends a message to rank 0, from any thread. Rank 0 receives the figures of every iteration if it has a
+        monitor.
         """
         self._directory = directory
         self._simulated = simulated

@@ -94,11 +94,6 @@ class JobServer:
     """Decides for all ranks of a job.
 
     Attributes:
-        job: The job.
-        control: The user's control of the job.
-        recorder: Records iterations and events.
-        look_ahead: Lengths of future iterations.
-        runs: What ranks were sent to run.
         has_ended: Whether the job has ended and all records are written.
         is_over: Whether all ranks have left in addition.
     """
@@ -118,7 +113,7 @@ class JobServer:
 
         Args:
             job: The job.
-            send: Sends a message to a rank.
+            send: Sends a message to a rank. Called from any thread.
             state: State of an earlier start of the job, as returned by :meth:`state`, if there is one.
             epoch: Number of earlier servers of the running job.
             timebase: Timebase of the server.
