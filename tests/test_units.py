@@ -43,3 +43,8 @@ def test_what_is_logged_has_control_characters_as_escapes(caplog, monkeypatch):
     logger.warning("%s, 100 %% of %d", "\x1b]0;b\x07\x9b\u202e\ud800\tc\n", 3)
     assert caplog.messages == ["\\x1b]0;b\\x07\\x9b\\u202e\\ud800\tc\n, 100 % of 3"]
     logger.warning("%d", "no number")  # raises no error
+
+
+def test_columns_are_aligned_in_ascii():
+    rows = [("layout", "time [s]", ""), ("a", "3 ± 1", "-1"), ("b", "12", "")]
+    assert units.columns(rows) == ["layout  time [s]", "a        3 +/- 1  -1", "b             12"]

@@ -67,6 +67,8 @@ def test_sizes_are_compared_in_one_table(run, tmp_path):
     assert [row[:4] for row in rows if row[-1].startswith("E")] == [
         ["2", "1", "2", "4"], ["2", "2", "2", "4"], ["4", "1", "1", "8"], ["4", "2", "1", "8"]
     ]  # fmt: skip
+    energies_j = [float(row[5]) for row in rows if row[-1].startswith("E")]
+    assert max(energies_j) < 1.4 * min(energies_j), "all are of the same GPUs and batch"
     assert "4 GPUs are not a multiple of 3 pipeline ranks" in out
     assert "Fastest: " in out
 

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.report import figures
 from perseus_ds.report.figures import (
     PALETTE,
     SERIES,
@@ -45,6 +46,14 @@ def test_stages_that_take_the_same_are_one_curve():
     curves = profile_curves(both)
     assert [curve.label for curve in curves[::2]] == ["stages 0, 3", "stage 1", "stages 2, 5", "stage 4"]
     assert len({(curve.colour, curve.kind) for curve in curves}) == len(curves) == 8
+
+
+def test_a_difference_of_one_percent_looks_small():
+    points = [figures.trace(name, [x], [100 * x], "blue", symbol="x") for name, x in (("a", 1.0), ("b", 1.01))]
+    low, high = figures.points_figure(points)["layout"]["xaxis"]["range"]
+    assert high - low == pytest.approx(0.101)
+    assert low < 1.0
+    assert high > 1.01
 
 
 TEXT = [("ink", "ground"), ("ink", "surface"), ("soft", "ground"), ("soft", "surface"), ("blue", "ground")]
