@@ -201,11 +201,13 @@ class Baseline:
     Attributes:
         phase: The phase in which they ran, or None if the profile predicts them.
         run: The name of the run that they belong to, or None for the same run.
+        is_of_each: Whether iterations of orders and shapes are each compared with their own; ``typical`` is their mean.
     """
 
     typical: Typical
     phase: str | None = None
     run: str | None = None
+    is_of_each: bool = False
 
     @property
     def is_measured(self) -> bool:
@@ -218,6 +220,8 @@ class Baseline:
     def __str__(self) -> str:
         if self.phase is None:
             return "default clocks, by the profile"
+        if self.is_of_each:
+            return "default clocks, as measured in this job for the same order and shape"
         run = "this job" if self.run is None else f"run {self.run}"
         return f"default clocks, {self.typical.iterations} iterations of {run} {AT_DEFAULT_CLOCKS[self.phase]}"
 
@@ -546,7 +550,8 @@ class JobMeasures:
         time_s = known.time_s + (default_s - known.time_s) / iterations
         known_j = known.energy_j or 0.0
         energy_j = known_j + (default_j - known_j) / iterations
-        self._kinds[kind] = Baseline(Typical(iterations, time_s, energy_j / time_s), "default" if is_measured else None)
+        typical = Typical(iterations, time_s, energy_j / time_s)
+        self._kinds[kind] = Baseline(typical, "default" if is_measured else None, is_of_each=True)
 
     def _add_verdict(self, plan: int | None) -> None:
         typical = self._compared.typical

@@ -166,6 +166,7 @@ def test_shapes_of_inputs_are_compared_with_default_clocks_of_their_own():
     mixed = measures(*(planned_iteration(n, **(short if n % 2 else long)) for n in range(1, 22)))
     for kind in (IterationKind(shape=1), IterationKind(shape=2)):
         found = mixed.plan(kind)
+        assert str(found.baseline) == "default clocks, as measured in this job for the same order and shape"
         assert (found.slowdown, found.saved) == (pytest.approx(0.1), pytest.approx(0.2))
     assert mixed.saving().saved_j == pytest.approx(11 * 20.0 + 10 * 40.0), "weighted by what was run"
 

@@ -135,7 +135,7 @@ class ReportedJob:
     def under_plans(self) -> str:
         """The iterations under plans in words."""
         if len(self.plans) == 1:
-            return f"under plan {self.plans[0].plan}"
+            return "under plans" if self.plans[0].plan is None else f"under plan {self.plans[0].plan}"
         return "under both plans" if len(self.plans) == 2 else f"under all {len(self.plans)} plans"
 
     @property

@@ -99,6 +99,7 @@ _SAVINGS = {
     "gained_s": "perseus_gained_seconds",
     "saved": "perseus_saving_ratio",
     "slowdown": "perseus_slowdown_ratio",
+    "undecided": "perseus_undecided",
 }
 _GAUGES = {
     "step": "perseus_step",
