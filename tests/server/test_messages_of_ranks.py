@@ -168,17 +168,6 @@ def test_an_error_at_every_call_ends_the_mode_at_growing_intervals(play, monkeyp
     assert len(failed) == 3, "in iterations 1, 11 and 51"
 
 
-def test_messages_of_ranks_that_do_not_exist_and_after_the_end_change_nothing(play):
-    job = play(mode="observe")
-    job.run([1, 2])
-    for rank in (-1, RANKS, 10**6):
-        job.server.receive(rank, job.report(0, 3))
-    assert len(job.end()) == 2
-    job.server.receive(0, job.report(0, 3))
-    job.server.tick()
-    assert len([*read_records(job.folder)]) == 4  # with start and end
-
-
 def test_a_rank_that_joins_again_is_told_what_to_run_from_an_iteration_on_that_nobody_has_begun(play):
     """A rank joins again with a new agent."""
     job = play(mode="profile", profile={"warm_up": 3})

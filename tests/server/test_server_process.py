@@ -131,21 +131,6 @@ def test_an_error_does_not_end_the_server(process, uplink, monkeypatch):
     wait_for(lambda: are_connected(process, uplink) and expected in process._outbox, "it is said")
 
 
-def test_heartbeats_are_sent_while_many_messages_arrive(process, monkeypatch):
-    now, taken = VirtualTime(), []
-
-    def receive(flags):
-        now.sleep(0.01)
-        taken.append(now.now_s())
-        assert len(taken) < 100
-        return [b"agent"]
-
-    monkeypatch.setattr("perseus_ds.server.server.REAL_TIME", now)
-    monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
-    process._receive()
-    assert len(taken) < 20
-
-
 def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_clocks(tmp_path, monkeypatch):
     """Decisions on old reports would come ever later."""
     monkeypatch.chdir(tmp_path)
