@@ -17,18 +17,15 @@ from functools import cached_property
 from types import coroutine
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.lengths import IterationPlan, PipelinePlan
+from perseus_ds.optimizer.lengths import IterationPlan
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Schedule, Span, decode_spans
+from perseus_ds.pipeline.schedule import Span, decode_spans
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.policy.reports import Conditions, JobDrift, JobReport, RankReports
-from perseus_ds.protocol.job_messages import Program, RankReport, Times
+from perseus_ds.protocol.job_messages import RankReport, Times
 
 
 @dataclass(frozen=True)
@@ -99,27 +96,6 @@ class Run:
         measured = self.times, self.every, self.otherwise, self.logs_energy
         return self.phase, self.clocks, self.plan, measured, id(self.block)
 
-    def program(self, number: int, pipeline: int, rank: int, schedule: Schedule) -> Program:
-        """Return the clocks of a pipeline's rank in iterations of an order.
-
-        Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the
-        end of an iteration, they have the clock that the next one starts with.
-        """
-        if self.plans is None or (self.by_length and self.lengths is None):
-            return Program(number, self.clock_mhz)
-        plan = self.plans.of_pipeline(pipeline) if self.lengths is None else self.lengths.pipelines[pipeline]
-        instructions = self.plans.frontier.instructions[rank]
-        own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
-        if len(set(own_mhz)) == 1:
-            return Program(number, own_mhz[0])
-        clock_of = dict(zip(instructions, own_mhz, strict=True))
-        clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
-        if isinstance(plan, PipelinePlan):
-            spans_s = _spans_by_length_s(dict(zip(instructions, plan.spans_s[rank], strict=True)), stream)
-        else:
-            spans_s = _spans_s(plan, self.plans, stream)
-        return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
-
     def with_lengths(self, plan: IterationPlan) -> Run:
         """Return the run of a single iteration under the plan for its lengths."""
         forecast = self.forecast
@@ -134,47 +110,6 @@ class Run:
                 default_measured=forecast.default_measured,
             )
         return replace(self, lengths=plan, forecast=forecast)
-
-
-def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
-    known = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz is not None]
-    last = max(position for position, clock_mhz in enumerate(clocks_mhz) if clock_mhz is not None)
-    found, latest_mhz = [], known[0]
-    for clock_mhz in clocks_mhz[: last + 1]:
-        latest_mhz = latest_mhz if clock_mhz is None else clock_mhz
-        found.append(latest_mhz)
-    return (*found, *[known[0]] * (len(clocks_mhz) - last - 1))
-
-
-def _spans_by_length_s(
-    span_of: Mapping[Instruction, tuple[float, float]], stream: Sequence[Instruction]
-) -> list[tuple[float, float]]:
-    """Return start and end of each instruction of a rank [s]. Those without a span take no time."""
-    spans_s, end_s = [], 0.0
-    for instruction in stream:
-        start_s, end_s = span_of.get(instruction, (end_s, end_s))
-        spans_s.append((start_s, end_s))
-    return spans_s
-
-
-def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
-    """Return start and end of each instruction of a rank, predicted from the profile [s].
-
-    The list is empty if the profile lacks a time. Operations without a choice of clock have no duration here; their
-    time is at the end of the iteration.
-    """
-    times_s, dag = plans.frontier.instruction_times_s, plans.dag
-    node_of = {node.work: number for number, node in enumerate(dag.nodes)}
-    duration_s = np.zeros(len(dag.nodes))
-    for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
-        for instruction, clock_mhz in zip(instructions, clocks, strict=True):
-            time_s = times_s.get((instruction.stage, instruction.kind, clock_mhz))
-            if time_s is None or instruction not in node_of:
-                return []
-            duration_s[node_of[instruction]] = time_s
-    own = [node_of[instruction] for instruction in stream]
-    ends_s = dag.finish_s(duration_s)[own]
-    return list(zip((ends_s - duration_s[own]).tolist(), ends_s.tolist(), strict=True))
 
 
 @dataclass(eq=False)

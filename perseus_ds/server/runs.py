@@ -1,4 +1,4 @@
-"""Sends the runs that modes request to the ranks.
+"""Sends the runs that modes request to the ranks, with a program of clocks for each.
 
 Each message to the ranks (:class:`~perseus_ds.protocol.job_messages.Follow`) has a serial, with which they report what
 they ran.
@@ -7,14 +7,19 @@ they ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.optimizer.lengths import PipelinePlan
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Times
-from perseus_ds.server.iterations import Run
+from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job import MOST_PROFILED
 from perseus_ds.server.kinds import UNPLANNED, Kind
 from perseus_ds.server.phases import ModeContext
@@ -52,7 +57,7 @@ class _Sent:
         plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
         plan = place.pipeline if wanted.by_length else plan
         if (program := self.programs.get((plan, place.pipeline_rank))) is None:
-            program = wanted.program(self.kind.number, place.pipeline, place.pipeline_rank, job.schedule)
+            program = program_of(wanted, self.kind.number, place.pipeline, place.pipeline_rank, job.schedule)
             self.programs[plan, place.pipeline_rank] = program
         is_profiled = place.pipeline < MOST_PROFILED
         return Follow(
@@ -169,3 +174,66 @@ class RunSender:
         if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
             return None
         return known[0]
+
+
+def program_of(run: Run, number: int, pipeline: int, rank: int, schedule: Schedule) -> Program:
+    """Return the clocks of a pipeline's rank in iterations of an order.
+
+    Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the
+    end of an iteration, they have the clock that the next one starts with.
+    """
+    if run.plans is None or (run.by_length and run.lengths is None):
+        return Program(number, run.clock_mhz)
+    plan = run.plans.of_pipeline(pipeline) if run.lengths is None else run.lengths.pipelines[pipeline]
+    instructions = run.plans.frontier.instructions[rank]
+    own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
+    if len(set(own_mhz)) == 1:
+        return Program(number, own_mhz[0])
+    clock_of = dict(zip(instructions, own_mhz, strict=True))
+    clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
+    if isinstance(plan, PipelinePlan):
+        spans_s = _spans_by_length_s(dict(zip(instructions, plan.spans_s[rank], strict=True)), stream)
+    else:
+        spans_s = _spans_s(plan, run.plans, stream)
+    return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
+
+
+def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
+    known = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz is not None]
+    last = max(position for position, clock_mhz in enumerate(clocks_mhz) if clock_mhz is not None)
+    found, latest_mhz = [], known[0]
+    for clock_mhz in clocks_mhz[: last + 1]:
+        latest_mhz = latest_mhz if clock_mhz is None else clock_mhz
+        found.append(latest_mhz)
+    return (*found, *[known[0]] * (len(clocks_mhz) - last - 1))
+
+
+def _spans_by_length_s(
+    span_of: Mapping[Instruction, tuple[float, float]], stream: Sequence[Instruction]
+) -> list[tuple[float, float]]:
+    """Return start and end of each instruction of a rank [s]. Those without a span take no time."""
+    spans_s, end_s = [], 0.0
+    for instruction in stream:
+        start_s, end_s = span_of.get(instruction, (end_s, end_s))
+        spans_s.append((start_s, end_s))
+    return spans_s
+
+
+def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
+    """Return start and end of each instruction of a rank, predicted from the profile [s].
+
+    The list is empty if the profile lacks a time. Operations without a choice of clock have no duration here; their
+    time is at the end of the iteration.
+    """
+    times_s, dag = plans.frontier.instruction_times_s, plans.dag
+    node_of = {node.work: number for number, node in enumerate(dag.nodes)}
+    duration_s = np.zeros(len(dag.nodes))
+    for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
+        for instruction, clock_mhz in zip(instructions, clocks, strict=True):
+            time_s = times_s.get((instruction.stage, instruction.kind, clock_mhz))
+            if time_s is None or instruction not in node_of:
+                return []
+            duration_s[node_of[instruction]] = time_s
+    own = [node_of[instruction] for instruction in stream]
+    ends_s = dag.finish_s(duration_s)[own]
+    return list(zip((ends_s - duration_s[own]).tolist(), ends_s.tolist(), strict=True))

@@ -21,6 +21,7 @@ from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.policies import EnergyOptimalPolicy, PowerCapPolicy
 from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job_control import Straggler
+from perseus_ds.server.runs import program_of
 from perseus_ds.server.selector import StragglerWatch, straggler_of, with_reported
 
 
@@ -206,7 +207,7 @@ def program(rank, *known_mhz):
         Assignment(plans=(0,)),
         Dag.build(SCHEDULE),
     )
-    return Run("run", plans=plans).program(5, 0, rank, SCHEDULE)
+    return program_of(Run("run", plans=plans), 5, 0, rank, SCHEDULE)
 
 
 def test_a_program_has_the_clock_of_each_instruction_and_when_it_begins_after_the_ranks_before():
