@@ -174,7 +174,7 @@ def settings_of(block: Any) -> PerseusConfig | None:
     variable = _from_environment()
     if variable is None and block is None:
         return None
-    if not isinstance(block or {}, Mapping):
+    if block is not None and not isinstance(block, Mapping):
         return parse_block(block)
     return parse_block({**(block or {}), **(variable or {})})
 

@@ -173,8 +173,8 @@ class ClockController:
 
     def update(self) -> None:
         """Fall back if the driver hangs, and test it when that is due. Runs on the agent's loop."""
-        if not self.has_failed and self.problem is not None:
-            self._report_failure(self.problem)
+        if not self.has_failed and (problem := self.problem) is not None:  # read once: a call may return meanwhile
+            self._report_failure(problem)
         now_s = self._time.now_s()
         if not self.has_failed:
             if self._fault is not None and now_s >= self._next_s:
@@ -378,6 +378,9 @@ class ClockController:
         try:
             if clock_mhz != self._clock_mhz or self._was_reset:
                 self._call_driver(clock_mhz)
+            if self.has_failed and clock_mhz is not None:  # the call has hung, and the rank has fallen back
+                self._wanted_mhz = None
+                self._call_driver(None)
             self._refusals, self._busy_since_s = 0, None
         except GpuBusyError:
             if self._busy_since_s is None:

@@ -119,7 +119,7 @@ class GpuDriver:
                     try:
                         self.description = description_of(self.gpu, checks_permission=self._checks_permission)
                     except Exception as error:  # a client waits for it
-                        self.description_error = error
+                        self.description, self.description_error = None, error
                     self._on_change()
             except Exception as error:  # no other process would try again
                 self.error = error

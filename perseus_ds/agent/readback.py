@@ -157,7 +157,10 @@ class ClockReadback:
         if self._is_settling and self._not_yet_s is not None:
             self._add_latency(self._not_yet_s)
         self._called_s, self._took_s = self._time.now_s(), took_s
-        self._before_mhz, self._clock_mhz = self._clock_mhz or self._gpu.supported_clocks_mhz()[-1], clock_mhz
+        highest_mhz = 0
+        with suppress(GpuError):  # a GPU that lists no clocks can still be observed
+            highest_mhz = self._gpu.supported_clocks_mhz()[-1]
+        self._before_mhz, self._clock_mhz = self._clock_mhz or highest_mhz, clock_mhz
         self._not_yet_s = None
         if clock_mhz is None:
             self.reading = _NO_READING

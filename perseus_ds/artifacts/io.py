@@ -106,9 +106,14 @@ def _name_in_errors(path: Path) -> Iterator[None]:
 
 
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
-    """Open a file for writing step by step. A link, which another user may have made, is an error."""
-    how = os.O_APPEND if append else os.O_TRUNC
+    """Open a regular file for writing step by step. A link, which another user may have made, is an error."""
+    how = os.O_APPEND if append else 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is not a regular file")
+    if not append:
+        os.ftruncate(handle, 0)
     return os.fdopen(handle, "wb")
 
 
@@ -133,7 +138,10 @@ def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_by
             raise error_class(f"{path}: expected a {what}, but it is not a regular file.")
         raise error_class(f"{path}: {found.st_size} bytes, at most {most_bytes} are read of a {what}.")
     with os.fdopen(handle, "rb") as file:
-        yield file
+        try:
+            yield file
+        except OSError as error:
+            raise error_class(f"{path}: cannot be read ({error.strerror}).") from None
 
 
 def read_bytes(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> bytes:

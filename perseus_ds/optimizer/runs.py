@@ -99,6 +99,8 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
         option_of[group, index[begin : last + 1]] = np.arange(begin, last + 1)
     result = slowest.copy()
     for chain in problem.rank_decisions:
+        if not len(chain):  # a rank without passes
+            continue
         options = option_of[problem.group[chain]]
         cost_j = np.where(options >= 0, table.cost_j[options], _NOT * mean_j)
         places = np.arange(len(chain), dtype=np.intp)
@@ -197,7 +199,8 @@ class RunSearch:
         """
         self._network, self._change_s = network, network.problem.settings.switch_cost_s
         self._change_j = _least_saving_j(network.problem)
-        self.ranks = [_Rank(network, chain, dwell_s) for chain in network.problem.rank_decisions]
+        self._chains = network.problem.rank_decisions  # some ranks may have no passes
+        self.ranks = [_Rank(network, chain, dwell_s) for chain in self._chains if len(chain)]
         self._fixed_s = np.zeros(0)
         self._known: set[tuple[int, ...]] = set()
         self._into = np.argsort(network.head, kind="stable")
@@ -262,7 +265,8 @@ class RunSearch:
 
     def clocks_mhz(self, clocks: Sequences) -> tuple[tuple[int, ...], ...]:
         """Return the clocks of a plan, by rank and in program order."""
-        return tuple(tuple(rank.clock_mhz[own].tolist()) for rank, own in zip(self.ranks, clocks, strict=True))
+        own = iter(tuple(rank.clock_mhz[one].tolist()) for rank, one in zip(self.ranks, clocks, strict=True))
+        return tuple(next(own) if len(chain) else () for chain in self._chains)
 
     def sequences(self, clock_mhz: Indices) -> Sequences:
         """Convert the clock of every decision to sequences, rounding up to the rank's clocks."""

@@ -30,6 +30,7 @@ NICENESS = 10
 # More linear-algebra threads would wait for each other in loops without being faster.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _SECTIONS = ("bounds", "clocks")
+_REPORT_EVERY_S = 0.5
 # Equivalent to "python -P -m" of Python 3.11. Without -P, the module search path starts with the current folder.
 _CODE = """
 import sys
@@ -131,7 +132,13 @@ def main() -> None:
     """Write the frontier of the request, and send the completed fraction and finally an error or an empty text."""
     request, connection = job_and_connection()
 
+    sent_s = 0.0
+
     def report(section: str, done: float) -> None:
+        nonlocal sent_s
+        if time.monotonic() < sent_s + _REPORT_EVERY_S:  # the server reads once an iteration, and a full pipe blocks
+            return
+        sent_s = time.monotonic()
         connection.send((_SECTIONS.index(section) + done) / len(_SECTIONS))
 
     error = ""

@@ -22,8 +22,8 @@ the remainder.
 
 from __future__ import annotations
 
+import bisect
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,6 +76,8 @@ class IterationSample:
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
     shapes: Counter[float] = field(default_factory=Counter)
+    _sorted_s: list[float] = field(default_factory=list)
+    _total_s: float = 0.0
     _typical: Typical | None = None
 
     @classmethod
@@ -91,13 +93,17 @@ class IterationSample:
         """Add an iteration."""
         self.times_s.append(time_s)
         self.energies_j.append(energy_j)
+        bisect.insort(self._sorted_s, time_s)
+        self._total_s += time_s
         self._typical = None
 
     def _without_stalls(self) -> tuple[int, float]:
         """Return the number of iterations without stalls, and their total time [s]."""
-        longest_s = STALL * statistics.median_high(self.times_s or [0.0])
-        counted_s = [time_s for time_s in self.times_s if time_s <= longest_s]
-        return len(counted_s), sum(counted_s)
+        if not self._sorted_s:
+            return 0, 0.0
+        longest_s = STALL * self._sorted_s[len(self._sorted_s) // 2]
+        iterations = bisect.bisect_right(self._sorted_s, longest_s)
+        return iterations, self._total_s - sum(self._sorted_s[iterations:])
 
     def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.

@@ -22,7 +22,7 @@ from perseus_ds.artifacts.io import read_text
 from perseus_ds.artifacts.validation import MIB
 from perseus_ds.errors import SignalError
 from perseus_ds.policy.policies import PolicyConfig, SignalUse, signal_files
-from perseus_ds.timebase import Timebase
+from perseus_ds.timebase import Flag, Timebase
 
 # A year of values for each quarter of an hour.
 _MOST_VALUES = 40_000
@@ -33,6 +33,8 @@ _FIRST_YEAR, _LAST_YEAR = 1970, 2200
 _FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
 _LONGEST_MESSAGE = 600
 _POLL_S = 1.0
+# Agents return to default clocks after 2 s without messages from the server.
+_READ_TIMEOUT_S = 1.0
 _Signature = tuple[int, int, int]
 
 
@@ -189,19 +191,17 @@ class SignalWatch:
         self._is_watching = False
         self._files: Mapping[str, _File] = {}
 
-    def follow(self, policy: PolicyConfig) -> None:
-        """Read the signals of a policy, and watch their files from now on.
+    def follow(self, policy: PolicyConfig, timeout_s: float = _READ_TIMEOUT_S) -> None:
+        """Read the signals of a policy, each within a time [s], and watch their files from now on.
 
         Raises:
             SignalError: A file cannot be used. The signals are unchanged.
         """
-        uses = signal_files(policy)
-        files = {path: _File(use, _signature(path)) for path, use in uses.items()}
-        found = {path: self._read(path, use) for path, use in uses.items()}
+        found = {path: self._read_with_timeout(path, use, timeout_s) for path, use in signal_files(policy).items()}
         with self._changed:
-            self._files = files
+            self._files = {path: file for path, (file, _) in found.items()}
             # Those of the previous policy are kept, because it may make one more decision.
-            self.signals = {**self.signals, **found}
+            self.signals = {**self.signals, **{path: signal for path, (_, signal) in found.items()}}
             begins = bool(found) and not self._is_watching and not self._is_closed
             self._is_watching = self._is_watching or begins
         if begins:
@@ -219,6 +219,27 @@ class SignalWatch:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def _read_with_timeout(self, path: str, use: SignalUse, timeout_s: float) -> tuple[_File, Signal]:
+        """Read a file on another thread, because a file system may hang."""
+        done = Flag(self._timebase)
+        found: list[tuple[_File, Signal] | SignalError] = []
+
+        def read() -> None:
+            try:
+                found.append((_File(use, _signature(path)), self._read(path, use)))
+            except SignalError as error:
+                found.append(error)
+            finally:
+                done.set()
+
+        self._timebase.thread(read, "perseus-signal").start()
+        done.wait(timeout_s)
+        if not found:
+            raise SignalError(f"{path}: the signal cannot be read: no answer for {timeout_s:.0f} s.")
+        if isinstance(found[0], SignalError):
+            raise found[0]
+        return found[0]
 
     def _read(self, path: str, use: SignalUse) -> Signal:
         try:

@@ -150,8 +150,10 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
 def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_TIMEOUT_S)
+            # With Python's timeout, a connect fails immediately if the listener's queue is full. This one waits.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_TIMEOUT_S), 0))
             connection.connect(str(address.get("socket")))
+            connection.settimeout(_TIMEOUT_S)
             user, owner = os.getuid(), user_of(connection)
             if owner not in (user, 0) and user != 0:
                 raise PermissionError

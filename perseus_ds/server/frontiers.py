@@ -134,7 +134,7 @@ def has_own_profile(context: ModeContext) -> bool:
         is_complete = path.stat().st_mtime_ns >= path.with_name("measured.csv").stat().st_mtime_ns
         found = is_complete and StageProfile.load(path).info.job == context.job.profile_key()
     if found:
-        context.recorder.say(f"using {path}, which an earlier start of this job has measured")
+        context.recorder.say(f"using {path}, which this job has measured")
     return found
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
+from wsgiref.simple_server import ServerHandler
 
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -55,6 +56,7 @@ class MetricsReporter:
         thread.start()
 
     def _serve(self, host: str, port: int) -> None:
+        ServerHandler.server_software = "perseus"  # not the versions of Python and its library
         try:
             server, _ = start_http_server(port, host, self._registry)
         except OSError as error:

@@ -132,10 +132,10 @@ async def _profile(context: ModeContext) -> None:
 
 async def _auto(context: ModeContext, state: Mapping[str, Any] | None) -> None:
     _note_highest_clock(context)
-    if has_profile := has_own_profile(context):
-        frontier = own_frontier(context.job) if state is not None else None
-    else:
-        frontier = frontier_of_an_earlier_run(context)
+    has_profile = state is not None and has_own_profile(context)
+    frontier = own_frontier(context.job) if has_profile else frontier_of_an_earlier_run(context)
+    if frontier is None and state is None:  # a mode that begins again, or a start in a folder without a state
+        has_profile = has_own_profile(context)
     await calibrate(context)
     kept = (state or {}).get("progress", {}).get("kept") if frontier is not None else None
     await _profile_and_run(context, frontier, has_profile=has_profile, kept=kept)

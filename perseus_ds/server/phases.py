@@ -72,9 +72,12 @@ class DefaultIterations:
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Restore iterations of an earlier start of the job."""
-        for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
-            self.sample.add(float(time_s), float(energy_j))
-            self.sample.shapes[float(kept["shapes"])] += 1
+        try:
+            for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
+                self.sample.add(float(time_s), float(energy_j))
+                self.sample.shapes[float(kept.get("shapes", 0.0))] += 1
+        except (KeyError, TypeError, ValueError):  # of an edited file, or of another version
+            self.sample = IterationSample(self.sample.counter_period_s)
 
     def remaining_s(self, blocks: int = 1) -> float | None:
         """Estimate the time until there are enough iterations for ``blocks`` [s]. None before the first."""

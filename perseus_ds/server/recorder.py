@@ -307,6 +307,8 @@ class RecordWriter:
     def write(self, record: Record, *, may_wait: bool = False) -> None:
         """Enqueue a record. One that may wait is written together with others that arrive soon."""
         with self._changed:
+            if self._is_over:
+                return  # the thread has ended
             self._waiting.append(record)
             self._enqueued += 1
             self._is_due |= not may_wait

@@ -76,6 +76,8 @@ _MOST_OPEN = 64
 """Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
+_SIGNALS_AT_START_S = 10.0
+"""Time in which each signal of the policy must be read before training."""
 _HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 """Times without messages from agents after which the server ends: before the first message, during training, and after
@@ -195,7 +197,7 @@ class JobServer:
             self.control.signals = SignalWatch(
                 self._time, lambda problem: self.recorder.fail(Failed(event="signal", error=problem), problem)
             )
-            self.control.signals.follow(self.control.policy)
+            self.control.signals.follow(self.control.policy, _SIGNALS_AT_START_S)
 
     def welcome(self) -> Welcome:
         """Return what all ranks have to measure before training."""
@@ -562,7 +564,9 @@ class ServerProcess:
                     self.server.tick()
                 self._beat()
                 self._flush()
-        self._state.save_last(self._kept())
+        with self._lock:
+            kept = self._kept()
+        self._state.save_last(kept)
         self.server.recorder.flush()
         self.close()
 

@@ -274,6 +274,17 @@ def test_calls_are_refused_while_one_hangs(clocks, now):
     assert clocks.call(lambda: None)
 
 
+def test_a_clock_that_is_set_after_the_rank_has_fallen_back_is_reset_at_once(clocks, gpu, now, monkeypatch):
+    lock_clock = gpu.lock_clock
+    monkeypatch.setattr(gpu, "lock_clock", lambda clock_mhz: (now.sleep(5.0), lock_clock(clock_mhz)))
+    clocks.request(1200)
+    now.sleep(3.5)
+    clocks.update()
+    assert clocks.has_failed
+    now.sleep(2.0)
+    assert gpu.clocks_set == [1200, None]
+
+
 @pytest.mark.parametrize(("late_s", "counts_s"), [(0.001, 0.0), (0.006, 0.006)])
 def test_the_delay_of_a_busy_node_is_measured(clocks, now, event, late_s, counts_s):
     for number in range(5):

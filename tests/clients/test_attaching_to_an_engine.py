@@ -172,6 +172,28 @@ def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
     assert len(iterations(block)) == 2
 
 
+def test_a_client_that_evaluates_within_a_batch_and_looks_at_steps_trains_as_without_perseus(make, block):
+    class Evaluating(PipelineEngine):
+        def train_batch(self, data):
+            with torch.no_grad():
+                self._exec_schedule(schedule.InferenceSchedule(0, stages=1, stage_id=0))
+            return super().train_batch(data)
+
+        def _exec_schedule(self, pipe_schedule):
+            assert all(len(step) for step in pipe_schedule.steps())
+            super()._exec_schedule(pipe_schedule)
+
+    engine = make(deepspeed.initialize, perseus=block)
+    engine.__class__ = Evaluating
+    expected = train(engine)
+    engine = make(deepspeed.initialize, perseus=block)
+    engine.__class__ = Evaluating
+    assert train(perseus_ds.attach(engine)) == expected
+    assert [type(operation).__name__ for operation in engine.perseus.runtime.schedule.ranks[0]].count("Compute") == 5
+    engine.perseus.close()
+    assert len(iterations(block)) == 3
+
+
 def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, block):
     compiled, losses = [], []
     for initialize in (deepspeed.initialize, perseus_ds.initialize):

@@ -57,6 +57,16 @@ def runs_s(problem, plan):
     return result
 
 
+def test_a_rank_may_have_no_passes():
+    schedule = one_f_one_b(1, 4)
+    idle = replace(schedule, ranks=(*schedule.ranks, ()))
+    profile = synthetic_profile(1, clocks=4)
+    alone, beside = (
+        optimize(ranks, profile, blocking_power_w=POWER_W, plans=5, least_dwell_s=0.1) for ranks in (schedule, idle)
+    )
+    assert alone.plans[0].clocks_mhz[0] == beside.plans[0].clocks_mhz[0]
+
+
 @pytest.mark.parametrize("switch_cost_s", [0.0, 0.004])
 @settings(max_examples=6, deadline=None)
 @given(schedule=st.sampled_from(SCHEDULES), seed=st.integers(0, 10_000), pairs=st.floats(0.7, 6.0))

@@ -70,6 +70,14 @@ def test_a_cap_needs_a_value_for_now_and_a_fraction_is_no_percentage(tmp_path):
         read_signal(tmp_path / "signal.csv", "cap", datetime(2026, 11, 21, 23, tzinfo=UTC))
 
 
+def test_a_file_system_that_hangs_is_an_error_soon(monkeypatch):
+    time = VirtualTime()
+    monkeypatch.setattr("perseus_ds.policy.signals.read_signal", lambda *_: time.sleep(60.0))
+    with pytest.raises(SignalError, match=r"a: the signal cannot be read: no answer for 1 s"):
+        SignalWatch(time, pytest.fail).follow(PowerCapPolicy(name="power_cap", signal="a"))
+    assert time.seconds == 101.0
+
+
 @pytest.mark.parametrize("name", ["a\0b", "/dev/zero"])
 def test_a_name_that_no_file_has_is_an_error_at_once(name):
     time = VirtualTime()

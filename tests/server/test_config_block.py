@@ -24,12 +24,12 @@ def test_enabled_alone_is_a_complete_block():
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
         ({"metrics": {}}, 'expected "port", such as 9400, or "textfile"'),
         ({"metrics": {"textfile": "perseus.txt"}}, "perseus.metrics.textfile"),
-        (True, 'expected an object such as {"enabled": true}'),
+        *((block, 'expected an object such as {"enabled": true}') for block in (True, False, "", [])),
     ],
 )
 def test_a_wrong_block_says_what_to_write_instead(block, message):
     with pytest.raises(ConfigError) as caught:
-        parse_block(block)
+        settings_of(block)
     assert message in str(caught.value)
 
 

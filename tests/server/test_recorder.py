@@ -162,6 +162,12 @@ def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(
     assert ["cannot be made" in warning for warning in warnings] == [True, True]
 
 
+def test_what_comes_after_the_end_of_a_job_is_not_waited_for(recorder):
+    recorder.close()
+    recorder.event(Failed(rank=0, error="late"))
+    recorder._writer.flush(3600.0)  # ends at once
+
+
 def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, received):
     (tmp_path / "folder").write_text("")
     recorder = Recorder(tmp_path / "folder", simulated=True, send=received.append)

@@ -121,9 +121,8 @@ class DeepSpeedEngine(Engine):
             self._end_iteration()
 
     def execute(self, method: Method, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a schedule, as a training iteration if it is one of ``train_batch`` or has an optimizer step."""
-        trains = self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
-        if self._schedule is not None or not trains:
+        """Execute a schedule. With gradients, it is a training iteration."""
+        if self._schedule is not None or not self._trains_by(pipe_schedule):
             return method(pipe_schedule, *args, **kwargs)
         order = type(pipe_schedule), self._engine.micro_batches
         if order != self._order:
@@ -136,7 +135,7 @@ class DeepSpeedEngine(Engine):
             with self._session.iteration(order, samples):
                 if self._session.follows_operations:  # nothing in the engine's execution of commands is replaced
                     steps = pipe_schedule.steps
-                    pipe_schedule.steps = lambda: map(self._surrounded, steps())
+                    pipe_schedule.steps = lambda: (_Step(step, self._surrounded) for step in steps())
                 return method(pipe_schedule, *args, **kwargs)
         finally:
             vars(pipe_schedule).pop("steps", None)
@@ -152,6 +151,7 @@ class DeepSpeedEngine(Engine):
         """Load a checkpoint, and report the training step at which it was saved."""
         path, client_state = method(*args, **kwargs)
         if path is not None:
+            (client_state or {}).pop("perseus_ds", None)  # of versions before 0.2.0
             self._session.set_steps(self._engine.global_steps)
         return path, client_state
 
@@ -159,6 +159,12 @@ class DeepSpeedEngine(Engine):
         """Reset the clock and release DeepSpeed's resources."""
         self._session.close()
         method()
+
+    def _trains_by(self, pipe_schedule: Any) -> bool:
+        # A train_batch of a client may also evaluate.
+        if not torch.is_grad_enabled():
+            return False
+        return self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
 
     def _end_iteration(self) -> None:
         self._schedule = None
@@ -212,6 +218,17 @@ def _parts_of(module: Any) -> list[Part]:
 def _commands_of(pipe_schedule: Any) -> list[Any]:
     """Return the commands of a schedule in order, without consuming the schedule."""
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
+
+
+class _Step(list[Any]):
+    """The commands of one step, at which an engine may look before it executes them."""
+
+    def __init__(self, commands: Iterable[Any], surrounded: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+        super().__init__(commands)
+        self._surrounded = surrounded
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._surrounded(super().__iter__())
 
 
 class _PerseusEngine:
