@@ -64,7 +64,7 @@ class CheckResult(FileModel):
 
 
 class Evidence(FileModel):
-    """The results of all checks on one machine, until the last one ended (``made``, UTC); ``not_made`` has titles."""
+    """The results of all checks on one machine. ``made`` is the end of the last one (UTC), ``not_made`` has titles."""
 
     format: Literal["perseus-ds evidence"] = "perseus-ds evidence"
     schema_version: Literal[1] = 1

@@ -74,7 +74,7 @@ class ScheduleStreams(FileModel):
         return cls.model_construct(name=schedule.name, micro_batches=schedule.micro_batches, ranks=ranks)
 
     def to_schedule(self) -> Schedule:
-        """Return the schedule; ScheduleError if no rank has an instruction, or there are too many."""
+        """Return the schedule. Raises a ``ScheduleError`` if it has no instruction, or too many."""
         ranks = tuple(tuple(_read(operation) for operation in stream) for stream in self.ranks)
         schedule = Schedule(self.name, self.micro_batches, ranks)
         if not any(schedule.instructions):

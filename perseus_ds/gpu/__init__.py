@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
-    """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`; GpuError if it cannot be opened.
+    """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`. Raises a ``GpuError`` if it cannot be opened.
 
     A simulated GPU needs the memory of its work log and of its clock log.
     """
@@ -37,7 +37,7 @@ def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
 
 
 def find_gpu(place: FindGpu) -> Gpu:
-    """Open the GPU that CUDA or HIP gives a number in a process; GpuError if the match is not certain."""
+    """Open the GPU that CUDA or HIP gives a number. Raises a ``GpuError`` if it is not certain which."""
     if place.device == "zeus":
         from perseus_ds.gpu.zeus import open_zeus_gpu
 

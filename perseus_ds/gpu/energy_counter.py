@@ -187,7 +187,7 @@ class PowerIntegrator:
         return str(self._gpu)
 
     def energy_j(self) -> float:
-        """Return the energy used since the thread started [J]; GpuError if power could not be read."""
+        """Return the energy used since the start [J]. Raises a ``GpuError`` if power could not be read."""
         if self._error is not None:
             raise self._error
         return self._energy_j

@@ -106,7 +106,7 @@ class NvmlGpu:
     simulated = False
 
     def __init__(self, index: int, timebase: Timebase = REAL_TIME) -> None:
-        """Open a GPU by NVML's index; GpuError if it is missing or split into MIG devices."""
+        """Open a GPU by NVML's index. Raises a ``GpuError`` if it is missing or split into MIG devices."""
         self._time = timebase
         self._settings: dict[str, Any] | None = None
         _start_nvml()
@@ -386,7 +386,7 @@ def index_of_uuid(uuid: str) -> int:
 
 
 def index_of_cuda_device(cuda_index: int, uuid: str | None = None, environment: Mapping[str, str] | None = None) -> int:
-    """Return the index of the GPU that CUDA calls ``cuda_index`` in a process; GpuError if the match is not certain.
+    """Return the index of CUDA's GPU ``cuda_index``. Raises a ``GpuError`` if it is not certain which.
 
     ``uuid`` is the one that CUDA reports (``torch.cuda.get_device_properties(i).uuid``), if any. ``environment`` has
     the process's variables, by default those of this one.

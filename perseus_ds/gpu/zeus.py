@@ -112,7 +112,7 @@ class ZeusNvidiaGpu(NvmlGpu):
 
 
 def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number that zeusd gives a GPU; GpuError if it cannot be identified.
+    """Return the number that zeusd gives a GPU. Raises a ``GpuError`` if it cannot be identified.
 
     In a container or a job that has only some GPUs of the node, NVML numbers these from 0, so NVML's index may differ.
     """

@@ -221,7 +221,7 @@ class _Path:
 
 
 class _Alike(NamedTuple):
-    """What pairs of paths share: lower rank, groups of decisions, fixed time on each path [s], and numbers of nodes."""
+    """Common data of pairs of paths: lower rank, groups of decisions, fixed time [s] and number of nodes of each."""
 
     rank: int
     groups: tuple[int, ...]

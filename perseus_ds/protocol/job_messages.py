@@ -74,7 +74,7 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks have to measure before training."""
+    """Measurements that all ranks have to make before training."""
 
     measures_power: bool = False  # their energy counters and their blocking power
     measures_counter: bool = False  # only the refresh periods of their energy counters

@@ -33,7 +33,7 @@ class Row:
 
     @property
     def is_of_verdict(self) -> bool:
-        """Whether the job's verdict compared these iterations at default clocks with a plan."""
+        """True if the job's verdict compared these iterations at default clocks with a plan."""
         return self.point.plan is None and self.history.measures.verdict is not None
 
     @property

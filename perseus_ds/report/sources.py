@@ -165,7 +165,7 @@ class Sources:
 
     @property
     def simulated(self) -> bool:
-        """Whether any input is simulated."""
+        """True if any input is simulated."""
         return bool(
             any(history.simulated for history in self.histories)
             or (self.frontier and self.frontier.provenance.simulated)

@@ -30,7 +30,7 @@ from perseus_ds.protocol.job_messages import RankReport, Times
 
 @dataclass(frozen=True)
 class NextPhase:
-    """The next phase, with an estimate of the time until it begins [s]; None if unknown."""
+    """The next phase, with an estimate of the time until it begins [s], or None if unknown."""
 
     phase: str
     in_s: float | None = None

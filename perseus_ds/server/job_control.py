@@ -88,7 +88,7 @@ def cost_in_words(
 
 
 class JobControl:
-    """What users may change while the job trains.
+    """The settings that users may change while the job trains.
 
     Attributes:
         steps: Completed steps, including those of earlier starts of the job.

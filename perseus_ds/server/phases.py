@@ -1,4 +1,4 @@
-"""What the modes of a job share: their context, and phases at default clocks."""
+"""The context that the modes of a job share, and their phases at default clocks."""
 
 from __future__ import annotations
 

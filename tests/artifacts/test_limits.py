@@ -156,7 +156,7 @@ def test_a_frontier_that_could_not_be_read_again_is_not_written(tmp_path, monkey
 
 
 def test_the_longest_schedule_that_is_planned_for_can_be_read_again():
-    """The number of its JSON parts grows with stages times micro-batches; no other schedule has as many."""
+    """The number of its JSON parts grows with stages times micro-batches. No other schedule has as many."""
     ((_, schedule),) = choose_schedules(["interleaved_zero_bubble"], micro_batches=[64], ranks=8, chunks=2)
     text = ScheduleStreams.of(schedule).model_dump_json()
     assert text.count("[") * MOST_INSTRUCTIONS / (schedule.num_stages * 64) <= MOST_JSON_PARTS

@@ -110,7 +110,7 @@ def marks(machine, results):
 
 
 def _idle_stream(machine, made, results):
-    """Time of the call, and until the mark is visible, after a pause; after a long one, caches are cold."""
+    """Time of the call, and until the mark is visible, after a pause. After a long one, caches are cold."""
     for pause_s, at_most_ms in ((0.0005, 0.5), (0.008, None)):
         machine.synchronize()
         calls_s, delays_s = [], []

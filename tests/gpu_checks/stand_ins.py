@@ -39,7 +39,7 @@ class _StandIn:
 
 
 class VirtualMachine(_StandIn):
-    """A simulated GPU in virtual time, to which work is launched as with CUDA; another one may be read instead."""
+    """A simulated GPU in virtual time, to which work is launched as with CUDA. Another one may be read instead."""
 
     def __init__(self, gpu=None, now=None):
         self.timebase = now or VirtualTime()

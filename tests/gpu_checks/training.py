@@ -50,7 +50,7 @@ class CompiledBlock(Block):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained: keys of DeepSpeed's config, and type and class of layers.
+    """Settings of a training: keys of DeepSpeed's config, and type and class of layers.
 
     Activations may be recomputed in the backward, and those kept for it (checkpointed) be in one buffer (contiguous).
     """

@@ -1,4 +1,4 @@
-"""What is checked before training, and what a job leaves to other processes and at its end."""
+"""Checks before training, and what a job leaves to other processes and at its end."""
 
 import os
 import signal
