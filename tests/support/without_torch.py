@@ -11,6 +11,7 @@ _PROCESSES_NEED_IT = (
     "tests/cli/test_command_line.py::test_the_version_is_that_of_the_package",
     "tests/cli/test_command_line.py::test_text_that_cannot_be_printed_is_an_error_in_words[words0]",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_driver",
+    "tests/cli/test_reset_doctor_commands.py::test_doctor_finds_the_programs_with_which_deepspeed_compiles",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_for_",
     "tests/clients/test_launch.py::test_engines_of_an_untouched_script_get_perseus",
     "tests/test_dependencies.py",
