@@ -32,7 +32,7 @@ import operator
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
 from perseus_ds.artifacts.run_records import (
@@ -346,32 +346,20 @@ class _Sums:
         return self.iterations * default_s - self.time_s, self.known * default_j - self.energy_j
 
 
+@dataclass
 class _Uncompared:
-    """Sums over iterations of one kind for which default clocks have not been measured yet.
+    """Iterations of one kind for which default clocks have not been measured yet.
 
     Attributes:
-        gained_s: Time saved so far according to the profile [s].
-        saved_j: Energy saved so far according to the profile [J].
+        all: Sums over these iterations.
+        profiled: Sums over those without default clocks by the profile, which the next one under a plan has.
+        gained_s, saved_j: Saving of the others according to the profile.
     """
 
-    def __init__(self) -> None:
-        self._all = _Sums()
-        self._profiled = _Sums()  # without default clocks by the profile, until a plan runs
-        self.gained_s = self.saved_j = 0.0
-
-    def add(self, record: IterationRecord, *, is_stall: bool) -> None:
-        """Add an iteration, and its default clocks by the profile if it has them."""
-        if not is_stall:
-            self._all.add(record)
-            self._profiled.add(record)
-        if record.default_time_s is not None and record.default_energy_j is not None:
-            gained_s, saved_j = self._profiled.compared(record.default_time_s, record.default_energy_j)
-            self.gained_s, self.saved_j = self.gained_s + gained_s, self.saved_j + saved_j
-            self._profiled = _Sums()
-
-    def compared(self, default_s: float, default_j: float) -> tuple[float, float]:
-        """Return the time [s] and energy [J] saved relative to measured default clocks."""
-        return self._all.compared(default_s, default_j)
+    all: _Sums = field(default_factory=_Sums)
+    profiled: _Sums = field(default_factory=_Sums)
+    gained_s: float = 0.0
+    saved_j: float = 0.0
 
 
 class WholeJob:
@@ -387,18 +375,26 @@ class WholeJob:
         self._steps += 1
         self._time_s += record.time_s
         self._energy_j += record.energy_j or 0.0
-        default_s, default_j = record.default_time_s, record.default_energy_j
-        has_default = default_s is not None and default_j is not None and record.predicted_time_s is not None
-        if record.phase != "profile" and not has_default:
+        kind, default_s, default_j = IterationKind.of(record), record.default_time_s, record.default_energy_j
+        if default_s is None or default_j is None or record.predicted_time_s is None:
+            if record.phase == "profile":
+                self._uncompared[kind].all.add(record)
+                self._uncompared[kind].profiled.add(record)
             return
-        kind = IterationKind.of(record)
-        is_stall = record.predicted_time_s is not None and record.time_s > STALL * record.predicted_time_s
-        self._stalls += is_stall
-        self._is_compared |= has_default
-        self._uncompared[kind].add(record, is_stall=is_stall)
-        if record.default_measured and default_s is not None and default_j is not None:
-            gained_s, saved_j = self._uncompared.pop(kind).compared(default_s, default_j)
+        self._is_compared = True
+        waiting = self._uncompared[kind]
+        if record.time_s > STALL * record.predicted_time_s:
+            self._stalls += 1
+        else:
+            waiting.all.add(record)
+            waiting.profiled.add(record)
+        if record.default_measured:
+            gained_s, saved_j = self._uncompared.pop(kind).all.compared(default_s, default_j)
             self._gained_s, self._saved_j = self._gained_s + gained_s, self._saved_j + saved_j
+        else:
+            gained_s, saved_j = waiting.profiled.compared(default_s, default_j)
+            waiting.gained_s, waiting.saved_j = waiting.gained_s + gained_s, waiting.saved_j + saved_j
+            waiting.profiled = _Sums()
 
     @property
     def saving(self) -> WholeSummary | None:

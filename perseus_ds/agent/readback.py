@@ -157,10 +157,7 @@ class ClockReadback:
         if self._is_settling and self._not_yet_s is not None:
             self._add_latency(self._not_yet_s)
         self._called_s, self._took_s = self._time.now_s(), took_s
-        highest_mhz = 0
-        with suppress(GpuError):  # a GPU that lists no clocks can still be observed
-            highest_mhz = self._gpu.supported_clocks_mhz()[-1]
-        self._before_mhz, self._clock_mhz = self._clock_mhz or highest_mhz, clock_mhz
+        self._before_mhz, self._clock_mhz = self._clock_mhz or self._highest_mhz(), clock_mhz
         self._not_yet_s = None
         if clock_mhz is None:
             self.reading = _NO_READING
@@ -170,6 +167,11 @@ class ClockReadback:
         self._is_settling = clock_mhz is not None and (
             self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
         )
+
+    def _highest_mhz(self) -> int:
+        with suppress(GpuError):
+            return self._gpu.supported_clocks_mhz()[-1]
+        return 0  # a GPU that lists no clocks can still be observed
 
     def _settles_within_s(self, clock_mhz: int) -> float:
         """Return the earliest time after its request at which a clock is read [s]. Cached for each clock."""

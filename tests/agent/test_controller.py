@@ -274,6 +274,17 @@ def test_calls_are_refused_while_one_hangs(clocks, now):
     assert clocks.call(lambda: None)
 
 
+def test_a_gpu_that_lists_no_clocks_is_reset_by_an_agent_that_replaces_another_one(clocks, gpu, told, now, monkeypatch):
+    def refuse():
+        raise GpuError("no clocks")
+
+    monkeypatch.setattr(gpu, "supported_clocks_mhz", refuse)
+    clocks.take_over()
+    clocks.request(None)
+    now.sleep(A_WHILE_S)
+    assert (gpu.clocks_set, told, clocks.has_failed) == ([None], [], False)
+
+
 def test_a_clock_that_is_set_after_the_rank_has_fallen_back_is_reset_at_once(clocks, gpu, now, monkeypatch):
     lock_clock = gpu.lock_clock
     monkeypatch.setattr(gpu, "lock_clock", lambda clock_mhz: (now.sleep(5.0), lock_clock(clock_mhz)))

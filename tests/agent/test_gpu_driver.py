@@ -84,6 +84,20 @@ def test_a_gpu_that_cannot_be_opened_is_a_problem_in_words(record, time):
     assert str(driver.error) == "no such GPU"
 
 
+def test_a_permission_that_cannot_be_checked_is_an_error_also_after_a_description_without_the_check(record, time):
+    gpu = RecordingGpu.named("a100-sxm", timebase=time)
+    driver = GpuDriver(record, lambda: gpu, lambda: None, time)
+    driver.describe(checks_permission=False)
+    time.sleep(1.0)
+    assert driver.is_described(False)
+    assert not driver.is_described(True)
+    gpu.check_lock_permission = lambda: 1 / 0
+    driver.describe(checks_permission=True)
+    time.sleep(1.0)
+    assert driver.is_described(True)
+    assert isinstance(driver.description_error, ZeroDivisionError)
+
+
 def test_the_gpu_of_an_agent_that_died_is_reset_if_no_rank_requests_it_again_within_ten_seconds(record, time):
     record.close()
     gpu = RecordingGpu.named("a100-sxm", timebase=time)

@@ -1,5 +1,6 @@
 """Limits of readers, files that writers must keep, and texts without control characters."""
 
+import errno
 import json
 import os
 import stat
@@ -10,7 +11,14 @@ from pydantic import ValidationError
 
 from perseus_ds.artifacts import io as artifact_io
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import MOST_JSON_PARTS, open_without_links, read_json, read_text, write_atomically
+from perseus_ds.artifacts.io import (
+    MOST_JSON_PARTS,
+    open_bounded,
+    open_without_links,
+    read_json,
+    read_text,
+    write_atomically,
+)
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import RecordFollower, read_records
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -101,6 +109,15 @@ def test_a_file_replaces_a_link_and_does_not_follow_it(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "mine")
     write_atomically(tmp_path / "out", "new")
     assert ((tmp_path / "mine").read_text(), (tmp_path / "out").read_text()) == ("mine", "new")
+
+
+def test_a_file_of_which_reading_fails_is_named(tmp_path):
+    (tmp_path / "a").write_text("{}")
+    with (
+        pytest.raises(ConfigError, match=r"a: cannot be read \(Input/output error\)"),
+        open_bounded(tmp_path / "a", ConfigError, "file", 10),
+    ):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_files_that_grow_are_not_written_through_links_or_into_pipes(tmp_path):
