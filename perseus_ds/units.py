@@ -60,7 +60,7 @@ def plain(text: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines for terminals, the first column aligned left and the others right."""
+    """Return the rows of a table as lines, the first column aligned left and the others right."""
     table = [[plain(cell) for cell in row] for row in rows]
     first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
     aligned = ([name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in table)

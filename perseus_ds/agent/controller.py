@@ -165,7 +165,7 @@ class ClockController:
             self.wake()
 
     def call(self, function: Callable[[], None], after: Event | None = None) -> bool:
-        """Queue a function that calls the driver, without waiting. Returns False if the driver does not answer."""
+        """Queue a function that calls the driver. Returns False if the driver does not answer."""
         if self.problem is not None:
             return False
         self._put(DriverCall(function, after))

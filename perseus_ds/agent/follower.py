@@ -1,4 +1,4 @@
-"""Passes the clocks of a rank's iterations to the GPU's controller, each with the mark after which it is due.
+"""Passes the clocks of iterations to the GPU's controller, each with the mark after which it is due.
 
 When the host begins an iteration, the :class:`Follower` passes its requests to the thread of the GPU's
 :class:`~perseus_ds.agent.controller.ClockController`. The agent's loop checks their marks, even while the driver is
@@ -102,7 +102,7 @@ def plan_transitions(
 
 
 class MarkEvent:
-    """A mark of an iteration as an event of the GPU. ``slot`` is that of a position, or ``_BEGUN`` or ``_ENDED``."""
+    """A mark of an iteration: that of a position by its slot, or ``_BEGUN`` or ``_ENDED``."""
 
     __slots__ = ("_follower", "_passed_s", "iteration", "slot")
 
@@ -140,7 +140,7 @@ class MarkEvent:
 
 
 class IterationRecord(NamedTuple):
-    """Measurements of an iteration: its start on the GPU, its energy (NaN if unknown), and the status at its end."""
+    """Start of an iteration on the GPU, its energy (NaN if unknown), and the status at its end."""
 
     begun_s: float
     energy_j: float

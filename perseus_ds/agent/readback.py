@@ -66,7 +66,7 @@ class LimitWatch:
             self.power_w = _rounded_down(limit_w, step_w)
 
     def reached(self, clock_mhz: int, reasons: tuple[str, ...] = ()) -> None:
-        """Update the clock limit from a clock that the busy GPU has reached, and the reasons why it is not higher."""
+        """Update the clock limit from a clock that the busy GPU has reached, and its throttle reasons."""
         if not SLOWED_DOWN.isdisjoint(reasons):
             now_s = self._time.now_s()
             if math.isinf(self.clock_mhz):

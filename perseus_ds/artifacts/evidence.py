@@ -52,7 +52,7 @@ class Machine(FileModel):
 
 
 class CheckResult(FileModel):
-    """The result of one check, which has failed if a figure is beyond its limits or the check could not run."""
+    """The result of one check. It fails if a figure is beyond its limits or if it cannot run."""
 
     name: Text
     title: Text
@@ -64,7 +64,7 @@ class CheckResult(FileModel):
 
 
 class Evidence(FileModel):
-    """The results of all checks on one machine. ``made`` is the end of the last one (UTC), ``not_made`` has titles."""
+    """The results of all checks on one machine, of which the last ended at ``made`` (UTC)."""
 
     format: Literal["perseus-ds evidence"] = "perseus-ds evidence"
     schema_version: Literal[1] = 1

@@ -151,7 +151,7 @@ def read_bytes(path: Path, error_class: type[PerseusError], what: str, most_byte
 
 
 def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return the contents of a text file without a byte order mark. If it is not UTF-8, ``error_class`` is raised."""
+    """Return the text of a file. Raises ``error_class`` if it is not UTF-8."""
     try:
         return read_bytes(path, error_class, what, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -182,7 +182,7 @@ def check_json_size(data: bytes) -> None:
 def read_json(
     path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_JSON_BYTES
 ) -> dict[str, Any]:
-    """Read a JSON object. If the file is missing, too large, truncated or not an object, ``error_class`` is raised."""
+    """Read a JSON object. Raises ``error_class`` if the file is missing, invalid or too large."""
     data = read_bytes(path, error_class, what, most_bytes)
     try:
         raw = parse_json(data)
@@ -202,7 +202,7 @@ def read_model(
     most_bytes: int = MOST_JSON_BYTES,
     remedy: str = "",
 ) -> Model:
-    """Read a JSON file as a model. If keys are invalid, ``error_class`` is raised with them and the remedy."""
+    """Read a JSON file as a model. Raises ``error_class`` with the invalid keys and the remedy."""
     raw = read_json(path, error_class, what, most_bytes)
     try:
         return model.model_validate(raw)

@@ -17,7 +17,7 @@ ClockTimes = Mapping[tuple[int, Kind, int], float]
 
 
 class PowerSwing(NamedTuple):
-    """Extremes of a pipeline's mean power over one second, and its largest change from one second to the next.
+    """Extremes of a pipeline's power over one second, and its largest change between two.
 
     There is one GPU per rank.
     """

@@ -12,7 +12,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of work, with its clock-dependent share of time and its dynamic power, both relative to a forward's."""
+    """A kind of work: its clock-dependent share of time and dynamic power, relative to a forward's."""
 
     clock_share: float
     dynamic_share: float

@@ -248,7 +248,7 @@ def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
 
 
 def _shared_fastest_mhz(profile: StageProfile) -> int | None:
-    """Return the lowest clock at which every instruction is nearly as fast as possible, or None if there is none.
+    """Return the lowest clock at which every instruction is nearly as fast as possible, if any.
 
     Above a power limit many clocks are equally fast, and noise decides which one is the fastest for an instruction.
     Plans with costly clock changes or dwell times need a clock that all instructions share.

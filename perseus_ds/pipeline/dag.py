@@ -60,7 +60,7 @@ class FixedDurations:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of an iteration that takes time, on one rank or, for a transfer, on the sending and the receiving one."""
+    """A part of an iteration that takes time on one rank, or on both ranks of a transfer."""
 
     work: Instruction | Load | Other | Transfer
     ranks: tuple[int, ...]

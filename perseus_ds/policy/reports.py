@@ -145,7 +145,7 @@ class JobReport:
 
 
 def shapes_number(rank: int, shapes: float) -> int:
-    """Return a number below 2^48 for the shapes of a rank's inputs. The job's number is the sum over ranks."""
+    """Return a number below 2^48 for the shapes of a rank's inputs, to be summed over ranks."""
     content = struct.pack("<qd", rank, shapes)
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
 

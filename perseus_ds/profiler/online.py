@@ -344,7 +344,7 @@ class OnlineProfiler:
         }
 
     def _waiting_spread_w(self, clock_mhz: int) -> float:
-        """Return the standard deviation of power while waiting from blocking power, measured at default clocks [W]."""
+        """Return the standard deviation of power while waiting at default clocks from blocking power [W]."""
         below_top = 1 - clock_mhz / max(self._seen)
         return max(1.0, self._blocking_power_w) * (_WAITING_SPREAD + _WAITING_SPREAD_AT_LOW_CLOCKS * below_top)
 

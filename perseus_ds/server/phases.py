@@ -132,7 +132,7 @@ async def default_iteration(run: Run, default: DefaultIterations) -> None:
 
 
 async def observe(iterations: float = math.inf) -> None:
-    """Train at default clocks for at least ``iterations``, until no rank reports a failure. Forever by default."""
+    """Train at default clocks for at least ``iterations``, and until no rank reports a failure."""
     run, done, has_failed = Run("observe"), 0, False
     while done < iterations or has_failed:
         seen = await iteration(run)

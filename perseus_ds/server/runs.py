@@ -153,7 +153,7 @@ class RunSender:
             self._context.send(rank, sent.follow(rank, self.from_iteration))
 
     def behind(self, kind: Kind, iteration: int, messages: Sequence[RankReport]) -> list[int]:
-        """Return the ranks that did not follow the last run of a kind in an iteration, and are due to receive it."""
+        """Return the ranks that did not follow the last run of a kind, and are due to receive it."""
         sent = self._sent.get(kind.number)
         if sent is None or sent.wanted.by_length or iteration <= sent.from_iteration + 1:
             return []
