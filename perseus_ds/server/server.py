@@ -82,8 +82,9 @@ _HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 """Times without messages from agents after which the server ends: before the first message, during training, and after
 the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
-_BEHIND_S = 5.0
-"""Age of received messages above which the server discards reports and the job continues at default clocks."""
+_CATCH_UP_S = 5.0
+"""Time in which all received messages must be processed. Otherwise the server discards reports and the job continues at
+default clocks. A process that was stopped for longer, and then has many messages to process, is not slow."""
 # Maximum number of messages to and from each agent in memory.
 _MOST_TO_AGENT, _MOST_FROM_AGENT = 100_000, 1000
 _LINGER_MS = 1000
@@ -506,8 +507,8 @@ class ServerProcess:
         for text in filter(None, (warning, problem)):
             self.server.recorder.warn(text)
         self._state_at_s = self._beat_at_s = 0.0
-        # Time of the last message, and the last time at which all messages were processed.
-        self._received_s = self._up_to_date_s = REAL_TIME.now_s()
+        self._received_s = REAL_TIME.now_s()  # time of the last message
+        self._catches_up_until_s = math.inf  # finite while received messages wait
         self._has_received = self._is_behind = False
 
     @property
@@ -611,12 +612,13 @@ class ServerProcess:
 
     def _receive(self) -> None:
         """Process the received messages for a short time, so that heartbeats are sent in between."""
-        end_s = REAL_TIME.now_s() + _POLL_S
+        begin_s = REAL_TIME.now_s()
+        end_s = begin_s + _POLL_S
         while (now_s := REAL_TIME.now_s()) < end_s:
             try:
                 agent, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                self._up_to_date_s, self._is_behind = now_s, False
+                self._catches_up_until_s, self._is_behind = math.inf, False
                 return
             if len(frames) == 2 and frames[0] == CONTROL:
                 if self._control is not None:
@@ -641,7 +643,8 @@ class ServerProcess:
                 self.server.receive(rank, message)
                 if agent != before:  # messages to the rank may be lost
                     self.server.resend(rank)
-        if now_s > self._up_to_date_s + _BEHIND_S and not self._is_behind:
+        self._catches_up_until_s = min(self._catches_up_until_s, begin_s + _CATCH_UP_S)
+        if now_s > self._catches_up_until_s and not self._is_behind:
             self._is_behind = True
             with self._surviving_errors():
                 self.server.fall_behind()

@@ -52,8 +52,8 @@ def test_counts_that_alternate_on_torch(tmp_path):
 
 
 def test_counts_that_alternate_on_megatron(tmp_path):
-    job = {"stages": 2, "orders": [[count] for _ in range(90) for count in COUNTS]}
-    assert_each_count_has_a_plan(by_script(megatron_script, tmp_path, job))
+    job = {"stages": 2, "counts": COUNTS}
+    assert_each_count_has_a_plan(by_script(megatron_script, tmp_path, job, until=["run", 50]))
 
 
 def test_a_length_that_was_not_profiled(tmp_path):
@@ -75,22 +75,22 @@ def mixed(sizes, micro_batches=2):
 
 def test_lengths_given_ahead_on_deepspeed(tmp_path):
     job = {"work": [3, 2], "micro_batches": 2, "mixed": mixed([16, 24, 32, 40])}
-    found = on_deepspeed(tmp_path, LONG, until=["run", 30], steps=400, **job)
+    found = on_deepspeed(tmp_path, LONG, until=["run", 30], steps=10_000, **job)
     assert not events(found, "failure")
     times_s = [record["predicted_time_s"] for record in iterations(found, "run")[-20:]]
     assert max(times_s) > 1.2 * min(times_s), "each iteration is planned for its own lengths"
 
 
-MEGATRON = {"stages": 2, "micro_batches": 2, "mixed": mixed([4, 5, 6, 8]), "orders": [[2]] * 400}
+MEGATRON = {"stages": 2, "micro_batches": 2, "mixed": mixed([4, 5, 6, 8])}
 TORCH = {"schedule": "1F1B", "micro_batches": 4, "mixed": mixed([100, 200, 300], 4)}
 
 
 @pytest.mark.parametrize(
-    ("script", "job", "end"),
-    [(megatron_script, MEGATRON, {"orders": [[2, "run", 10]]}), (torch_script, TORCH, {"until": ["run", 30]})],
+    ("script", "job"),
+    [(megatron_script, MEGATRON), (torch_script, TORCH)],
     ids=["Megatron-Core", "torch"],
 )
-def test_lengths_given_ahead(tmp_path, script, job, end):
-    found = by_script(script, tmp_path, job, **end)
+def test_lengths_given_ahead(tmp_path, script, job):
+    found = by_script(script, tmp_path, job, until=["run", 30])
     assert iterations(found, "run")
     assert not events(found, "failure")

@@ -201,18 +201,14 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
-    """Yield the number of micro-batches of each iteration.
-
-    An entry of the job's ``orders`` is ``[count]`` for one iteration, or ``[count, phase, n]`` for iterations until n
-    of them had a phase.
-    """
-    count = job.get("micro_batches", 4)
-    orders = [[count, *job["until"]]] if "until" in job else itertools.repeat([count], job["steps"])
-    for count, *until in job.get("orders", orders):
-        phase, left = until or (None, 1)
-        while left:
-            left -= phase is None or of_rank_0(session.phase == phase)
-            yield count
+    """Yield the number of micro-batches of each iteration, until a number of them had the job's last phase."""
+    last_phase, left = job.get("until", (None, 0))
+    for count in itertools.cycle(job.get("counts", [job.get("micro_batches", 4)])):
+        if last_phase is not None:
+            left -= of_rank_0(session.phase == last_phase)
+        yield count
+        if last_phase is not None and left == 0:
+            break
 
 
 def cut(data: Any, job: dict[str, Any], step: int) -> Iterator[torch.Tensor]:

@@ -165,8 +165,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             report["phases"].append(attachment.phase)
         if last_phase is not None:
             left -= of_rank_0(attachment.phase == last_phase)
-            if left < 0:
-                break
         give_lengths(attachment, job, step)
         inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)
         losses: list[torch.Tensor] = []
@@ -189,6 +187,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             schedule.eval(*arguments, target=targets.get("target"), losses=losses if targets else None)
             report["losses"].append([repr(loss.item()) for loss in losses])
         report["random_after"].append(next_random_number())
+        if last_phase is not None and left == 0:
+            break
     if attachment is not None:
         perseus_ds.detach(schedule)
     report["random_after"][-1] = next_random_number()
