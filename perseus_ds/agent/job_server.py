@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from perseus_ds.protocol import places
-from perseus_ds.protocol.job_messages import Joined, LatencyTable, ToRank, ToServer
+from perseus_ds.protocol.job_messages import Joined, LatencyTable, Measured, ToRank, ToServer
 from perseus_ds.protocol.messages import Connect, ServerStarted, StartServer
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -59,8 +59,8 @@ class Uplink:
             self._socket.setsockopt(option, value)
         self._socket.connect(server.address)
         self._ranks: dict[int, Callable[[], int]] = {}
-        # The latest of each rank, for a server that replaces another one.
-        self._latencies: dict[int, LatencyTable] = {}
+        # The latest of each kind and rank, for a server that replaces another one.
+        self._kept: dict[tuple[type[ToServer], int], ToServer] = {}
         self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
         self._epoch = b""
         self.is_heard = False
@@ -88,8 +88,8 @@ class Uplink:
 
         It is lost if the server has not received thousands of earlier ones.
         """
-        if isinstance(message, LatencyTable):
-            self._latencies[rank] = message
+        if isinstance(message, LatencyTable | Measured):
+            self._kept[type(message), rank] = message
         self._outbox.append((_RANK.pack(rank), _encode(message)))
 
     def exchange(self) -> list[tuple[int, ToRank]]:
@@ -140,8 +140,9 @@ class Uplink:
             self._epoch = frames[0]
             for rank, issued in self._ranks.items() if not is_first else ():
                 self.send(rank, Joined(issued()))
-                if rank in self._latencies:
-                    self.send(rank, self._latencies[rank])
+            for (_, rank), message in [*self._kept.items()] if not is_first else ():
+                if rank in self._ranks:
+                    self.send(rank, message)
 
     def _send(self, *frames: bytes) -> None:
         with contextlib.suppress(zmq.Again):

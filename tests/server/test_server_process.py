@@ -19,6 +19,7 @@ from perseus_ds.protocol.job_messages import (
     Joined,
     LatencyTable,
     Left,
+    Measured,
     Orders,
     RankReport,
     Report,
@@ -339,9 +340,10 @@ def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(proces
 
 
 def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(uplink):
-    latencies = LatencyTable({(1200, True): [0.015]})
-    uplink.send(0, latencies)
+    latencies, measured = LatencyTable({(1200, True): [0.015]}), Measured(0.1, 0.2, 70.0)
+    for message in (latencies, measured):
+        uplink.send(0, message)
     uplink.flush()
     uplink._outbox.clear()
     uplink._note_message([b"1000"])
-    assert [decode(content) for _, content in uplink._outbox] == [Joined(3), latencies]
+    assert [decode(content) for _, content in uplink._outbox] == [Joined(3), latencies, measured]
