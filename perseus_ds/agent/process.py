@@ -5,9 +5,9 @@ rank requests a lease of its GPU and passes memory that it keeps locked. The ker
 ends for any reason. The agent polls these locks, and resets the GPU of each rank with an ended lease. On SIGTERM to
 itself or to a rank, it resets immediately, so that a job writes its last checkpoint at default clocks.
 
-The agent is not a descendant of the rank and has its own session, so a signal to the job's process tree or group does
-not reach it. It ends with the last rank. If everything is killed, for example a container or control group, clocks stay
-locked until the next job of this user, or ``perseus-ds reset``, resets them.
+The agent is not a descendant of the rank and has its own process group, so a signal to the job's process tree or group
+does not reach it. It ends with the last rank. If everything is killed, for example a container or control group, clocks
+stay locked until the next job of this user, or ``perseus-ds reset``, resets them.
 
 It imports neither torch nor DeepSpeed, so that it starts quickly and needs little memory.
 """
@@ -637,6 +637,9 @@ class Agent:
 def main() -> None:
     """Become the agent of a job, unless another process is the agent already."""
     (name,) = sys.argv[1:]
+    # Not a new session: Linux schedules each session as one process (autogroups, sched(7)), and on a busy node an agent
+    # in its own session waited for seconds.
+    os.setpgid(0, 0)
     if os.fork():
         return  # The agent is the orphaned child, outside the job's process tree.
     # A launcher may have pinned the rank to some cores, or lowered its priority.
