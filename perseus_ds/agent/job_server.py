@@ -59,8 +59,8 @@ class Uplink:
             self._socket.setsockopt(option, value)
         self._socket.connect(server.address)
         self._ranks: dict[int, Callable[[], int]] = {}
-        # The latest of each kind and rank, for a server that replaces another one.
-        self._kept: dict[tuple[type[ToServer], int], ToServer] = {}
+        # By rank, the latest of each kind, for a server that replaces another one.
+        self._kept: dict[int, dict[type[ToServer], ToServer]] = {}
         self._outbox: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_QUEUED)
         self._epoch = b""
         self.is_heard = False
@@ -89,7 +89,7 @@ class Uplink:
         It is lost if the server has not received thousands of earlier ones.
         """
         if isinstance(message, LatencyTable | Measured):
-            self._kept[type(message), rank] = message
+            self._kept.setdefault(rank, {})[type(message)] = message
         self._outbox.append((_RANK.pack(rank), _encode(message)))
 
     def exchange(self) -> list[tuple[int, ToRank]]:
@@ -140,8 +140,7 @@ class Uplink:
             self._epoch = frames[0]
             for rank, issued in self._ranks.items() if not is_first else ():
                 self.send(rank, Joined(issued()))
-            for (_, rank), message in [*self._kept.items()] if not is_first else ():
-                if rank in self._ranks:
+                for message in [*self._kept.get(rank, {}).values()]:
                     self.send(rank, message)
 
     def _send(self, *frames: bytes) -> None:

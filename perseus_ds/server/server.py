@@ -612,8 +612,7 @@ class ServerProcess:
 
     def _receive(self) -> None:
         """Process the received messages for a short time, so that heartbeats are sent in between."""
-        begin_s = REAL_TIME.now_s()
-        end_s = begin_s + _POLL_S
+        end_s = REAL_TIME.now_s() + _POLL_S
         while (now_s := REAL_TIME.now_s()) < end_s:
             try:
                 agent, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -643,7 +642,7 @@ class ServerProcess:
                 self.server.receive(rank, message)
                 if agent != before:  # messages to the rank may be lost
                     self.server.resend(rank)
-        self._catches_up_until_s = min(self._catches_up_until_s, begin_s + _CATCH_UP_S)
+        self._catches_up_until_s = min(self._catches_up_until_s, now_s + _CATCH_UP_S)
         if now_s > self._catches_up_until_s and not self._is_behind:
             self._is_behind = True
             with self._surviving_errors():
