@@ -179,6 +179,7 @@ class Follower:
         self._iteration = self._followed = self._recorded = memory.iteration
         self._order = DEFAULT_CLOCKS
         self._is_handed_over = self._has_ended = False
+        self._unmarked = memory.unmarked
         self._idle = 0, 0.0
         # Readings of the energy counter at the start of that iteration, and at the end of the previous one.
         self._begun_of, self._began_s, self._begun_j = 0, math.nan, math.nan
@@ -242,10 +243,27 @@ class Follower:
             with self._lock:
                 self._awaited = deque(event for event in self._awaited if event.iteration != iteration)
             self._hand_over(iteration)
+        unmarked = memory.unmarked  # before the iteration is read, so that this one is handed over
         if (iteration := memory.iteration) != self._iteration:
             for number in range(max(self._iteration + 1, iteration - _MOST_AHEAD), iteration + 1):
                 self._hand_over(number)
+        if unmarked != self._unmarked:
+            self._unmarked = unmarked
+            is_withdrawn = self._withdraw_until(unmarked) or is_withdrawn
         self._note_idleness()
+        return is_withdrawn
+
+    def _withdraw_until(self, unmarked: int) -> bool:
+        """Return to default clocks, and wait for no mark up to an iteration in which one could not be written.
+
+        Returns True if the thread waits for one of them.
+        """
+        is_withdrawn = self._clocks.withdraw(lambda event: event is not None and event.iteration <= unmarked)
+        with self._lock:
+            self._awaited = deque(event for event in self._awaited if event.iteration > unmarked)
+        self._clocks.fail(GpuError("a mark could not be written, so its clock cannot follow its operations"))
+        for iteration in range(self._recorded + 1, unmarked + 1):
+            self._record(iteration, math.nan, math.nan)
         return is_withdrawn
 
     def _note_idleness(self) -> None:

@@ -6,6 +6,7 @@ as messages, without waiting for answers. Only before training does it wait for 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from perseus_ds.protocol.layout import PAUSED, POSITIONS, RankMemory
 from perseus_ds.protocol.messages import Answer, Ask, Connect, Question, ServerStarted, StartServer, ToClient
 from perseus_ds.timebase import REAL_TIME, Timebase
 
+logger = logging.getLogger("perseus_ds")
 _ANSWERS_WITHIN_S, _SERVER_STARTS_WITHIN_S, _LOOK_S = 10.0, 120.0, 0.05
 
 
@@ -29,12 +31,13 @@ class AgentClocks:
 
     Attributes:
         memory: Memory shared with the agent.
-        mark_error: Error after which no more marks are written. None if marks are written.
+        mark_error: Last error of a mark, after which none is written until the next iteration. None if none failed.
     """
 
     def __init__(self, link: Lease, memory: RankMemory, marks: Marks, gpu: str, timebase: Timebase = REAL_TIME) -> None:
         self.memory = memory
         self.mark_error: GpuError | None = None
+        self._writes_marks = True
         self._link = link
         self._marks = marks
         self._gpu = gpu
@@ -95,13 +98,25 @@ class AgentClocks:
         """Begin an iteration of an order, with marks at up to this number of positions, and return its number."""
         self._positions = max(self._positions, min(positions, POSITIONS))
         iteration = self.memory.begin_iteration(order)
+        self._writes_marks = True
         try:
-            if self.mark_error is None:
-                self._marks.begin(iteration, self._positions)
-        except GpuError as error:  # for example after a CUDA error, which ends training anyway
-            self.mark_error = error
+            self._marks.begin(iteration, self._positions)
+        except GpuError as error:
+            self._skip_marks(error)
         self._link.wake()
         return iteration
+
+    def _skip_marks(self, error: GpuError) -> None:
+        """Write no more marks in this iteration, and have the agent return to default clocks.
+
+        The agent would wait for the missing marks, at the clock of the last one.
+        """
+        if self.mark_error is None:
+            logger.warning("perseus: %s The GPU returns to default clocks, and the next iteration tries again.", error)
+        self.mark_error = error
+        self._writes_marks = False
+        self.memory.unmarked = self.memory.iteration
+        self._link.wake()
 
     def change_order(self, order: int) -> None:
         if self.memory.program(self.memory.iteration) != order:
@@ -111,20 +126,20 @@ class AgentClocks:
     def mark(self, slot: int) -> None:
         """Mark that the device has reached a slot. See :class:`~perseus_ds.client.marks.Marks`."""
         try:
-            if slot < 2 * POSITIONS and self.mark_error is None:
+            if slot < 2 * POSITIONS and self._writes_marks:
                 self._marks.mark(slot)
         except GpuError as error:
-            self.mark_error = error
+            self._skip_marks(error)
 
     def end_iteration(self, iteration: int) -> None:
         """End an iteration after all of it was issued."""
         self.memory.end_iteration()
         self.memory.idle_since_s = self._time.now_s()
         try:
-            if self.mark_error is None:
+            if self._writes_marks:
                 self._marks.end(iteration)
         except GpuError as error:
-            self.mark_error = error
+            self._skip_marks(error)
         self._link.is_watched()  # starts another agent if there is none: the clock may be locked
 
     def may_idle(self) -> None:

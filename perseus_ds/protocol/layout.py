@@ -14,7 +14,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 6
+VERSION = 7
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
@@ -86,6 +86,7 @@ class RankMemory:
         is_revoked: Whether the agent has ended the lease because the rank's process received a termination signal.
         resets: Number of times that the agent has reset the clock during the lease.
         may_be_locked: Whether the clock may be locked. It is set before the clock is locked.
+        unmarked: Number of the last iteration in which a mark could not be written. 0 if none.
         begun_s: When the GPU has begun the last iteration [s]. 0 if the GPU wrote the mark.
         ended_s: When it has ended one [s]. 0 if the GPU wrote the mark.
         words: The memory as integers of 8 bytes.
@@ -95,6 +96,7 @@ class RankMemory:
     # Written by the client:
     progress = _Word(4)
     idle_since_s = _Number(6)
+    unmarked = _Word(7)
     begun_s, ended_s = _Number(_BEGUN_S), _Number(_ENDED_S)
     # Written by the agent:
     may_be_locked = _Flag(3)

@@ -263,7 +263,7 @@ class JobServer:
                 self._send(rank, Say(text, warns=True))
                 self.recorder.event(Failed(rank=rank, error=message.error))
             case msg.RankRecovered():
-                text = "perseus: the driver works again. This rank runs under plans again."
+                text = "perseus: the fault has passed. This rank runs under plans again."
                 self._send(rank, Say(text, warns=True))
                 self.recorder.event(Recovered(rank=rank))
             case msg.Lengths():

@@ -7,7 +7,8 @@ import pytest
 from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
 
-from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankReport, Report
+from perseus_ds.errors import GpuError
+from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankFailed, RankReport, Report
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
 
 LATENCY_S = 0.015
@@ -211,3 +212,70 @@ def test_iterations_that_begin_while_the_driver_hangs_are_reported_without_energ
     number = iterate(DEFAULT_CLOCKS)
     now.sleep(1.0)
     assert agent._follower.record_of(number).energy_j > 0
+
+
+class BrokenMarks:
+    """Marks that cannot be written."""
+
+    def fail(self, *_):
+        raise GpuError("The GPU cannot write marks: writing a mark failed with CUDA_ERROR_INVALID_HANDLE.")
+
+    begin = mark = end = fail
+
+
+@pytest.fixture
+def iterate_with_failing_marks(clocks, now, cuda):
+    """A function that runs an iteration of three passes in which marks fail from a pass on."""
+
+    def iterate(order, first_failing):
+        working = clocks._marks
+        number = clocks.begin_iteration(order, 3)
+        for position in range(3):
+            if position == first_failing:
+                clocks._marks = BrokenMarks()
+            clocks.mark(2 * position)
+            cuda.idle(0.3) if cuda else now.sleep(0.3)
+            clocks.mark(2 * position + 1)
+        clocks.end_iteration(number)
+        clocks._marks = working
+        return number
+
+    return iterate
+
+
+def test_a_mark_that_cannot_be_written_resets_the_clock_and_is_reported_and_the_plan_continues_later(
+    clocks, agent, told, gpu, now, iterate, iterate_with_failing_marks, runs
+):
+    program = runs(1410, (1200, 1305, 1110))
+    iterate(program)
+    now.sleep(1.0)
+    assert gpu.clocks_set[-1] == 1200
+    number = iterate_with_failing_marks(program, first_failing=1)
+    clocks.send(Report(number, 0, 1, key=5, time_s=0.9))
+    now.sleep(0.5)
+    assert gpu.clocks_set[-1] is None
+    (failed,) = [message for message in told if isinstance(message, RankFailed)]
+    assert "a mark could not be written" in failed.error
+    (report,) = [message for message in told if isinstance(message, RankReport)]
+    assert (report.has_failed, math.isnan(report.energy_j)) == (True, True), "it is not evidence on the plan"
+    now.sleep(2.0)
+    agent.update()  # the driver is tested
+    now.sleep(2.0)
+    first = len(gpu.clocks_set)
+    number = iterate(program)
+    now.sleep(1.0)
+    assert gpu.clocks_set[first : first + 3] == [1200, 1305, 1110]
+    assert agent._follower.record_of(number).energy_j > 0
+
+
+def test_marks_that_can_never_be_written_leave_nothing_to_wait_for(
+    agent, told, gpu, now, iterate_with_failing_marks, runs
+):
+    program = runs(1410, (1200, 1305, 1110))
+    for _ in range(100):
+        iterate_with_failing_marks(program, first_failing=0)
+        now.sleep(0.1)
+        agent.update()
+    assert gpu.clocks_set[-1] is None
+    assert len([message for message in told if isinstance(message, RankFailed)]) == 1, "it is said once"
+    assert not agent._follower._awaited
