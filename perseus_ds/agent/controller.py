@@ -420,15 +420,22 @@ class ClockController:
         if clock_mhz is None:
             self._gpu.reset_clock()
         else:
-            self._gpu.lock_clock(clock_mhz)
-        # The call returned late, and the agent did not wait for it.
-        if clock_mhz is not None and (self.is_closed or self.memory.is_revoked):
-            self._gpu.reset_clock()
-            clock_mhz = None
+            clock_mhz = self._lock(clock_mhz)
         self._clock_mhz = clock_mhz
         self.memory.may_be_locked = clock_mhz is not None
         self.changes += 1
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
+
+    def _lock(self, clock_mhz: int) -> int | None:
+        """Lock a clock, and return it, or None if it was reset because the lease ended during the call."""
+        try:
+            self._gpu.lock_clock(clock_mhz)
+        finally:
+            # The call returned late, and the agent did not wait for it. It may have taken effect even if it failed.
+            is_over = self.is_closed or self.memory.is_revoked
+            if is_over:
+                self._gpu.reset_clock()
+        return None if is_over else clock_mhz
 
     def _probe(self) -> None:
         """Test all operations of the driver that programs need, and set clocks again if they succeed."""

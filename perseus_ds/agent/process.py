@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from perseus_ds.agent.gpu_driver import GpuDriver
+from perseus_ds.agent.gpu_driver import INSIST_S, GpuDriver
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
 from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.agent.rank_clocks import RankClocks
@@ -53,7 +53,6 @@ _TOGETHER_S = 0.00025
 _RESTORED_EVERY_S = 1.0
 """Interval at which the records of locked GPUs are written again if they were removed."""
 _ENDS_WITHIN_S = 1.0
-_CALL_ENDS_WITHIN_S = 10.0
 _LAST_REPORTS_WITHIN_S = 0.5
 """Time for which a rank that has ended its lease waits for the energy of its last iteration."""
 _LEFT_TIMEOUT_S = 10.0
@@ -617,7 +616,7 @@ class Agent:
                 self._inherited.discard(driver.record.gpu)
                 driver.record.left_by = None
                 driver.reset()
-            is_calling = clocks is not None and clocks.is_calling and now_s < rank.ended_s + _CALL_ENDS_WITHIN_S
+            is_calling = clocks is not None and clocks.is_calling and now_s < rank.ended_s + INSIST_S
             is_over = not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected))
         if is_over:
             rank.send(messages.Released())

@@ -98,6 +98,21 @@ def test_a_controller_that_leaves_sets_no_more_clocks_and_undoes_a_call_under_wa
     assert gpu.set_at == [(1200, begin_s), (None, pytest.approx(begin_s + LATENCY_S))]
 
 
+def test_a_call_that_takes_effect_and_fails_after_the_lease_has_ended_is_undone(clocks, gpu, now):
+    lock = gpu.lock_clock
+
+    def lock_and_fail(clock_mhz):
+        lock(clock_mhz)
+        raise BUSY
+
+    gpu.lock_clock = lock_and_fail
+    clocks.request(1200)
+    now.sleep(LATENCY_S / 2)
+    clocks.leave()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+
+
 def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, told, now):
     set_clock(clocks, 1200)
     gpu.refusal = GpuError("the GPU is lost")

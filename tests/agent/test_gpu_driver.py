@@ -56,12 +56,12 @@ def test_a_driver_that_refuses_is_called_for_two_minutes(record, time, works_fro
     assert time.seconds < until_s
 
 
-def test_a_driver_that_hangs_is_waited_for_ten_seconds(record, time):
+def test_a_driver_that_hangs_is_waited_for_two_minutes(record, time):
     driver = GpuDriver(record, lambda: LeftGpu(time, hangs_s=1000.0), lambda: None, time)
     driver.reset()
     while not driver.has_given_up:
         time.sleep(0.1)
-    assert 10.0 <= time.seconds < 11.0
+    assert 120.0 <= time.seconds < 121.0
 
 
 def test_a_gpu_that_another_job_left_locked_is_reset_before_it_is_used(record, time):
