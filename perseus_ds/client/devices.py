@@ -11,7 +11,8 @@ import torch
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease, SharedMemory
 from perseus_ds.client.marks import marks_of
-from perseus_ds.client.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.client.simulated_work import SimulatedWork
+from perseus_ds.client.timers import CudaExecution, Execution, HostExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.base import KnownGpu
@@ -109,11 +110,16 @@ def clocks_of(gpu: KnownGpu, device: torch.device) -> AgentClocks:
     return AgentClocks(lease, lease.memory, marks, gpu.name)
 
 
-def execution_on(gpu: KnownGpu, device: torch.device, config: PerseusConfig) -> Execution:
-    """Return the timers of operations on a GPU."""
-    if isinstance(gpu, SimulatedGpu):
-        return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
+def execution_on(device: torch.device) -> Execution:
+    """Return the timers of operations on a device."""
     return CudaExecution(device) if device.type == "cuda" else HostExecution()
+
+
+def simulated_work_on(gpu: KnownGpu, config: PerseusConfig) -> SimulatedWork | None:
+    """Return the work of a simulated GPU. None for a real one."""
+    if not isinstance(gpu, SimulatedGpu):
+        return None
+    return SimulatedWork(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
 
 
 def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:

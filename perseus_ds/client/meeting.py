@@ -27,8 +27,9 @@ from perseus_ds import errors
 from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
-from perseus_ds.client.devices import clocks_of, execution_on, open_gpu
-from perseus_ds.client.timers import Execution, SimulatedExecution
+from perseus_ds.client.devices import clocks_of, execution_on, open_gpu, simulated_work_on
+from perseus_ds.client.simulated_work import SimulatedWork
+from perseus_ds.client.timers import Execution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.gpu.base import KnownGpu
@@ -99,6 +100,7 @@ class Opened:
     gpu: KnownGpu | None = None
     clocks: AgentClocks | None = None
     timers: Execution
+    simulated: SimulatedWork | None = None
     schedule: Schedule
 
     def close(self) -> None:
@@ -132,8 +134,9 @@ def meet(
         opened.schedule = read()
         gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
         opened.clocks = clocks_of(gpu, facts.device)
-        opened.timers = execution_on(gpu, facts.device, config)
-        content = b"+" + msg.encode(rank_facts(config, facts, opened.schedule, gpu, opened.timers))
+        opened.timers, opened.simulated = execution_on(facts.device), simulated_work_on(gpu, config)
+        own = rank_facts(config, facts, opened.schedule, gpu, calibrates=opened.simulated is not None)
+        content = b"+" + msg.encode(own)
     except PerseusError as error:
         content = f"-{type(error).__name__}:{error}".encode()
     except Exception as error:  # the other ranks wait
@@ -155,9 +158,12 @@ def meet(
 
 
 def rank_facts(
-    config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, timers: Execution
+    config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, *, calibrates: bool = False
 ) -> RankFacts:
-    """Return the facts that a rank sends to rank 0. Raises a ``GpuError`` if needed clocks cannot be set."""
+    """Return the facts that a rank sends to rank 0. Raises a ``GpuError`` if needed clocks cannot be set.
+
+    ``calibrates`` is True if passes must be calibrated to take as long as on the simulated GPU.
+    """
     problem, clocks_mhz = "", tuple[int, ...]()
     if config.mode != "observe":
         try:
@@ -188,7 +194,7 @@ def rank_facts(
         clocks_mhz=tuple(clocks_mhz),
         no_permission=problem,
         simulated=gpu.simulated,
-        calibrates=isinstance(timers, SimulatedExecution),
+        calibrates=calibrates,
         steps=facts.steps,
         has_monitor=facts.monitor is not None and bool(getattr(facts.monitor, "enabled", True)),
         steps_per_print=facts.steps_per_print,

@@ -27,9 +27,7 @@ def times_of(follow: Follow, iteration: int) -> Times:
 class OperationHooks:
     """One context manager for all operations, which do not overlap. Creating one for each is slower.
 
-    Attributes:
-        times_all: Whether all operations of this iteration are timed, transfers included.
-        is_needed: Whether any operation of this iteration is timed or marked.
+    It times and marks those for which the server and the program of the iteration ask.
     """
 
     def __init__(self, timers: Execution, clocks: AgentClocks) -> None:
@@ -48,7 +46,7 @@ class OperationHooks:
         # The current operation, if it is timed, and the slot of its start, if it is marked.
         self._timed: Operation | None = None
         self._slot: int | None = None
-        self._times_passes = self.times_all = self.is_needed = True
+        self._times_passes = self._times_all = True
 
     def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
         self._next = 0
@@ -59,14 +57,13 @@ class OperationHooks:
     def follow(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
         """Mark and time the rest of an iteration according to a message."""
         times = times_of(follow, iteration)
-        self._times_passes = times != "none" or self._timers.needs_all
-        self.times_all = times == "all" or self._timers.needs_all
+        self._times_passes = times != "none"
+        self._times_all = times == "all"
         if follow.program is not self._followed or stream is not self._stream:
             instructions = (op.instruction for op in stream if isinstance(op, Compute))
             self._slots = {each: 2 * n for n, each in enumerate(instructions)} if follow.program.clocks_mhz else {}
             self._ran = []
             self._followed, self._stream = follow.program, stream
-        self.is_needed = self._times_passes or bool(self._slots)
 
     def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
         """Return the place of each operation in a stream."""
@@ -77,7 +74,7 @@ class OperationHooks:
     def around(self, operation: Operation) -> AbstractContextManager[None]:
         """Return the context manager for an operation. It is a no-op if the operation is not timed or marked."""
         if type(operation) is not Compute:
-            if not self.times_all:
+            if not self._times_all:
                 return NOTHING
             self._timed, self._slot = operation, None
             return self

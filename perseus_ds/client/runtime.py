@@ -31,7 +31,8 @@ from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
 from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, measure_counter, measure_gpu, meet
 from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, times_of
-from perseus_ds.client.timers import Execution, FinishedIteration, SimulatedExecution
+from perseus_ds.client.simulated_work import SimulatedWork
+from perseus_ds.client.timers import Execution, FinishedIteration
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -141,6 +142,7 @@ class PerseusRuntime:
         follow: Message that applies to the last iteration that has begun, or to the first one before it begins.
         clocks: Clocks of the rank's GPU.
         timers: Timers of operations on the device.
+        simulated: Work of the simulated GPU. None on a real one.
         schedule: Operations of this rank in its first iteration, as a schedule of one rank.
     """
 
@@ -150,6 +152,7 @@ class PerseusRuntime:
         timers: Execution,
         schedule: Schedule,
         *,
+        simulated: SimulatedWork | None = None,
         is_rank_0: bool = True,
         monitor: Monitor | None = None,
         memory_bytes: Callable[[], int | None] = lambda: None,
@@ -158,12 +161,12 @@ class PerseusRuntime:
         self.follow = UNPLANNED
         self.clocks = clocks
         self.timers = timers
+        self.simulated = simulated
         self._time = timebase
         self._is_rank_0 = is_rank_0
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._memory_bytes = memory_bytes
         self._hooks = OperationHooks(timers, clocks)
-        self._simulated = timers if isinstance(timers, SimulatedExecution) else None
         self._process = os.getpid()
         self._closed = self._in_iteration = self._has_summary = False
         self._follows = Follows()
@@ -211,6 +214,7 @@ class PerseusRuntime:
                 clocks,
                 opened.timers,
                 opened.schedule,
+                simulated=opened.simulated,
                 is_rank_0=rank == 0,
                 monitor=facts.monitor,
                 memory_bytes=lambda: peak_memory_bytes(facts.device),
@@ -339,21 +343,11 @@ class PerseusRuntime:
 
     @property
     def _is_calibrated(self) -> bool:
-        return self._simulated is None or self._simulated.seconds_per_flop is not None
+        return self.simulated is None or self.simulated.is_calibrated
 
     @property
     def _stream(self) -> tuple[Operation, ...]:
         return self._streams.get(self._key, ())
-
-    @property
-    def follows_operations(self) -> bool:
-        """True if :meth:`operation` has to be called for the operations of the current iteration."""
-        return self._hooks.is_needed or self._key in self._by_shape or bool(self._unsent)
-
-    @property
-    def follows_transfers(self) -> bool:
-        """True if :meth:`operation` also has to be called for operations that are not instructions."""
-        return self._hooks.times_all
 
     def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Return the context manager for one operation of an iteration.
@@ -367,11 +361,10 @@ class PerseusRuntime:
             return NOTHING
         if self._unsent:
             self._send_reports()
-        if self._simulated is not None:
-            self._simulated.input_shapes = inputs
         if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
             self._add_inputs(inputs)
-        return self._hooks.around(operation)
+        around = self._hooks.around(operation)
+        return around if self.simulated is None else self.simulated.within(around, operation, inputs)
 
     def _add_inputs(self, inputs: Hashable) -> None:
         """Add the shapes of a forward's inputs. The shapes of the first forward may select the plan."""
@@ -470,9 +463,9 @@ class PerseusRuntime:
                     self._others = message.others
                 case msg.ReadSchedule():
                     self._unread.add(message.key)
-                case msg.Calibrate() if self._simulated is not None:
-                    flops = dict(zip(self._simulated.flops, message.flops, strict=False))
-                    self._simulated.calibrate(message.seconds_per_flop, flops)
+                case msg.Calibrate() if self.simulated is not None:
+                    flops = dict(zip(self.simulated.flops, message.flops, strict=False))
+                    self.simulated.calibrate(message.seconds_per_flop, flops)
                 case msg.Say():
                     self._print(message)
                 case msg.Observed():
@@ -543,7 +536,7 @@ class PerseusRuntime:
         return not self._unsent
 
     def _send(self, ran: _Ran) -> None:
-        iteration, simulated = ran.report.iteration, self._simulated
+        iteration, simulated = ran.report.iteration, self.simulated
         if simulated is not None and not self._is_calibrated and len(simulated.flops) > self._worked:
             self._worked = len(simulated.flops)
             self.clocks.send(msg.Worked(tuple((repr(key), count) for key, count in simulated.flops.items())))

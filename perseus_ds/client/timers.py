@@ -1,8 +1,7 @@
 """Times the operations of an iteration on the device of the engine, between events.
 
-There are three kinds of devices: the host (by its clock), CUDA (by events that are read after the device has passed
-them) and a simulated GPU (by the host's clock, where each instruction takes the time that the simulated GPU needs). An
-event of the host has already passed and has the same interface, so that all devices share their code.
+There are two kinds of devices: the host (by its clock) and CUDA (by events that are read after the device has passed
+them). An event of the host has already passed and has the same interface, so that both devices share their code.
 """
 
 from __future__ import annotations
@@ -10,19 +9,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from perseus_ds.gpu.device_models import MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Operation, Span
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Operation, Span
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _POLL_S = 0.0005
@@ -200,11 +194,9 @@ class Execution(ABC):
     """Times the operations of this rank, which do not overlap.
 
     Attributes:
-        needs_all: Whether untimed operations must be reported as well.
         replay: Times of the graph that is replayed in this iteration. None without one, or if they are not needed.
     """
 
-    needs_all = False
     replay: Replay | None = None
     _start: DeviceEvent
     _begun: DeviceEvent
@@ -298,122 +290,6 @@ class CudaExecution(Execution):
         event = self._cuda.Event(enable_timing=True, external=True)
         event.record(self._cuda.current_stream(self._device))
         return event
-
-
-_aten = torch.ops.aten
-# PyTorch counts only attention kernels for GPUs. The CPU kernel takes the same arguments and does the same work.
-_FLOPS_OF = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
-}
-
-
-class FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of kernels without changing the choice of kernels.
-
-    PyTorch's ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
-    ``torch.compile`` compiles as it does without a counter. Of its kernels, only separate matrix products are counted.
-    """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        count = _FLOPS_OF.get(getattr(func, "_overloadpacket", None))
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-class SimulatedExecution(HostExecution):
-    """Instructions that are computed for real and end when the simulated GPU has done the same work.
-
-    The work of an instruction relative to the others follows from the floating-point operations of its kernels when it
-    first ran on inputs of the same shapes. Before :meth:`calibrate`, instructions are not stretched. Transfers and the
-    tail take ``transfer_s`` and ``tail_s`` in addition to their real time.
-
-    Attributes:
-        seconds_per_flop: Time of a floating-point operation at the top clock [s]. None before :meth:`calibrate`.
-        flops: Floating-point operations of each kind of pass so far.
-        input_shapes: Shapes of the inputs of the next forward, if known, and of the other passes of its micro-batch.
-    """
-
-    needs_all = True
-
-    def __init__(
-        self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0, timebase: Timebase = REAL_TIME
-    ) -> None:
-        super().__init__(timebase)
-        self._gpu = gpu
-        self._transfer_s = transfer_s
-        self._tail_s = tail_s
-        self._tail_done = False
-        self.seconds_per_flop: float | None = None
-        self.input_shapes: Hashable = None
-        self._shapes: dict[tuple[int, int], Hashable] = {}
-        self.flops: dict[Hashable, int] = {}
-        self._running: Hashable = None
-        self._counter: FlopCounter | None = None
-
-    def calibrate(self, seconds_per_flop: float, flops: Mapping[Hashable, int] = MappingProxyType({})) -> None:
-        """Set the time of a floating-point operation at the top clock [s].
-
-        ``flops`` are those of passes for which another rank, which runs in step with this one, has more.
-        """
-        self.seconds_per_flop = seconds_per_flop
-        self.flops.update({key: count for key, count in flops.items() if key in self.flops})
-
-    def start_iteration(self) -> DeviceEvent:
-        self._tail_done = False
-        return super().start_iteration()
-
-    def begin(self, operation: Operation) -> DeviceEvent:
-        if _is_pass(operation):
-            self._gpu.begin_work()
-            self._running = self._key(operation.instruction)
-            if self._running not in self.flops:
-                self._counter = FlopCounter()
-                self._counter.__enter__()  # type: ignore[no-untyped-call]
-        return super().begin(operation)
-
-    def end(self, operation: Operation) -> DeviceEvent:
-        if _is_pass(operation):
-            if self._counter is not None:
-                self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self.flops[self._running] = self._counter.flops
-                self._counter = None
-            self._gpu.finish_work(self.flops[self._running] * (self.seconds_per_flop or 0.0))
-        elif self.seconds_per_flop is not None:
-            self._stretch_rest(operation)
-        return super().end(operation)
-
-    def _key(self, instruction: Instruction) -> Hashable:
-        work = instruction.stage, instruction.micro_batch
-        if instruction.kind is Kind.FORWARD:
-            self._shapes[work] = self.input_shapes
-        return instruction.stage, instruction.kind, self._shapes.get(work)
-
-    def _stretch_rest(self, operation: Operation) -> None:
-        if isinstance(operation, Exchange):
-            self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s)
-        elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
-            # The tail consists of several commands. All of its simulated work is done after the first one.
-            self._tail_done = True
-            self._gpu.begin_work(MEMORY_BOUND)
-            self._gpu.finish_work(self._tail_s)
-
-
-def _is_pass(operation: Operation) -> TypeGuard[Compute]:
-    return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
 
 
 def _is_tail(operation: Operation) -> bool:

@@ -195,9 +195,8 @@ class Session:
 
     Attributes:
         runtime: Perseus on this rank. None before the engine has trained.
-        operation: Context of one operation of an iteration, as :meth:`PerseusRuntime.operation`. A no-op outside of the
-            passes of an iteration, and if operations are not recorded.
-        follows_transfers: Whether the current iteration also records operations that are not instructions.
+        operation: Context of one operation of an iteration, as :meth:`PerseusRuntime.operation`. Engines report all
+            operations, whether they are timed or not. A no-op outside of the passes of an iteration.
         checked: Whether :func:`check_before_training` was called.
     """
 
@@ -208,7 +207,6 @@ class Session:
         self.runtime: PerseusRuntime | None = None
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self.operation: Callable[..., AbstractContextManager[None]] = _no_operation
-        self.follows_transfers = False
         self._open: ExitStack | None = None  # the iteration
         self._captured: ExitStack | None = None  # the one that is being captured
         self._graphs = CudaGraphs()
@@ -219,11 +217,6 @@ class Session:
     def profiled(self) -> bool:
         """True if the profile is complete."""
         return self.runtime is not None and self.runtime.profiled
-
-    @property
-    def follows_operations(self) -> bool:
-        """True if the operations of the current iteration must be reported."""
-        return self.operation is not _no_operation
 
     @property
     def is_captured(self) -> bool:
@@ -332,9 +325,7 @@ class Session:
             iteration.callback(self._leave)
             iteration.enter_context(runtime.iteration(samples, order, read or self.engine.read))
             self._open = iteration
-            if runtime.follows_operations:
-                self.operation = runtime.operation
-            self.follows_transfers = runtime.follows_transfers
+            self.operation = runtime.operation
             yield
             self._open = iteration.pop_all()
 

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from perseus_ds.artifacts.profile import Floats, Measurement, StageProfile
 from perseus_ds.client.devices import place_of
 from perseus_ds.client.lease import Lease
-from perseus_ds.client.timers import FlopCounter
+from perseus_ds.client.simulated_work import FlopCounter
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu import find_gpu
 from perseus_ds.gpu.base import Gpu

@@ -23,7 +23,6 @@ def follow(program, **times):
 class Calls:
     """Timers and clocks in one object, which records its calls."""
 
-    needs_all = False
     replay = None
 
     def __init__(self):
@@ -85,7 +84,6 @@ def test_operations_are_timed_as_requested_and_marked_if_clocks_change_within_th
 ):
     hooks.start_iteration(follow(program, times=times), 1, STREAM)
     assert calls.made == ["start", ("iteration", program.number, positions)]
-    assert hooks.is_needed is bool(made)
     calls.made.clear()
     for operation in (LOAD, FORWARD):
         surround(hooks, operation)
@@ -101,11 +99,13 @@ def test_an_iteration_in_another_order_marks_each_instruction_at_its_own_positio
         assert calls.made == [slot for position in order for slot in (2 * position, 2 * position + 1)]
 
 
-def test_more_is_measured_at_the_interval_that_the_server_sets(hooks):
+def test_more_is_measured_at_the_interval_that_the_server_sets(hooks, calls):
     requested = follow(DEFAULT, times="passes", every=10)
     for number in (9, 10, 11):
         hooks.start_iteration(requested, number, STREAM)
-        assert hooks.is_needed is (number == 10)
+        calls.made.clear()
+        surround(hooks, FORWARD)
+        assert calls.made == (timed(FORWARD) if number == 10 else [])
 
 
 def test_a_plan_that_is_dropped_within_an_iteration_ends_its_marks(hooks, calls):

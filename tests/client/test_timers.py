@@ -1,19 +1,16 @@
-"""Operations are timed on the host, on CUDA (with replaced events) and on a simulated GPU."""
+"""Operations are timed on the host and on CUDA (with replaced events)."""
 
 import types
 
 import pytest
 import torch
-from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
+from virtual.gpu import VirtualCuda, wait_for_event
 
-from perseus_ds.client.timers import CudaExecution, FlopCounter, HostExecution, SimulatedExecution
-from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange
-from perseus_ds.server.phases import most_in_step
+from perseus_ds.pipeline.schedule import Compute
 
-FORWARD, BACKWARD, TAIL = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))
-A100 = DEVICES["a100-sxm"]
+FORWARD, BACKWARD = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD))
 
 
 @pytest.fixture
@@ -121,84 +118,3 @@ def test_events_are_recorded_on_the_stream_of_the_ranks_device_whichever_is_curr
     execution.end(execution.begin(FORWARD) and FORWARD)
     assert len(cuda.recorded_on) == 3
     assert set(cuda.recorded_on) == {"current stream of device 1"}
-
-
-@pytest.fixture
-def gpu(now):
-    return RecordingGpu.named("a100-sxm", timebase=now)
-
-
-def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
-    execution = SimulatedExecution(gpu, transfer_s=0.01, tail_s=0.5, timebase=now)
-    gpu.lock_clock(705)
-    weights = torch.ones(8, 8)
-
-    def iteration():
-        execution.start_iteration()
-        for operation in (FORWARD, Exchange(), TAIL, TAIL):
-            execution.begin(operation)
-            if operation is FORWARD:
-                weights @ weights
-            execution.end(operation)
-        return [span.time_s for span in execution.finish_iteration().spans()]
-
-    assert iteration() == [0.0, 0.0, 0.0, 0.0], "times are not scaled before the calibration"
-    (flops,) = execution.flops.values()
-    assert flops == 2 * 8**3
-    execution.calibrate(0.1 / flops)
-    forward_s, tail_s = 0.1 * A100.slowdown(705), 0.5 * A100.slowdown(705, MEMORY_BOUND)
-    assert iteration() == [pytest.approx(forward_s), pytest.approx(0.01), pytest.approx(tail_s), 0.0]
-    (key,) = execution.flops
-    other = {key: 2 * flops, "a pass of another stage": 100 * flops}
-    execution.calibrate(0.1 / flops, most_in_step([0, 0, 1], [execution.flops, other, {key: 50 * flops}])[0])
-    assert iteration()[0] == pytest.approx(2 * forward_s), "as long as on the busiest rank of its stage"
-
-
-def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
-    execution = SimulatedExecution(gpu, timebase=now)
-    gpu.lock_clock(705)
-
-    def forward_s(rows):
-        execution.start_iteration()
-        execution.input_shapes = (rows, 8)
-        execution.begin(FORWARD)
-        torch.ones(rows, 8) @ torch.ones(8, 8)
-        execution.end(FORWARD)
-        return execution.finish_iteration().spans()[0].time_s
-
-    forward_s(4)
-    execution.calibrate(0.1 / max(execution.flops.values()))
-    short_s = forward_s(4)
-    assert short_s >= 0.1
-    assert forward_s(12) == pytest.approx(3 * short_s)
-    assert forward_s(4) == pytest.approx(short_s)
-
-
-def test_counting_lets_torch_compile_compile(now, gpu):
-    """A function that is first called where frames cannot compile would never be compiled."""
-    torch._dynamo.reset()
-    compiled = []
-
-    def backend(graph, _):
-        compiled.append(graph)
-        return graph.forward
-
-    function = torch.compile(lambda left, right: (left @ right).relu(), backend=backend)
-    execution = SimulatedExecution(gpu, timebase=now)
-    execution.start_iteration()
-    execution.begin(FORWARD)
-    function(torch.ones(8, 8), torch.ones(8, 8))
-    execution.end(FORWARD)
-    assert len(compiled) == 1
-    assert list(execution.flops.values()) == [2 * 8**3]
-
-
-def test_attention_on_the_processor_is_work_as_on_a_gpu():
-    batch, heads, tokens, width = 2, 3, 8, 16
-    query, key, value = (torch.randn(batch, heads, tokens, width, requires_grad=True) for _ in range(3))
-    with FlopCounter() as forward:
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    with FlopCounter() as backward:
-        out.sum().backward()
-    product = 2 * batch * heads * tokens * tokens * width
-    assert (forward.flops, backward.flops) == (2 * product, 5 * product)  # the backward recomputes the scores

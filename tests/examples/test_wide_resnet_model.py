@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from perseus_ds.client.timers import FlopCounter
+from perseus_ds.client.simulated_work import FlopCounter
 from perseus_ds.errors import ConfigError
 
 

@@ -228,8 +228,8 @@ class SlowPipeline:
     def update(self) -> None:
         if self.affected and self.file.exists() != self.is_slow:
             self.is_slow = not self.is_slow
-            timers = self.engine.perseus.runtime.timers
-            timers.calibrate(timers.seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
+            simulated = self.engine.perseus.runtime.simulated
+            simulated.calibrate(simulated.seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
 
 
 def end(how: str, rank: int) -> None:

@@ -133,9 +133,8 @@ class DeepSpeedEngine(Engine):
         samples = self._engine.global_samples + self._engine.train_batch_size()
         try:
             with self._session.iteration(order, samples):
-                if self._session.follows_operations:  # nothing in the engine's execution of commands is replaced
-                    steps = pipe_schedule.steps
-                    pipe_schedule.steps = lambda: (_Step(step, self._surrounded) for step in steps())
+                steps = pipe_schedule.steps  # nothing in the engine's execution of commands is replaced
+                pipe_schedule.steps = lambda: (_Step(step, self._surrounded) for step in steps())
                 return method(pipe_schedule, *args, **kwargs)
         finally:
             vars(pipe_schedule).pop("steps", None)
@@ -186,9 +185,7 @@ class DeepSpeedEngine(Engine):
         if not operations:
             return NOTHING
         operation = operations[0]
-        if type(operation) is not Compute:
-            return self._session.operation(operation) if self._session.follows_transfers else NOTHING
-        if operation.instruction.kind is Kind.FORWARD:
+        if isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
             return self._session.operation(operation, self._input_shapes(command.kwargs))
         return self._session.operation(operation)
 

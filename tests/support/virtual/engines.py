@@ -33,7 +33,7 @@ def cuda_of_engines(monkeypatch):
         opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
         check(opened.schedule)
         opened.clocks = clocks_of(gpu, time, cuda, lambda message: (server.receive(0, message), server.tick()))
-        ranks = (rank_facts(config, facts, opened.schedule, gpu, opened.timers),)
+        ranks = (rank_facts(config, facts, opened.schedule, gpu),)
         description = JobDescription.of(config.model_dump_json().encode(), ranks)
         send = lambda rank, message: opened.clocks._link.agent.receive_from_server(message)  # noqa: E731
         server = JobServer(Job.of(description), send, timebase=time, worker=WorkerAtOnce)

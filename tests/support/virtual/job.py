@@ -290,7 +290,7 @@ class VirtualJob:
             device=torch.device("cpu"),
             steps=steps,
         )
-        return rank_facts(self._config, facts, own, gpu, self._timers(rank))
+        return rank_facts(self._config, facts, own, gpu)
 
     def _to_server(self, rank, message):
         self.server.receive(rank, message)
