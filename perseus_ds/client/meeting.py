@@ -43,6 +43,7 @@ from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
+_LARGEST_COUNT = 2**53
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
 # Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
 _LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 5, 0.2, 3.0
@@ -72,7 +73,7 @@ class EngineFacts:
         versions: Versions of the packages that train, besides torch and Perseus.
         micro_batch_size: Number of samples of a micro-batch, if it is known.
         monitor: Receives time and energy, as DeepSpeed's monitor does.
-        steps_per_print: Interval of printed iterations. None for never.
+        steps_per_print: Interval of printed iterations. None or infinity for never.
         steps: Number of finished training steps. None if the engine does not count them.
         engine: Engine that defines the notation of layouts. None if layers cannot be moved between stages.
         parts: Parts of the model, by stage of this rank. Empty if unknown.
@@ -87,7 +88,7 @@ class EngineFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     micro_batch_size: int | None = None
     monitor: Monitor | None = None
-    steps_per_print: int | None = None
+    steps_per_print: float | None = None
     steps: int | None = None
     engine: EngineName | None = None
     parts: Mapping[int, Sequence[Part]] = field(default_factory=dict)
@@ -180,7 +181,7 @@ def rank_facts(
         fingerprint=facts.fingerprint,
         models=facts.models,
         versions={**facts.versions, **own_versions()},
-        micro_batch_size=facts.micro_batch_size,
+        micro_batch_size=_count(facts.micro_batch_size),
         engine=facts.engine,
         parts={
             stage: json.dumps([part.model_dump(mode="json") for part in parts]).encode()
@@ -195,10 +196,18 @@ def rank_facts(
         no_permission=problem,
         simulated=gpu.simulated,
         calibrates=calibrates,
-        steps=facts.steps,
+        steps=_count(facts.steps),
         has_monitor=facts.monitor is not None and bool(getattr(facts.monitor, "enabled", True)),
-        steps_per_print=facts.steps_per_print,
+        steps_per_print=_count(facts.steps_per_print),
     )
+
+
+def _count(value: float | None) -> int | None:
+    """Return a count as an integer. None if it is unknown or not finite.
+
+    Engines take some of their counts from the user's configuration, in which ``float("inf")`` and ``1e9`` are common.
+    """
+    return int(value) if value is not None and abs(value) < _LARGEST_COUNT else None
 
 
 def _awaited(store: Any, key: str) -> bytes:

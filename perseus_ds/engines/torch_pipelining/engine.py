@@ -155,7 +155,8 @@ class TorchSchedule(Engine):
         self._digest = ""
         # The loss is part of the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
-        # Steps of optimizers in the current tail, and the number with which a tail ends (None in the first one).
+        # Steps of optimizers in the current tail, and the number with which a tail ends (None before a tail with a step,
+        # because a gradient scaler may skip the first ones).
         self._is_tail = False
         self._optimizer_steps = 0
         self._last_optimizer_step: int | None = None
@@ -221,7 +222,7 @@ class TorchSchedule(Engine):
         if not self._schedule._has_backward:  # eval()
             with self._session.evaluation():
                 return step(*args, **kwargs)
-        if self._is_tail and self._last_optimizer_step is None:
+        if self._is_tail and self._last_optimizer_step is None and self._optimizer_steps:
             self._last_optimizer_step = self._optimizer_steps
         self._is_tail = False
         self._until_loss = None

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import perseus_ds
+from perseus_ds.client import operations
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.engines.engine import Session
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
@@ -37,6 +38,12 @@ def block(tmp_path):
     """Observe on a simulated GPU with negligible instruction times."""
     simulated = {"longest_instruction_s": 0.001, "counter_period_s": 0.001}
     return {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus"), "simulated": simulated}
+
+
+@pytest.fixture
+def everything_is_timed(monkeypatch):
+    """In observe mode, a server requests no times."""
+    monkeypatch.setattr(operations, "times_of", lambda follow, iteration: "all")
 
 
 @pytest.fixture
@@ -108,7 +115,9 @@ def test_a_hook_that_somebody_put_in_front_of_ours_stays_and_works(make, block):
     assert schedule.step is theirs
 
 
-def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_until_the_next_step(make, block):
+def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_until_the_next_step(
+    make, block, everything_is_timed
+):
     ended = []
 
     def loss(output, target):
@@ -138,7 +147,7 @@ def last_operation(schedule):
     return str(schedule.perseus.runtime.timers.finish_iteration().spans()[-1].operation)
 
 
-def test_the_tail_ends_with_the_last_step_of_the_optimizers(make, block):
+def test_the_tail_ends_with_the_last_step_of_the_optimizers(make, block, everything_is_timed):
     schedule = make()
     perseus_ds.attach(schedule, block)
     optimizers = [torch.optim.SGD(schedule._stage.submod.parameters(), lr=0.0) for _ in range(2)]
@@ -154,6 +163,20 @@ def test_the_tail_ends_with_the_last_step_of_the_optimizers(make, block):
     assert last_operation(schedule) != "tail of stage 0"
     perseus_ds.detach(schedule)
     assert len(iterations(block)) == 4
+
+
+def test_a_first_step_that_is_skipped_does_not_lengthen_later_tails(make, block, everything_is_timed):
+    """A gradient scaler skips steps of the optimizer, mostly the very first ones."""
+    schedule = make()
+    perseus_ds.attach(schedule, block)
+    optimizer = torch.optim.SGD(schedule._stage.submod.parameters(), lr=0.0)
+    train(schedule)
+    train(schedule)
+    optimizer.step()
+    train(schedule)
+    optimizer.step()
+    assert last_operation(schedule) == "tail of stage 0"
+    perseus_ds.detach(schedule)
 
 
 def test_eval_is_no_iteration_and_runs_at_default_clocks(make, block, monkeypatch):
@@ -306,7 +329,7 @@ def run_both(action, context):
         run_pass(part, context)
 
 
-def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block):
+def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block, everything_is_timed):
     losses = []
     for registers in ("never", "before", "after"):
         schedule = make("DualPipeV", micro_batches=4, stages=2)
