@@ -32,7 +32,7 @@ from perseus_ds.client.devices import peak_memory_bytes
 from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, measure_counter, measure_gpu, meet
 from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, times_of
 from perseus_ds.client.simulated_work import SimulatedWork
-from perseus_ds.client.timers import Execution, FinishedIteration
+from perseus_ds.client.timers import DeviceEvent, Execution, FinishedIteration
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -184,7 +184,7 @@ class PerseusRuntime:
         self._key = 0
         self._shapes = InputShapes()
         self._unsent: deque[_Ran] = deque(maxlen=_MOST_UNSENT)
-        self._ended_s: float | None = None
+        self._last_end: DeviceEvent | None = None  # of the last iteration with a report
         # Iterations from which messages about the first order are shown, and whether no measurements are left then.
         self._shown: list[tuple[int, bool]] = []
         self._worked = 0
@@ -310,7 +310,6 @@ class PerseusRuntime:
         self.follow = self._following(iteration)
         self._shapes = InputShapes()
         self._hooks.start_iteration(self.follow, iteration, self._stream)
-        start_s = self._time.now_s()
         self._in_iteration = True
         try:
             yield
@@ -328,7 +327,7 @@ class PerseusRuntime:
             self.follow.serial,
             self._key,
             time_s=0.0,
-            stopped_s=0.0 if self._ended_s is None else start_s - self._ended_s,
+            stopped_s=0.0,
             ended=time.time(),
             samples=samples,
             first_shape=self._shapes.first,
@@ -336,7 +335,6 @@ class PerseusRuntime:
             length=self._shapes.length,
             is_calibrated=self._is_calibrated,
         )
-        self._ended_s = self._time.now_s()
         self._unsent.append(_Ran(finished, self.follow, self._stream, report))
         self._send_lengths(iteration + 1, begun=iteration)
         self._send_reports()
@@ -546,11 +544,13 @@ class PerseusRuntime:
             computed_s, tail_s = computed_and_tail_s(spans)
             if times != "ends":
                 self._send_spans(iteration, spans, ran.stream)
+        last_end, self._last_end = self._last_end, ran.finished.end
         # Peak memory hardly changes, and reading it is slow.
         reads_memory = iteration <= _FIRST_WITH_MEMORY or iteration % _MEMORY_EVERY == 0
         report = msgspec.structs.replace(
             ran.report,
             time_s=ran.finished.time_s(),
+            stopped_s=0.0 if last_end is None else ran.finished.after_s(last_end),
             issued=self.clocks.memory.iteration,
             computed_s=computed_s,
             tail_s=tail_s,

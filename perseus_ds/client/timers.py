@@ -132,6 +132,11 @@ class FinishedIteration:
         self.end.synchronize()
         return self.end.since_s(self._start)
 
+    def after_s(self, end: DeviceEvent) -> float:
+        """Wait for the device and return the time from the end of an earlier iteration to the start of this one [s]."""
+        self.end.synchronize()
+        return self._start.since_s(end)
+
     def spans(self) -> list[Span]:
         """Wait for the device and return the iteration's operations."""
         self.end.synchronize()

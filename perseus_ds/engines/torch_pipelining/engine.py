@@ -155,8 +155,8 @@ class TorchSchedule(Engine):
         self._digest = ""
         # The loss is part of the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
-        # Steps of optimizers in the current tail, and the number with which a tail ends (None before a tail with a step,
-        # because a gradient scaler may skip the first ones).
+        # Steps of optimizers in the current tail, and the number with which a tail ends. It is None until a tail has a
+        # step, because a gradient scaler may skip the first ones.
         self._is_tail = False
         self._optimizer_steps = 0
         self._last_optimizer_step: int | None = None
