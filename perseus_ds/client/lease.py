@@ -1,8 +1,8 @@
 """A rank's lease of its GPU: the right to change its clock while an agent watches the rank's process.
 
 The first rank of a job on a node starts the agent (:mod:`perseus_ds.agent.process`). If the agent dies, the rank
-notices an old heartbeat at the end of an iteration and starts another one. This module never waits during training and
-starts no thread.
+notices it at the end of an iteration and starts another one. If its heartbeat is old, because it is stopped or hangs,
+the rank ends it first. This module never waits during training and starts no thread.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import contextlib
 import ctypes
 import fcntl
 import logging
+import math
 import mmap
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -33,7 +35,8 @@ logger = logging.getLogger("perseus_ds")
 _ANSWER_TIMEOUT_S = 30.0
 _AGAIN_S = 0.02
 _POLL_S = 0.0005
-_STARTED_AGAIN_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+"""Pauses between starts of agents. Each one without success doubles the pause."""
 _HELD_S = 5.0
 """Time to wait for a GPU that another job's agent may be about to reset and release."""
 _OLD_S = 5.0
@@ -103,7 +106,8 @@ class Lease:
         self._signals = SignalForwarder()
         self._name = places.agent_name(job)
         self._starting: subprocess.Popen[bytes] | None = None
-        self._next_start_s = -_STARTED_AGAIN_S
+        self._next_start_s = -math.inf
+        self._pause_s = _FIRST_PAUSE_S
         self._lost_s: float | None = None
         self._kept: list[socket.socket] = []
         self._files = [self.shared.file, *files]
@@ -145,13 +149,23 @@ class Lease:
                 self._lost_s = None
                 self._reap()
                 return True
-        elif self.is_granted:
-            self._disconnect()
+        elif self._connection is not None:
+            self._end_silent_agent(self._connection)
         if self._lost_s is None:
             self._lost_s = now_s
         with contextlib.suppress(OSError, GpuError):  # for example no memory for another process: try again later
             self._progress()
         return self.is_granted or now_s - self._lost_s < _REPLACED_WITHIN_S
+
+    def _end_silent_agent(self, connection: socket.socket) -> None:
+        """Disconnect from an agent that is stopped or hangs, and end it: another one cannot replace it otherwise."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, _, _ = struct.unpack("3i", credentials)
+        self._disconnect()
+        # Another rank may have replaced it already. 0: a process that is not visible here.
+        if pid and pid == self.agent_pid:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def send(
         self, message: messages.ToClocks | messages.Connect | messages.StartServer, file: int | None = None
@@ -216,7 +230,7 @@ class Lease:
                     continue
                 if refused.reason != "unusable" or self._name == alone:
                     raise (GpuBusyError if refused.reason == "held" else GpuError)(refused.error)
-                self._name, self._next_start_s = alone, -_STARTED_AGAIN_S
+                self._name, self._next_start_s = alone, -math.inf
             elif self._time.now_s() > end_s:
                 gpu = self.gpu if self._place is None else f"GPU {self._place.ordinal}"
                 raise GpuError(
@@ -234,6 +248,7 @@ class Lease:
         if self._connection is None:
             try:
                 self._connection = places.connect(self._name)
+                self._silent_s = 0.0
                 self._hangup = select.poll()
                 self._hangup.register(self._connection, 0)  # only for the end of the connection
                 if self._place is not None and not self.gpu:
@@ -252,6 +267,7 @@ class Lease:
             self.is_granted = True
             self.description = answer.gpu or self.description
             self.grants += 1
+            self._pause_s = _FIRST_PAUSE_S
             self._signals.start(self._connection)
             for left in answer.left_locked:
                 said = f"it cannot be reset ({left.error})" if left.error else "it is reset"
@@ -275,7 +291,8 @@ class Lease:
             raise GpuError(f"The agent of this node failed to start: {complaint}")
         # On a busy node, a process starts slowly, and additional processes make it slower.
         if self._starting is None and self._time.now_s() >= self._next_start_s:
-            self._next_start_s = self._time.now_s() + _STARTED_AGAIN_S
+            self._next_start_s = self._time.now_s() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._starting = _start(self._name)
 
     def _reap(self) -> str | None:

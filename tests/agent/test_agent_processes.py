@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -398,23 +397,84 @@ def test_a_gpu_that_another_job_is_about_to_let_go_is_waited_for(node: Node, stu
     assert node.agent_of(waits) != agent
 
 
-def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(address: str, tmp_path: Path) -> None:
-    """A rank checks its agent only between iterations, which may be long."""
+class Later(RealTime):
+    """Real time that a test can advance."""
 
-    class Later(RealTime):
-        later_s = 0.0
+    later_s = 0.0
 
-        def now_s(self) -> float:
-            return REAL_TIME.now_s() + self.later_s
+    def now_s(self) -> float:
+        return REAL_TIME.now_s() + self.later_s
 
+
+def test_an_agent_that_is_stopped_is_ended_and_replaced(address: str, tmp_path: Path, stub_of_agents: StubNvml) -> None:
     now = Later()
     lease = Lease(address, str(tmp_path), now)
-    while True:
+    lease.memory.may_be_locked = True
+    stub_of_agents.gpus[0].locked_clock_mhz = 600
+    (stopped,) = stub_of_agents.agents()
+    stopped.suspend()
+
+    def is_replaced() -> bool:
+        if is_running(stopped.pid):
+            now.later_s += 0.5
+        lease.is_watched()
+        return lease.grants == 2
+
+    wait_until(is_replaced, "another agent")
+    assert not is_running(stopped.pid)
+    wait_until_clocks_are(stub_of_agents, [0] * len(stub_of_agents.gpus))
+    assert lease.close(GIVE_UP_S)
+
+
+def test_a_pause_of_the_machine_is_no_silence_of_the_agent(
+    address: str, tmp_path: Path, stub_of_agents: StubNvml
+) -> None:
+    now = Later()
+    lease = Lease(address, str(tmp_path), now)
+    (agent,) = stub_of_agents.agents()
+    agent.suspend()
+    lease.is_watched()
+    now.later_s += 3600.0
+    assert lease.is_watched()
+    assert lease.is_granted
+    agent.resume()
+    assert lease.close(GIVE_UP_S)
+
+
+def test_agents_that_cannot_start_are_started_less_and_less_often(
+    address: str, tmp_path: Path, stub_of_agents: StubNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Later()
+    lease = Lease(address, str(tmp_path), now)
+    (agent,) = stub_of_agents.agents()
+    kill(agent.pid)
+    started_s: list[float] = []
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        started_s.append(now.later_s)
+        failed = subprocess.Popen(["false"], stderr=subprocess.PIPE)
+        failed.wait()
+        return failed
+
+    monkeypatch.setattr(lease_module, "_start", start)
+    while now.later_s < 300.0:
+        lease.is_watched()
+        now.later_s += 0.5
+    assert len(started_s) < 15
+    assert 55.0 < started_s[-1] - started_s[-2] < 65.0
+    monkeypatch.undo()
+    lease.close()
+
+
+def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(address: str, tmp_path: Path) -> None:
+    """A rank checks its agent only between iterations, which may be long."""
+    now = Later()
+    lease = Lease(address, str(tmp_path), now)
+    while lease.is_granted:
         now.later_s += 60.0  # so that the heartbeat is old
-        is_watched = lease.is_watched()
-        if lease.grants == 2:
-            break
-        time.sleep(0.005)
+        lease.is_watched()
+    now.later_s += 60.0
+    is_watched = wait_until(lambda: lease.is_watched() and lease.grants == 2, "another agent")
     assert is_watched
     assert lease.close(GIVE_UP_S)
 
