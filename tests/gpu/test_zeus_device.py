@@ -157,6 +157,8 @@ def amd_node(monkeypatch):
             get_name=lambda: "MI300X",
             get_supported_graphics_clocks=lambda: (2100, 500),
             reset_gpu_locked_clocks=lambda: resets.append((number, "reset_gpu_locked_clocks")),
+            get_total_energy_consumption=lambda: 1_234_500,  # [mJ]
+            get_instant_power_usage=lambda: 487_250,  # [mW]
         )
         return SimpleNamespace(gpus=[gpu])
 
@@ -177,3 +179,9 @@ def test_the_gpu_that_hip_selects_is_opened_by_its_pci_address(amd_node):
     gpu._zeus.reset_locked_clocks = lambda: amd_node.append((2, "reset_locked_clocks"))
     gpu.reset_clock()
     assert amd_node[-1] == (2, "reset_locked_clocks")
+
+
+def test_energy_and_power_of_an_amd_gpu_are_in_joules_and_watts(amd_node):
+    gpu = open_address("0000:20:00.0")
+    assert gpu.energy_j() == 1234.5
+    assert gpu.power_w() == 487.25
