@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from perseus_ds.protocol import places
+from perseus_ds.protocol import memory_files, places
 from perseus_ds.protocol.job_messages import Joined, LatencyTable, Measured, ToRank, ToServer
 from perseus_ds.protocol.messages import Connect, ServerStarted, StartServer
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -257,7 +257,7 @@ class JobServerChild:
             }
         )
         self._answer = b""
-        file = os.memfd_create("perseus-ds-server", os.MFD_CLOEXEC)
+        file = memory_files.create("perseus-ds-server")
         try:
             written = 0
             while written < len(content):

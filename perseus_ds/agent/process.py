@@ -15,7 +15,6 @@ It imports neither torch nor DeepSpeed, so that it starts quickly and needs litt
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import mmap
 import os
@@ -38,7 +37,7 @@ from perseus_ds.errors import GpuError
 from perseus_ds.gpu import find_gpu, open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
-from perseus_ds.protocol import layout, messages, places
+from perseus_ds.protocol import layout, memory_files, messages, places
 from perseus_ds.protocol.job_messages import Left, Say, ToServer
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -174,9 +173,8 @@ class _Rank:
 def _mapped(file: int, least: int) -> memoryview:
     """Map memory that a client has passed. Raises a ``GpuError`` if it is too short, or could be truncated."""
     try:
-        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
         length = os.fstat(file).st_size
-        if not seals & fcntl.F_SEAL_SHRINK or length < least:
+        if memory_files.can_be_truncated(file) or length < least:
             raise GpuError(f"The memory of a rank can be truncated, or has only {length} bytes.")
         return memoryview(mmap.mmap(file, length))
     except (OSError, ValueError) as error:

@@ -23,11 +23,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 
 import msgspec
 
 from perseus_ds.errors import GpuBusyError, GpuError
-from perseus_ds.protocol import layout, messages, places
+from perseus_ds.protocol import layout, memory_files, messages, places
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -379,11 +380,11 @@ class SharedMemory:
     def __init__(self, length: int, name: str = "perseus-ds") -> None:
         self.length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.file = memory_files.create(name)
             # Otherwise, a later write to a full tmpfs would end the process with SIGBUS.
             os.posix_fallocate(self.file, 0, self.length)
             # Neither the agent nor this process may truncate it.
-            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            memory_files.seal_length(self.file)
             self._map = mmap.mmap(self.file, self.length)
         except OSError as error:
             raise GpuError(
