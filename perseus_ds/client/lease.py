@@ -417,7 +417,8 @@ class SignalForwarder:
             return
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # The kernel drops this signal for the first process of a container, unless it has a handler.
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            signal.signal(signal.SIGTERM, _ignore)
+            os.register_at_fork(after_in_child=_restore_sigterm)
         previous = signal.set_wakeup_fd(connection.fileno(), warn_on_full_buffer=False)
         if previous == -1:
             self._file = connection.fileno()
@@ -438,6 +439,16 @@ class SignalForwarder:
                 return False
             self._file = -1
         return True
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
+
+
+def _restore_sigterm() -> None:
+    """Let SIGTERM end a forked process, which is not the first one of its container."""
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _start(name: str) -> subprocess.Popen[bytes]:
