@@ -647,6 +647,9 @@ def main() -> None:
     ):
         with contextlib.suppress(OSError):  # for example, no permission to raise the priority
             function(*arguments)
+    # A program may block or ignore signals for itself; its descendants inherit both.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)

@@ -33,7 +33,6 @@ from perseus_ds.artifacts.io import (
     write_atomically,
     write_together,
 )
-from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -84,8 +83,6 @@ class Provenance(FileModel):
     simulated: bool | None = None
     gpu: Text | None = None
     settings: GpuSettings | None = None
-    model: Text | None = None
-    layout: Layout | None = None
     profile: Text | None = None
 
 

@@ -66,10 +66,11 @@ def main_of(module: str) -> str:
     """Return Python code that calls ``main()`` of a module of this installation of the package.
 
     Other packages are searched elsewhere first, because there may be an old copy of a standard library module next to
-    this package.
+    this package. They are not searched in the working folder, which is the root folder of the node.
     """
     return (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
+        "import sys; sys.path[:] = [folder for folder in sys.path if folder not in ('', '/')]; "
+        f"sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
         f"sys.path.append(sys.path.pop(0)); from {module} import main; main()"
     )
 

@@ -277,7 +277,7 @@ def test_a_clock_that_the_same_job_left_locked_before_it_was_restarted_is_reset(
 ) -> None:
     """For example, torchrun restarts ranks after all processes were killed."""
     node.kill_job(0)
-    lease = f"gpu = NvmlGpu(0); held = Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())"
+    lease = f"gpu = NvmlGpu(0); Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())"
     done = stub_nvml.run("-c", IMPORTS + lease)
     assert done.stdout == "1410\n"
 
@@ -520,3 +520,22 @@ def test_an_agent_is_small_and_leaves_affinity_priority_and_profilers_of_its_ran
     code = "import sys, perseus_ds.agent.process, perseus_ds.gpu.nvml; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "deepspeed", "numpy", "scipy", "pydantic", "transformers"} & set(modules)
+
+
+BLOCKS_SIGNALS = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print(Lease(NvmlGpu(0).address, sys.argv[1]).agent_pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_agent_inherits_no_blocked_or_ignored_signals_of_its_rank(node):
+    """It could not be terminated, and could not tell a server whose job has ended from one that was killed."""
+    agent = node.agent_of(node.start(IMPORTS + BLOCKS_SIGNALS, node.job))
+    lines = Path(f"/proc/{agent}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    assert int(status["SigBlk"], 16) == 0
+    ignored = int(status["SigIgn"], 16)
+    assert not ignored & 1 << signal.SIGCHLD - 1
+    assert ignored & 1 << signal.SIGHUP - 1

@@ -49,6 +49,19 @@ def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     assert places.user_folder().parent == memory
 
 
+def test_modules_in_the_working_folder_do_not_replace_those_of_agent_and_server(tmp_path):
+    """The working folder of both is the root folder of the node."""
+    (tmp_path / "argparse.py").write_text("raise SystemError('not the standard library')")
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "some_agent.py").write_text("import argparse\ndef main(): print('runs')")
+    path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", places.main_of("some_agent")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "runs\n", done.stderr
+
+
 # The first thread ends, which makes the process a zombie until the other one ends.
 LEADER_ENDS = """
 import ctypes, sys, threading
