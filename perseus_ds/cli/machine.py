@@ -9,7 +9,7 @@ import shutil
 import socket
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,15 +29,19 @@ if TYPE_CHECKING:
 class Reset:
     """Return GPUs to their default clocks.
 
-    This is necessary if the agent of a node was killed together with its job.
+    This is necessary if the agent of a node was killed together with its job. GPUs that running jobs of this user
+    lease are left alone.
     """
 
     examples = ("perseus-ds reset", "perseus-ds reset --gpus 0 1")
 
     gpus: Annotated[Texts, OPTIONAL] = field(default_factory=list)
     """index in nvidia-smi, UUID, or beginning of a UUID; by default all GPUs of this node"""
+    force: bool = False
+    """also reset GPUs that running jobs lease; these then run at default clocks until their next change"""
 
     def execute(self) -> int:
+        from perseus_ds.client.lease import leases
         from perseus_ds.gpu.nvml import gpu_count, index_of_uuid
 
         count = gpu_count()
@@ -50,17 +54,27 @@ class Reset:
                 raise ConfigError(
                     f"--gpus: there is no GPU {index} on this node, which has {count}; see `nvidia-smi -L`."
                 )
-        results = [_reset(index) for index in indices or range(count)]
+        leased = {} if self.force else leases()
+        results = [_reset(index, leased, is_named=bool(indices)) for index in indices or range(count)]
         return 0 if all(results) else 2
 
 
-def _reset(index: int) -> bool:
+def _reset(index: int, leased: Mapping[str, tuple[int, tuple[int, ...]]], *, is_named: bool) -> bool:
+    """Reset the clock of a GPU that is not leased. Return False if it failed, or if a GPU that was named is leased."""
     from perseus_ds.agent.gpu_records import note_reset
     from perseus_ds.gpu.nvml import NvmlGpu
 
     try:
         gpu = NvmlGpu(index)
         try:
+            if gpu.address in leased:
+                _, pids = leased[gpu.address]
+                print(
+                    f"{gpu}: NOT reset, because a running job leases it (process {', '.join(map(str, pids))}). "
+                    "Its agent resets the clock when the job ends. To reset it now, add --force.",
+                    file=sys.stderr if is_named else sys.stdout,
+                )
+                return not is_named
             gpu.reset_clock()
             with suppress(OSError):
                 note_reset(gpu.address)

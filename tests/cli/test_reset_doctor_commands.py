@@ -42,6 +42,26 @@ def test_reset_restores_the_chosen_gpus_or_all(run, node, chosen, left):
     assert "clock reset to the driver's default; 1410 MHz now." in out
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "left"),
+    [
+        ([], 0, [0, 0, 0, 900]),
+        (["--gpus", "2", "3"], 2, [900, 900, 0, 900]),
+        (["--force"], 0, [0, 0, 0, 0]),
+        (["--gpus", "3", "--force"], 0, [900, 900, 900, 0]),
+    ],
+)
+def test_reset_leaves_a_leased_gpu_alone_unless_forced(run, node, options, code, left):
+    lease = Lease(NvmlGpu(3).address, "a job")
+    lock_all(node)
+    found, out, err = run("reset", *options)
+    assert (found, node.locked_clocks_mhz()) == (code, left)
+    message = f"NOT reset, because a running job leases it (process {os.getpid()})"
+    assert (message in out) == (not options)
+    assert (message in err) == (code == 2)
+    assert lease.close(60.0)
+
+
 def test_reset_continues_after_a_gpu_that_refuses(run, node):
     lock_all(node)
     node.gpus[1].fail("reset_locked", "no_permission")
