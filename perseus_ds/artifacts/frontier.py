@@ -33,6 +33,7 @@ from perseus_ds.artifacts.io import (
     write_atomically,
     write_together,
 )
+from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -83,6 +84,8 @@ class Provenance(FileModel):
     simulated: bool | None = None
     gpu: Text | None = None
     settings: GpuSettings | None = None
+    model: Text | None = None
+    layout: Layout | None = None
     profile: Text | None = None
 
 

@@ -8,6 +8,7 @@ and are not stored. The keys are described in ``docs/records.md``. An event also
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import stat
 import typing
@@ -30,6 +31,7 @@ from perseus_ds.artifacts.validation import (
 from perseus_ds.errors import ConfigError
 from perseus_ds.units import bounded, duration, joules, less_or_more, percent, plain, watt_hours, watts
 
+logger = logging.getLogger("perseus_ds")
 SCHEMA_VERSION = 1
 FILE_NAME = "run.jsonl"
 MOST_FAILED_RANKS = 16
@@ -570,31 +572,38 @@ def from_line(line: str | bytes) -> Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a ``run.jsonl``, given its path or its folder, except a truncated last one.
+    """Yield the records of a ``run.jsonl``, given its path or its folder.
+
+    Lines that are not records are skipped with a warning, such as one that the crash of a node has cut off. A last line
+    may still be being written, so it is skipped without a warning.
 
     Raises:
-        ConfigError: If the file is missing, a line is not a record, or there are too many records.
+        ConfigError: If the file is missing, no line is a record, or there are too many records.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    problem = ""
-    events = event_bytes = 0
+    skipped: list[tuple[int, bytes]] = []
+    number = records = events = event_bytes = 0
     with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_RECORD_LINE_BYTES), b""), start=1):
-            if problem:
-                raise ConfigError(problem)
             try:
                 record = from_line(line)
-            except ValueError:  # only the last line may be truncated, if the job was killed or is still writing
-                problem = f"{path}, line {number}: not a record of an iteration: {line[:80]!r}."
+            except ValueError:
+                skipped.append((number, line[:80]))
                 continue
+            records += 1
             if isinstance(record, Event):
                 events, event_bytes = events + 1, event_bytes + len(line)
-            if number > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
+            if records > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
                 raise ConfigError(
                     f"{path}, line {number}: at most {MOST_RECORDS} records are read, of which {MOST_EVENTS} with "
                     f"{MOST_EVENT_BYTES} bytes may be events. Give each job its own output_dir."
                 )
             yield record
+    if skipped and not records:
+        raise ConfigError(f"{path}, line 1: not a record of an iteration: {skipped[0][1]!r}.")
+    inner = [(line_number, line) for line_number, line in skipped if line_number < number]
+    if inner:
+        logger.warning("%s: %d lines are not records and are skipped, such as line %d: %r", path, len(inner), *inner[0])
 
 
 _HEAD_BYTES = 256

@@ -70,6 +70,8 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             simulated=info.simulated,
             gpu=info.gpu,
             settings=info.settings,
+            model=info.model,
+            layout=info.layout,
         ),
         instruction_times_s={(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements},
         schedule=schedule,

@@ -11,8 +11,10 @@ plan is:
 - *dropped* if it is certain that it is late or uses more energy,
 - *kept* if it is certain that it is in time and saves energy.
 
-Once the slowdown is known to 0.7 % with 95 % confidence, and the saving is certain or known equally well, or once the
-maximum number of blocks has run, the estimate of the slowdown decides, and a saving that is not certain counts as none.
+Once the slowdown is known to 0.7 % with 95 % confidence, and the saving is certain or known equally well to be at most
+0.7 %, or once the maximum number of blocks has run, the estimate of the slowdown decides, and a saving that is not
+certain counts as none. A larger saving that is known well but is not yet certain gets more blocks: in the later
+comparisons of a job, certainty requires more of them.
 For the error rates, see ``docs/plans-in-a-job.md`` and ``benchmarks/plan_proof.py``.
 
 *Certain* means that all interim analyses of all comparisons of a job together err about lateness with a probability of
@@ -302,6 +304,11 @@ class PlanComparison:
         """Return True if an estimate with this standard error decides, even if it is not certain."""
         return self.standard_errors(_KNOWN) * error <= _KNOWN_ERROR
 
+    @property
+    def saves_little(self) -> bool:
+        """True if the saving is known well and is small, so that more blocks will hardly make it certain."""
+        return self.is_small(self.saved_error) and self.saved <= _KNOWN_ERROR
+
     def is_late(self, sure: float) -> bool:
         """Return True if the promised time is certainly exceeded, given the number of standard errors."""
         return self.slowdown - sure * self.slowdown_error > self.promised_slowdown + TOLERANCE
@@ -345,9 +352,7 @@ class Verdict:
             reason = "it uses more energy"
         elif comparison.is_in_time(sure) and uses < 0:
             kept, reason = True, "it is in time and saves energy"
-        elif not is_last and not (
-            comparison.is_small(comparison.slowdown_error) and (uses or comparison.is_small(comparison.saved_error))
-        ):
+        elif not is_last and not (comparison.is_small(comparison.slowdown_error) and (uses or comparison.saves_little)):
             return None
         elif comparison.slowdown > comparison.promised_slowdown + TOLERANCE:
             is_late, reason = True, "it seems to take longer than promised"

@@ -11,6 +11,7 @@ from platformdirs import user_cache_path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import write_together
+from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
@@ -50,12 +51,44 @@ def load_frontier(job: Job, path: Path) -> Frontier:
     """Return the frontier of a file after checking that it fits a job.
 
     Raises:
-        PerseusError: The file is invalid, or its plans do not fit the schedule or the GPUs of the job.
+        PerseusError: The file is invalid, or its plans do not fit the schedule, the model or the GPUs of the job.
     """
     frontier = read_frontier(path, None if job.simulated else job.facts[0].gpu)
+    _check_origin(frontier, job, path)
     check_instructions(frontier.instructions, job.schedule.instructions)
     job.check_clocks([clock for plan in frontier.plans for clocks in plan.clocks_mhz for clock in clocks])
     return frontier
+
+
+def _check_origin(frontier: Frontier, job: Job, path: Path) -> None:
+    """Check that plans were made for GPU, engine, model and layout of a job, as far as both are known.
+
+    Raises:
+        PlanError: They were made for another one.
+    """
+    made, info = frontier.provenance, job.info
+    compared = {
+        "GPU": (made.gpu, info.gpu),
+        "engine": (made.layout and made.layout.engine, info.layout and info.layout.engine),
+        "model": (made.model, info.model),
+        "stages": (_stages_in_words(made.layout), _stages_in_words(info.layout)),
+    }
+    for what, (planned, trained) in compared.items():
+        if planned is not None and trained is not None and planned != trained:
+            raise PlanError(
+                f"{path}: its plans were made for another {what}: {planned}. This job has {trained}. Measure a profile "
+                'of this job with "mode": "profile", and run "perseus-ds optimize".'
+            )
+
+
+def _stages_in_words(layout: Layout | None) -> str | None:
+    if layout is None:
+        return None
+    stages = []
+    for parts in layout.stages:
+        parameters = sum(part.parameters for part in parts)
+        stages.append(f"{len(parts)} parts with {parameters} parameters")
+    return "; ".join(stages)
 
 
 def cached(key: str) -> Path:

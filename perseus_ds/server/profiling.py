@@ -261,7 +261,7 @@ class _Measurement:
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:
         job = context.job
         self._look_ahead, self._places = context.look_ahead, job.places
-        self._ranks = job.profiled
+        self._ranks, self._shown = job.profiled, job.shown
         self._baseline = baseline
         self._period_s, self._settle_s = job.counter_period_s(), job.counter_settle_s()
         power_w = baseline.info.blocking_power_w or 0.0
@@ -352,7 +352,7 @@ class _Measurement:
         self.iterations += len(visit)
         usual = _passes(own[-1] for own in self._baseline.spans)
         for seen in visit:
-            found = _passes(seen.spans(rank) for rank in self._ranks)
+            found = _passes(seen.spans(rank) for rank in self._shown)
             share = found / usual if usual else 1.0  # with another number of micro-batches
             self._shares.append(share)
             self.lost_s += seen.time_s - share * self._baseline.time_s

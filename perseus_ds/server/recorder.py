@@ -300,6 +300,7 @@ class RecordWriter:
         self._is_due = self._is_over = False
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
+        self._may_be_cut_off = True  # the last line of an earlier start, if its node has crashed
         self.has_read = False
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
@@ -374,6 +375,9 @@ class RecordWriter:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_without_links(self._path, append=True) as file:
+                if self._may_be_cut_off and _is_cut_off(self._path):
+                    _append_whole(file.fileno(), b"\n")
+                self._may_be_cut_off = False
                 while self._unwritten:
                     _append_whole(file.fileno(), self._unwritten[0])
                     self._unwritten.popleft()
@@ -385,6 +389,14 @@ class RecordWriter:
         if not self._works:
             self._warn(f"{self._path} can be written again")
         self._works = True
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Return whether the last line of a file does not end with a newline."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return size > 0 and file.read() != b"\n"
 
 
 def _append_whole(handle: int, line: bytes) -> None:

@@ -54,12 +54,19 @@ def test_every_key_is_documented():
     assert not [name for name in names if f"`{name}`" not in section]
 
 
-def test_a_last_line_that_was_cut_off_is_left_out_and_any_other_is_named(tmp_path):
+def test_lines_that_are_no_records_are_skipped_and_named_except_a_last_one(tmp_path, caplog):
     path = tmp_path / "run.jsonl"
     path.write_text(to_line(ITERATION) + '{"iteration": 5, "ti')
     assert [*read_records(tmp_path)] == [*read_records(path)] == [ITERATION]
-    path.write_text(to_line(ITERATION) + "[]\n" + to_line(ITERATION))
-    with pytest.raises(ConfigError, match=r"run\.jsonl, line 2: not a record"):
+    assert not caplog.text
+    path.write_text(to_line(ITERATION) + '{"iteration": 5, "ti\n' + to_line(ITERATION))
+    assert [*read_records(tmp_path)] == [ITERATION, ITERATION]
+    assert "run.jsonl: 1 lines are not records and are skipped, such as line 2" in caplog.text
+
+
+def test_a_file_without_records_or_no_file_is_an_error(tmp_path):
+    (tmp_path / "run.jsonl").write_text("[]\n{}\n")
+    with pytest.raises(ConfigError, match=r"run\.jsonl, line 1: not a record"):
         list(read_records(tmp_path))
     with pytest.raises(ConfigError, match="no such file"):
         list(read_records(tmp_path / "none" / "run.jsonl"))

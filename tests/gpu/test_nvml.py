@@ -3,7 +3,7 @@
 import pynvml
 import pytest
 
-from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device, index_of_uuid
 
 
@@ -117,3 +117,15 @@ def test_a_pynvml_of_another_package_is_reported(stub_nvml, tmp_path):
     done = stub_nvml.run("-c", OPEN, environment={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
     assert "is not NVIDIA's binding. Run `pip uninstall pynvml`" in done.stderr
+
+
+def test_a_driver_that_times_out_is_busy(stub_nvml_here):
+    """A call to a busy driver is tried again, any other error is not."""
+    gpu = NvmlGpu(1)
+    for error, is_busy in (("timeout", True), ("not_supported", False)):
+        stub_nvml_here.gpus[1].fail("set_locked", error)
+        with pytest.raises(GpuError) as caught:
+            gpu.lock_clock(1200)
+        assert isinstance(caught.value, GpuBusyError) is is_busy
+    stub_nvml_here.gpus[1].fail("set_locked", "none")
+    gpu.close()

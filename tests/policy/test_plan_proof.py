@@ -208,3 +208,22 @@ def test_a_switch_cost_that_was_too_low_rises_and_is_tried_twice_at_most():
     assert learn(cost, 6, 0.06)
     assert cost.time_s > 0.0014
     assert not learn(cost, 6, 0.06)
+
+
+def quiet_verdict(seed, *, saves, comparisons):
+    """Return the verdict on a plan as fast as default clocks, in a job of which iterations vary by 0.1 %."""
+    draw = np.random.default_rng(seed)
+    proof = PlanProof(error_probability(comparisons))
+    while proof.verdict is None:
+        power_w = 1000.0 * (1 - saves * proof.next_is_planned)
+        block = IterationSample(PERIOD_S)
+        for time_noise, power_noise in np.exp(0.001 * draw.standard_normal((8, 2))).tolist():
+            block.add(time_noise, time_noise * power_w * power_noise)
+        proof.add(block)
+    return proof.verdict
+
+
+@pytest.mark.parametrize("comparisons", [10, 20])
+def test_later_comparisons_of_a_quiet_job_keep_plans_that_save_and_drop_useless_ones(comparisons):
+    assert all(quiet_verdict(seed, saves=0.1, comparisons=comparisons).kept for seed in range(30))
+    assert not any(quiet_verdict(seed, saves=0.0, comparisons=comparisons).kept for seed in range(10))

@@ -321,6 +321,20 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, c
     )
 
 
+def test_the_cost_of_profiling_does_not_depend_on_the_number_of_pipelines(start):
+    """The same iterations at lower clocks take longer, and all GPUs of the job use energy in them."""
+    costs = []
+    for pipelines in (1, 2):
+        job = start(f"pipelines-{pipelines}", mode="profile", stages_s=(0.1,), pipelines=pipelines)
+        job.train_until("observe")
+        (profile,) = job.events(ProfileWritten)
+        costs.append((profile.lost_s / profile.iterations, profile.lost_j / profile.iterations / pipelines))
+    (alone_s, alone_j), (together_s, together_j) = costs
+    assert alone_s > 0
+    assert together_s == pytest.approx(alone_s, rel=0.1)
+    assert together_j == pytest.approx(alone_j, rel=0.1)
+
+
 def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, capsys):
     """One stage has no slack, so nothing can be saved without a slowdown."""
     # Without noise, refreshes of the counter and blocks coincide.

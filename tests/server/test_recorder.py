@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from seen import seen
+from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, LimitsChanged, Started, read_records, to_line
@@ -312,3 +313,18 @@ def test_a_timeline_that_cannot_be_written_is_said_once(tmp_path):
         log.add(timed(number, plan=number // 2), ran(number // 2), job_of("here", "here"))
     (warning,) = warnings
     assert "cannot be written" in warning
+
+
+def test_records_of_a_start_after_a_crash_begin_on_a_line_of_their_own(tmp_path):
+    """The crash of a node may cut off the last line."""
+    first = VirtualJob(tmp_path, mode="observe")
+    first.train(3)
+    first.close()
+    with (tmp_path / "run.jsonl").open("ab") as file:
+        file.write(b'{"simulated":true,"iteration":4,"en')
+    second = VirtualJob(tmp_path, mode="observe")
+    second.train(3)
+    second.close()
+    records = [*read_records(tmp_path)]
+    assert sum(isinstance(record, IterationRecord) for record in records) == 6
+    assert sum(isinstance(record, Started) for record in records) == 2
