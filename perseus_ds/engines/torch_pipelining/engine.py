@@ -39,10 +39,10 @@ from perseus_ds.engines.torch_pipelining.order import (
     KINDS,
     OF_STAGES,
     REDUCTIONS,
+    await_receives,
     computes_input_gradients,
     instruction_of,
     read_order,
-    received,
     stages_of,
 )
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
@@ -295,8 +295,7 @@ class TorchSchedule(Engine):
                 operation: Operation = Other(REDUCTIONS[name], action.stage_index, 0)
             else:
                 operation = Compute(instruction_of(action))
-            for work in received(self._schedule, action):
-                work.wait()  # before the pass, as in torch, so that the function does not wait
+            await_receives(self._schedule, action)  # before the pass, as in torch
             with self._whole(operation):
                 return function(action, context)
 

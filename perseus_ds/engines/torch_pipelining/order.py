@@ -136,28 +136,36 @@ def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
     copied._comp_type_to_function_map = {
         action: partial(_custom, stages[0].operations)
         for action in registered
-        if action.name == "OVERLAP_F_B" or action.name in REDUCTIONS
+        if action.name in KINDS or action.name in REDUCTIONS
     }
     return copied
 
 
 def _custom(operations: list[Operation], action: Any, context: Any) -> None:
-    """Record an action that a user's function runs: a combined forward and backward, or a reduction."""
+    """Record an action that a user's function runs: a pass, or a reduction."""
     if action.computation_type.name in REDUCTIONS:
         operations.append(Other(REDUCTIONS[action.computation_type.name], action.stage_index, 0))
         return
-    for work in received(context.schedule_ref, action):
-        work.wait()
+    await_receives(context.schedule_ref, action)
     operations.append(Compute(instruction_of(action)))
 
 
-def received(schedule: Any, action: Any) -> list[Any]:
-    """Return the launched receives that an action needs."""
-    works: list[Any] = []
+class _Awaited:
+    """A receive that is complete. Waiting for it again returns immediately, because gloo waits for a work only once."""
+
+    def wait(self) -> None:
+        """Return immediately."""
+
+
+def await_receives(schedule: Any, action: Any) -> None:
+    """Wait for the launched receives that an action needs, so that its function does not wait for them again."""
     for part in action.sub_actions or (action,):
         kept = getattr(schedule, _RECEIVES.get(part.computation_type.name, ""), {})
-        works += kept.get((part.stage_index, part.microbatch_index), ())
-    return works
+        key = (part.stage_index, part.microbatch_index)
+        if key in kept:
+            for work in kept[key]:
+                work.wait()
+            kept[key] = [_Awaited() for _ in kept[key]]
 
 
 def instruction_of(action: Any) -> Instruction:

@@ -13,10 +13,10 @@ from virtual.job import predicted_over_used
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.cli.inputs import schedule_for
-from perseus_ds.engines.torch_pipelining.order import read_class, read_order
+from perseus_ds.engines.torch_pipelining.order import _Stage, await_receives, read_class, read_order
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 
 SHAPES = [(1, 4), (2, 4), (4, 8)]
@@ -211,3 +211,24 @@ def test_commands_read_the_order_that_a_profile_was_measured_with():
     profile = StageProfile(rows, info)
     assert schedule_for(profile, schedule=None, stages=None, micro_batches=None) == measured
     assert schedule_for(profile, schedule=None, stages=None, micro_batches=8) == order_of("ZBVZeroBubble", 2, 8)
+
+
+def test_a_custom_function_does_not_wait_again_for_a_receive():
+    waits = []
+    kept = {(1, 0): [SimpleNamespace(wait=lambda: waits.append("waited"))]}
+    schedule = SimpleNamespace(fwd_recv_ops={}, bwd_recv_ops=kept)
+    action = SimpleNamespace(
+        sub_actions=None, computation_type=SimpleNamespace(name="BACKWARD_INPUT"), stage_index=1, microbatch_index=0
+    )
+    await_receives(schedule, action)
+    for work in schedule.bwd_recv_ops.pop((1, 0)):
+        work.wait()
+    assert waits == ["waited"]
+
+
+def test_a_custom_backward_of_the_first_stage_is_a_pass():
+    rank_of_stage = {0: 0, 1: 1, 2: 0, 3: 1}
+    stages = [_Stage(stage, rank_of_stage, []) for stage in (0, 2)]
+    schedule = schedules.ScheduleInterleavedZeroBubble(stages, 4, loss_fn=lambda *_: None)
+    schedule.register_custom_function(schedules.BACKWARD_INPUT, lambda action, context: None)
+    assert Compute(Instruction(0, Kind.BACKWARD_INPUT, 0)) in read_order(schedule).ranks[0]
