@@ -277,7 +277,7 @@ def test_a_clock_that_the_same_job_left_locked_before_it_was_restarted_is_reset(
 ) -> None:
     """For example, torchrun restarts ranks after all processes were killed."""
     node.kill_job(0)
-    lease = f"gpu = NvmlGpu(0); Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())"
+    lease = f"gpu = NvmlGpu(0); held = Lease(gpu.address, {node.job!r}); print(gpu.clock_mhz())"
     done = stub_nvml.run("-c", IMPORTS + lease)
     assert done.stdout == "1410\n"
 
