@@ -54,7 +54,7 @@ class VirtualJob:
         slowdowns: Factor on the times of each rank.
         wait_s: Time for which the GPU is idle before each pass [s].
         schedule: The schedule that the ranks execute.
-        shapes: Identifies the shapes of the inputs, of all forwards or of each.
+        shapes: Identifies the shapes of the inputs, of all forwards or of each, or returns this for a rank.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
         read: How many times the schedule of an iteration was read after the start.
     """
@@ -343,7 +343,8 @@ class VirtualJob:
         runtime = self.runtimes[rank]
         begin_s = self.time.now_s()
         begin_j = sum(gpu.true_energy_j for gpu in self.gpus) if rank == 0 else 0.0
-        shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
+        shapes = self.shapes(rank) if callable(self.shapes) else self.shapes
+        shapes = iter(shapes if isinstance(shapes, list) else itertools.repeat(shapes))
         self._iterations[rank] += 1
         schedule, place = self.schedule, self._place(rank)[1]
         with runtime.iteration(0, schedule.micro_batches, lambda: self.read_order(rank, schedule)):
