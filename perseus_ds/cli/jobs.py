@@ -40,18 +40,16 @@ class Watch:
     """print each job as a JSON object in one line, at each change"""
 
     def execute(self) -> int:
-        from rich.console import Console
-
         from perseus_ds.cli.main import terminal
-        from perseus_ds.report.live import Jobs, print_json, print_once, watch
+        from perseus_ds.report.live import Jobs, Screen, print_json, print_once, watch
 
         jobs = Jobs(self.run)
         if self.json:
             print_json(jobs, once=self.once)
         elif self.once or not sys.stdout.isatty():
-            print_once(jobs, Console(file=terminal()))
+            print_once(jobs, Screen(file=terminal()))
         else:
-            watch(jobs, Console(file=terminal()), answer_to)
+            watch(jobs, Screen(file=terminal()), answer_to)
         return 0
 
 
@@ -84,10 +82,9 @@ class Status(Job):
 
     def execute(self) -> int:
         from pydantic import ValidationError
-        from rich.console import Console
 
         from perseus_ds.cli.main import terminal
-        from perseus_ds.report.live import JobScreen
+        from perseus_ds.report.live import JobScreen, Screen
         from perseus_ds.server.progress import JobFacts
 
         status = _send(self.run, {"command": "status"})["status"]
@@ -98,7 +95,7 @@ class Status(Job):
             facts = JobFacts.model_validate(status)
         except ValidationError:
             raise ConfigError("the job runs another version of Perseus; use --json to print its answer.") from None
-        Console(file=terminal()).print(JobScreen(facts))
+        Screen(file=terminal()).print(JobScreen(facts))
         return 0
 
 

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TextIO
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 on success; 1 if the command's answer is no (a machine is not ready, a bound does not hold); 2 for errors in
-        arguments, files, drivers, permissions or outputs; and, as usual in shells, 130 if interrupted and 141 if the
-        reader of the output has gone.
+        arguments, files, drivers, permissions or outputs, and for errors of Perseus itself; and, as usual in shells,
+        130 if interrupted and 141 if the reader of the output has gone.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["help"]:
@@ -100,6 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         print(printable(f"{program}: {where}{error.strerror or error}."), file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:  # of an optional dependency
+        print(f"{program}: this command needs the package {error.name}. Install it with pip.", file=sys.stderr)
+        return 2
+    except Exception:  # by default, Python would end with 1, which means "no"
+        traceback.print_exc()
         return 2
     except KeyboardInterrupt:
         print(printable(f"{program}: interrupted."), file=sys.stderr)

@@ -159,14 +159,14 @@ class Plot(RunArguments):
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import check_folder, sources_for
-        from perseus_ds.report.jobs import measured_points
+        from perseus_ds.report.jobs import points_of_one_pipeline
         from perseus_ds.report.pictures import frontier_picture, timeline_picture
         from perseus_ds.report.timeline import timeline
 
         found = sources_for(self)
         if found.frontier is None or found.profile is None or found.dag is None:
             raise ConfigError(f"{self.run}: some inputs of the pictures are missing. {' '.join(found.missing)}")
-        measured = measured_points(found.histories, pipelines=found.pipelines)
+        measured = points_of_one_pipeline(found)
         if self.runs and not measured:
             raise ConfigError(
                 "--runs: no iterations at default clocks or under a plan in any of them. Train for more steps."

@@ -71,12 +71,12 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
     The baseline is a run or a row with the given name. By default, it consists of iterations at default clocks:
     preferably those of a plan's verdict, otherwise the longest series.
     """
-    found = [(history, each.samples) for each in runs for history in each.histories]
+    found = [(history, each.samples(history)) for each in runs for history in each.histories]
     histories = [history for history, _ in found]
     _name_runs(histories)
     rows, notes = [], []
     for history, samples in found:
-        points = measured_points([history])
+        points = measured_points(history)
         rows += [Row(history, point, samples) for point in points]
         if not points and history.last_start.mode != "profile":
             notes.append(f"{history.name}: no iterations of known energy at default clocks or under a plan.")

@@ -51,25 +51,36 @@ class MeasuredPoint(NamedTuple):
     iterations: int
 
 
-def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list[MeasuredPoint]:
-    """Return, for each run, a point at default clocks and one for each plan, if they were measured.
+def points_of_one_pipeline(found: Sources) -> list[MeasuredPoint]:
+    """Return the points of all runs with the energies of one pipeline with one GPU per rank, as plans have.
 
-    Energies are those of one of the given number of pipelines.
+    Runs with an unknown number of GPUs have no points.
     """
     points = []
-    for history in histories:
-        run = f", run '{history.name}'" if len(histories) > 1 else ""
-        default = history.measures.baseline()
-        found: list[tuple[int | None, Typical]] = []
-        # A run that only profiles has no iterations at default clocks except its warm-up.
-        if default is not None and default.is_measured and history.last_start.mode != "profile":
-            found.append((None, default.typical))
-        plans = sorted(history.measures.typical_of_plans().items(), key=lambda item: -item[1].iterations)
-        for plan, typical in [*found, *sorted(plans[:_MOST_PLANS_DRAWN])]:
-            if typical.energy_j is not None:
-                label = ("default clocks" if plan is None else f"plan {plan}") + run
-                energy_j = typical.energy_j / pipelines
-                points.append(MeasuredPoint(label, plan, typical.time_s, energy_j, typical.iterations))
+    for history in found.histories:
+        gpus_per_rank = found.gpus_per_rank(history)
+        if gpus_per_rank is not None:
+            run = f", run '{history.name}'" if len(found.histories) > 1 else ""
+            points += [
+                point._replace(label=point.label + run, energy_j=point.energy_j / gpus_per_rank)
+                for point in measured_points(history)
+            ]
+    return points
+
+
+def measured_points(history: History) -> list[MeasuredPoint]:
+    """Return a point at default clocks and one for each plan, if they were measured, with energies of all GPUs."""
+    series: list[tuple[int | None, Typical]] = []
+    default = history.measures.baseline()
+    # A run that only profiles has no iterations at default clocks except its warm-up.
+    if default is not None and default.is_measured and history.last_start.mode != "profile":
+        series.append((None, default.typical))
+    plans = sorted(history.measures.typical_of_plans().items(), key=lambda item: -item[1].iterations)
+    points = []
+    for plan, typical in [*series, *sorted(plans[:_MOST_PLANS_DRAWN])]:
+        if typical.energy_j is not None:
+            label = "default clocks" if plan is None else f"plan {plan}"
+            points.append(MeasuredPoint(label, plan, typical.time_s, typical.energy_j, typical.iterations))
     return points
 
 

@@ -38,6 +38,13 @@ from perseus_ds.units import duration, joules, number, percent, plain, printable
 _PERIOD_S = 1.0
 
 
+class Screen(Console):
+    """A console that raises a BrokenPipeError if its reader has gone, instead of ending the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class JobFollower:
     """Follows the job that writes to a folder.
 

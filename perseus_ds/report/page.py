@@ -37,10 +37,9 @@ from perseus_ds.report.figures import (
     trend_figure,
     variable,
 )
-from perseus_ds.report.jobs import Factors, ReportedJob, main_job, measured_points
+from perseus_ds.report.jobs import Factors, ReportedJob, main_job, points_of_one_pipeline
 from perseus_ds.report.sources import History, Sources, label
 from perseus_ds.report.timeline import KINDS, measured_timeline, pipeline_data, timeline_data
-from perseus_ds.server.progress import Tally
 from perseus_ds.units import duration, gpu_time, grams, joules, money, number, percent, watt_hours, watts
 
 _FILTERS = ("number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_time", "money")
@@ -90,7 +89,7 @@ def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any
         data["plans"] = [[p.time_s, p.energy_j, p.lower_bound_j, p.clock_changes] for p in frontier.plans]
         data["baseline"] = [frontier.baseline.time_s, frontier.baseline.energy_j]
         name = "plan 0, the fastest" if found.plan_used is None else f"plan {in_use}, in use"
-        measured = measured_points(found.histories, pipelines=found.pipelines)
+        measured = points_of_one_pipeline(found)
         traces = frontier_traces(frontier, in_use=in_use, in_use_label=name, measured=measured)
         figures["frontier"] = frontier_figure(frontier, traces, in_use)
         if found.dag is not None and found.profile is not None:
@@ -107,7 +106,9 @@ def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any
 
 def _measured_data(history: History, iteration: MeasuredIteration, found: Sources) -> dict[str, Any]:
     energies_j = [s.energy_j for s in history.steps if s.iteration == iteration.iteration]
-    energy_j = energies_j[-1] / found.pipelines if energies_j and energies_j[-1] is not None else math.nan
+    energy_j = energies_j[-1] if energies_j else None
+    gpus_per_rank = found.gpus_per_rank(history)
+    energy_j = math.nan if energy_j is None or gpus_per_rank is None else energy_j / gpus_per_rank
     drawn = timeline_data(measured_timeline(iteration, energy_j=energy_j))
     return {"label": label(history, iteration), "plan": iteration.plan, **drawn}
 
@@ -126,7 +127,7 @@ def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Til
     if found.frontier is not None:
         shown.append(_plan(found.frontier, found.plan_used, job))
     if job is not None:
-        shown += _run(job.history.total, found, factors)
+        shown += _run(job.history, found, factors)
         shown += _power(job.history)
     return shown
 
@@ -166,11 +167,12 @@ def _saved(job: ReportedJob, found: Sources, factors: Factors) -> Iterator[Tile]
         f"{grams(factors.carbon_g(total.saved_j))} CO₂e, {money(factors.price(total.saved_j), factors.currency)}; "
         f"all {total.iterations} iterations, profiling counted, PUE {number(factors.pue, 3)}{job.doubt}",
     )  # fmt: skip
-    if found.gpus is not None:
-        gained_s = total.gained_s * found.gpus
+    gpus = found.gpus(job.history)
+    if gpus is not None:
+        gained_s = total.gained_s * gpus
         yield Tile(
             f"GPU time {'gained' if gained_s >= 0 else 'lost'}", gpu_time(abs(gained_s)),
-            f"{percent(total.slowdown)} time on {found.gpus} GPUs, all iterations{job.doubt}",
+            f"{percent(total.slowdown)} time on {gpus} GPUs, all iterations{job.doubt}",
         )  # fmt: skip
 
 
@@ -205,10 +207,11 @@ def _power(history: History) -> Iterator[Tile]:
         )  # fmt: skip
 
 
-def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
+def _run(history: History, found: Sources, factors: Factors) -> Iterator[Tile]:
+    total, gpus, samples = history.total, found.gpus(history), found.samples(history)
     parts = [f"{total.iterations} iterations in {duration(total.time_s)}"]
-    if found.gpus is not None:
-        parts.append(gpu_time(total.time_s * found.gpus))
+    if gpus is not None:
+        parts.append(gpu_time(total.time_s * gpus))
     if total.time_s and not total.without_energy:
         parts.append(f"{watts(total.energy_j / total.time_s)} on average")
     if total.without_energy:
@@ -217,9 +220,9 @@ def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
     parts.append(money(factors.price(total.energy_j), factors.currency))
     yield Tile("The whole run", watt_hours(total.energy_j * factors.pue), ", ".join(parts))
     known = total.iterations - total.without_energy
-    if found.samples is not None and known:
-        per_sample_j, tokens = total.energy_j / (known * found.samples), factors.tokens_per_sample
-        note = f"{found.samples} samples an iteration, GPUs only"
+    if samples is not None and known:
+        per_sample_j, tokens = total.energy_j / (known * samples), factors.tokens_per_sample
+        note = f"{samples} samples an iteration, GPUs only"
         per_token = f"; {number(per_sample_j / tokens)} J a token of {tokens}" if tokens else ""
         yield Tile("Energy of a sample", joules(per_sample_j), note + per_token)
 

@@ -74,6 +74,7 @@ class History(JobProgress):
         self._by_rank_j: list[float] = []
         self._by_rank_s = self._since_s = 0.0
         self._sizes: set[int] = set()
+        self._pipeline_counts: set[int] = set()
 
     def add(self, record: Record) -> bool:
         counts = super().add(record)
@@ -95,10 +96,22 @@ class History(JobProgress):
         )
         if record.energy_j is not None:
             self._since_s += record.time_s
+        if record.energy_by_pipeline_j is not None:
+            self._pipeline_counts.add(len(record.energy_by_pipeline_j))
         if record.energy_by_rank_j is not None:
             self._by_rank_s, self._since_s = self._by_rank_s + self._since_s, 0.0
             self._sizes.add(len(record.energy_by_rank_j))
             self._by_rank_j = sums_by_part(self._by_rank_j, record.energy_by_rank_j)
+
+    @property
+    def gpus(self) -> int | None:
+        """Number of GPUs of the job, or None if its records do not contain it."""
+        return next(iter(self._sizes)) if len(self._sizes) == 1 else None
+
+    @property
+    def pipelines(self) -> int | None:
+        """Number of data-parallel pipelines, or None if the records do not contain it."""
+        return next(iter(self._pipeline_counts)) if len(self._pipeline_counts) == 1 else None
 
     @property
     def by_rank(self) -> list[tuple[float, float]]:
@@ -183,24 +196,32 @@ class Sources:
     def _info(self) -> ProfileInfo:
         return self.profile.info if self.profile else ProfileInfo()
 
-    @property
-    def pipelines(self) -> int:
-        """Number of GPUs per pipeline rank, by which a job's energies exceed those of one pipeline."""
-        return (self._info.data_parallel or 1) * (self._info.tensor_parallel or 1)
+    # A job under plans may have more pipelines than the job whose profile they are based on.
 
-    @property
-    def gpus(self) -> int | None:
-        """Number of GPUs of the job, if the profile contains it."""
-        ranks = self._info.pipeline_ranks
-        return None if ranks is None else ranks * self.pipelines
+    def gpus_per_rank(self, history: History) -> float | None:
+        """Return the number of GPUs per pipeline rank, by which a job's energies exceed those of one pipeline.
 
-    @property
-    def samples(self) -> int | None:
-        """Number of samples per iteration, if the profile contains it."""
+        None if neither the job's records nor the profile contain it.
+        """
+        if history.gpus is not None and self.frontier is not None:
+            return history.gpus / len(self.frontier.instructions)
+        info = self._info
+        pipelines = history.pipelines or info.data_parallel
+        return None if pipelines is None else pipelines * (info.tensor_parallel or 1)
+
+    def gpus(self, history: History) -> int | None:
+        """Return the number of GPUs of a job, or None if neither its records nor the profile contain it."""
+        if history.gpus is not None:
+            return history.gpus
+        ranks, per_rank = self._info.pipeline_ranks, self.gpus_per_rank(history)
+        return None if ranks is None or per_rank is None else round(ranks * per_rank)
+
+    def samples(self, history: History) -> int | None:
+        """Return the number of samples per iteration of a job, or None if it is unknown."""
         info = self._info
         if info.micro_batches is None or info.micro_batch_size is None:
             return None
-        return info.micro_batches * info.micro_batch_size * (info.data_parallel or 1)
+        return info.micro_batches * info.micro_batch_size * (history.pipelines or info.data_parallel or 1)
 
 
 def label(history: History, iteration: MeasuredIteration) -> str:

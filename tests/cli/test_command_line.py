@@ -98,6 +98,23 @@ def test_wrong_arguments_are_an_error_that_says_what_to_write(run, words, messag
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("No module", name="transformers"), "doctor: this command needs the package transformers"),
+        (ZeroDivisionError("a fault of Perseus"), "ZeroDivisionError: a fault of Perseus"),
+    ],
+)
+def test_an_unexpected_error_is_not_the_answer_no(run, monkeypatch, error, message):
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr("perseus_ds.cli.machine.Doctor.execute", fail)
+    code, out, err = run("doctor")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_text_that_cannot_be_printed_is_an_error_in_words():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "perseus_ds", "help", "optimize"]

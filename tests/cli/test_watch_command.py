@@ -231,11 +231,12 @@ def test_records_control_no_terminal():
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path):
+@pytest.mark.parametrize("options", [["--once"], ["--once", "--json"]])
+def test_a_reader_that_leaves_is_no_error(tmp_path, options):
     write(tmp_path, auto_job())
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "perseus_ds", "watch", str(tmp_path), "--once", "--json"]
+    command = [sys.executable, "-m", "perseus_ds", "watch", str(tmp_path), *options]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")

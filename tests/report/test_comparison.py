@@ -114,11 +114,11 @@ def test_the_command_prints_a_table_and_writes_the_page(runs, capsys):
     assert "Simulated GPUs: no energy was really used or saved" in page
 
 
-def test_points_are_typical_iterations_per_pipeline_at_default_clocks_and_of_each_plan(tmp_path):
+def test_points_are_typical_iterations_at_default_clocks_and_of_each_plan(tmp_path):
     observed = [record(n, "observe", t, 100 * t) for n, t in enumerate((99.0, 1.0, 2.0, 2.5, 9.0), start=1)]
     ran = [record(n, "run", 3.0, 300.0, plan=7) for n in (1, 2)]
     write_log(tmp_path, [start("observe"), *observed, start("run"), record(1, "calibrate", 50.0, 50.0), *ran])
-    assert measured_points([read_history(tmp_path)], pipelines=2) == [
-        MeasuredPoint("default clocks", None, 2.0, 100.0, 4),  # one with a stall
-        MeasuredPoint("plan 7", 7, 3.0, 150.0, 1),
+    assert measured_points(read_history(tmp_path)) == [
+        MeasuredPoint("default clocks", None, 2.0, 200.0, 4),  # one with a stall
+        MeasuredPoint("plan 7", 7, 3.0, 300.0, 1),
     ]

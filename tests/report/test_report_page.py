@@ -8,13 +8,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from run_folders import record, write_auto_run, write_log
+from run_folders import RANKS, record, write_auto_run, write_log
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Event, PlanChosen, to_line
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
-from perseus_ds.report.jobs import jobs_of
+from perseus_ds.report.jobs import jobs_of, points_of_one_pipeline
 from perseus_ds.report.sources import find_sources, read_history
 
 
@@ -76,6 +76,31 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, job, 
         assert f"rank {slowest}, the slowest" in words
         for rank, waits in enumerate(iteration.waits):
             assert re.search(rf"rank {rank}(, the slowest)?\s+{100 * waits:.1f} %", words)
+
+
+@pytest.mark.parametrize("profiled_pipelines", [None, 1])
+def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(tmp_path, job, profiled_pipelines):
+    """The profile may be missing, or be that of another job with fewer pipelines."""
+    folder, pipelines, default = tmp_path / "run", 8, job.frontier.baseline
+    by_gpu = {
+        "energy_by_pipeline_j": [default.energy_j] * pipelines,
+        "energy_by_rank_j": [default.energy_j / RANKS] * (RANKS * pipelines),
+    }
+    ran = [record(n, "observe", default.time_s, pipelines * default.energy_j) | by_gpu for n in range(1, 8)]
+    job.frontier.save(folder)
+    if profiled_pipelines is not None:
+        job.profile.save(folder / "profile.csv")
+    write_log(folder, [start("ours", "observe"), *ran])
+    found = find_sources(folder)
+    (point,) = points_of_one_pipeline(found)
+    assert (point.time_s, point.energy_j) == pytest.approx((default.time_s, default.energy_j))
+    assert found.gpus(found.histories[0]) == RANKS * pipelines
+
+
+def test_a_job_with_an_unknown_number_of_gpus_is_not_drawn_beside_plans(tmp_path, job):
+    job.frontier.save(tmp_path)
+    write_log(tmp_path, [start("ours", "observe"), *(record(n, "observe", 1.0, 5000.0) for n in range(1, 8))])
+    assert points_of_one_pipeline(find_sources(tmp_path)) == []
 
 
 def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):

@@ -40,6 +40,7 @@ def make_job() -> Job:
         simulated=True,
         gpu="simulated A100-SXM",
         micro_batches=MICRO_BATCHES,
+        data_parallel=1,
         blocking_power_w=80.0,
         transfers=transfers,
         layout=Layout(engine="megatron", stages=[[Part(kind=kind) for kind in kinds] for kinds in PARTS]),
@@ -48,20 +49,20 @@ def make_job() -> Job:
     return Job(profile, optimize(schedule, profile, plans=PLANS, certificates=True), Dag.build(schedule))
 
 
-def write_auto_run(folder: Path, job: Job, *, is_compared: bool = False) -> None:
+def write_auto_run(folder: Path, job: Job, *, is_compared: bool = False, number: int = 2) -> None:
     """Write the output of ``auto`` mode: profile, frontier, records and timelines in one folder."""
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
-    default, plan = job.frontier.baseline, job.frontier.plans[2]
+    default, plan = job.frontier.baseline, job.frontier.plans[number]
     records = [{"event": "start", "time": 1.0, "mode": "auto", "gpu": "simulated A100-SXM"}]
     records += [record(1, "calibrate", 9.0, 9.0)]
     records += [record(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
     records += [record(n, "profile", default.time_s * 1.1, default.energy_j) for n in (5, 6)]
-    records += [{"event": "plan", "plan": 2}]
+    records += [{"event": "plan", "plan": number}]
     compared = compared_with(default.time_s, default.energy_j, predicted_time_s=plan.time_s) if is_compared else {}
-    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2) | compared for n in (7, 8, 9)]
+    records += [record(n, "run", plan.time_s, plan.energy_j, plan=number) | compared for n in (7, 8, 9)]
     write_log(folder, records)
-    kept = [measured(job, plan, 8, 2), measured(job, default, 3, None)]
+    kept = [measured(job, plan, 8, number), measured(job, default, 3, None)]
     file = TimelineFile(simulated=True, gpu="simulated A100-SXM", job=job.profile.info, iterations=kept)
     (folder / "timeline.json").write_text(file.model_dump_json(exclude_none=True))
 
