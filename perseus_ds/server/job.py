@@ -189,6 +189,21 @@ class Job:
             settings=self.info.settings,
         )
 
+    def owner(self) -> dict[str, str]:
+        """Return the key by which an output folder belongs to this job, and a description.
+
+        The key depends on model, schedule and GPU. It does not depend on figures that may change at a later start, such
+        as versions and the numbers of pipelines and micro-batches.
+        """
+        schedule, info = self.schedule, self.info
+        fingerprints = [self.facts[rank].fingerprint for rank in self.shown]
+        content = [info.model, fingerprints, schedule.name, schedule.num_stages, info.gpu]
+        model, name = info.model or "a model", schedule.name.rpartition(":")[2]
+        return {
+            "key": _hash(content),
+            "description": f"{model}, {name} with {schedule.num_stages} stages, {info.gpu}",
+        }
+
     def profile_key(self) -> str:
         """Return a key of its profile that depends on iterations, GPU settings and measurement."""
         settings = [json.loads(facts.settings) if facts.settings else None for facts in self.facts]
@@ -200,7 +215,7 @@ class Job:
         info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
         fingerprints = [facts.fingerprint + self.fingerprint for facts in self.facts]
         content = [info, fingerprints, {**settings, "simulated": simulated}]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+        return _hash(content)
 
     # Measurements before training.
 
@@ -232,6 +247,10 @@ class Job:
 
     def _slowest(self, of: Callable[[Measured], float]) -> float:
         return max((of(state.measured) for state in self.states if state.measured is not None), default=0.0)
+
+
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:

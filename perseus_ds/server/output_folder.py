@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from perseus_ds.artifacts.io import write_atomically
-from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError
 from perseus_ds.protocol import places
+from perseus_ds.server.job import Job
 
 LOCK_FILE, STATE_FILE = "job.lock", "state.json"
 _MOST_FOLDERS = 100
@@ -54,27 +54,49 @@ class FolderLock:
             os.close(file)
 
 
-def own_folder(config: PerseusConfig, lock: FolderLock, former: str = "") -> tuple[str, str]:
+def own_folder(job: Job, lock: FolderLock, former: str = "") -> tuple[str, str]:
     """Lock and return an output folder, and a warning if it is not the one of the config.
 
-    A server that replaces another one prefers its ``former`` folder.
+    A folder belongs to the job that has written to it, also after its end, and no other job replaces its files. A
+    server that replaces another one prefers its ``former`` folder.
 
     Raises:
-        ConfigError: Another job holds the folder, and this job must not use a different one.
+        ConfigError: The folder is another job's, and this job must not use a different one.
     """
     if former and lock.acquire(Path(former)) is None:
         return former, ""
-    owner = lock.acquire(Path(config.output_dir))
-    if owner is None:
+    config = job.config
+    taken = _take(config.output_dir, job, lock)
+    if not taken:
         return config.output_dir, ""
-    taken = f'"output_dir": {json.dumps(config.output_dir)} is the folder of a job that is running ({owner})'
     if config.needs_gpu:
-        raise ConfigError(f"{taken}. Give this job another one, or end the other job.")
+        raise ConfigError(f"{taken}. Give this job another one.")
     for number in range(2, _MOST_FOLDERS):
         other = f"{config.output_dir.rstrip('/')}-{number}"
-        if lock.acquire(Path(other)) is None:
+        if not _take(other, job, lock):
             return other, f'{taken}. This job writes to {other}. With "required": true this is an error.'
     raise ConfigError(f"{taken}, and so are {_MOST_FOLDERS - 2} others of this name. Give this job another one.")
+
+
+def _take(folder: str, job: Job, lock: FolderLock) -> str:
+    """Lock a folder for a job. Return an empty text on success, otherwise the reason why it is not available."""
+    holder = lock.acquire(Path(folder))
+    if holder is not None:
+        return f'"output_dir": {json.dumps(folder)} is the folder of a job that is running ({holder})'
+    owner = _owner(Path(folder))
+    if owner is None or owner["key"] == job.owner()["key"]:
+        return ""
+    lock.release()
+    description = owner["description"]
+    return f'"output_dir": {json.dumps(folder)} is the folder of another job ({description})'
+
+
+def _owner(folder: Path) -> dict[str, str] | None:
+    """Return the owner of a folder from the state that its last server has saved. None if it is unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        owner = json.loads((folder / STATE_FILE).read_text())["owner"]
+        return {"key": owner["key"], "description": owner["description"]}
+    return None
 
 
 class StateFile:

@@ -231,6 +231,7 @@ class JobServer:
         """Return the state to keep for a later start of the job, as plain values."""
         progress = self._kinds.progress()
         return {
+            "owner": self.job.owner(),
             "job": self.job.started().job,
             "iteration": self._completed,
             "first_order": self._kinds.first_key,
@@ -499,7 +500,7 @@ class ServerProcess:
         job = Job.of(description)
         folder = FolderLock()
         self._parts.callback(folder.release)
-        output_dir, warning = own_folder(job.config, folder, request.output_dir)
+        output_dir, warning = own_folder(job, folder, request.output_dir)
         self._state = StateFile(Path(output_dir))
         self._parts.callback(self._state.close)
         state, problem = self._state.read()

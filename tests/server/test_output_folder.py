@@ -4,12 +4,15 @@ import errno
 import subprocess
 import sys
 
+import msgspec
 import pytest
-from job_descriptions import request
+from job_descriptions import described, request
+from pipelines import GPipe, one_f_one_b
 
-from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
-from perseus_ds.protocol.job_messages import Say
+from perseus_ds.pipeline.commands import read_schedule
+from perseus_ds.protocol.job_messages import Say, encode
+from perseus_ds.server.job import Job
 from perseus_ds.server.output_folder import FolderLock, own_folder
 from perseus_ds.server.server import ServerProcess
 
@@ -59,9 +62,53 @@ def test_a_job_whose_folder_another_one_has_writes_beside_it_and_says_so(other_j
 @pytest.mark.parametrize("block", [{"mode": "profile"}, {"mode": "auto", "required": True}])
 def test_it_is_an_error_at_the_start_of_a_job_that_needs_its_folder(other_job, tmp_path, block):
     other = other_job(tmp_path / "perseus")
-    config = parse_block({"output_dir": str(tmp_path / "perseus"), **block})
+    job = Job.of(described(output_dir=str(tmp_path / "perseus"), **block))
     with pytest.raises(ConfigError, match=f"a job that is running \\(process {other.pid} on .*another one"):
-        own_folder(config, FolderLock())
+        own_folder(job, FolderLock())
+
+
+OURS, THEIRS = [{"fingerprint": "ours", "models": ("GPT",)}] * 2, [{"fingerprint": "theirs", "models": ("BERT",)}] * 2
+
+
+def start_and_end(folder, description):
+    """Run the server of a job without iterations, and return its output folder and its warnings."""
+    made = request(folder)
+    process = ServerProcess(msgspec.structs.replace(made, description=encode(description)))
+    process.server.start()
+    process._state.save_last(process._kept())
+    process.server.recorder.close()
+    process.close()
+    said = [message.text for _, message in process._outbox if isinstance(message, Say) and message.warns]
+    return process.server.job.output_dir, " ".join(said)
+
+
+def test_a_folder_belongs_to_one_job_also_after_its_end(monkeypatch, tmp_path):
+    """Later starts of each job find their own folders, also with other numbers of pipelines and micro-batches."""
+    monkeypatch.chdir(tmp_path)  # restores the folder, because a server changes to that of rank 0
+    folder = tmp_path / "perseus"
+    block = {"mode": "observe", "output_dir": str(folder)}
+    more = described(one_f_one_b(ranks=2, micro_batches=8), pipelines=2, of_ranks=2 * OURS, **block)
+    for description, number in (
+        (described(of_ranks=OURS, **block), ""),
+        (described(of_ranks=THEIRS, **block), "-2"),
+        (more, ""),
+        (described(of_ranks=THEIRS, **block), "-2"),
+        (described(read_schedule(GPipe, ranks=2, micro_batches=2), of_ranks=OURS, **block), "-3"),
+    ):
+        used, warnings = start_and_end(folder, description)
+        assert str(used) == f"{folder}{number}"
+        assert ("is the folder of another job (GPT, " in warnings) == bool(number)
+        assert (f"This job writes to {used}." in warnings) == bool(number)
+
+
+@pytest.mark.parametrize("block", [{"mode": "profile"}, {"mode": "auto", "required": True}])
+def test_a_job_that_needs_its_folder_does_not_replace_the_files_of_another_job(tmp_path, monkeypatch, block):
+    monkeypatch.chdir(tmp_path)
+    folder = str(tmp_path / "perseus")
+    start_and_end(folder, described(of_ranks=OURS, mode="observe", output_dir=folder))
+    job = Job.of(described(of_ranks=THEIRS, output_dir=folder, **block))
+    with pytest.raises(ConfigError, match=r"is the folder of another job \(GPT, Train.*another one"):
+        own_folder(job, FolderLock())
 
 
 def test_a_folder_is_another_jobs_if_its_file_system_answers_eacces(tmp_path, monkeypatch):
