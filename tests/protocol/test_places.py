@@ -55,7 +55,8 @@ def test_modules_in_the_working_folder_do_not_replace_those_of_agent_and_server(
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "some_agent.py").write_text("import argparse\ndef main(): print('runs')")
-    path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
+    # An empty entry would be this working folder by its full path, which for agent and server is "/".
+    path = os.pathsep.join(filter(None, [str(modules), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", places.main_of("some_agent")]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
