@@ -581,29 +581,37 @@ def read_records(path: Path) -> Iterator[Record]:
         ConfigError: If the file is missing, no line is a record, or there are too many records.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    skipped: list[tuple[int, bytes]] = []
-    number = records = events = event_bytes = 0
+    records = events = event_bytes = 0
+    first_skipped: tuple[int, bytes] | None = None
+    skipped = 0  # lines that are followed by another one
+    is_skipped = False
     with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_RECORD_LINE_BYTES), b""), start=1):
+            skipped += is_skipped
+            record: Record | None = None
             try:
                 record = from_line(line)
             except ValueError:
-                skipped.append((number, line[:80]))
-                continue
-            records += 1
+                first_skipped = first_skipped or (number, line[:80])
+            is_skipped = record is None
             if isinstance(record, Event):
                 events, event_bytes = events + 1, event_bytes + len(line)
-            if records > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
+            if number > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
                 raise ConfigError(
                     f"{path}, line {number}: at most {MOST_RECORDS} records are read, of which {MOST_EVENTS} with "
                     f"{MOST_EVENT_BYTES} bytes may be events. Give each job its own output_dir."
                 )
-            yield record
-    if skipped and not records:
-        raise ConfigError(f"{path}, line 1: not a record of an iteration: {skipped[0][1]!r}.")
-    inner = [(line_number, line) for line_number, line in skipped if line_number < number]
-    if inner:
-        logger.warning("%s: %d lines are not records and are skipped, such as line %d: %r", path, len(inner), *inner[0])
+            if record is not None:
+                records += 1
+                yield record
+    if first_skipped is None:
+        return
+    if not records:
+        raise ConfigError(f"{path}, line 1: not a record of an iteration: {first_skipped[1]!r}.")
+    if skipped:
+        logger.warning(
+            "%s: %d lines are not records and are skipped, such as line %d: %r", path, skipped, *first_skipped
+        )
 
 
 _HEAD_BYTES = 256

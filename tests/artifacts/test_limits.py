@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+import tracemalloc
 
 import pytest
 from pipelines import one_f_one_b, synthetic_profile
@@ -101,6 +102,21 @@ def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, most, line):
     assert len([*read_records(tmp_path)]) == 3
     (tmp_path / "run.jsonl").write_text(4 * line)
     with pytest.raises(ConfigError, match=r"run\.jsonl, line 4: at most "):
+        list(read_records(tmp_path))
+
+
+def test_lines_that_are_no_records_count_too_and_are_not_kept(tmp_path, monkeypatch):
+    """Otherwise, a damaged file could fill the memory of the process that reads it."""
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"event": "x"}\n' + 100_000 * "\n")
+    tracemalloc.start()
+    try:
+        assert len([*read_records(tmp_path)]) == 1
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORDS", 1000)
+    with pytest.raises(ConfigError, match=r"run\.jsonl, line 1001: at most "):
         list(read_records(tmp_path))
 
 
