@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from perseus_ds.artifacts.layout import Layout, Part
@@ -189,8 +190,9 @@ class Job:
             settings=self.info.settings,
         )
 
+    @cached_property
     def owner(self) -> dict[str, str]:
-        """Return the key by which an output folder belongs to this job, and a description.
+        """The key by which an output folder belongs to this job, and a description.
 
         The key depends on model, schedule and GPU. It does not depend on figures that may change at a later start, such
         as versions and the numbers of pipelines and micro-batches.

@@ -84,7 +84,7 @@ def _take(folder: str, job: Job, lock: FolderLock) -> str:
     if holder is not None:
         return f'"output_dir": {json.dumps(folder)} is the folder of a job that is running ({holder})'
     owner = _owner(Path(folder))
-    if owner is None or owner["key"] == job.owner()["key"]:
+    if owner is None or owner["key"] == job.owner["key"]:
         return ""
     lock.release()
     description = owner["description"]

@@ -231,7 +231,7 @@ class JobServer:
         """Return the state to keep for a later start of the job, as plain values."""
         progress = self._kinds.progress()
         return {
-            "owner": self.job.owner(),
+            "owner": self.job.owner,
             "job": self.job.started().job,
             "iteration": self._completed,
             "first_order": self._kinds.first_key,
