@@ -75,6 +75,7 @@ def table(frontier: Frontier, measured: Measured) -> tuple[str, bool]:
             f"     {predicted.energy_j:12.1f} {typical.energy_j:9.1f} {plain(percent(error_e)):>7}"
         )
     saving, slowdown = measured.saved or 0.0, measured.slowdown
+    saves_enough = saving >= PROMISED_SAVING
     lines += [
         "",
         f"  Energy saved: {saving:.1%} (measured), at {slowdown:+.1%} iteration time. All GPUs are SIMULATED A100s.",
@@ -82,14 +83,14 @@ def table(frontier: Frontier, measured: Measured) -> tuple[str, bool]:
         "  Energies are of all four GPUs.",
     ]
     checks = {
-        f"saves at least {PROMISED_SAVING:.0%}": saving >= PROMISED_SAVING,
+        f"saves at least {PROMISED_SAVING:.0%}": saves_enough,
         f"iterations at most {ALLOWED_SLOWDOWN:.0%} longer": slowdown <= ALLOWED_SLOWDOWN,
         f"predictions within {ALLOWED_ERROR:.0%}": max(errors) <= ALLOWED_ERROR,
     }
     lines += ["", *(f"  [{'ok' if good else 'NOT MET'}] {what}" for what, good in checks.items())]
     if not all(checks.values()):
         lines.append("  Passes are computed for real, so other work on this machine changes their times. Run it again.")
-    return "\n".join(lines), next(iter(checks.values()))  # times depend on other work, so they are only shown
+    return "\n".join(lines), saves_enough  # times depend on other work on the machine, so they are only shown
 
 
 def main() -> int:
@@ -123,12 +124,12 @@ def main() -> int:
     run("6. Report", [perseus_ds, "report", str(OUT)], OUT / "report.log")
     job = main_job(jobs_of(find_sources(OUT)))
     assert job is not None
-    text, is_met = table(Frontier.load(frontier_dir), job.plans[0])
+    text, saves_enough = table(Frontier.load(frontier_dir), job.plans[0])
     print(f"\n{text}\n")
     print(f"  Report:    {OUT}/report.html (open it in a browser)")
     print(f"  Pictures:  {OUT}/frontier.png, {OUT}/timeline.png")
     print(f"  Profile:   {profile}\n  Frontier:  {frontier_dir}/frontier.csv\n  Iterations: {OUT}/plan/run.jsonl")
-    return 0 if is_met else 1
+    return 0 if saves_enough else 1
 
 
 if __name__ == "__main__":

@@ -9,17 +9,18 @@ from perseus_ds.protocol.job_messages import RankReport
 class ReportedJob(VirtualJob):
     """A job that keeps the time between iterations that its rank reports [s]."""
 
+    def __init__(self, *arguments, **block):
+        self.stopped_s = []
+        super().__init__(*arguments, **block)
+
     def _to_server(self, rank, message):
         if isinstance(message, RankReport):
             self.stopped_s.append(message.report.stopped_s)
         super()._to_server(rank, message)
 
-    stopped_s = None
-
 
 @pytest.fixture(params=[False, True], ids=["host", "cuda"])
 def job(request, tmp_path):
-    ReportedJob.stopped_s = []
     job = ReportedJob(tmp_path, mode="observe", cuda=request.param)
     yield job
     job.close()

@@ -19,8 +19,6 @@ def test_all_operations_and_their_inputs_are_reported_also_while_nothing_is_time
     runtime = SimpleNamespace(
         iteration=lambda *_: nullcontext(),
         operation=operation,
-        follows_operations=False,
-        follows_transfers=False,
         close=lambda: None,
     )
     session = Session(SimpleNamespace(read=None), parse_block({}))
