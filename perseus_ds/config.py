@@ -43,7 +43,9 @@ class ServerConfig(StrictModel):
     """Address of the job's server on rank 0's node."""
 
     host: str | None = Field(
-        None, min_length=1, description="Name or address by which other nodes reach it; MASTER_ADDR by default."
+        None,
+        min_length=1,
+        description="Name or address by which other nodes reach it; MASTER_ADDR or the host of init_method by default.",
     )
     port: int | None = Field(None, ge=1, le=65535, description="TCP port; any free one by default.")
 

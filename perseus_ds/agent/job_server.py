@@ -52,6 +52,7 @@ class Uplink:
         for option, value in (
             (zmq.LINGER, 1000),
             (zmq.RECONNECT_IVL, 100),
+            (zmq.IPV6, places.is_ipv6(server.address)),
             (zmq.CURVE_SERVERKEY, server.server_key),
             (zmq.CURVE_PUBLICKEY, server.public_key),
             (zmq.CURVE_SECRETKEY, server.secret_key),

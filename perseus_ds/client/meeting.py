@@ -145,7 +145,9 @@ def meet(
     store.set(f"{key}/{rank}", content)
     if rank == 0:
         try:
-            answer = _start_server(config, [_awaited(store, f"{key}/{each}") for each in range(ranks)], check, opened)
+            answer = _start_server(
+                config, [_awaited(store, f"{key}/{each}") for each in range(ranks)], check, opened, host_of(store)
+            )
         except PerseusError as error:
             answer = ServerStarted(kind=type(error).__name__, error=str(error))
         except Exception as error:
@@ -232,7 +234,7 @@ def _timeout_s(store: Any) -> float:
 
 
 def _start_server(
-    config: PerseusConfig, contents: list[bytes], check: Callable[[Schedule], object], opened: Opened
+    config: PerseusConfig, contents: list[bytes], check: Callable[[Schedule], object], opened: Opened, host: str
 ) -> ServerStarted:
     """Have rank 0's agent start the server if no rank has an error, and return the answer for all ranks."""
     for content in contents:
@@ -245,8 +247,17 @@ def _start_server(
     check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
     content = msg.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
     assert opened.clocks is not None
-    host = config.server.host or os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    return opened.clocks.start_server(host, config.server.port or 0, content)
+    return opened.clocks.start_server(config.server.host or host, config.server.port or 0, content)
+
+
+def host_of(store: Any) -> str:
+    """Return the name or address at which ranks reach rank 0's node.
+
+    Jobs that begin with ``init_method="tcp://host:port"`` have it only in their store.
+    """
+    while hasattr(store, "underlying_store"):  # a prefix of keys
+        store = store.underlying_store
+    return os.environ.get("MASTER_ADDR") or str(getattr(store, "host", "127.0.0.1"))
 
 
 def load_of(gpu: KnownGpu | None, device: torch.device) -> Callable[[float], None]:

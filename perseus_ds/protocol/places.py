@@ -75,6 +75,14 @@ def main_of(module: str) -> str:
     )
 
 
+def is_ipv6(address: str) -> bool:
+    """Return True if an address such as ``tcp://[::1]:4711`` contains one of IPv6.
+
+    Names are looked up as IPv4: of both, ZeroMQ would use only the one of IPv6, which often cannot be reached.
+    """
+    return "[" in address
+
+
 def cgroups() -> str:
     """Return a text that identifies the control groups of this process, which determine its GPUs."""
     try:

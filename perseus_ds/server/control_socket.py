@@ -29,7 +29,7 @@ import zmq
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.policy.policies import AnyOrder, parse_order
-from perseus_ds.protocol.places import boot_id
+from perseus_ds.protocol.places import boot_id, is_ipv6
 
 ADDRESS_FILE, KEY_FILE = "control.json", "control.key"
 CONTROL = b"control"
@@ -179,6 +179,7 @@ def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
         ) from None
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
         connection.setsockopt(zmq.LINGER, 0)
+        connection.setsockopt(zmq.IPV6, is_ipv6(remote.address))
         connection.curve_serverkey = remote.server_key.encode()
         connection.curve_publickey, connection.curve_secretkey = remote.public_key.encode(), remote.secret_key.encode()
         connection.connect(remote.address)

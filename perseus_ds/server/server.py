@@ -535,10 +535,10 @@ class ServerProcess:
         listener.curve_server = True
         listener.curve_publickey = self._request.server_key
         listener.curve_secretkey = self._request.server_secret
-        is_local = self._request.host in ("localhost", "127.0.0.1", "::1")
+        own = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "[::1]"}.get(self._request.host, "*")
         port = self._request.port or "*"
         try:
-            listener.bind(f"tcp://127.0.0.1:{port}" if is_local else f"tcp://*:{port}")
+            listener.bind(f"tcp://{own}:{port}")
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"perseus.server: port {port} of {socket.gethostname()} cannot be used ({error}). Choose "

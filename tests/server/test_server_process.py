@@ -98,6 +98,20 @@ def test_agents_of_other_jobs_and_users_are_not_heard(process, connect):
     assert process.server.runs.issued == 3
 
 
+@pytest.mark.parametrize(("host", "address"), [("::1", "tcp://[::1]:"), ("localhost", "tcp://localhost:")])
+def test_agents_reach_a_server_by_ipv6_and_by_a_name(tmp_path, monkeypatch, host, address):
+    monkeypatch.chdir(tmp_path)
+    asked = structs.replace(request(tmp_path / "perseus", mode="observe", public_key=PUBLIC_KEY), host=host)
+    process = ServerProcess(asked)
+    uplink = Uplink(Connect(0, process.address, asked.server_key, PUBLIC_KEY, SECRET_KEY))
+    try:
+        assert process.address.startswith(address)
+        wait_for(lambda: are_connected(process, uplink), "server and agent have exchanged messages", within_s=20.0)
+    finally:
+        uplink.close()
+        process.close()
+
+
 def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
     uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
     uplink.send(0, Joined(5))
@@ -231,10 +245,11 @@ def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tm
         child.end()
 
 
-def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeypatch):
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeypatch, host):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "perseus"
-    process = ServerProcess(request(folder, mode="auto", public_key=PUBLIC_KEY))
+    process = ServerProcess(structs.replace(request(folder, mode="auto", public_key=PUBLIC_KEY), host=host))
     ends = threading.Event()
 
     def serve():
