@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -172,14 +172,19 @@ class ClockSearch:
     """Chooses clocks to measure until the profile is accurate enough.
 
     Rows are written to ``measured.csv`` after every clock. The search continues an interrupted one if ``measured.csv``
-    has rows of the same job, by ``info.job``, and no profile was written after them.
+    has rows of the same job, by ``info.job``, and no profile was written after them. If they cannot be written, they
+    are kept in memory, and ``warn`` is called once.
 
     Attributes:
         resumed: Number of clocks that an interrupted search had measured.
     """
 
-    def __init__(self, sampler: AdaptiveSampler | Sweep, info: ProfileInfo, directory: Path) -> None:
+    def __init__(
+        self, sampler: AdaptiveSampler | Sweep, info: ProfileInfo, directory: Path, warn: Callable[[str], None]
+    ) -> None:
         self._info = info
+        self._warn = warn
+        self._has_warned = False
         self._directory = directory
         self._sampler = sampler
         self._rows: dict[RowKey, MeasuredRow] = {}
@@ -209,7 +214,12 @@ class ClockSearch:
         self._add_rows(combined)
         for key in self._incomplete:
             self._rows.pop(key, None)
-        self.measured(self._info).save(self._directory / "measured.csv")
+        try:
+            self.measured(self._info).save(self._directory / "measured.csv")
+        except OSError as error:  # such as a full disk
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(f"the measured rows cannot be saved ({error}). Profiling continues without saving them")
 
     def finished(self, info: ProfileInfo) -> StageProfile:
         """Return :meth:`measured`, and log the clocks that are omitted because a rank lacks their rows.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ class FolderLock:
     def acquire(self, folder: Path) -> str | None:
         """Lock a folder. Return None on success, otherwise a description of the job that holds it.
 
-        A folder that cannot be written, or is on a file system without locks, is regarded as free.
+        A folder in which no file can be locked, such as on a file system without locks, is regarded as free.
         """
         path = folder / LOCK_FILE
         try:
@@ -58,14 +59,16 @@ def own_folder(job: Job, lock: FolderLock, former: str = "") -> tuple[str, str]:
     """Lock and return an output folder, and a warning if it is not the one of the config.
 
     A folder belongs to the job that has written to it, also after its end, and no other job replaces its files. A
-    server that replaces another one prefers its ``former`` folder.
+    server that replaces another one prefers its ``former`` folder, and continues if no folder can be written.
 
     Raises:
-        ConfigError: The folder is another job's, and this job must not use a different one.
+        ConfigError: The folder cannot be written, or is another job's and this job must not use a different one.
     """
     if former and lock.acquire(Path(former)) is None:
         return former, ""
     config = job.config
+    if not former:
+        _check_is_writable(config.output_dir)
     taken = _take(config.output_dir, job, lock)
     if not taken:
         return config.output_dir, ""
@@ -73,9 +76,28 @@ def own_folder(job: Job, lock: FolderLock, former: str = "") -> tuple[str, str]:
         raise ConfigError(f"{taken}. Give this job another one.")
     for number in range(2, _MOST_FOLDERS):
         other = f"{config.output_dir.rstrip('/')}-{number}"
+        if not former:
+            _check_is_writable(other)
         if not _take(other, job, lock):
             return other, f'{taken}. This job writes to {other}. With "required": true this is an error.'
     raise ConfigError(f"{taken}, and so are {_MOST_FOLDERS - 2} others of this name. Give this job another one.")
+
+
+def _check_is_writable(folder: str) -> None:
+    """Create a folder, and a file in it that does not remain.
+
+    Raises:
+        ConfigError: One of them cannot be created.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f'"output_dir": {json.dumps(folder)} cannot be written on {socket.gethostname()} '
+            f"({error.strerror or error}). Give this job a folder that rank 0 can write."
+        ) from None
 
 
 def _take(folder: str, job: Job, lock: FolderLock) -> str:

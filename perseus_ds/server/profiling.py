@@ -41,7 +41,7 @@ from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
 from perseus_ds.server.job import Job
-from perseus_ds.server.phases import SETTLED, ModeContext
+from perseus_ds.server.phases import SETTLED, ModeContext, observe
 from perseus_ds.server.recorder import common_begins_s, known_of_all
 
 logger = logging.getLogger("perseus_ds")
@@ -175,6 +175,8 @@ _LONGEST_VISIT = 8
 _UNDER_WAY = 2
 # Fraction of clocks that cost another iteration, because the next one was not known before their last report.
 _UNKNOWN = 0.5
+# Number of iterations after which a profile that could not be written is written again.
+_SAVED_AGAIN_AFTER = 10
 # A tail shorter than this fraction of an iteration needs no separate clock.
 _TAIL_MATTERS = 0.02
 # Maximum error of predicted rows, unless errors of measured rows are larger. Plans from rows with errors of 2 % take
@@ -187,7 +189,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     job, recorder = context.job, context.recorder
     settings = job.config.profile
     clocks = job.clocks_mhz()
-    search = ClockSearch(_sampler(settings, clocks, baseline.info), baseline.info, job.output_dir)
+    search = ClockSearch(_sampler(settings, clocks, baseline.info), baseline.info, job.output_dir, recorder.warn)
     most = settings.most_clocks(len(clocks))
     measurement = _Measurement(context, baseline)
 
@@ -224,7 +226,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         search.add(measurement.rows([]))
     found = replace(baseline, info=baseline.info.model_copy(update={"blocking_power_w": power_w}))
     raw = search.finished(found.info)
-    save_profile(job, found, raw, denoise(raw, clocks))
+    await _save_profile_once_possible(context, found, raw, denoise(raw, clocks))
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
@@ -236,6 +238,26 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
             lost_j=round(measurement.lost_j, 3),
         )
     )
+
+
+async def _save_profile_once_possible(
+    context: ModeContext, baseline: Baseline, raw: StageProfile, estimated: StageProfile
+) -> None:
+    """Write a profile. If it cannot be written, train at default clocks and try again from time to time."""
+    has_warned = False
+    while True:
+        try:
+            save_profile(context.job, baseline, raw, estimated)
+        except OSError as error:  # noqa: PERF203  # such as a full disk
+            if not has_warned:
+                has_warned = True
+                context.recorder.warn(
+                    f"the profile cannot be saved ({error}). It is kept in memory, and training continues at default "
+                    "clocks until it can be saved"
+                )
+            await observe(_SAVED_AGAIN_AFTER)
+        else:
+            return
 
 
 def _sampler(settings: ProfileConfig, clocks_mhz: list[int], info: ProfileInfo) -> AdaptiveSampler | Sweep:
@@ -460,7 +482,8 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
     profile = _above_waiting(profile, waiting_w)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")
-    raw.save(job.profile_path.with_name("measured.csv"))
+    with contextlib.suppress(OSError):  # plans do not need it
+        raw.save(job.profile_path.with_name("measured.csv"))
     profile.save(job.profile_path)
 
 

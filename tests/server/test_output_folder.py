@@ -121,6 +121,34 @@ def test_a_folder_is_another_jobs_if_its_file_system_answers_eacces(tmp_path, mo
     assert FolderLock().acquire(tmp_path) == "process 7 on another node"
 
 
-def test_a_folder_that_cannot_be_made_belongs_to_nobody(tmp_path):
+@pytest.mark.parametrize("mode", ["auto", "observe"])
+def test_a_folder_that_cannot_be_made_is_one_error_at_the_start(tmp_path, monkeypatch, mode):
+    monkeypatch.chdir(tmp_path)  # restores the folder, because a server changes to that of rank 0
     (tmp_path / "file").touch()
-    assert FolderLock().acquire(tmp_path / "file" / "folder") is None
+    with pytest.raises(ConfigError, match=r"file/folder\" cannot be written on .* \(Not a directory\)\. Give this job"):
+        ServerProcess(request(tmp_path / "file" / "folder", mode=mode))
+
+
+def test_a_folder_in_which_no_file_can_be_created_is_an_error_at_the_start(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    job = Job.of(described(output_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"cannot be written on .* \(Read-only file system\)"):
+        own_folder(job, FolderLock())
+
+
+def test_a_server_that_replaces_another_one_continues_without_a_folder_that_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "folder")
+    assert own_folder(Job.of(described(output_dir=folder)), FolderLock(), folder) == (folder, "")
+
+
+def test_a_folder_on_a_file_system_without_locks_is_free(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    job = Job.of(described(output_dir=str(tmp_path)))
+    assert own_folder(job, FolderLock()) == (str(tmp_path), "")

@@ -1,0 +1,28 @@
+"""Files that cannot be written while a profile is measured. A folder of the same name stands for a full disk."""
+
+from virtual.job import SLOWER
+
+from perseus_ds.artifacts.run_records import Failed, ProfileWritten
+
+
+def test_rows_that_cannot_be_saved_are_kept_in_memory_and_this_is_said_once(start, caplog):
+    job = start(mode="auto", **SLOWER)
+    (job.folder / "measured.csv").mkdir()
+    assert "observe" not in job.train_until("run")
+    assert caplog.text.count("the measured rows cannot be saved") == 1
+    assert len(job.events(ProfileWritten)) == 1
+    assert job.events(Failed) == []
+
+
+def test_a_profile_that_cannot_be_saved_is_saved_later_without_measuring_it_again(start, caplog):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("profile")
+    (job.folder / "profile.csv").mkdir()
+    job.train_until("observe")
+    job.train(30)
+    assert job.phase == "observe"
+    assert caplog.text.count("the profile cannot be saved") == 1
+    (job.folder / "profile.csv").rmdir()
+    assert "profile" not in job.train_until("run")[1:]
+    assert job.events(ProfileWritten)[0].resumed_clocks == 0
+    assert job.events(Failed) == []
