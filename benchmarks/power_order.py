@@ -4,11 +4,10 @@
     python benchmarks/power_order.py --micro-batches 32   # iterations four times as long
 
 Two pipelines of two stages: four DeepSpeed ranks on this machine, with simulated A100s. Their energy counters are
-refreshed every 20 ms, so that the power over a second is known to 0.4 %. Each order is given by the command, and by a
-file that the policy follows. The table shows the seconds from the start of the command, or from the replacement of the
-file, until
+refreshed every 20 ms, so that the power over a second is known to 0.4 %. The table shows the seconds from the start of
+the command until
 
-- *noticed*: the job has received the order (for a file, this is only known together with the decision),
+- *noticed*: the job has received the order,
 - *decided*: rank 0 has chosen the plan,
 - *in force*: the next iteration of all ranks runs under it,
 - *power*: a second begins in which the mean power is at most 2 % above the order. According to the records, these are
@@ -95,8 +94,6 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        file = folder / "power"
-        file.write_text("1\n")
         save_true_frontier(
             folder / "frontier", stages=STAGES, micro_batches=arguments.micro_batches, forward_s=BACKWARD_S / 2
         )
@@ -110,16 +107,9 @@ def main() -> None:
                 fraction = 0.8 - 0.02 * number
                 ordered = time.time()
                 answer = by_command(job, fraction)
-                watch(job, ordered, f"command, {fraction:.0%}")
+                watch(job, ordered, f"{fraction:.0%}")
                 if number == 0:
                     print(f"  answered: {answer}")
-                returned(job, ordered)
-                # Written to another file and renamed, as a power manager should.
-                (folder / "new").write_text(f"{fraction - 0.01}\n")
-                (folder / "new").rename(file)
-                ordered = time.time()
-                watch(job, ordered, f"file, {fraction - 0.01:.0%}")
-                file.write_text("1\n")
                 returned(job, ordered)
 
         run_while(
@@ -131,7 +121,6 @@ def main() -> None:
             perseus={
                 "mode": "run",
                 "frontier": str(folder / "frontier"),
-                "policy": {"name": "reduce", "signal": str(file), "policy": {"name": "slowdown"}},
                 "simulated": {"longest_instruction_s": BACKWARD_S, "counter_period_s": 0.02, "lock_latency_s": 0.015},
             },
         )

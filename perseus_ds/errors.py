@@ -25,10 +25,6 @@ class PlanError(PerseusError, ValueError):
     """A frequency plan does not fit the schedule or the GPU."""
 
 
-class SignalError(PerseusError, ValueError):
-    """The file of a signal (a power cap or fraction of power over time) is invalid."""
-
-
 class DeadlineError(PerseusError, ValueError):
     """No plan meets the requested deadline."""
 

@@ -305,10 +305,9 @@ class PowerCapChanged(Event):
 
     event: Literal["cap"] = "cap"
     watts: float | None = None
-    source: str = ""
 
     def in_words(self) -> str:
-        return "no power cap" if self.watts is None else f"power cap {watts(self.watts)}, by {self.source}"
+        return "no power cap" if self.watts is None else f"power cap {watts(self.watts)}"
 
 
 class LimitsChanged(Event):
@@ -355,7 +354,7 @@ class ClockRefused(Event):
 class Failed(Event):
     """A rank fell back to default clocks, or a part of Perseus other than training does not work."""
 
-    event: Literal["failure", "cache", "control", "metrics", "signal"] = "failure"
+    event: Literal["failure", "cache", "control", "metrics"] = "failure"
     rank: int = 0
     error: str = ""
 

@@ -119,8 +119,6 @@ class Policy(Job):
     """deadline: number of steps of the whole training"""
     watts: Number = None
     """power_cap: power of all GPUs of the job together [W]"""
-    signal: Text = None
-    """power_cap, reduce: file with watts or fractions over time, or with one number"""
     power_fraction: Number = None
     """reduce: fraction of the job's mean power at default clocks, such as 0.75, in force until --until"""
     until: Text = None

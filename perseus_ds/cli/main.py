@@ -67,8 +67,8 @@ GROUPS = {
 REMOVED = {
     "completion": 'Use "perseus-ds --tyro-write-completion bash FILE", or zsh or fish instead of bash.',
     "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
-    "share": 'Give each job its own cap: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
-    '"signal", which may change while the job runs.',
+    "share": 'Give each job its own cap: "policy": {"name": "power_cap", "watts": …}, and change it with "perseus-ds '
+    'control policy" while the job runs.',
 }
 
 _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")

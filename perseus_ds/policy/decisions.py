@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import Field
 
@@ -22,7 +22,6 @@ from perseus_ds.policy.policies import (
     ReducePolicy,
     SlowdownPolicy,
 )
-from perseus_ds.policy.signals import Signal
 
 # Relative uncertainty of times and powers. This share of a limit is kept in reserve.
 MARGIN = 0.005
@@ -43,13 +42,11 @@ class PowerCap:
     Attributes:
         headroom: A faster plan is chosen only if its power is below the cap by this fraction.
         raised: Whether a faster plan was chosen after a slower one.
-        signal: Signal file that requests the cap. Empty if an order or the policy does.
     """
 
     watts: float
     headroom: float = 0.02
     raised: bool = False
-    signal: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Decision:
         plan: Index of the plan on the frontier.
         problem: Condition of the policy that cannot be met. Empty if it is met.
         failed: Whether the decision failed, so that the job runs at default clocks.
-        cap: None if there is none or it cannot be read.
+        cap: None if there is none.
     """
 
     plan: int
@@ -81,7 +78,6 @@ class Situation:
         relative_time: Time of the iterations that are planned, relative to the mean of all iterations of the job.
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
         default_power_w: Power of all GPUs at default clocks [W].
-        signals: By file.
         before: Previous decision. None at the start.
     """
 
@@ -93,7 +89,6 @@ class Situation:
     relative_time: float = 1.0
     gpus_per_rank: int = 1
     default_power_w: float = 0.0
-    signals: Mapping[str, Signal] = field(default_factory=dict)
     before: Decision | None = None
 
 
@@ -261,46 +256,16 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
         return _by_deadline(policy, frontier, situation)
     if isinstance(policy, ReducePolicy):
         return _reduced(policy, frontier, situation)
-    signal = situation.signals.get(policy.signal or "")
-    watts = policy.watts if signal is None else signal.held_at(situation.now.timestamp())
-    if watts is not None:
-        return _under_cap(watts, policy.signal or "", frontier, situation)
-    problem = f"the power cap cannot be read from {policy.signal}. Running the plan with the lowest power"
-    return Decision(len(frontier.plans) - 1, problem)
-
-
-class Reduction(NamedTuple):
-    """A requested reduction to a fraction of the power at default clocks.
-
-    Attributes:
-        until_s: Time when it ends or changes [Unix seconds]. Infinite if unknown.
-        signal: Signal file that requests it. Empty if an order or the policy does.
-    """
-
-    power_fraction: float
-    until_s: float
-    signal: str = ""
-
-
-def reduction_of(policy: ReducePolicy, now: datetime, signals: Mapping[str, Signal]) -> Reduction | None:
-    """Return the reduction that a policy or its signal requests now. None for no reduction."""
-    now_s = now.timestamp()
-    until_s = math.inf if policy.until is None else policy.until.timestamp()
-    requested = [Reduction(policy.fraction_until(now), until_s)]
-    if policy.signal is not None and (signal := signals.get(policy.signal)) is not None:
-        requested.append(Reduction(signal.fraction_at(now_s), signal.next_change_s(now_s), policy.signal))
-    least = min(requested, key=lambda one: one.power_fraction)
-    return least if least.power_fraction < 1 else None
+    return _under_cap(policy.watts, frontier, situation)
 
 
 def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> Decision:
     """Return the plan of the base policy, or a slower one that meets the reduction."""
     chosen = decide(policy.policy, frontier, situation)
-    reduction = reduction_of(policy, situation.now, situation.signals)
-    if reduction is None:
+    if policy.power_fraction == 1 or policy.is_over(situation.now):
         return chosen
-    watts = reduction.power_fraction * situation.default_power_w
-    capped = _under_cap(watts, reduction.signal, frontier, situation)
+    watts = policy.power_fraction * situation.default_power_w
+    capped = _under_cap(watts, frontier, situation)
     cap = chosen.cap if chosen.cap is not None and chosen.cap.watts < watts else capped.cap
     return replace(chosen, plan=max(chosen.plan, capped.plan), problem=capped.problem or chosen.problem, cap=cap)
 
@@ -341,7 +306,7 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
     )
 
 
-def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situation) -> Decision:
+def _under_cap(watts: float, frontier: Frontier, situation: Situation) -> Decision:
     """Return the fastest plan under the cap.
 
     Measured power is noisy. A slower plan is chosen when the power may exceed the cap. A faster one is chosen only if
@@ -354,9 +319,9 @@ def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situati
     def fastest_below(cap_w: float) -> int:
         return next((n for n, power_w in enumerate(powers_w) if power_w <= cap_w), last)
 
-    cap, plan, before = PowerCap(watts, signal=signal), fastest_below(watts * (1 - MARGIN)), situation.before
+    cap, plan, before = PowerCap(watts), fastest_below(watts * (1 - MARGIN)), situation.before
     if before is not None and before.cap is not None and before.cap.watts == watts:
-        cap, running = replace(before.cap, signal=signal), before.plan
+        cap, running = before.cap, before.plan
         if powers_w[running] > watts * (1 - _READING_ERROR):
             headroom = 2 * cap.headroom if cap.raised else cap.headroom
             cap, plan = replace(cap, headroom=headroom, raised=False), max(running, plan)

@@ -15,9 +15,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
-from typing_extensions import Self
 
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ConfigError
@@ -30,9 +28,11 @@ class _Given(BaseModel):
 # Names and keys of policies in earlier versions, with the replacement.
 _REMOVED = {
     "schedule": 'removed in 0.2.0. Run "perseus-ds control policy" from cron instead (docs/policies.md)',
-    "cheapest": 'removed in 0.2.0. Use {"name": "deadline", ...} to finish by a time, or {"name": "power_cap", '
-    '"signal": ...} to draw less power when energy is expensive (docs/policies.md)',
+    "cheapest": 'removed in 0.2.0. Use {"name": "deadline", ...} to finish by a time, or run "perseus-ds control '
+    'reduce" when energy is expensive (docs/policies.md)',
     "least_swing": "removed in 0.2.0. Omit it: plans without it use 0.1 to 0.2 % less energy",
+    "signal": 'removed in 0.2.0. Give "watts", or "power_fraction" and "until", and run "perseus-ds control policy" or '
+    '"perseus-ds control reduce" when they change (docs/policies.md)',
 }
 
 
@@ -84,23 +84,10 @@ class DeadlinePolicy(_Given):
 
 
 class PowerCapPolicy(_Given):
-    """Keep the average power of the job's GPUs under a budget, by `watts` or by `signal`."""
+    """Keep the average power of the job's GPUs under a budget."""
 
     name: Literal["power_cap"]
-    watts: float | None = Field(
-        None, gt=0, le=1e12, allow_inf_nan=False, description="Limit for all GPUs of the job together [W]."
-    )
-    signal: str | None = Field(
-        None,
-        description="Signal file with a limit that varies over time, or with one number. It is read again when it "
-        "changes.",
-    )
-
-    @model_validator(mode="after")
-    def _check_cap(self) -> Self:
-        if (self.watts is None) == (self.signal is None):
-            raise ValueError('expected either "watts" or "signal", a file with a cap that varies over time')
-        return self
+    watts: float = Field(gt=0, le=1e12, allow_inf_nan=False, description="Limit for all GPUs of the job together [W].")
 
 
 class EnergyOptimalPolicy(_Given):
@@ -114,41 +101,21 @@ Policy = Annotated[_Simple, Field(discriminator="name"), BeforeValidator(_of_thi
 
 
 class ReducePolicy(_Given):
-    """Reduce power for a time or by a signal file, in addition to another policy."""
+    """Reduce power for a time, in addition to another policy."""
 
     name: Literal["reduce"]
-    power_fraction: Annotated[float | None, BeforeValidator(fraction_not_percentage)] = Field(
-        None,
+    power_fraction: Annotated[float, BeforeValidator(fraction_not_percentage)] = Field(
         gt=0,
         le=1,
         description="Fraction of the average power of the job's GPUs at default clocks, as measured in the job, until "
         "`until`.",
     )
-    until: AwareDatetime | None = Field(None, description="End of the reduction, such as 2030-01-31T08:00:00+00:00.")
-    signal: str | None = Field(
-        None,
-        description="Signal file with such fractions over time, or with one number. 1 means no reduction. It is read "
-        "again when it changes. If `power_fraction` is given too, the smaller one applies.",
-    )
+    until: AwareDatetime = Field(description="End of the reduction, such as 2030-01-31T08:00:00+00:00.")
     policy: Policy = Field(default_factory=SlowdownPolicy, description="Base policy, any other one.")
-
-    @model_validator(mode="after")
-    def _check_request(self) -> Self:
-        if (self.power_fraction is None) != (self.until is None):
-            raise ValueError('"power_fraction" and "until" must be given together')
-        if self.power_fraction is None and self.signal is None:
-            raise ValueError(
-                'expected "power_fraction" and "until", or "signal", a file with fractions that vary over time'
-            )
-        return self
 
     def is_over(self, now: datetime) -> bool:
         """Return True if power is no longer to be reduced."""
-        return self.signal is None and self.until is not None and now >= self.until
-
-    def fraction_until(self, now: datetime) -> float:
-        """Return the fraction requested by the policy itself, without its signal. 1 for no reduction."""
-        return 1.0 if self.power_fraction is None or self.until is None or now >= self.until else self.power_fraction
+        return now >= self.until
 
 
 PolicyConfig = Annotated[_Simple | ReducePolicy, Field(discriminator="name"), BeforeValidator(_of_this_version)]
@@ -156,11 +123,8 @@ POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 
 
 def reduced(policy: PolicyConfig, power_fraction: float, until: datetime) -> ReducePolicy:
-    """Return a policy with a reduction until the given time. A signal of the policy remains in use."""
-    signal = policy.signal if isinstance(policy, ReducePolicy) else None
-    return ReducePolicy(
-        name="reduce", power_fraction=power_fraction, until=until, signal=signal, policy=without_reduction(policy)
-    )
+    """Return a policy with a reduction until the given time, which replaces its present one."""
+    return ReducePolicy(name="reduce", power_fraction=power_fraction, until=until, policy=without_reduction(policy))
 
 
 def without_reduction(policy: PolicyConfig) -> Policy:
@@ -176,20 +140,6 @@ def check_deadline(policy: PolicyConfig, now: datetime) -> None:
             f"policy.finish_by: {policy.finish_by.isoformat()} has passed. It is "
             f"{now.isoformat(timespec='seconds')}. Set a time in the future."
         )
-
-
-SignalUse = Literal["cap", "fraction"]
-
-
-def signal_files(policy: PolicyConfig) -> dict[str, SignalUse]:
-    """Return the signal files of a policy, and the use of their values."""
-    uses: dict[str, SignalUse] = {}
-    main = without_reduction(policy)
-    if isinstance(main, PowerCapPolicy) and main.signal is not None:
-        uses[main.signal] = "cap"
-    if isinstance(policy, ReducePolicy) and policy.signal is not None:
-        uses[policy.signal] = "fraction"
-    return uses
 
 
 # Orders, from the job's scripts and from ``perseus-ds control``.

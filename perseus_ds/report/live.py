@@ -215,7 +215,7 @@ def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
     if facts.iteration_s is not None:
         yield "time", last_values(facts.recent_times_s, duration(facts.iteration_s)), ""
     if facts.power_w is not None:
-        cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"
+        cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)}"
         power = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
         yield "power", last_values(facts.recent_powers_w, power), ""
     if facts.power_window_s is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -27,14 +26,12 @@ from perseus_ds.policy.policies import (
     check_deadline,
     reduced,
 )
-from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts
 
 logger = logging.getLogger("perseus_ds")
 # Number of iterations that end under the old plan after an order: the current and the next one.
 _FOLLOWED_AFTER = 2
-_HOUR_S = 3600.0
 
 
 class Straggler(NamedTuple):
@@ -57,33 +54,31 @@ class Effect:
 
 
 def cost_in_words(
-    effect: Effect | None, power_fraction: float, duration_s: float, until_s: float, within_s: float | None = None
+    effect: Effect | None, power_fraction: float, duration_s: float, until: datetime, within_s: float | None = None
 ) -> str:
     """Describe the cost of a reduction of power to a fraction of that at default clocks.
 
     Args:
         effect: Effect of the reduced policy. None if unknown.
         power_fraction: The fraction.
-        duration_s: Duration of the reduction [s]. Infinite if unknown.
-        until_s: End of the reduction [Unix seconds].
+        duration_s: Duration of the reduction [s].
+        until: End of the reduction.
         within_s: Time within which the reduction must take effect [s].
     """
-    until = f" until {datetime.fromtimestamp(until_s, timezone.utc):%FT%TZ}" if math.isfinite(until_s) else ""
-    share = f"at most {power_fraction:.0%} of the power at default clocks{until}"
+    share = f"at most {power_fraction:.0%} of the power at default clocks until {until.astimezone(timezone.utc):%FT%TZ}"
     if effect is None:
         return f"{share}, once the job runs under plans. Its cost is not known yet"
     waits_s = _FOLLOWED_AFTER * effect.time_now_s
-    too_late = f", later than the {duration(within_s)} asked for" if waits_s > (within_s or math.inf) else ""
-    known_s = duration_s if math.isfinite(duration_s) else _HOUR_S
-    late_s = known_s * max(0.0, 1 - effect.without_s / effect.time_s)
+    is_too_late = within_s is not None and waits_s > within_s
+    too_late = f", later than the {duration(within_s)} asked for" if is_too_late else ""
+    late_s = duration_s * max(0.0, 1 - effect.without_s / effect.time_s)
     late = late_s / effect.without_s
-    each = ", if it trains as long" if math.isfinite(duration_s) else " for each hour of it"
     longer = percent(max(0.0, effect.time_s / effect.without_s - 1)).lstrip("+")
     problem = f". However, {effect.problem}" if effect.problem else ""
     return (
         f"{share} ({watts(power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, after at most "
-        f"{duration(waits_s)}{too_late}. Iterations take {longer} longer, which "
-        f"makes the job {duration(late_s)} or {late:.{0 if late >= 10 else 1}f} iterations later{each}{problem}"
+        f"{duration(waits_s)}{too_late}. Iterations take {longer} longer, which makes the job {duration(late_s)} or "
+        f"{late:.{0 if late >= 10 else 1}f} iterations later, if it trains as long{problem}"
     )
 
 
@@ -94,7 +89,6 @@ class JobControl:
         steps: Completed steps, including those of earlier starts of the job.
         own_steps: Steps since the server started.
         progress: Progress under plans, kept from an earlier start or from previous plans until there are plans to run.
-        signals: The signals of the policy; None before they are followed.
         record: Records an event of the job.
         effect_of: Returns the predicted effect of a policy, or None until plans run.
         kind_times: Times of the last iterations, by order and shape.
@@ -113,7 +107,6 @@ class JobControl:
         self.paused = False
         self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
-        self.signals: SignalWatch | None = None
         self.kind_times = KindTimes()
         self.record: Callable[[Event], None] = lambda event: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
@@ -170,8 +163,6 @@ class JobControl:
             return self._reduced(order)
         if isinstance(order, SetPolicy):
             check_deadline(order.policy, self._timebase.date())
-            if self.signals is not None:
-                self.signals.follow(order.policy)
             self.policy = order.policy
             effect = self.effect_of(order.policy)
             but = f". However, {effect.problem}" if effect is not None and effect.problem else ""
@@ -196,7 +187,7 @@ class JobControl:
         policy = reduced(self.policy, order.power_fraction, until)
         effect = self.effect_of(policy)
         self.policy = policy
-        cost = cost_in_words(effect, order.power_fraction, order.duration_s, until.timestamp(), order.within_s)
+        cost = cost_in_words(effect, order.power_fraction, order.duration_s, until, order.within_s)
         return cost + (
             ". However, the job is paused, and runs at default clocks until it is resumed" if self.paused else ""
         )
@@ -226,8 +217,6 @@ class JobControl:
         if kept.configured != self._configured:
             return False
         self.policy = kept.policy
-        if self.signals is not None:
-            self.signals.follow_if_possible(self.policy)
         return True
 
 

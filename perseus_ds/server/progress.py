@@ -139,7 +139,6 @@ class JobFacts(_Facts):
     power_change_w: float | None = Field(description="The largest difference from one of them to the next.")
     power_window_s: float | None = Field(description="Duration of such a second: whole iterations, at least one.")
     cap_w: float | None = Field(description="The power cap in force, of all GPUs.")
-    cap_source: str = Field(description="Source of the cap: the policy, or its signal file.")
     limits: Limits = Field(description="GPUs with lower limits than during profiling.")
     more_limits: int = Field(description="Number of further GPUs.")
     pending: str | None = Field(description="An order that is not in force yet, in words.")
@@ -346,7 +345,6 @@ class JobProgress:
             power_change_w=power and power.change_w,
             power_window_s=power and power.window_s,
             cap_w=cap.watts,
-            cap_source=cap.source,
             limits=limits.limits,
             more_limits=limits.more,
             pending=self._pending(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,12 +22,10 @@ from perseus_ds.policy.decisions import (
     RunStatistics,
     Situation,
     decide,
-    reduction_of,
 )
 from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy, ReducePolicy, without_reduction
-from perseus_ds.policy.signals import Signal
 from perseus_ds.server.iterations import Seen
-from perseus_ds.server.job_control import Effect, Straggler, cost_in_words
+from perseus_ds.server.job_control import Effect, Straggler
 from perseus_ds.server.phases import ModeContext
 
 logger = logging.getLogger("perseus_ds")
@@ -203,7 +201,7 @@ class PlanSelector:
         control.record_policy()
         before, self._decision = self._decision, self._decide(policy)
         decision = self._decision
-        self._record_cap(policy, decision.cap, before.cap if before is not None else None)
+        self._record_cap(decision.cap, before.cap if before is not None else None)
         # The part before the first colon has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
             self._problem = decision.problem
@@ -215,19 +213,10 @@ class PlanSelector:
             capped=self._is_capped(decision),
         )
 
-    def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None, before: PowerCap | None) -> None:
-        """Record the power cap if it has changed, and print the cost of a signal's request."""
-        if (cap and cap.watts) == (before and before.watts):
-            return
-        if isinstance(policy, ReducePolicy) and cap is not None and cap.signal == policy.signal:
-            now = self._timebase.date()
-            if (request := reduction_of(policy, now, self._signals)) is not None:
-                duration_s = request.until_s - now.timestamp()
-                cost = cost_in_words(self.effect_of(policy), request.power_fraction, duration_s, request.until_s)
-                self._recorder.say(f"{cap.signal} asks for {cost}")
-        self._recorder.event(
-            PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else "")
-        )
+    def _record_cap(self, cap: PowerCap | None, before: PowerCap | None) -> None:
+        """Record the power cap if it has changed."""
+        if (cap and cap.watts) != (before and before.watts):
+            self._recorder.event(PowerCapChanged(watts=cap and cap.watts))
 
     def _is_capped(self, decision: Decision) -> bool:
         """Return True if default clocks would exceed the power cap in force."""
@@ -255,7 +244,6 @@ class PlanSelector:
             relative_time=self._control.kind_times.relative(self._kind),
             gpus_per_rank=self._gpus_per_rank,
             default_power_w=self._power_at_default_clocks_w,
-            signals=self._signals,
             before=self._decision,
         )
         try:
@@ -289,11 +277,6 @@ class PlanSelector:
         known, by_profile = self.statistics, self._frontier.plans[plan]
         time_s = by_profile.time_s * known.time_ratio
         return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
-
-    @property
-    def _signals(self) -> Mapping[str, Signal]:
-        watch = self._control.signals
-        return {} if watch is None else watch.signals
 
     def state(self) -> dict[str, Any]:
         """Return the progress to keep for a later start of the job, as plain values."""

@@ -41,7 +41,6 @@ from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import AnyOrder, check_deadline, parse_order
 from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
-from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.job_messages import (
     LatencyTable,
@@ -76,8 +75,6 @@ _MOST_OPEN = 64
 """Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
-_SIGNALS_AT_START_S = 10.0
-"""Time in which each signal of the policy must be read before training."""
 _HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
 _FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
 """Times without messages from agents after which the server ends: before the first message, during training, and after
@@ -195,10 +192,6 @@ class JobServer:
                 if not (self.job.output_dir / FILE_NAME).exists():
                     raise
                 self._notes.append(f"{error} This job continues under the fastest plan")
-            self.control.signals = SignalWatch(
-                self._time, lambda problem: self.recorder.fail(Failed(event="signal", error=problem), problem)
-            )
-            self.control.signals.follow(self.control.policy, _SIGNALS_AT_START_S)
 
     def welcome(self) -> Welcome:
         """Return what all ranks have to measure before training."""
@@ -311,8 +304,6 @@ class JobServer:
             self.has_ended = True
             self._kinds.close()
             self.look_ahead.close()
-            if self.control.signals is not None:
-                self.control.signals.close()
             self.recorder.close()
             self._send(0, msg.Summarised())
         self.is_over = all_left

@@ -14,13 +14,13 @@ from perseus_ds.artifacts.certificates import FILE_NAME
 from perseus_ds.artifacts.frontier import export_zeus
 
 FOLDER, PLAN, CONTROL = "run", "plans/freqs_pipeline_00003.py", "run/control.json"
-SIGNAL, EVIDENCE = "signal.csv", "evidence/evidence.json"
+EVIDENCE = "evidence/evidence.json"
 FILES = (
     *(
         f"run/{name}"
         for name in ("profile.csv", "profile.json", "frontier.json", FILE_NAME, "run.jsonl", "timeline.json")
     ),
-    *(PLAN, CONTROL, SIGNAL, EVIDENCE),
+    *(PLAN, CONTROL, EVIDENCE),
 )
 
 # Values that caused a traceback or a hang in some program that reads files.
@@ -57,8 +57,6 @@ def write_corpus(folder: Path) -> None:
     (folder / FOLDER / FILE_NAME).write_bytes(job.frontier.certificates.to_bytes())
     export_zeus(job.frontier, folder / "plans")
     (folder / CONTROL).write_text(json.dumps({"socket": str(folder / "nobody.sock"), "pid": 1}) + "\n")
-    hours = [f"2026-11-22T{hour:02}:00:00+00:00,{40 + hour}" for hour in range(24)]
-    (folder / SIGNAL).write_text("\n".join(["time,value", *hours]) + "\n")
     (folder / EVIDENCE).parent.mkdir()
     make_evidence().save((folder / EVIDENCE).parent)
 

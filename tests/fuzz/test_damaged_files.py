@@ -25,7 +25,6 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import command_of
 from perseus_ds.errors import PerseusError
-from perseus_ds.policy.signals import read_signal
 from perseus_ds.report.sources import read_history
 
 # `make test` runs few examples, always the same.
@@ -77,7 +76,6 @@ READERS = {
     "run/run.jsonl": read_history,
     "run/timeline.json": TimelineFile.load,
     corpus.PLAN: read_zeus,
-    corpus.SIGNAL: read_signal,
     corpus.EVIDENCE: Evidence.load,
 }
 # Pictures take a second each, so only `make fuzz` makes them.

@@ -112,10 +112,15 @@ def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
 
 
 def test_a_policy_that_was_removed_is_named_with_what_to_use_instead():
-    for block in ({"name": "cheapest"}, {"name": "reduce", "signal": "power", "policy": {"name": "cheapest"}}):
-        with pytest.raises(
-            ConfigError, match=r'perseus\.policy.*: "cheapest" was removed in 0\.2\.0\. .*docs/policies'
-        ):
+    reduction = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-31T08:00:00Z"}
+    blocks = [
+        ("cheapest", {"name": "cheapest"}),
+        ("cheapest", {**reduction, "policy": {"name": "cheapest"}}),
+        ("signal", {"name": "power_cap", "signal": "cap.csv"}),
+        ("signal", {**reduction, "signal": "power.csv"}),
+    ]
+    for word, block in blocks:
+        with pytest.raises(ConfigError, match=rf'perseus\.policy.*: "{word}" was removed in 0\.2\.0\. .*docs/policies'):
             parse_block({"policy": block})
 
 

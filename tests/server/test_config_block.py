@@ -17,7 +17,7 @@ def test_enabled_alone_is_a_complete_block():
         ({"polcy": {}}, "perseus.polcy: unknown key; did you mean 'policy'?"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
         ({"policy": {"name": "deadline", "finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
-        ({"policy": {"name": "power_cap", "watts": 1, "signal": "cap"}}, 'expected either "watts" or "signal"'),
+        ({"policy": {"name": "power_cap"}}, "perseus.policy.watts: missing"),
         ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),
         ({"policy": {"name": "slowdown", "max_slowdown": 1.05}}, "below 1, got 1.05. Did you mean 0.05, 5 % slower?"),
         ({"profile": 3}, "perseus.profile: expected an object with keys and values, got 3."),

@@ -1,24 +1,13 @@
 """Whole jobs of one rank under policies that depend on the time, in virtual time."""
 
-import os
-from datetime import datetime, timedelta, timezone
-
 import pytest
 from frontiers import save_true_frontier
 from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import (
-    Failed,
-    PolicyChanged,
-    PowerCapChanged,
-)
-from perseus_ds.errors import SignalError
+from perseus_ds.artifacts.run_records import PolicyChanged, PowerCapChanged
 from perseus_ds.pipeline.instruction import Kind
 
 WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}
-BEGIN = datetime(2026, 11, 22, tzinfo=timezone.utc)
-BEGIN_S = 100.0
-"""The job begins this time after BEGIN [s]."""
 
 
 @pytest.fixture(scope="module")
@@ -40,65 +29,6 @@ def start(tmp_path, frontier):
     yield start
     for job in jobs:
         job.close()
-
-
-def date(seconds):
-    return (BEGIN + timedelta(seconds=seconds)).isoformat()
-
-
-def write_signal(path, *values, step_s=60.0, begin_s=BEGIN_S - 60.0):
-    """Write values for a minute each, of which the first begins a minute before the job."""
-    rows = [f"{date(begin_s + n * step_s)},{value}" for n, value in enumerate(values)]
-    text = "\n".join(["time,value", *rows]) + "\n"
-    path.write_text(text)
-    changed_ns = path.stat().st_mtime_ns + 10**9 * len(text)  # independent of the file system's resolution
-    os.utime(path, ns=(changed_ns, changed_ns))
-    return str(path)
-
-
-def cap(path):
-    return {"name": "power_cap", "signal": str(path)}
-
-
-def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, caplog):
-    path = tmp_path / "cap.csv"
-    write_signal(path, 500, 400, 300)
-    job = start(**cap(path))
-    job.train(5)
-    write_signal(path, 300, 350, 500)
-    job.train(6)
-    path.write_text("time,value\nnonsense")
-    job.train(10)
-    (failed,) = job.events(Failed)
-    assert failed.event == "signal"
-    assert str(path) in failed.error
-    assert caplog.text.count("The last valid values stay in use") == 1
-    path.unlink()
-    job.train(10)
-    assert "no such file" in job.events(Failed)[-1].error
-    assert [event.watts for event in job.events(PowerCapChanged)] == [400, 350]
-    write_signal(path, 300, 320, 500)
-    job.train(5)
-    assert [event.watts for event in job.events(PowerCapChanged)] == [400, 350, 320]
-
-
-def test_a_signal_that_cannot_be_used_is_an_error_before_training(start, tmp_path):
-    with pytest.raises(SignalError, match=r"cap.csv: no such file"):
-        start(**cap(tmp_path / "cap.csv"))
-    write_signal(tmp_path / "cap.csv", 1, 2, begin_s=-7200)
-    with pytest.raises(SignalError, match=r"cap.csv: all its values are in the past"):
-        start("other", **cap(tmp_path / "cap.csv"))
-
-
-def test_an_order_with_a_bad_signal_is_refused_and_changes_nothing(start, tmp_path):
-    job = start(name="slowdown")
-    job.train(2)
-    with pytest.raises(SignalError, match="no such file"):
-        job.control(command="policy", policy=cap(tmp_path / "cap.csv"))
-    assert job.server.state()["control"]["policy"]["name"] == "slowdown"
-    job.control(command="policy", policy=cap(write_signal(tmp_path / "cap.csv", 300, 310, 320)))
-    job.train(4)
-    assert [event.watts for event in job.events(PowerCapChanged)] == [310]
 
 
 def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change_on(start, frontier):

@@ -184,12 +184,12 @@ def test_an_order_that_was_in_force_is_pending_no_more_when_another_policy_takes
     assert facts_of(records).pending is None
 
 
-def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
-    cap = PowerCapChanged(time=BEGIN, watts=90.0, source="/caps/now")
+def test_present_power_stands_beside_the_mean_and_the_cap():
+    cap = PowerCapChanged(time=BEGIN, watts=90.0)
     records = [*auto_job(), cap, planned_iteration(27, energy_j=91.8)]
     facts = facts_of(records)
-    assert (facts.present_power_w, facts.cap_w, facts.cap_source) == (pytest.approx(90.0), 90.0, "/caps/now")
-    assert "now 90.00 W, cap 90.00 W by /caps/now" in told(facts)
+    assert (facts.present_power_w, facts.cap_w) == (pytest.approx(90.0), 90.0)
+    assert "now 90.00 W, cap 90.00 W" in told(facts)
     assert facts_of([*records, PowerCapChanged(time=BEGIN)]).cap_w is None
 
 
