@@ -73,6 +73,13 @@ logger = logging.getLogger("perseus_ds")
 _FIRST_BACK_OFF = 10
 _MOST_OPEN = 64
 """Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
+_MISSING_S = 10.0
+"""Time with more open iterations than there can be if all ranks report, after which reports count as missing."""
+_MOST_AT_ONCE = 2
+"""Maximum number of open iterations if all ranks report. Further ones begin when all ranks have ended earlier ones."""
+_MOST_COUNTED_S = 2.0
+"""Most time that counts between two calls of :meth:`JobServer.tick`. A server that was stopped for longer must process
+what has arrived before it can know what is missing."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
 _HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
@@ -150,6 +157,8 @@ class JobServer:
         # By iteration, the reports and operations of the ranks that have sent them.
         self._open: dict[int, tuple[dict[int, RankReport], dict[int, bytes]]] = {}
         self._completed = 0
+        self._missing_s = 0.0  # time for which reports of ranks have been missing
+        self._ticked_s = timebase.now_s()
         self._conditions = LimitConditions()
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = self.control.steps = first.steps or 0
@@ -296,9 +305,13 @@ class JobServer:
         """Do everything that is due without a message."""
         if not self._backs_off:
             self._plan_ahead()
+        now_s = self._time.now_s()
+        passed_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if self._left_s is None:
+            self._check_missing_reports(min(passed_s, _MOST_COUNTED_S))
         if self._left_s is None or self.is_over:
             return
-        late_s = self._time.now_s() - self._left_s
+        late_s = now_s - self._left_s
         all_left = all(state.has_left for state in self.job.states)
         if not self.has_ended and (all_left or late_s > _LAST_REPORTS_S):
             self.has_ended = True
@@ -321,6 +334,7 @@ class JobServer:
         reports.setdefault(rank, message)
         if len(reports) == self.job.world_size:
             self._completed = number
+            self._missing_s = 0.0
             self._forget(number)
             try:
                 self._complete(number, [reports[of] for of in range(len(reports))], contents)
@@ -328,6 +342,20 @@ class JobServer:
                 self.has_failed(error)
         elif len(self._open) > _MOST_OPEN:
             self._forget(min(self._open))
+
+    def _check_missing_reports(self, passed_s: float) -> None:
+        """Return all ranks to default clocks if training continues but reports of some ranks no longer arrive."""
+        if len(self._open) <= _MOST_AT_ONCE:
+            self._missing_s = 0.0
+            return
+        self._missing_s += passed_s
+        at_default = all(kind.wanted.clocks == UNPLANNED.clocks for kind in self._kinds.kinds())
+        if at_default or self._missing_s <= _MISSING_S:
+            return
+        reports, _ = self._open[min(self._open)]
+        missing = [rank for rank in range(self.job.world_size) if rank not in reports]
+        ranks = f"rank {missing[0]}" + (f" and {len(missing) - 1} other ranks" if len(missing) > 1 else "")
+        self.has_failed(PerseusError(f"reports of {ranks} no longer arrive"))
 
     def _forget(self, number: int) -> None:
         """Discard reports of iterations up to ``number``. No more reports of earlier ones are expected."""

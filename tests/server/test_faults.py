@@ -49,6 +49,68 @@ def test_a_mode_that_ended_by_a_fault_while_profiling_begins_again(job):
     job.train_while(lambda: not job.is_under_a_plan)
 
 
+@pytest.fixture
+def reports_of_rank_1(job, monkeypatch):
+    """Return a switch: while it is off, reports of rank 1 wait on their way to the server."""
+    receive, switch = job.server.receive, Switch()
+
+    def receive_unless_off(rank, message):
+        if rank == 1 and not switch.is_on:
+            switch.held.append(message)
+        else:
+            receive(rank, message)
+
+    def switch_on():
+        switch.is_on = True
+        for message in switch.held:
+            receive(1, message)
+
+    switch.turn_on = switch_on
+    monkeypatch.setattr(job.server, "receive", receive_unless_off)
+    return switch
+
+
+class Switch:
+    def __init__(self):
+        self.is_on = True
+        self.held = []
+
+
+def train_at_a_profiling_clock(job):
+    job.train_while(lambda: job.gpus[0].clock_mhz() > 1200)
+    assert job.phase == "profile"
+
+
+def test_a_rank_whose_reports_stop_leaves_no_rank_at_a_profiling_clock(job, reports_of_rank_1, caplog):
+    train_at_a_profiling_clock(job)
+    reports_of_rank_1.is_on = False
+    lost_s, iteration_s = job.time.now_s(), job.taken[-1][1]
+    job.train_while(lambda: job.time.now_s() < lost_s + 10.0 + 6 * iteration_s)
+    assert all(gpu.is_at_default_clock for gpu in job.gpus)
+    job.train(100)
+    assert all(gpu.is_at_default_clock for gpu in job.gpus)
+    assert caplog.text.count("reports of rank 1 no longer arrive. Training continues at default clocks") == 1
+    assert len(job.events(Failed)) == 1
+    reports_of_rank_1.turn_on()
+    job.train_while(lambda: not job.is_under_a_plan)
+
+
+def test_reports_that_wait_while_training_or_the_server_stands_still_are_not_missing(job, reports_of_rank_1):
+    train_at_a_profiling_clock(job)
+    reports_of_rank_1.is_on = False
+    job.train()
+    for _ in range(60):  # rank 1 writes a checkpoint before it reports
+        job.time.sleep(1.0)
+        job.server.tick()
+    job.train(4)  # reports of rank 1 take longer on their way
+    job.time.sleep(60.0)  # the server is stopped
+    job.server.tick()
+    reports_of_rank_1.turn_on()
+    job.train(4)
+    assert job.phase == "profile"
+    assert job.events(Failed) == []
+
+
 @pytest.mark.extended
 def test_every_promise_is_kept_under_faults(tmp_path):
     day = HostileDay(tmp_path, seed=2)
