@@ -16,11 +16,12 @@ Stages are independent of engines. ``perseus_ds.pipeline_module`` makes a DeepSp
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -31,6 +32,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,6 +41,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
@@ -49,6 +52,8 @@ T = TypeVar("T")
 # Without this timeout, transformers waits for more than 20 s for every file.
 _HUB_ANSWERS_S = 5.0
 _INDEX = "model.safetensors.index.json"
+# Functions that return a tensor without values.
+_WITHOUT_VALUES = frozenset((torch.empty, torch.empty_like, torch.empty_strided))
 # Label of a token without a loss.
 _NOT_LEARNT = -100
 
@@ -114,7 +119,8 @@ class Stage(nn.Module):
         Returns:
             Hidden states of shape (batch, sequence, hidden size), then masks and positions unchanged, and, if the
             model's loss needs them, the logits of all routers so far, of shape (layers, tokens, experts). The last
-            stage returns logits of shape (batch, sequence, vocabulary), and those of the routers.
+            stage returns logits of shape (batch, sequence, vocabulary), those of the routers, and the attention mask
+            for their loss.
         """
         of_model: Any = self.model.base_model.layers
         given = dict(zip(self.names, inputs, strict=False))
@@ -137,7 +143,11 @@ class Stage(nn.Module):
             own = torch.stack([logits for logits in output.router_logits if logits is not None])
             routers = [torch.cat([*routers, own])]
         if self.is_last:
-            return (output.logits, *routers) if routers else output.logits
+            if not routers:
+                return output.logits  # type: ignore[no-any-return]
+            # The loss of the routers leaves out padding.
+            mask = given.get("attention_mask")
+            return (output.logits, *routers) if mask is None else (output.logits, *routers, mask)
         hidden, of_model[self.layers.stop].seen = of_model[self.layers.stop].seen, None
         size = self.model.config.get_text_config().hidden_size
         if hidden.dim() != 3 or hidden.shape[-1] != size:
@@ -215,10 +225,11 @@ class CausalLoss:
         logits, *routers = outputs if isinstance(outputs, tuple | list) else (outputs,)
         loss = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size, num_items_in_batch=tokens)
         if routers:
+            of_layers, *mask = routers
             names = ("num_experts", "num_local_experts", "n_routed_experts")
             experts = next(getattr(self._config, name) for name in names if hasattr(self._config, name))
             balance = self._module.load_balancing_loss_func(
-                tuple(routers[0]), experts, self._config.num_experts_per_tok, None
+                tuple(of_layers), experts, self._config.num_experts_per_tok, mask[0] if mask else None
             )
             loss = loss + self._config.router_aux_loss_coef * balance
         return loss  # type: ignore[no-any-return]
@@ -354,11 +365,17 @@ def build_stage(
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
     if pretrained:
+        if isinstance(source, PretrainedConfig):
+            raise ConfigError(
+                "pretrained: a configuration has no weights to read. Give the model's name on the hub or its folder."
+            )
+        _check_not_quantized(source, config)
         model = _read(staged, "weights", str(source), config=config, dtype=dtype)
+        _check_initialized(model, model.not_read)
     else:
-        with torch.device("meta"):
-            model = staged._from_config(config, dtype=dtype)
-        _initialize(model.to_empty(device="cpu"), seed)
+        model = _new(staged, config, dtype, seed)
+        _with_storage(model, torch.device("cpu"))
+        _initialize(model, seed)
     if gradient_checkpointing:
         checkpoint_activations(model)
     stage = Stage(model.train(), layers, inputs)
@@ -378,11 +395,14 @@ def new_stage(config: PretrainedConfig, layers: range, *, device: torch.device |
 
     Without a device, it has only shapes, for torch's ``FakeTensorMode``.
     """
-    with nullcontext() if device is None else torch.device("meta"):
+    if device is None:
         model = model_class(config)._from_config(config, dtype=dtype)
+        _keep_stage(model, layers)
+        return Stage(model.train(), layers)
+    model = _new(model_class(config), config, dtype, seed=0)
     _keep_stage(model, layers)
-    if device is not None:
-        _initialize(model.to_empty(device=device), seed=0)
+    _with_storage(model, device)
+    _initialize(model, seed=0)
     return Stage(model.train(), layers)
 
 
@@ -399,6 +419,17 @@ def _check_data(config: PretrainedConfig, sequence_length: int | None, vocabular
             f"vocabulary: the tokenizer has {vocabulary} tokens, the model {text.vocab_size} (vocab_size). Use the "
             f"model's own tokenizer, or new weights with a vocab_size of at least {vocabulary}."
         )
+
+
+def _check_not_quantized(source: str | Path, config: PretrainedConfig) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return
+    values = quantization if isinstance(quantization, dict) else vars(quantization)
+    raise ConfigError(
+        f"{source}: its weights are quantised ({values.get('quant_method', 'by an unknown method')}, in "
+        "quantization_config), and quantised weights cannot be trained in stages. Give the model's original weights."
+    )
 
 
 def _check_runs_alone(stage: Stage) -> None:
@@ -422,6 +453,15 @@ def _check_runs_alone(stage: Stage) -> None:
 def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int) -> type[PreTrainedModel]:
     """Return a subclass of the model's class with a constructor that keeps only one stage's parts."""
 
+    def with_storage(model: PreTrainedModel, missing: Iterable[str], *args: Any, **kwargs: Any) -> None:
+        # What the weights lack gets storage here, and is initialised next.
+        whole._move_missing_keys_from_meta_to_device(model, missing, *args, **kwargs)
+        tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+        model.not_read = [*missing, *(name for name, _ in model.named_non_persistent_buffers())]
+        for name in model.not_read:
+            if name in tensors and tensors[name].is_floating_point() and not tensors[name].is_meta:
+                tensors[name].data.fill_(math.nan)
+
     def construct(model: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(model, config, *args, **kwargs)
         _check_plan(model)
@@ -430,6 +470,7 @@ def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int
     attributes = {
         "__init__": construct,
         "__module__": whole.__module__,
+        "_move_missing_keys_from_meta_to_device": with_storage,
         # A checkpoint contains the weights of all stages.
         "_keys_to_ignore_on_load_unexpected": [".*"],
         # Not only rank 0 saves, since each stage has its own weights.
@@ -463,6 +504,53 @@ def _keep_stage(model: PreTrainedModel, layers: range) -> None:
         model.all_tied_weights_keys = {}
 
 
+class _WithoutStorage(TorchFunctionMode):
+    """Creates tensors without values on ``meta``, and thus without storage."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in _WITHOUT_VALUES and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def _new(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Construct a model of which only the tensors that its constructor computes have storage and values.
+
+    The model's own rules of initialisation need not write what its constructor computes.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _WithoutStorage(), no_init_weights():
+        torch.default_generator.manual_seed(seed)
+        return kind._from_config(config, dtype=dtype)
+
+
+def _with_storage(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a model to a device. Its tensors without values become NaN until they are initialised."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        return torch.full_like(tensor, math.nan if tensor.is_floating_point() else 0, device=device)
+
+    model._apply(moved)
+    for module in model.modules():
+        # Flagged by the constructor, whose initialisation had no storage to write to.
+        vars(module).pop("_is_hf_initialized", None)
+
+
+def _check_initialized(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Raise a ``ConfigError`` if some of the named parameters and buffers were given no values."""
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    left = [name for name in names if name in tensors and tensors[name].isnan().any()]
+    if left:
+        raise ConfigError(
+            f"{type(model).__name__}: neither its constructor nor its initialisation gives values to "
+            f"{', '.join(left)}. Read weights that contain them, or report this to transformers."
+        )
+
+
 @torch.no_grad()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
     """Initialise a stage's weights by the model's own rules, with a seed for each part."""
@@ -486,6 +574,7 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
                     torch.cuda.manual_seed(seed + zlib.crc32(name.encode()))
                 part.apply(owner._initialize_weights)
     model.tie_weights()
+    _check_initialized(model, [name for name, _ in chain(model.named_parameters(), model.named_buffers())])
 
 
 def save_pretrained(trained: Any, folder: Path | str) -> None:

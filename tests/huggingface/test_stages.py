@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import constants
 from tiny_models import families, tiny, token_ids
 from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import perseus_ds
 from perseus_ds.errors import ConfigError, PerseusError
@@ -76,6 +77,53 @@ def assert_same_numbers(config, cut, folder, *others):
     assert sum(p.numel() for stage in stages for p in stage.parameters()) >= sum(p.numel() for p in model.parameters())
 
 
+def assert_new_weights_are_equal_and_finite(config):
+    """Assert that two builds with one seed, on memory that has been used, have the same finite values."""
+    first, second = (dict(build_stage(config, (4,), 0).model.state_dict()) for _ in range(2))
+    for name, value in first.items():
+        assert value.isfinite().all(), name
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.fixture
+def used_memory(monkeypatch):
+    """Memory without values, which contains NaN or zeros by chance, contains NaN."""
+    empty_like = torch.empty_like
+
+    def used(*args, **kwargs):
+        tensor = empty_like(*args, **kwargs)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty_like", used)
+
+
+# Both have values that only their constructors compute, or buffers of parts that text does not use.
+@pytest.mark.parametrize("family", ["apertus", "phi4_multimodal"])
+def test_values_that_the_constructor_computes_are_those_of_the_whole_model(family, used_memory):
+    config = tiny(family)
+    assert_new_weights_are_equal_and_finite(config)
+    expected = dict(whole_model(config).named_buffers())
+    buffers = dict(build_stage(config, (4,), 0).model.named_buffers())
+    assert buffers.keys() == expected.keys()
+    assert all(torch.equal(buffers[name], value) for name, value in expected.items())
+
+
+def test_a_parameter_that_nothing_initialises_is_an_error_that_names_it(tmp_path, monkeypatch):
+    config = tiny("llama")
+    whole = whole_model(config)
+    whole.save_pretrained(tmp_path)
+    construct = LlamaMLP.__init__
+
+    def with_another_one(mlp, config):
+        construct(mlp, config)
+        mlp.scale = torch.nn.Parameter(torch.empty(3))
+
+    monkeypatch.setattr(LlamaMLP, "__init__", with_another_one)
+    for source in (config, tmp_path):
+        with pytest.raises(ConfigError, match=r"gives values to model\.layers\.2\.mlp\.scale, "):
+            build_stage(source, (2, 2), 1)
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3"])
 def test_stages_give_the_numbers_of_the_whole_model(family, tmp_path):
     assert_same_numbers(tiny(family), (1, 2, 1), tmp_path)
@@ -83,8 +131,9 @@ def test_stages_give_the_numbers_of_the_whole_model(family, tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("family", sorted(families().keys() - CANNOT_BE_CUT))
-def test_stages_of_every_family_give_the_numbers_of_the_whole_model(family, tmp_path):
+def test_stages_of_every_family_give_the_numbers_of_the_whole_model(family, tmp_path, used_memory):
     assert_same_numbers(tiny(family), (1, 1, 1, 1), tmp_path)
+    assert_new_weights_are_equal_and_finite(tiny(family))
 
 
 @pytest.mark.extended
@@ -134,6 +183,27 @@ def test_masks_and_positions_reach_every_stage(tmp_path):
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, :5] = 0
     assert_same_numbers(tiny("llama"), (1, 3), tmp_path, mask, torch.arange(16).expand(2, 16) % 8)
+
+
+def test_the_loss_of_routers_leaves_out_padding_as_in_the_whole_model(tmp_path):
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, 4:] = 0
+    assert_same_numbers(tiny("mixtral", router_aux_loss_coef=0.5), (1, 3), tmp_path, mask)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "gptq"])
+def test_quantised_weights_are_an_error_that_names_the_method(method, tmp_path):
+    config = tiny("qwen3")
+    config.quantization_config = {"quant_method": method}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"its weights are quantised \({method}, in quantization_config\)"):
+        build_stage(tmp_path, (2, 2), 0)
+    assert build_stage(tmp_path, (2, 2), 0, pretrained=False).is_first
+
+
+def test_weights_cannot_be_read_from_a_configuration():
+    with pytest.raises(ConfigError, match="a configuration has no weights to read"):
+        build_stage(tiny("qwen3"), (2, 2), 0, pretrained=True)
 
 
 def test_new_weights_are_the_same_for_every_cut():

@@ -40,6 +40,12 @@ OF_FAMILY: dict[str, dict[str, object]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    # Its parts for sound and images are not used, but built.
+    "phi4_multimodal": {
+        "audio_config": {"num_blocks": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+        | {"nemo_conv_channels": 32, "ext_pw_out_channel": 32},
+        "vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+    },
     "longcat_flash": {"num_hidden_layers": 8},  # each of its layers counts as two
 }
 LATENT_ATTENTION = {"num_key_value_heads": 4, "head_dim": 4}
