@@ -7,8 +7,8 @@ There are three concepts, each in a module:
 - ``virtual.gpu``: GPUs in this time. :class:`RecordingGpu` records which clocks were set and when,
   :class:`FaultyGpu` has a driver that fails while a test requires it, and :class:`VirtualCuda` is a stream on which
   passes are only launched, as with CUDA.
-- ``virtual.job``: :class:`VirtualJob`, a training job of one rank or of a pipeline of ranks. Every rank runs the real
-  ``PerseusRuntime`` on a simulated GPU. There is no engine: passes take the times of ``work_s``.
+- ``virtual.job``: :class:`VirtualJob`, a training job of one rank or of a pipeline of ranks. Every rank runs a
+  real ``Session`` and its runtime on a simulated GPU. Its engine computes nothing: passes take the times of ``work_s``.
 
 ``virtual.hostile_day`` runs such a job under random faults.
 

@@ -10,7 +10,7 @@ from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
-from virtual.gpu import RecordingGpu, VirtualCuda, VirtualGraph, wait_for_event
+from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
 from virtual.job import WorkerAtOnce
 from virtual.time import VirtualTime
 
@@ -21,12 +21,7 @@ def cuda_of_engines(monkeypatch):
     gpu = RecordingGpu.named("a100-sxm", timebase=time, counter_period_s=0.02, lock_latency_s=0.002)
     cuda, device = VirtualCuda(time, gpu), torch.device("cuda", 0)
 
-    class Graph(VirtualGraph):
-        def __init__(self):
-            super().__init__(cuda)
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda.CUDAGraph)
 
     def meet(config, facts, read, check, opened):
         """Does the work of :func:`perseus_ds.client.meeting.meet`, with a server in this process."""

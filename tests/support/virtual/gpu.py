@@ -175,6 +175,7 @@ class VirtualCuda:
 
     Attributes:
         events: Number of events created.
+        CUDAGraph: Class of the graphs on this stream.
     """
 
     def __init__(self, time, gpu=None, device=0):
@@ -183,6 +184,7 @@ class VirtualCuda:
         self.gpu = gpu
         self._device = device
         self._queue = deque()
+        self.CUDAGraph = graphs_of(self)
         self.captured = None  # what a graph that is being captured consists of
         self._changed = time.condition()
         self._is_busy = False
@@ -209,9 +211,6 @@ class VirtualCuda:
         with self._changed:
             self._queue.append(work)
             self._changed.notify_all()
-
-    def CUDAGraph(self):  # noqa: N802
-        return VirtualGraph(self)
 
     @contextmanager
     def graph(self, graph, **_):
@@ -262,22 +261,25 @@ class VirtualCuda:
                 self._changed.notify_all()
 
 
-class VirtualGraph:
-    """A graph of the launches on such a stream."""
+def graphs_of(cuda=None):
+    """Return a class of graphs of the launches on such a stream, a new one since sessions replace its methods."""
 
-    def __init__(self, cuda):
-        self._cuda, self._launched = cuda, []
+    class CUDAGraph:
+        def __init__(self):
+            self._launched = []
 
-    def capture_begin(self, **_):
-        self._cuda.check_captured()
-        self._launched = self._cuda.captured = []
+        def capture_begin(self, **_):
+            cuda.check_captured()
+            self._launched = cuda.captured = []
 
-    def capture_end(self):
-        self._cuda.captured = None
+        def capture_end(self):
+            cuda.captured = None
 
-    def replay(self):
-        for work in self._launched:
-            self._cuda.enqueue(work)
+        def replay(self):
+            for work in self._launched:
+                cuda.enqueue(work)
+
+    return CUDAGraph
 
 
 def wait_for_event(event):

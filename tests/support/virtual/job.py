@@ -1,6 +1,7 @@
 """A training job in virtual time, with clients, agents and a server on simulated GPUs.
 
-All of them are real, but there is no engine.
+All of them are real. The engine only takes time: like the real ones, it reports its iterations and operations to a
+:class:`Session`.
 
 A job of one rank runs on the thread of the test. In a pipeline, each rank is a thread of one :class:`VirtualTime`, and
 ranks wait for each other in :class:`Meetings`. Messages are delivered immediately.
@@ -26,6 +27,8 @@ from perseus_ds.client.meeting import EngineFacts, measure_counter, measure_gpu,
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
+from perseus_ds.engines import engine as engines
+from perseus_ds.engines.engine import Engine, Session
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
@@ -37,7 +40,7 @@ from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 from virtual.agent import clocks_of
-from virtual.gpu import OneAtATime, VirtualCuda, wait_for_event
+from virtual.gpu import OneAtATime, VirtualCuda, graphs_of, wait_for_event
 from virtual.time import VirtualTime
 
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
@@ -57,6 +60,8 @@ class VirtualJob:
         shapes: Identifies the shapes of the inputs, of all forwards or of each, or returns this for a rank.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
         read: How many times the schedule of an iteration was read after the start.
+        sessions: The session of each rank. Ranks are threads here and processes in a real job, so a session does not
+            know those of other ranks.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class VirtualJob:
         self.lengths_worker = LengthsWorkerAtOnce
         self.taken = []
         self.read = 0
-        self.runtimes = [None] * ranks
+        self.sessions = []
         self.wait_s, self._transfer_s, self._other_s = wait_s, transfer_s, other_s
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
         if "lock-contention" in settings.get("conditions", ()):
@@ -123,9 +128,13 @@ class VirtualJob:
         self._start()
 
     # Of rank 0.
-    runtime = property(lambda self: self.runtimes[0])
+    runtime = property(lambda self: self.sessions[0].runtime)
     gpu = property(lambda self: self.gpus[0])
     cuda = property(lambda self: self._cuda[0])
+
+    @property
+    def runtimes(self):
+        return [session.runtime for session in self.sessions]
 
     @property
     def phase(self):
@@ -179,7 +188,7 @@ class VirtualJob:
         idle, work = self.idle, self.work
 
         def work_late(rank, instruction):
-            if self.runtimes[rank].phase == "run":
+            if self.sessions[rank].phase == "run":
                 idle(rank, by_s)
             work(rank, instruction)
 
@@ -250,7 +259,7 @@ class VirtualJob:
     def close(self):
         """Wait for the devices, end the job, and return its iterations."""
         self.settle()
-        self._on_all_ranks(lambda rank: self.runtimes[rank].close())
+        self._on_all_ranks(lambda rank: self.sessions[rank].close())
         return [record for record in self.records() if isinstance(record, IterationRecord)]
 
     def _start(self, state=None, steps=None):
@@ -259,7 +268,8 @@ class VirtualJob:
         self._captured = {}
         self._iterations = [0] * len(self.gpus)
         self._done = [0] * len(self.gpus)
-        facts = tuple(self._facts(rank, steps) for rank in range(len(self.gpus)))
+        self.sessions = [self._session(rank, steps) for rank in range(len(self.gpus))]
+        facts = tuple(self._facts(rank) for rank in range(len(self.gpus)))
         self._description, self._epoch = JobDescription.of(self._config.model_dump_json().encode(), facts), 0
         self.server = self._make_server(state=state)
         self._clocks = [
@@ -279,18 +289,17 @@ class VirtualJob:
             **keys,
         )
 
-    def _facts(self, rank, steps):
-        pipeline, place = self._place(rank)
-        ranks = len(self.schedule.ranks)
-        gpu = self.gpus[rank]
-        own = replace(self.schedule, name="1f1b", ranks=(self.schedule.ranks[place],))
-        facts = EngineFacts(
-            pipeline=tuple(range(pipeline * ranks, (pipeline + 1) * ranks)),
-            copies=tuple(range(place, len(self.gpus), ranks)),
-            device=torch.device("cpu"),
-            steps=steps,
-        )
-        return rank_facts(self._config, facts, own, gpu)
+    def _session(self, rank, steps):
+        # A session surrounds the graphs of its process, which are those of this rank's stream.
+        graphs = graphs_of() if self._cuda is None else self._cuda[rank].CUDAGraph
+        with patch.object(torch.cuda, "CUDAGraph", graphs):
+            session = Session(VirtualEngine(self, rank, steps), self._config)
+        engines._SESSIONS.discard(session)
+        return session
+
+    def _facts(self, rank):
+        own = replace(self.schedule, name="1f1b", ranks=(self.schedule.ranks[self._place(rank)[1]],))
+        return rank_facts(self._config, self.sessions[rank].engine.facts(), own, self.gpus[rank])
 
     def _to_server(self, rank, message):
         self.server.receive(rank, message)
@@ -318,7 +327,7 @@ class VirtualJob:
         elif welcome.measures_counter:
             clocks.send(measure_counter(clocks))
         self._to_server(rank, Joined())
-        self.runtimes[rank] = PerseusRuntime(
+        self.sessions[rank].runtime = PerseusRuntime(
             clocks,
             self._timers(rank),
             replace(self.schedule, ranks=(self.schedule.ranks[place],)),
@@ -340,34 +349,40 @@ class VirtualJob:
         return CudaExecution(torch.device("cuda", 0), self._cuda[rank], wait_for_event)
 
     def _iterate(self, rank):
-        runtime = self.runtimes[rank]
+        session = self.sessions[rank]
         begin_s = self.time.now_s()
         begin_j = sum(gpu.true_energy_j for gpu in self.gpus) if rank == 0 else 0.0
-        shapes = self.shapes(rank) if callable(self.shapes) else self.shapes
-        shapes = iter(shapes if isinstance(shapes, list) else itertools.repeat(shapes))
         self._iterations[rank] += 1
-        schedule, place = self.schedule, self._place(rank)[1]
-        with runtime.iteration(0, schedule.micro_batches, lambda: self.read_order(rank, schedule)):
-            operations = schedule.ranks[place]
-            if self._graphs and self._iterations[rank] > 2:
-                operations = self._replay(rank, operations, shapes)
-            self._run(rank, operations, shapes, runtime.operation)
-            end = "end", self._iterations[rank]
-            self._meetings.bring(end, rank, None)
-            self._meetings.wait(end, len(self.gpus))
-            phase = runtime.phase  # known once the inputs have been read
+        operations = self.schedule.ranks[self._place(rank)[1]]
+        if self._graphs and self._iterations[rank] > 2:
+            self._replay(rank, operations)
+        else:
+            with self._iteration(rank):
+                self._run(rank, operations)
+        end = "end", self._iterations[rank]
+        self._meetings.bring(end, rank, None)
+        self._meetings.wait(end, len(self.gpus))
+        phase = session.phase  # known once the inputs have been read
+        session.end_iteration()
         if self._cuda is not None:
             self._hold_host(rank)
         if rank == 0:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
 
-    def _run(self, rank, operations, shapes, around):
+    def _iteration(self, rank):
+        schedule = self.schedule
+        return self.sessions[rank].iteration(schedule.micro_batches, read=lambda: self.read_order(rank, schedule))
+
+    def _run(self, rank, operations):
+        shapes = self.shapes(rank) if callable(self.shapes) else self.shapes
+        shapes = iter(shapes if isinstance(shapes, list) else itertools.repeat(shapes))
+        around = self.sessions[rank].operation
         for operation in operations:
             kind = operation.instruction.kind if isinstance(operation, Compute) else None
             if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
                 self.idle(rank, self.wait_s)
-            with around(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
+            with around(operation, next(shapes) if kind is Kind.FORWARD else None):
                 if kind is not None:
                     self.work(rank, operation.instruction)
                 if isinstance(operation, Other) and self._other_s:
@@ -387,19 +402,18 @@ class VirtualJob:
         self._cuda[rank].enqueue(count)
         self._cuda[rank].wait_until(lambda: done[rank] >= launched - 1)
 
-    def _replay(self, rank, operations, shapes):
-        """Replay a graph of a rank's passes, captured in the first call, and return what follows."""
-        passes = [o for o in operations if not (isinstance(o, Compute) and o.instruction.kind is Kind.TAIL)]
-        tail, cuda, runtime = operations[len(passes) :], self._cuda[rank], self.runtimes[rank]
+    def _replay(self, rank, operations):
+        """Replay a graph of a rank's passes, captured in the first call, and execute the rest of the tail."""
+        *passes, tail = operations
         if rank not in self._captured:
-            captured, graph, number = runtime.capture(), cuda.CUDAGraph(), itertools.count()
-            with cuda.graph(graph):
-                self._run(rank, passes, shapes, captured.operation)
-                with captured.operation(tail[0]):
-                    cuda.enqueue(lambda: self._reduce(rank, next(number)))
-            self._captured[rank] = captured, graph.replay
-        runtime.replay(*self._captured[rank])
-        return tail
+            cuda, number = self._cuda[rank], itertools.count()
+            self._captured[rank] = graph = cuda.CUDAGraph()
+            with cuda.graph(graph), self._iteration(rank):
+                self._run(rank, passes)
+                self.sessions[rank].begin_tail(tail.instruction.stage)
+                cuda.enqueue(lambda: self._reduce(rank, next(number)))
+        self._captured[rank].replay()
+        self.work(rank, tail.instruction)
 
     def _reduce(self, rank, number):
         """Keep the device busy until all ranks arrive, and for the tail's part in the graph."""
@@ -447,6 +461,36 @@ class VirtualJob:
                 thread.join()
         if problems:
             raise problems[0]
+
+
+class VirtualEngine(Engine):
+    """The engine of a rank of a virtual job, which executes its iterations."""
+
+    model = "virtual"
+
+    def __init__(self, job, rank, steps):
+        self._job = job
+        self._rank = rank
+        self._steps = steps
+
+    def facts(self):
+        pipeline, place = self._job._place(self._rank)
+        ranks = len(self._job.schedule.ranks)
+        return EngineFacts(
+            pipeline=tuple(range(pipeline * ranks, (pipeline + 1) * ranks)),
+            copies=tuple(range(place, len(self._job.gpus), ranks)),
+            device=torch.device("cpu"),
+            steps=self._steps,
+        )
+
+    def read(self):
+        return self._job.read_order(self._rank, self._job.schedule)
+
+    def surround(self, session):
+        """Do nothing, because the job calls its sessions itself."""
+
+    def release(self):
+        """Do nothing."""
 
 
 class WorkerAtOnce:
