@@ -35,7 +35,7 @@ from perseus_ds.artifacts.io import (
 )
 from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams, PowerSwing
-from perseus_ds.artifacts.profile import GpuSettings
+from perseus_ds.artifacts.profile import GpuSettings, energy_note
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import (
     MIB,
@@ -386,6 +386,7 @@ class ScheduleTable(FileModel):
     profile: str
     simulated: bool | None
     gpu: str | None
+    settings: GpuSettings | None = None
     schedules: Annotated[list[ComparedSchedule], Field(min_length=1)]
 
     @property
@@ -393,7 +394,8 @@ class ScheduleTable(FileModel):
         """The GPU, marked if it is simulated, as the end of a title."""
         gpu = f": {self.gpu}" if self.gpu else ""
         hidden = self.simulated and "simulated" not in gpu.lower()
-        return gpu + (" (SIMULATED)" if hidden else "")
+        note = energy_note(self.settings)
+        return gpu + (f", {note}" if note else "") + (" (SIMULATED)" if hidden else "")
 
     def save(self, path: Path) -> None:
         write_atomically(path, self.model_dump_json(indent=2) + "\n")

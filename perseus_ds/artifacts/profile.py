@@ -57,14 +57,21 @@ class GpuSettings(FileModel):
         application_clock_mhz: Upper limit of default clocks [MHz].
         power_profiles: Enforced workload power profiles, by NVML's names.
         power_smoothing: Settings of power smoothing by NVML's names and in NVML's units, empty if it is off.
-        whole_module: Whether the energy counter covers more than the GPU, such as a processor on the same module.
+        whole_module: Whether energies are those of the whole module, such as GPU and processor, instead of the GPU.
     """
 
     power_limit_w: Power | None = None
     application_clock_mhz: Clock | None = None
     power_profiles: list[Text] = Field(default_factory=list)
     power_smoothing: dict[Text, Index] = Field(default_factory=dict)
-    whole_module: bool = False
+    whole_module: bool | None = None
+
+    @property
+    def energy_note(self) -> str:
+        """Text to be shown with energies that are not only those of GPUs. Empty if they are."""
+        return {True: "energy of whole modules", False: "", None: "unknown: energy of GPUs or whole modules"}[
+            self.whole_module
+        ]
 
     def __str__(self) -> str:
         facts = [
@@ -72,9 +79,14 @@ class GpuSettings(FileModel):
             f"application clock {self.application_clock_mhz} MHz" if self.application_clock_mhz is not None else "",
             f"power profile {', '.join(self.power_profiles)}" if self.power_profiles else "no power profile",
             "power smoothing " + (", ".join(f"{n} {v}" for n, v in self.power_smoothing.items()) or "off"),
-            "energy of the whole module" if self.whole_module else "",
+            self.energy_note,
         ]
         return "; ".join(fact for fact in facts if fact)
+
+
+def energy_note(settings: GpuSettings | None) -> str:
+    """Return the text to be shown with energies that may not be only those of GPUs. Empty if they are."""
+    return "" if settings is None else settings.energy_note
 
 
 _MOST_NAMED = 8

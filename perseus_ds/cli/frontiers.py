@@ -182,6 +182,7 @@ def frontier_summary(frontier: Frontier) -> str:
     from statistics import fmean
 
     from perseus_ds.artifacts.frontier import SLOWDOWNS
+    from perseus_ds.artifacts.profile import energy_note
 
     baseline, fastest, frugal = frontier.baseline, frontier.plans[0], frontier.plans[-1]
     gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
@@ -199,6 +200,8 @@ def frontier_summary(frontier: Frontier) -> str:
     if gaps:
         lines.append(f"  above the lower bound     mean {fmean(gaps):.3%}, worst {max(gaps):.3%} of the energy")
     lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
+    if note := energy_note(provenance.settings):
+        lines.append(f"  They are not those of GPUs alone: {note}.")
     if frontier.alternatives:
         heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
         lines.append(f"  saved at additional time    {heads}")

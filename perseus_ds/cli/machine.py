@@ -321,6 +321,9 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
         yield Finding(
             "warn", "energy", "the counter did not change in 1 s", "Check nvidia-smi; energies would be wrong."
         )
+    elif gpu.settings["whole_module"] is None:
+        remedy = "NVML does not report the powers of GPU and module, or the counter. Savings may be of either."
+        yield Finding("warn", "energy", f"{refreshed}; whether it covers the whole module is not known", remedy)
     elif gpu.settings["whole_module"]:
         remedy = "Savings are fractions of the module's energy. Its CPU part does not follow the GPU's clock."
         yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)

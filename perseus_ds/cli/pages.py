@@ -50,7 +50,7 @@ class Report(RunArguments):
         jobs = jobs_of(found)
         shown = tiles(found, main_job(jobs), factors)
         out = write_output(report_page(found, jobs, shown, factors), self.out, self.run, "report.html")
-        print(as_text(shown, simulated=found.simulated))
+        print(as_text(shown, simulated=found.simulated, energy_notes=found.energy_notes))
         for text in found.missing:
             print(f"Not in the report: {text}")
         print(f"Written: {out}")
@@ -119,7 +119,7 @@ class Trace(RunArguments):
             timelines[name] = measured_timeline(iteration)
         if not timelines:
             raise ConfigError(f"{self.run}: there is no timeline to write. {' '.join(found.missing)}")
-        about = {"simulated": found.simulated, "written_by": "perseus-ds"}
+        about = {"simulated": found.simulated, "energies": found.energy_notes, "written_by": "perseus-ds"}
         text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
         out = write_output(text, self.out, self.run, "trace.json")
         for missing in found.missing:

@@ -200,6 +200,8 @@ def _write(profile: StageProfile, out: Path) -> None:
 
 
 def _heading(profile: StageProfile) -> str:
+    from perseus_ds.artifacts.profile import energy_note
+
     info, rows = profile.info, profile.measurements
     clocks = {row.clock_mhz for row in rows}
     estimated = sum(row.samples == 0 for row in info.rows)
@@ -208,5 +210,6 @@ def _heading(profile: StageProfile) -> str:
         f"{len(clocks)} clocks from {min(clocks)} to {max(clocks)} MHz, {len(rows)} rows"
         + (f", {estimated} of them estimated from neighbouring clocks" if estimated else "")
         + ("" if info.blocking_power_w is None else f", blocking power {info.blocking_power_w:.1f} W")
+        + (f", {note}" if (note := energy_note(info.settings)) else "")
         + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
     )

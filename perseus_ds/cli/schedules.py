@@ -93,7 +93,11 @@ class Schedules:
                 progress=progress,
             )
         table = ScheduleTable(
-            profile=str(self.profile), simulated=profile.info.simulated, gpu=profile.info.gpu, schedules=compared
+            profile=str(self.profile),
+            simulated=profile.info.simulated,
+            gpu=profile.info.gpu,
+            settings=profile.info.settings,
+            schedules=compared,
         )
         out.mkdir(parents=True, exist_ok=True)
         table.save(out / "schedules.json")

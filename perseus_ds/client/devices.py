@@ -81,12 +81,13 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     if isinstance(gpu, LeasedGpu):
         for setting in gpu.notices:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
-        if gpu.settings is not None and gpu.settings["whole_module"]:
+        if gpu.settings is not None and gpu.settings["whole_module"] is not False:
+            is_known = gpu.settings["whole_module"] is not None
             logger.warning(
-                "perseus: rank %d, %s: its energy counter covers the whole module, processor included, and so do all "
-                "energies and savings.",
+                "perseus: rank %d, %s: %s the whole module, processor included, and so do all energies and savings.",
                 rank,
                 gpu,
+                "its energy counter covers" if is_known else "it is not known whether its energy counter covers",
             )
     return gpu
 

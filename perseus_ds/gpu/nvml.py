@@ -69,12 +69,13 @@ _THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-_POWER = "NVML_FI_DEV_POWER_INSTANT"
-_MODULE = getattr(pynvml, "NVML_POWER_SCOPE_MODULE", 1)
+_POWERS = ("NVML_FI_DEV_POWER_INSTANT", "NVML_FI_DEV_POWER_AVERAGE")
+_POWER_LIMIT = "NVML_FI_DEV_POWER_CURRENT_LIMIT"
+_GPU, _MODULE = getattr(pynvml, "NVML_POWER_SCOPE_GPU", 0), getattr(pynvml, "NVML_POWER_SCOPE_MODULE", 1)
 _MODULE_WINDOW_S = 1.0
 _MODULE_POLL_S = 0.05
 _MODULE_ADDS = 1.1
-"""Below this ratio of module power to GPU power, NVML reports the same power for both."""
+"""Below this ratio of two powers, NVML reports the same power for both."""
 _SMOOTHING = (
     "ACTIVE_PRESET_PROFILE",
     "APPLIED_TMP_CEIL",
@@ -205,11 +206,30 @@ class NvmlGpu:
         return float(self._call("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
     def power_w(self) -> float:
-        """Return the current power [W], an average over about a second if the driver reports no instant power."""
-        power_mw = self._field(_POWER)
-        if power_mw is None:
-            power_mw = self._call("Reading the power", "nvmlDeviceGetPowerUsage")
-        return power_mw / 1e3
+        """Return the current power [W], an average over about a second if the driver reports no instant power.
+
+        It is that of the whole module if the driver does not report the power of the GPU alone.
+        """
+        power_w = self._power_w(_GPU)
+        if power_w is None:
+            power_w = self._call("Reading the power", "nvmlDeviceGetPowerUsage") / 1e3
+        return power_w
+
+    def _power_w(self, scope: int) -> float | None:
+        """Return the power of the GPU or of its module [W]. None if the driver does not report it for this scope."""
+        powers_mw = (self._field(name, scope) for name in _POWERS)
+        power_mw = next((power_mw for power_mw in powers_mw if power_mw is not None), None)
+        return None if power_mw is None else power_mw / 1e3
+
+    @cached_property
+    def _has_processor(self) -> bool:
+        """True if a processor is on the same module, as on GH200, GB200 and GB300: NVLink-C2C connects them."""
+        link = self._optional("nvmlDeviceGetC2cModeInfoV")
+        return link is not None and bool(link.isC2cEnabled)
+
+    @cached_property
+    def _is_part_of_module(self) -> bool:
+        return self._has_processor or self._power_w(_MODULE) is not None
 
     def throttle_reasons(self) -> tuple[str, ...]:
         mask = self._optional("nvmlDeviceGetCurrentClocksEventReasons")
@@ -218,7 +238,10 @@ class NvmlGpu:
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
 
     def power_limit_w(self) -> float | None:
-        limit_mw = self._optional("nvmlDeviceGetEnforcedPowerLimit")
+        # Without a scope, it may be the limit of the module.
+        limit_mw = self._field(_POWER_LIMIT, _GPU) if self._is_part_of_module else None
+        if limit_mw is None:
+            limit_mw = self._optional("nvmlDeviceGetEnforcedPowerLimit")
         if limit_mw is None:
             limit_mw = self._optional("nvmlDeviceGetPowerManagementLimit")
         return None if limit_mw is None else limit_mw / 1e3
@@ -306,24 +329,35 @@ class NvmlGpu:
         read = {name: self._field(f"NVML_FI_PWR_SMOOTHING_{name}") for name in _SMOOTHING}
         return {name.lower(): value for name, value in read.items() if value is not None and 0 <= value < _NOT_SET}
 
-    def _counts_whole_module(self) -> bool:
-        """Return whether the energy counter measures the whole module instead of the GPU in it.
+    def _counts_whole_module(self) -> bool | None:
+        """Return whether energies are those of the whole module instead of the GPU in it. None if it is not known.
 
-        If a GPU is part of a module, NVML reports the power of both but the energy of only one of them.
+        If a GPU is part of a module, NVML reports the power of one or both, but the energy of only one of them.
         """
-        if self._field(_POWER, _MODULE) is None or not self.has_energy_counter:
+        if not self._is_part_of_module:
             return False
+        if not self.has_energy_counter:  # energies are integrated from the power
+            return self._power_w(_GPU) is None
+        if self._power_w(_MODULE) is None:
+            return None
         begin_s, begin_j = self._time.now_s(), self.energy_j()
         gpu_w, module_w = [], []
         while (passed_s := self._time.now_s() - begin_s) < _MODULE_WINDOW_S:
-            gpu_w.append(self.power_w())
-            module_w.append((self._field(_POWER, _MODULE) or 0) / 1e3)
+            gpu_w.append(self._power_w(_GPU))
+            module_w.append(self._power_w(_MODULE) or 0.0)
             self._time.sleep(_MODULE_POLL_S)
         counted_w = (self.energy_j() - begin_j) / passed_s
-        alone_w, whole_w = statistics.fmean(gpu_w), statistics.fmean(module_w)
-        return whole_w > _MODULE_ADDS * alone_w and counted_w > (alone_w + whole_w) / 2
+        whole_w = statistics.fmean(module_w)
+        known_w = [power_w for power_w in gpu_w if power_w is not None]
+        if not known_w:
+            return counted_w > whole_w / _MODULE_ADDS
+        alone_w = statistics.fmean(known_w)
+        if whole_w > _MODULE_ADDS * alone_w:
+            return counted_w > (alone_w + whole_w) / 2
+        # Boards without a processor report the power of the GPU for both.
+        return None if self._has_processor else False
 
-    def _field(self, name: str, scope: int = 0) -> int | None:
+    def _field(self, name: str, scope: int = _GPU) -> int | None:
         """Return a field value of NVML. None if the GPU, its driver or the binding does not support it."""
         number = getattr(pynvml, name, None)
         values = None if number is None else self._optional("nvmlDeviceGetFieldValues", [(number, scope)])
@@ -335,7 +369,7 @@ class NvmlGpu:
         """Return the result of a function. None if the GPU or its driver does not support it."""
         try:
             return self._call("Reading", function, *arguments)
-        except GpuError:
+        except (GpuError, AttributeError):  # an older binding lacks the function
             return None
 
     def close(self) -> None:

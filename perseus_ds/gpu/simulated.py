@@ -344,7 +344,11 @@ LATENCIES = {
 class SimulatedConfig(StrictModel):
     """The GPU to simulate on machines without GPUs."""
 
-    gpu: str = Field("a100-sxm", description="Device model: a100-sxm, a40, h100-sxm or h200.")
+    gpu: str = Field(
+        "a100-sxm",
+        description="Device model: a100-sxm, a40, h100-sxm or h200. Power limits are those of the measured boards: "
+        "475, 298, 500 and 600 W. Most A100 boards have 400 W.",
+    )
     longest_instruction_s: float = Field(
         0.1,
         gt=0,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import ClockRefused
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.figures import MEASURED_SYMBOLS, SERIES, points_figure, trace
@@ -92,6 +93,7 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
             f"{', '.join(others)}: not the same job as {chosen.history.name}: model, schedule, parallelism, GPU or "
             "versions differ, which may explain differences."
         )
+    notes += [f"{h.name}: {text}." for h in histories if (text := energy_note(h.last_start.settings))]
     settings = {h.name: str(h.last_start.settings) for h in histories if h.last_start.settings is not None}
     if len(set(settings.values())) > 1:
         notes += [f"{name}: GPUs with {what}." for name, what in settings.items()]

@@ -175,6 +175,7 @@ def _rows_of_job(facts: JobFacts) -> Iterator[_Row]:
     parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else ""]
     parts += [f"{facts.starts} starts"] if facts.starts > 1 else []
     parts += ["SIMULATED"] if facts.simulated and "simulated" not in (facts.gpu or "") else []
+    parts += [facts.energy_note] if facts.energy_note else []
     yield "job", ": ".join(filter(None, (facts.name, ", ".join(filter(None, parts))))), "bold"
     yield "state", _state(facts), "red" if facts.is_silent else ""
     yield "phase", _phase(facts), "cyan"

@@ -55,7 +55,7 @@ def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Til
         title=f"Perseus report: {found.folder.resolve().name}",
         eyebrow="perseus-ds report",
         heading=found.folder.resolve().name,
-        facts=_facts(found),
+        facts=[*_facts(found), *found.energy_notes],
         simulated=found.simulated,
         missing=found.missing,
         found=found,
@@ -132,7 +132,7 @@ def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Til
     return shown
 
 
-def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
+def as_text(shown: Sequence[Tile], *, simulated: bool, energy_notes: Sequence[str] = ()) -> str:
     """Return tiles as lines for a terminal."""
     width = max((len(title) for title, _, _ in shown), default=0)
     wrapper = textwrap.TextWrapper(110, subsequent_indent=" " * (width + 4))
@@ -140,6 +140,7 @@ def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
     for title, value, note in shown:
         wrapper.initial_indent = f"  {title:{width}}  "
         lines.append(wrapper.fill(f"{value}  ({note})"))
+    lines += [f"  Energies: {note}." for note in energy_notes]
     if simulated:
         lines.append("  All figures are SIMULATED: no energy was really used or saved.")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance, ScheduleTable
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import StageProfile, energy_note
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.report.figures import (
@@ -187,6 +187,7 @@ def _subject(provenance: Provenance) -> str:
     parts = [f"{provenance.stages} stages", f"{provenance.micro_batches} micro-batches", provenance.gpu or ""]
     if provenance.simulated and "simulated" not in parts[-1].lower():
         parts.append("SIMULATED")
+    parts.append(energy_note(provenance.settings))
     return ", ".join(part for part in parts if part)
 
 
@@ -212,6 +213,8 @@ def profile_picture(profile: StageProfile, path: Path) -> None:
         lines.setdefault(label, handle)  # a curve's line precedes its points
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=min(6, len(lines)), fontsize="small")
     title = f"{profile.info.gpu or 'profile'}: measured points, fitted lines"
+    if note := energy_note(profile.info.settings):
+        title += f", {note}"
     figure.suptitle(title + (" — SIMULATED" if profile.info.simulated else ""), fontsize="medium")
     _save(figure, path, 160)
 

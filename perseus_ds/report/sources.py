@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
-from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile, energy_note
 from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     Event,
@@ -184,6 +184,14 @@ class Sources:
             or (self.frontier and self.frontier.provenance.simulated)
             or (self.profile and self.profile.info.simulated)
         )
+
+    @property
+    def energy_notes(self) -> list[str]:
+        """Texts to be shown with energies that may not be only those of GPUs."""
+        settings = [history.last_start.settings for history in self.histories]
+        settings += [self.frontier.provenance.settings] if self.frontier else []
+        settings += [self.profile.info.settings] if self.profile else []
+        return sorted({energy_note(each) for each in settings} - {""})
 
     @property
     def plan_used(self) -> int | None:

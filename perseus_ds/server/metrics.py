@@ -22,7 +22,7 @@ _CLOSE_S = 2.0
 _CLIENT_TIMEOUT_S = 5.0
 # Time of each answer, so that clients take little processor time from training.
 _PAUSE_S = 0.05
-_LABELS = ("training_job", "simulated")
+_LABELS = ("training_job", "simulated", "energy_note")
 _Kind: TypeAlias = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _Values: TypeAlias = Mapping[str, float | None]
 
@@ -147,7 +147,8 @@ class JobCollector(Collector):
             made = kind(name, text, labels=(*_LABELS, *labels))
             for label, value in values.items():
                 if value is not None:
-                    made.add_metric((facts.name, str(facts.simulated).lower(), *([label] if labels else [])), value)
+                    about = (facts.name, str(facts.simulated).lower(), facts.energy_note)
+                    made.add_metric((*about, *([label] if labels else [])), value)
             return made
 
         def of(model: type[BaseModel], field: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import (
     Ended,
     Event,
@@ -106,6 +107,7 @@ class JobFacts(_Facts):
     simulated: bool
     mode: str | None
     gpu: str | None
+    energy_note: str = Field(description="What energies include besides those of GPUs, or empty.")
     policy: dict[str, Any] | None
     starts: int
     ended: bool = Field(description="Whether it has recorded its end.")
@@ -325,6 +327,7 @@ class JobProgress:
             simulated=self.simulated,
             mode=start.mode,
             gpu=start.gpu,
+            energy_note=energy_note(start.settings),
             policy=self._policy,
             starts=self._starts,
             ended=self._ended,

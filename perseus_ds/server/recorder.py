@@ -70,17 +70,20 @@ class Recorder:
         directory: Path,
         *,
         simulated: bool,
+        energy_note: str = "",
         send: Callable[[ToRank], None],
         steps_per_print: int | None = None,
         has_monitor: bool = False,
     ) -> None:
         """Begin to record in the job's output folder.
 
-        ``send`` sends a message to rank 0, from any thread. Rank 0 receives the figures of every iteration if it has a
-        monitor.
+        ``energy_note`` is shown with energies. ``send`` sends a message to rank 0, from any thread. Rank 0 receives the
+        figures of every iteration if it has a monitor.
         """
         self._directory = directory
         self._simulated = simulated
+        about = ("simulated GPUs" if simulated else "", energy_note)
+        self._about = "".join(f", {text}" for text in about if text)
         self._send = send
         self._steps_per_print = steps_per_print
         self._has_monitor = has_monitor
@@ -186,7 +189,7 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """Print a line for the whole job."""
-        self._send(Say(f"perseus: {text}" + (", simulated GPUs" if self._simulated else "")))
+        self._send(Say(f"perseus: {text}{self._about}"))
 
     def warn(self, text: str) -> None:
         """Log a warning for the whole job."""

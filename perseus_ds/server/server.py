@@ -34,6 +34,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from perseus_ds import errors
+from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
@@ -139,6 +140,7 @@ class JobServer:
         self.recorder = Recorder(
             self.job.output_dir,
             simulated=self.job.simulated,
+            energy_note=energy_note(self.job.info.settings),
             send=lambda message: send(0, message),
             steps_per_print=first.steps_per_print,
             has_monitor=first.has_monitor,

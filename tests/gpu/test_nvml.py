@@ -129,3 +129,59 @@ def test_a_driver_that_times_out_is_busy(stub_nvml_here):
         assert isinstance(caught.value, GpuBusyError) is is_busy
     stub_nvml_here.gpus[1].fail("set_locked", "none")
     gpu.close()
+
+
+def _on_a_superchip(stub, *, hides_gpu_power, module_w=180.0, counter_leaves_module_out=False):
+    """Make the first GPU one of 300 W on a module with a processor, such as GH200."""
+    gpu = stub.gpus[0]
+    gpu.has_processor, gpu.hides_gpu_power, gpu.power_w, gpu.module_w = 1, hides_gpu_power, 300.0, module_w
+    gpu.counter_leaves_module_out = counter_leaves_module_out
+    gpu.average_power_w = 480.0  # without a scope, the driver reports the power of the module
+    return gpu
+
+
+@pytest.mark.parametrize(
+    ("changes", "power_w", "whole_module"),
+    [
+        ({"hides_gpu_power": False}, 300.0, True),
+        ({"hides_gpu_power": False, "counter_leaves_module_out": True}, 300.0, False),
+        ({"hides_gpu_power": True}, 480.0, True),
+        ({"hides_gpu_power": True, "counter_leaves_module_out": True}, 480.0, False),
+        ({"hides_gpu_power": False, "module_w": 0.0}, 300.0, None),  # the module's power is not reported
+        ({"hides_gpu_power": False, "module_w": 2.0}, 300.0, None),  # two readings of the same power
+    ],
+)
+def test_power_is_the_gpus_and_energy_says_whether_it_is_the_modules(
+    stub_nvml_here, stub_time, changes, power_w, whole_module
+):
+    _on_a_superchip(stub_nvml_here, **changes)
+    gpu = NvmlGpu(0, stub_time)
+    assert gpu.power_w() == power_w
+    assert gpu.settings["whole_module"] is whole_module
+    assert NvmlGpu(1, stub_time).settings["whole_module"] is False, "a GPU of its own"
+
+
+def test_an_energy_that_is_integrated_from_the_modules_power_is_the_modules(stub_nvml_here, stub_time):
+    _on_a_superchip(stub_nvml_here, hides_gpu_power=True).has_energy_counter = 0
+    assert NvmlGpu(0, stub_time).settings["whole_module"] is True
+
+
+def test_settings_are_known_without_a_reading_of_power(stub_nvml_here, stub_time):
+    gpu = _on_a_superchip(stub_nvml_here, hides_gpu_power=True)
+    gpu.fail("power", "not_supported")
+    settings = NvmlGpu(0, stub_time).settings
+    assert (settings["power_limit_w"], settings["whole_module"]) == (400, None)
+
+
+def test_the_power_limit_of_a_gpu_is_not_that_of_its_module(stub_nvml_here, stub_time):
+    gpu = _on_a_superchip(stub_nvml_here, hides_gpu_power=False)
+    gpu.enforced_power_limit_w = 2900.0
+    gpu.set_field(pynvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, 1_400_000)
+    assert NvmlGpu(0, stub_time).power_limit_w() == 1400.0
+    assert NvmlGpu(1, stub_time).power_limit_w() == 400.0
+
+
+def test_power_is_the_gpus_average_if_its_current_power_is_hidden(stub_nvml_here, stub_time):
+    gpu = _on_a_superchip(stub_nvml_here, hides_gpu_power=True)
+    gpu.set_field(pynvml.NVML_FI_DEV_POWER_AVERAGE, 290_000)
+    assert NvmlGpu(0, stub_time).power_w() == 290.0

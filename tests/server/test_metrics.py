@@ -78,7 +78,7 @@ def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     assert found["perseus_power_window_seconds", None] == pytest.approx(facts.power_window_s)
     assert (found["perseus_phase", "run"], found["perseus_phase", "profile"]) == (1.0, 0.0)
     labels = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
-    assert labels == {"training_job", "simulated", "pipeline", "phase"}
+    assert labels == {"training_job", "simulated", "energy_note", "pipeline", "phase"}
     assert 'simulated="true"' in text
     assert headers["Content-Type"].startswith("application/openmetrics-text")
     assert {family.name for family in read_openmetrics(openmetrics)} > {"perseus_iterations", "perseus_power_watts"}

@@ -26,7 +26,7 @@ FUNCTIONS = (
     "init", "shutdown", "driver_version", "count", "by_index", "uuid", "name", "pci_info",
     "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
     "mig_mode", "application_clock", "default_application_clock", "power_limit", "default_power_limit",
-    "power_profiles", "enforced_power_limit", "fields",
+    "power_profiles", "enforced_power_limit", "fields", "c2c_mode",
 )  # fmt: skip
 ERRORS = {
     "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
@@ -54,6 +54,7 @@ class StubGpu(ctypes.Structure):
         ("mig_enabled", ctypes.c_uint32), ("application_clock_mhz", ctypes.c_uint32),
         ("default_application_clock_mhz", ctypes.c_uint32), ("power_profiles", ctypes.c_uint32 * 8),
         ("field_count", ctypes.c_uint32), ("counter_leaves_module_out", ctypes.c_uint32),
+        ("has_processor", ctypes.c_uint32), ("hides_gpu_power", ctypes.c_uint32),
         ("_values", _Field * MAX_FIELDS),
         ("throttle_reasons", ctypes.c_uint64),
         ("locked_at_s", ctypes.c_double), ("settle_s", ctypes.c_double), ("lock_latency_s", ctypes.c_double),
@@ -77,9 +78,9 @@ class StubGpu(ctypes.Structure):
         """Make a function block until a call with ``hangs=False``."""
         self._hang[FUNCTIONS.index(function)] = hangs
 
-    def set_field(self, number: int, value: int) -> None:
-        """Set the value of an NVML field by number."""
-        self._values[self.field_count] = _Field(number, 0, value)
+    def set_field(self, number: int, value: int, scope: int = 0) -> None:
+        """Set the value of an NVML field by number and scope."""
+        self._values[self.field_count] = _Field(number, scope, value)
         self.field_count += 1
 
     def _last_changes(self) -> list[_Change]:

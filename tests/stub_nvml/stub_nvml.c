@@ -25,7 +25,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
                 GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
                 APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES,
-                ENFORCED_POWER_LIMIT, FIELDS, FUNCTIONS };
+                ENFORCED_POWER_LIMIT, FIELDS, C2C_MODE, FUNCTIONS };
 
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
@@ -47,6 +47,7 @@ struct gpu {
     uint32_t has_energy_counter, mig_enabled, application_clock_mhz, default_application_clock_mhz;
     uint32_t power_profiles[8]; /* a bit for each active profile */
     uint32_t field_count, counter_leaves_module_out;
+    uint32_t has_processor, hides_gpu_power; /* on the same module; fields only report the power of the module */
     struct field fields[MAX_FIELDS];
     uint64_t throttle_reasons;
     double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w, power_limit_w, default_power_limit_w;
@@ -275,7 +276,7 @@ int nvmlDeviceGetFieldValues(struct gpu *gpu, int count, struct field_value *val
         struct field_value *v = &values[i];
         v->type = 3; /* unsigned long long */
         v->error = NOT_SUPPORTED;
-        if (v->id == POWER_INSTANT && (v->scope == 0 || gpu->module_w)) {
+        if (v->id == POWER_INSTANT && (v->scope == 0 ? !gpu->hides_gpu_power : gpu->module_w > 0)) {
             v->error = call(gpu, POWER);
             v->value = (unsigned long long)((drawn_w(gpu) + (v->scope ? gpu->module_w : 0)) * 1e3);
         }
@@ -286,6 +287,12 @@ int nvmlDeviceGetFieldValues(struct gpu *gpu, int count, struct field_value *val
             }
     }
     return SUCCESS;
+}
+
+int nvmlDeviceGetC2cModeInfoV(struct gpu *gpu, unsigned *is_enabled) {
+    int error = call(gpu, C2C_MODE);
+    if (!error) *is_enabled = gpu->has_processor;
+    return error;
 }
 
 struct power_profiles { /* nvmlWorkloadPowerProfileCurrentProfiles_v1_t */
