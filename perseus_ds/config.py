@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from perseus_ds.gpu.simulated import SimulatedConfig
 from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
 
 VARIABLE = "PERSEUS"
+# Similarity of ``perseus`` and ``perseus_config`` is 0.67, and of ``perseus`` and any key of DeepSpeed at most 0.6.
+_SIMILAR = 0.65
 # Every measured clock costs slower iterations, so adaptive sampling measures at most this number, and a third of all.
 MOST_CLOCKS = 8
 
@@ -179,6 +182,13 @@ def settings_of(block: Any) -> PerseusConfig | None:
     if block is not None and not isinstance(block, Mapping):
         return parse_block(block)
     return parse_block({**(block or {}), **(variable or {})})
+
+
+def misspelt_block(keys: Iterable[str]) -> str | None:
+    """Return the key of a config that is probably meant to be ``perseus``. None if there is none."""
+    by_name = {key.lower(): key for key in keys}
+    similar = difflib.get_close_matches("perseus", by_name, n=1, cutoff=_SIMILAR)
+    return by_name[similar[0]] if similar else None
 
 
 def _from_environment() -> Mapping[str, Any] | None:

@@ -3,7 +3,8 @@
 ``deepspeed --module perseus_ds.launch train.py …`` and ``torchrun -m perseus_ds.launch train.py …`` run ``train.py``.
 ``… perseus_ds.launch -m package.module …`` runs a module. Perseus attaches to a DeepSpeed engine if its config has a
 ``perseus`` block or the environment variable ``PERSEUS`` is set, and to Megatron-Core if the variable is set. Otherwise
-the script runs as it does without this launcher.
+the script runs as it does without this launcher, and one line states why Perseus is not attached. Processes that the
+script starts by ``multiprocessing`` or ``torch.multiprocessing`` are treated alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,19 +25,27 @@ from typing import Any
 
 import perseus_ds
 
+logger = logging.getLogger("perseus_ds")
 _DEEPSPEED = "deepspeed.runtime.pipe.engine"
 _MEGATRON = "megatron.core.pipeline_parallel.schedules"
+_PROCESSES = "multiprocessing.spawn"
 _USAGE = "usage: python -m perseus_ds.launch [-m] SCRIPT [ARGUMENT ...]"
 
 
 def main() -> None:
     """Run the script or module named on the command line, as ``python`` would."""
     before, name, arguments, is_module = parse(sys.argv[1:])
-    attach_when_engines_are_imported()
+    engines = attach_when_engines_are_imported()
     module, code = _load_module(name) if is_module else _load_script(name)
     sys.argv[:] = [str(module.__file__), *before, *arguments]
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as ended:
+        if not ended.code:
+            engines.report_unused()
+        raise
+    engines.report_unused()
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
@@ -57,52 +67,29 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
     return before, rest[0], rest[1:], is_module
 
 
-def attach_when_engines_are_imported() -> None:
+def attach_when_engines_are_imported() -> EngineFinder:
     """Attach Perseus to each engine once it is imported, without importing any engine here."""
-    attach = {_DEEPSPEED: _attach_to_engines, _MEGATRON: _attach_to_megatron}
-    for name in attach.keys() & sys.modules.keys():
-        attach.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, _EngineFinder(attach))
+    engines = EngineFinder()
+    sys.meta_path.insert(0, engines)
+    return engines
 
 
-def _attach_to_engines(engine_module: Any) -> None:
-    """Wrap the constructor of DeepSpeed's pipeline engines to attach Perseus."""
-    pipeline_engine = engine_module.PipelineEngine
-    construct = pipeline_engine.__init__
+class EngineFinder(MetaPathFinder):
+    """Attaches Perseus to engines of this process, and of processes that it starts, after their modules are imported.
 
-    @functools.wraps(construct)
-    def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
-        attach = perseus_ds.function_of("deepspeed", "attach_if_configured")
-        construct(engine, *args, **kwargs)
-        attach(engine)
-
-    pipeline_engine.__init__ = construct_and_attach
-
-
-def _attach_to_megatron(schedules: Any) -> None:
-    """Attach to Megatron-Core when it is first used, if ``PERSEUS`` is set.
-
-    Copies of Megatron-Core without a version, as in Megatron-DeepSpeed, are skipped: their jobs train with DeepSpeed.
+    Attributes:
+        is_used: Whether the process has used such an engine, or has started processes, which may use one.
     """
-    get_function = schedules.get_forward_backward_func
 
-    @functools.wraps(get_function)
-    def attach_and_get_function(*args: Any, **kwargs: Any) -> Any:
-        if schedules.get_forward_backward_func is attach_and_get_function:
-            schedules.get_forward_backward_func = get_function
-            core = sys.modules["megatron.core"]
-            if os.environ.get("PERSEUS", "").strip() and hasattr(core, "__version__"):
-                perseus_ds.attach(core)
-        return get_function(*args, **kwargs)
-
-    schedules.get_forward_backward_func = attach_and_get_function
-
-
-class _EngineFinder(MetaPathFinder):
-    """Calls a function after the import of a module, for each of the named modules."""
-
-    def __init__(self, attach: dict[str, Callable[[Any], None]]) -> None:
-        self._attach = attach
+    def __init__(self) -> None:
+        self.is_used = False
+        self._attach: dict[str, Callable[[Any], None]] = {
+            _DEEPSPEED: self._attach_to_deepspeed,
+            _MEGATRON: self._attach_to_megatron,
+            _PROCESSES: self._attach_in_processes,
+        }
+        for name in self._attach.keys() & sys.modules.keys():
+            self._attach.pop(name)(sys.modules[name])
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._attach:
@@ -118,6 +105,87 @@ class _EngineFinder(MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    def report_unused(self) -> None:
+        """Report, on rank 0, that a script has ended in whose process Perseus was never attached."""
+        attached_itself = "perseus_ds.client.runtime" in sys.modules
+        if not self.is_used and not attached_itself and _is_rank_0():
+            logger.warning(
+                "perseus: nothing was attached in this process, which used neither a pipeline engine of DeepSpeed nor "
+                "Megatron-Core. Schedules of torch.distributed.pipelining need a call of perseus_ds.attach."
+            )
+
+    def _attach_to_deepspeed(self, engine_module: Any) -> None:
+        """Wrap the constructor of DeepSpeed's pipeline engines to attach Perseus."""
+        pipeline_engine = engine_module.PipelineEngine
+        construct = pipeline_engine.__init__
+
+        @functools.wraps(construct)
+        def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
+            self.is_used = True
+            attach = perseus_ds.function_of("deepspeed", "attach_if_configured")
+            construct(engine, *args, **kwargs)
+            attach(engine, is_launched=True)
+
+        pipeline_engine.__init__ = construct_and_attach
+
+    def _attach_to_megatron(self, schedules: Any) -> None:
+        """Attach to Megatron-Core when it is first used, if ``PERSEUS`` is set.
+
+        Copies of Megatron-Core without a version, as in Megatron-DeepSpeed, are skipped, because their jobs train with
+        DeepSpeed.
+        """
+        get_function = schedules.get_forward_backward_func
+
+        @functools.wraps(get_function)
+        def attach_and_get_function(*args: Any, **kwargs: Any) -> Any:
+            if schedules.get_forward_backward_func is attach_and_get_function:
+                schedules.get_forward_backward_func = get_function
+                core = sys.modules["megatron.core"]
+                if hasattr(core, "__version__"):
+                    self.is_used = True
+                    _attach_to_core(core)
+            return get_function(*args, **kwargs)
+
+        schedules.get_forward_backward_func = attach_and_get_function
+
+    def _attach_in_processes(self, spawn: Any) -> None:
+        """Let processes that this one starts attach Perseus, unless they are forked and therefore do so already."""
+        prepare = spawn.get_preparation_data
+
+        @functools.wraps(prepare)
+        def prepare_and_attach(name: str) -> dict[str, Any]:
+            self.is_used = True
+            return {**prepare(name), "perseus_ds": _AttachWhenUnpickled()}
+
+        spawn.get_preparation_data = prepare_and_attach
+
+
+def _attach_to_core(core: ModuleType) -> None:
+    """Attach to Megatron-Core if ``PERSEUS`` is set, and otherwise report on rank 0 that it is not."""
+    if os.environ.get("PERSEUS", "").strip():
+        perseus_ds.attach(core)
+    elif _is_rank_0():
+        logger.warning("perseus: the job trains without Perseus: the variable PERSEUS is not set.")
+
+
+def _is_rank_0() -> bool:
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_initialized():
+        return bool(torch_distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _AttachWhenUnpickled:
+    """Calls :func:`attach_when_engines_are_imported` in the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        # The other process does not have this one's sys.path yet.
+        folder = str(Path(__file__).parents[1])
+        return exec, (
+            f"import sys; sys.path.append({folder!r}); import perseus_ds.launch; sys.path.pop(); "
+            "perseus_ds.launch.attach_when_engines_are_imported()",
+        )
 
 
 def _load_script(path: str) -> tuple[ModuleType, CodeType]:

@@ -45,6 +45,9 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 logger = logging.getLogger("perseus_ds")
 _LARGEST_COUNT = 2**53
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
+_NAMED_AFTER_S, _MOST_NAMED = 10.0, 4
+"""Time after which missing ranks are named [s], and the maximum number of names."""
+_BEGIN = "begin to train"
 # Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
 _LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 5, 0.2, 3.0
 _SHORT_WINDOW_S, _WINDOW_S = 0.35, 1.0
@@ -143,18 +146,21 @@ def meet(
     except Exception as error:  # the other ranks wait
         content = f"-PerseusError:rank {rank}: {error!r}".encode()
     store.set(f"{key}/{rank}", content)
+
+    def has_come(other: int) -> bool:
+        return bool(store.check([f"{key}/{other}"]))
+
     if rank == 0:
         try:
-            answer = _start_server(
-                config, [_awaited(store, f"{key}/{each}") for each in range(ranks)], check, opened, host_of(store)
-            )
+            contents = [await_ranks(store, f"{key}/{each}", has_come, _BEGIN) for each in range(ranks)]
+            answer = _start_server(config, contents, check, opened, host_of(store))
         except PerseusError as error:
             answer = ServerStarted(kind=type(error).__name__, error=str(error))
         except Exception as error:
             answer = ServerStarted(kind="PerseusError", error=repr(error))
         store.set(f"{key}/answer", _encode(answer))
     else:
-        answer = msgspec.msgpack.decode(_awaited(store, f"{key}/answer"), type=ServerStarted)
+        answer = msgspec.msgpack.decode(await_ranks(store, f"{key}/answer", has_come, _BEGIN), type=ServerStarted)
     if answer.kind:
         raise getattr(errors, answer.kind, PerseusError)(answer.error)
     return answer
@@ -212,18 +218,48 @@ def _count(value: float | None) -> int | None:
     return int(value) if value is not None and abs(value) < _LARGEST_COUNT else None
 
 
-def _awaited(store: Any, key: str) -> bytes:
-    """Wait for a value of the store without blocking other users of the store."""
-    look_s, end_s = _FIRST_LOOK_S, time.monotonic() + _timeout_s(store)
+def await_ranks(
+    store: Any, key: str, has_come: Callable[[int], bool], step: str, timebase: Timebase = REAL_TIME
+) -> bytes:
+    """Wait for a value that the store has after all ranks have come, without blocking other users of the store.
+
+    After 10 s, the first rank that waits names the ranks that are missing.
+
+    Args:
+        store: The job's store.
+        key: Key of the value.
+        has_come: Returns True if a rank, by its number, has come.
+        step: What missing ranks have not done, for messages.
+        timebase: Timebase for waiting.
+
+    Raises:
+        ConfigError: There is no value after the timeout of the store.
+    """
+    look_s, begun_s, names_missing = _FIRST_LOOK_S, timebase.now_s(), True
     while not store.check([key]):
-        if time.monotonic() > end_s:
+        waited_s = timebase.now_s() - begun_s
+        if waited_s > _timeout_s(store):
             raise ConfigError(
-                f"perseus: {key.rpartition('/')[2]} has not come to the start of Perseus within the timeout of the "
-                "process group. Attach on all ranks together."
+                f"perseus: {_missing(has_come) or 'a rank'} did not {step} within the timeout of the process "
+                "group. Attach on all ranks together. If the variable PERSEUS is set, set it on all of them."
             )
-        time.sleep(look_s)
+        if names_missing and waited_s >= _NAMED_AFTER_S:
+            names_missing = False
+            if not any(has_come(other) for other in range(dist.get_rank())) and (missing := _missing(has_come)):
+                logger.warning("perseus: waiting for %s to %s.", missing, step)
+        timebase.sleep(look_s)
         look_s = min(2 * look_s, _LAST_LOOK_S)
     return bytes(store.get(key))
+
+
+def _missing(has_come: Callable[[int], bool]) -> str:
+    """Return the names of ranks that have not come, such as ``ranks 1, 2, 3 and 4 others``. Empty if all have."""
+    missing = [rank for rank in range(dist.get_world_size()) if not has_come(rank)]
+    if not missing:
+        return ""
+    named = ", ".join(map(str, missing[:_MOST_NAMED]))
+    others = len(missing) - _MOST_NAMED
+    return f"rank{'s' * (len(missing) > 1)} {named}" + (f" and {others} others" if others > 0 else "")
 
 
 def _timeout_s(store: Any) -> float:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.devices import gpu_of
-from perseus_ds.client.meeting import EngineFacts, local_rank, own_versions
+from perseus_ds.client.meeting import EngineFacts, await_ranks, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime, check_lengths
 from perseus_ds.config import PerseusConfig
@@ -472,23 +472,17 @@ def attach_to(engine: Engine, config: PerseusConfig) -> Session:
 def check_before_training(engine: Engine, config: PerseusConfig) -> None:
     """Check settings, GPUs and frontier before the schedule is known. All ranks call this together.
 
-    An error of one rank is raised on all ranks. If ranks are missing after the timeout of the store, an error that
-    names the first of them is raised.
+    An error of one rank is raised on all ranks. Ranks that are missing are named after 10 s, and in an error after the
+    timeout of the store.
     """
     versions = {**own_versions(), **engine.versions()}
     own = {"enabled": True, **versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
     store, number = _store_of_job(), _checks_begun(1)
     with contextlib.suppress(PerseusError), _checked_by_all(number, own):
         _check_gpu_and_frontier(engine, config)
-    try:
-        store.get(f"perseus/checked/{number}/over")
-    except dist.DistStoreError:  # timeout
-        missing = [rank for rank in range(dist.get_world_size()) if _checks_begun(0, rank) < number]
-        raise ConfigError(
-            f"perseus: {len(missing)} ranks have not attached, of which rank {missing[0]} is the first, within the "
-            "timeout of the process group. Attach on all ranks together. If the variable PERSEUS is set, set it on "
-            "all of them."
-        ) from None
+    await_ranks(
+        store, f"perseus/checked/{number}/over", lambda rank: _checks_begun(0, rank) >= number, "call perseus_ds.attach"
+    )
     kind, _, text = store.compare_set(f"perseus/checked/{number}/error", "", "").decode().partition(":")
     if kind:
         raise getattr(errors, kind)(text)

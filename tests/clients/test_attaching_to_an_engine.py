@@ -17,6 +17,8 @@ from tiny_models import tiny, token_ids
 import perseus_ds
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.runtime import PerseusRuntime
+from perseus_ds.config import misspelt_block
+from perseus_ds.engines.deepspeed.engine import attach_if_configured
 from perseus_ds.engines.engine import sessions
 from perseus_ds.errors import ConfigError
 from perseus_ds.huggingface.stages import build_stage
@@ -105,6 +107,29 @@ def test_a_block_that_is_disabled_attaches_nothing(make, block):
     engine = make(perseus={**block, "enabled": False})
     assert type(engine) is PipelineEngine
     assert type(perseus_ds.attach(engine)) is PipelineEngine
+
+
+def test_a_misspelt_block_is_named_with_the_right_key(make, block, caplog):
+    assert type(make(persues=block)) is PipelineEngine
+    expected = 'perseus: the block "persues" of the DeepSpeed config is not used. Rename it to "perseus".'
+    assert caplog.messages == [expected]
+
+
+@pytest.mark.parametrize("key", ["persues", "Perseus", "perseus_ds", "perseus_config"])
+def test_only_keys_that_resemble_the_blocks_are_taken_for_it(key):
+    assert misspelt_block(["train_batch_size", key]) == key
+    assert misspelt_block(["train_batch_size", "pipeline", "flops_profiler"]) is None
+
+
+def test_the_launcher_reports_a_job_without_settings(make, block, caplog):
+    attach_if_configured(make(perseus={**block, "enabled": False}), is_launched=True)
+    attach_if_configured(make())
+    assert not caplog.messages
+    attach_if_configured(make(), is_launched=True)
+    assert caplog.messages == [
+        'perseus: the job trains without Perseus: its DeepSpeed config has no block "perseus", and the variable '
+        "PERSEUS is not set."
+    ]
 
 
 def test_a_model_without_stages_is_refused_with_what_to_do(block):

@@ -15,6 +15,7 @@ from job import DEEPSPEED
 from perseus_ds.launch import parse
 
 LAUNCH = [sys.executable, "-m", "perseus_ds.launch"]
+NOTHING = "perseus: nothing was attached in this process"
 
 
 def write(folder, name, text):
@@ -53,7 +54,8 @@ def test_a_script_sees_what_it_sees_without_the_launcher(tmp_path):
     script = write(tmp_path, "jobs/train.py", SPEAKING)
     arguments = [str(script), "--lr", "1", "-m", "x"]
     plain, launched = run([sys.executable, *arguments], tmp_path), run([*LAUNCH, *arguments], tmp_path)
-    assert launched.stderr == plain.stderr == ""
+    assert plain.stderr == ""
+    assert launched.stderr.startswith(NOTHING)
     assert json.loads(launched.stdout) == json.loads(plain.stdout)
     assert json.loads(plain.stdout)["argv"] == arguments
 
@@ -65,7 +67,8 @@ def test_a_module_sees_what_it_sees_without_the_launcher(tmp_path, name):
     write(tmp_path, "package/train.py", SPEAKING)
     arguments = ["-m", name, "--lr", "1"]
     plain, launched = run([sys.executable, *arguments], tmp_path), run([*LAUNCH, *arguments], tmp_path)
-    assert launched.stderr == plain.stderr == ""
+    assert plain.stderr == ""
+    assert launched.stderr.startswith(NOTHING)
     assert json.loads(launched.stdout) == json.loads(plain.stdout)
 
 
@@ -75,6 +78,21 @@ def test_the_exit_code_and_the_error_are_the_scripts(tmp_path, ending, code):
     plain, launched = run([sys.executable, str(script)], tmp_path), run([*LAUNCH, str(script)], tmp_path)
     assert launched.returncode == plain.returncode == code
     assert launched.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
+    assert NOTHING not in launched.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "script", "lines"),
+    [
+        ("0", "", 1),
+        ("0", "raise SystemExit", 1),
+        ("1", "", 0),
+        ("0", "import sys; sys.modules['perseus_ds.client.runtime'] = None", 0),  # the script itself has attached
+    ],
+)
+def test_a_script_to_which_nothing_is_attached_is_reported_once_in_a_job(tmp_path, rank, script, lines):
+    finished = run([*LAUNCH, str(write(tmp_path, "train.py", script))], tmp_path, RANK=rank)
+    assert finished.stderr.count(NOTHING) == finished.stderr.count("\n") == lines
 
 
 def test_handlers_and_objects_of_the_script_outlive_its_last_line(tmp_path):
@@ -146,22 +164,60 @@ def test_engines_of_an_untouched_script_get_perseus(tmp_path):
     assert len(run_log.iterations(run_log.records(tmp_path / "perseus"))) == 1
 
 
-def test_a_copy_of_megatron_core_without_a_version_is_left_alone(tmp_path):
-    package = tmp_path / "megatron" / "core" / "pipeline_parallel"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").touch()
-    write(package, "schedules.py", "def get_forward_backward_func(): return 'theirs'")
+@pytest.fixture
+def megatron(tmp_path):
+    """A function that writes a package that is used like Megatron-Core."""
+
+    def megatron(core=""):
+        package = tmp_path / "megatron" / "core" / "pipeline_parallel"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package.parent / "__init__.py").write_text(core)
+        write(package, "schedules.py", "def get_forward_backward_func(): return 'theirs'")
+
+    return megatron
+
+
+USES_MEGATRON = """
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    print(get_forward_backward_func(), get_forward_backward_func())
+"""
+NOT_SET = "perseus: the job trains without Perseus: the variable PERSEUS is not set.\n"
+
+
+def test_a_copy_of_megatron_core_without_a_version_is_left_alone(tmp_path, megatron):
+    megatron()
+    finished = run([*LAUNCH, str(write(tmp_path, "train.py", USES_MEGATRON))], tmp_path, PERSEUS="{}")
+    assert finished.stdout.strip() == "theirs theirs", finished.stderr[-3000:]
+
+
+def test_a_job_with_megatron_core_and_without_settings_is_told_so_once(tmp_path, megatron):
+    megatron("__version__ = '0.16.1'")
+    script = write(tmp_path, "train.py", USES_MEGATRON)
+    for rank, expected in (("0", NOT_SET), ("1", "")):
+        finished = run([*LAUNCH, str(script)], tmp_path, RANK=rank)
+        assert (finished.stdout.strip(), finished.stderr) == ("theirs theirs", expected)
+
+
+def test_ranks_that_the_script_starts_itself_are_launched_too(tmp_path, megatron):
+    megatron("__version__ = '0.16.1'")
     script = write(
         tmp_path,
         "train.py",
         """
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-        print(get_forward_backward_func(), get_forward_backward_func())
+        import multiprocessing, os
+        def train():
+            from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+            get_forward_backward_func()
+        if __name__ == "__main__":
+            os.chdir("/")
+            for method in ("fork", "spawn", "forkserver"):
+                rank = multiprocessing.get_context(method).Process(target=train)
+                rank.start()
+                rank.join()
         """,
     )
-    finished = run([*LAUNCH, str(script)], tmp_path, PERSEUS="{}")
-    assert finished.stdout.strip() == "theirs theirs", finished.stderr[-3000:]
+    assert run([*LAUNCH, str(script)], tmp_path).stderr == 3 * NOT_SET
 
 
 @pytest.mark.integration

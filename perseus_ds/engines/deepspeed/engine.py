@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from perseus_ds.artifacts.layout import Part
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.operations import NOTHING
-from perseus_ds.config import PerseusConfig, settings_of
+from perseus_ds.config import PerseusConfig, misspelt_block, settings_of
 from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED
 from perseus_ds.engines.engine import (
     Engine,
@@ -271,18 +271,26 @@ def detach(engine: E) -> E:
     return engine
 
 
-def attach_if_configured(engine: E, block: Any = None, otherwise: PerseusConfig | None = None) -> E:
+def attach_if_configured(
+    engine: E, block: Any = None, otherwise: PerseusConfig | None = None, *, is_launched: bool = False
+) -> E:
     """Attach Perseus to an engine if there is a ``perseus`` block, or ``PERSEUS`` is set, or else settings are given.
 
-    By default, the block is that of the engine's config.
+    By default, the block is that of the engine's config. ``is_launched`` is True under the launcher, which reports on
+    rank 0 if there are no settings.
     """
     if "perseus" in vars(engine):
         return engine
     of_deepspeed: Any = engine
     with reported_once():
         count_tokens(of_deepspeed)
-        settings = settings_of(of_deepspeed._config._param_dict.get("perseus") if block is None else block) or otherwise
+        settings = settings_of(_block_of(of_deepspeed) if block is None else block) or otherwise
         if settings is None:
+            if is_launched and of_deepspeed.global_rank == 0:
+                logger.warning(
+                    'perseus: the job trains without Perseus: its DeepSpeed config has no block "perseus", and the '
+                    "variable PERSEUS is not set."
+                )
             return engine
         if not settings.enabled:
             report_disabled()
@@ -296,6 +304,14 @@ def attach_if_configured(engine: E, block: Any = None, otherwise: PerseusConfig 
         check_engine(engine)
         attach_to(DeepSpeedEngine(engine), settings)
     return engine
+
+
+def _block_of(engine: Any) -> Any:
+    """Return the ``perseus`` block of an engine's config. DeepSpeed ignores blocks that it does not know."""
+    config = engine._config._param_dict
+    if "perseus" not in config and (misspelt := misspelt_block(config)) and engine.global_rank == 0:
+        logger.warning('perseus: the block "%s" of the DeepSpeed config is not used. Rename it to "perseus".', misspelt)
+    return config.get("perseus")
 
 
 def check_engine(engine: Any) -> None:
