@@ -14,6 +14,8 @@ this module, which computes them from the job's records:
   verdict, it is the longest series at default clocks of this run or another run of the same job: preferably in
   observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
   than five iterations is used only if the profile has no prediction for default clocks.
+- A prediction of the profile is not a baseline while passes deviate from the profile by more than ``max_drift``.
+  Iterations under plans then have none in their records.
 - The *saving of the whole job* compares what iterations took under plans and while the profile was measured with what
   default clocks take, as the iterations under plans recorded it: as measured in the job, also for iterations before
   that measurement, and as predicted by the profile only if they were never measured. All others run at default
@@ -354,12 +356,19 @@ class _Uncompared:
         all: Sums over these iterations.
         profiled: Sums over those without default clocks by the profile, which the next one under a plan has.
         gained_s, saved_j: Saving of the others according to the profile.
+        is_predicted: Whether the profile predicts default clocks, which it no longer does if passes have deviated.
     """
 
     all: _Sums = field(default_factory=_Sums)
     profiled: _Sums = field(default_factory=_Sums)
     gained_s: float = 0.0
     saved_j: float = 0.0
+    is_predicted: bool = False
+
+    def forget_predicted(self) -> None:
+        """Forget what was compared with the profile, because passes deviate from it."""
+        self.gained_s = self.saved_j = 0.0
+        self.is_predicted = False
 
 
 class WholeJob:
@@ -369,7 +378,7 @@ class WholeJob:
         self._steps = self._stalls = 0
         self._time_s = self._energy_j = self._gained_s = self._saved_j = 0.0
         self._uncompared: defaultdict[IterationKind, _Uncompared] = defaultdict(_Uncompared)
-        self._is_compared = False
+        self._is_measured = False
 
     def add(self, record: IterationRecord) -> None:
         self._steps += 1
@@ -380,8 +389,10 @@ class WholeJob:
             if record.phase == "profile":
                 self._uncompared[kind].all.add(record)
                 self._uncompared[kind].profiled.add(record)
+            elif record.phase == "run" and record.plan is not None:
+                self._uncompared[kind].all.add(record)
+                self._uncompared[kind].forget_predicted()
             return
-        self._is_compared = True
         waiting = self._uncompared[kind]
         if record.time_s > STALL * record.predicted_time_s:
             self._stalls += 1
@@ -391,15 +402,18 @@ class WholeJob:
         if record.default_measured:
             gained_s, saved_j = self._uncompared.pop(kind).all.compared(default_s, default_j)
             self._gained_s, self._saved_j = self._gained_s + gained_s, self._saved_j + saved_j
+            self._is_measured = True
         else:
             gained_s, saved_j = waiting.profiled.compared(default_s, default_j)
             waiting.gained_s, waiting.saved_j = waiting.gained_s + gained_s, waiting.saved_j + saved_j
             waiting.profiled = _Sums()
+            waiting.is_predicted = True
 
     @property
     def saving(self) -> WholeSummary | None:
         """The saving so far, or None before an iteration could be compared."""
-        if not self._is_compared or not self._energy_j:
+        is_compared = self._is_measured or any(one.is_predicted for one in self._uncompared.values())
+        if not is_compared or not self._energy_j:
             return None
         gained_s = self._gained_s + sum(one.gained_s for one in self._uncompared.values())
         saved_j = self._saved_j + sum(one.saved_j for one in self._uncompared.values())
@@ -537,6 +551,8 @@ class JobMeasures:
                 series.add(record.time_s, record.energy_j)
             if default_s and default_j:
                 self._predicted = Baseline(Typical(1, default_s, default_j / default_s))
+            else:
+                self._predicted = None
         series.ran += 1
 
     def _add_default(self, kind: IterationKind, default_s: float, default_j: float, *, is_measured: bool) -> None:

@@ -165,6 +165,9 @@ class Forecast:
     """Time and energy of all GPUs in one iteration, as promised by plans and at default clocks.
 
     Those at default clocks were either measured in this job or come from the profile.
+
+    Attributes:
+        is_refuted: Whether they come from a profile from which passes deviate by more than ``max_drift``.
     """
 
     time_s: float
@@ -172,6 +175,7 @@ class Forecast:
     default_time_s: float
     default_energy_j: float
     default_measured: bool = False
+    is_refuted: bool = False
 
 
 @dataclass(frozen=True)

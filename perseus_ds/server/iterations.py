@@ -108,6 +108,7 @@ class Run:
                 default_time_s=default_s,
                 default_energy_j=default_j,
                 default_measured=forecast.default_measured,
+                is_refuted=forecast.is_refuted,
             )
         return replace(self, lengths=plan, forecast=forecast)
 

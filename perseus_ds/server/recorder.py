@@ -210,7 +210,8 @@ class Recorder:
         elif seen.drift is not None:
             self._drift = seen.drift.most
         failed = np.flatnonzero(reports.failed).tolist()
-        forecast, following = run.forecast, run.next_phase
+        following = run.next_phase
+        forecast = run.forecast if run.forecast is not None and not run.forecast.is_refuted else None
         return IterationRecord(
             simulated=self._simulated,
             iteration=seen.number,

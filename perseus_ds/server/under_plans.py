@@ -422,4 +422,5 @@ class PlanRunner:
             default_time_s=default_s,
             default_energy_j=default_j,
             default_measured=self._default is not None,
+            is_refuted=self._default is None and self._drifted > 0,
         )

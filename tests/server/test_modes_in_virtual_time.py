@@ -156,6 +156,25 @@ def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier
     assert gaps == [pytest.approx(75, abs=15), pytest.approx(gaps[0] + 60, abs=15)]
 
 
+def test_while_passes_deviate_from_the_profile_it_predicts_no_saving(start, frontier):
+    """Default clocks would exceed the cap, so that they are never measured. Passes are checked every 10 iterations."""
+    job = start(mode="run", frontier=frontier, policy={"name": "power_cap", "watts": 250})
+    job.slowdowns = [1.4]
+    job.train(20)
+    job.server.recorder.flush()
+    facts = job.server.recorder.facts()
+    assert (facts.saved, facts.whole) == (None, None)
+    job.slowdowns = [1.0]
+    job.train(20)
+    ran = [record for record in job.close() if record.phase == "run"]
+    known = [record.default_time_s is not None for record in ran]
+    assert known[:9] == [True] * 9
+    assert known[12:19] == [False] * 7
+    assert known[33:] == [True] * 7
+    saved_j = sum(record.default_energy_j - record.energy_j for record in ran[20:] if record.default_energy_j)
+    assert job.server.recorder.facts().whole.saved_j == pytest.approx(saved_j)
+
+
 @pytest.mark.parametrize("begins", ["while compared", "while backing off"])
 def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_under_plans(start, frontier, begins):
     job = start(mode="run", frontier=frontier, **SLOWER)
