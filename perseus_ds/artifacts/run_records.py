@@ -217,31 +217,6 @@ class PlanJudged(Event):
         return f"{compared}; {self.then}" if self.then else compared
 
 
-class Predicted(Event):
-    """Iterations at default clocks differ from the profile's prediction."""
-
-    event: Literal["prediction"] = "prediction"
-    time_s: float = 0.0
-    time_error: float = 0.0
-    energy_j: float = 0.0
-    energy_error: float = 0.0
-    predicted_time_s: float = 0.0
-    predicted_energy_j: float = 0.0
-    parts: dict[str, float] = {}
-    corrected: bool = False
-
-    def in_words(self) -> str:
-        measured = ((self.time_s, self.predicted_time_s), (self.energy_j, self.predicted_energy_j))
-        longer, more = (percent(value / predicted - 1) if predicted > 0 else "unknown" for value, predicted in measured)
-        parts = ", ".join(f"{name} {percent(factor - 1)}" for name, factor in self.parts.items())
-        kept = "the profile stays as it is, and measured iterations alone decide whether a plan is kept"
-        return (
-            f"iterations at default clocks differ from the profile by {longer} time and {more} energy "
-            f"({parts or 'no instruction, transfer or tail differs in time'}): "
-            f"{'the profile is corrected, and plans are computed again' if self.corrected else kept}"
-        )
-
-
 class OrderPlanned(Event):
     """Separate plans for a frequent number of micro-batches are introduced or given up."""
 

@@ -29,8 +29,7 @@ from perseus_ds.server.phases import (
     measure_default,
     observe,
 )
-from perseus_ds.server.prediction import correct_profile, is_predicted
-from perseus_ds.server.profiling import Baseline, predict_profile, profile_online, warm_up
+from perseus_ds.server.profiling import predict_profile, profile_online, warm_up
 from perseus_ds.server.under_plans import Outcome, PlanRunner
 
 # Number of iterations after which a dropped plan is compared again for the first time.
@@ -39,6 +38,9 @@ _DROPPED_FOR = 200
 # with sequences of different lengths, fit no profile, so measuring again does not help.
 _MOST_PROFILES = 3
 _PROFILED_AGAIN_EVERY = 1000
+# A profile holds if it predicts default clocks within this fraction, and this number of standard errors.
+_OFF = 0.02
+_SURE = 3.0
 
 
 def check(context: ModeContext) -> None:
@@ -109,13 +111,9 @@ async def _run(context: ModeContext) -> None:
         context.send_all(SetProfiledLimit(made.power_limit_w))
     runner = PlanRunner(context, frontier)
     await runner.try_out()
-    compared = False
     back_off = BackOff(_DROPPED_FOR)
     while True:
-        default = await _measure_again(context, runner)
-        if not compared and default.sample.is_enough:
-            correct_profile(context, frontier, default)
-            compared = True
+        await _measure_again(context, runner)
         result = await runner.run_while_kept()
         if isinstance(result, Verdict) and not runner.speed_up(result):
             iterations = back_off.next(context.control.steps)
@@ -164,15 +162,13 @@ async def _profile_and_run(
     begun, profiles = control.own_steps, 0
     back_off, switch_cost = BackOff(_DROPPED_FOR), SwitchCost()
     runner: PlanRunner | None = None
-    baseline: Baseline | None = None
     while True:
         if runner is None:
             if frontier is None and not has_profile:
-                baseline = await warm_up(context, tail_profile=tail_profile)
-                await profile_online(context, baseline)
+                await profile_online(context, await warm_up(context, tail_profile=tail_profile))
             profiles += frontier is None
             has_profile = False
-            runner = await _with_plans(context, frontier, baseline, switch_cost, kept)
+            runner = await _with_plans(context, frontier, switch_cost, kept)
             kept = None
             if runner is None:
                 return
@@ -204,7 +200,6 @@ async def _profile_and_run(
 async def _with_plans(
     context: ModeContext,
     frontier: Frontier | None,
-    baseline: Baseline | None,
     switch_cost: SwitchCost,
     kept: Mapping[str, Any] | None,
 ) -> PlanRunner | None:
@@ -223,8 +218,6 @@ async def _with_plans(
     await measure_default(default, context.recorder.say)
     if default.sample.mixes_shapes and not by_length:
         return None
-    if not by_length and correct_profile(context, frontier, default, before=baseline):
-        frontier = await optimise(context, default, switch_cost.time_s)
     runner = PlanRunner(context, frontier, default=default, by_length=by_length)
     if kept is not None:
         runner.keep(kept)
@@ -243,10 +236,17 @@ async def _measure_again(context: ModeContext, runner: PlanRunner) -> DefaultIte
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:
     """Return whether the profile of a dropped plan no longer holds. Later runs then do not use it."""
-    if is_predicted(context.job, frontier, default):
-        return False
-    forget_for_later_runs(context)
-    return True
+    predicted_j = context.job.gpus_per_rank * frontier.baseline.energy_j
+    is_stale = _is_off(default.time_s, frontier.baseline.time_s, default.typical.time_error) or _is_off(
+        default.energy_j, predicted_j, default.typical.energy_error
+    )
+    if is_stale:
+        forget_for_later_runs(context)
+    return is_stale
+
+
+def _is_off(measured: float, predicted: float, error: float) -> bool:
+    return abs(measured / predicted - 1) > _OFF + _SURE * error
 
 
 def _has_other_switch_cost(runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:

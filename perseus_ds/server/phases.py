@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.pipeline.schedule import Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.policy.reports import Conditions
-from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.protocol.job_messages import Calibrate, ToRank
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 from perseus_ds.server.job import Job
@@ -24,7 +22,6 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 SETTLED = 1
 """Number of iterations ignored after a change of clocks, because the first one begins at the previous clocks."""
-_KEPT = 4
 _LONGER = 4
 _LONG_AGO = 20
 
@@ -66,7 +63,6 @@ class DefaultIterations:
     def __init__(self, job: Job) -> None:
         self.sample = IterationSample(job.counter_period_s())
         self.conditions: Conditions = ()
-        self._latest: deque[Seen] = deque(maxlen=_KEPT)
         self._iterations = 0
         self.last_s: float | None = None
 
@@ -85,24 +81,14 @@ class DefaultIterations:
             return None
         return self.sample.remaining_s(self.last_s, max(0, SETTLED + 1 - self._iterations), blocks)
 
-    def spans(self, rank: int) -> list[list[Span]]:
-        """Return the operations of a rank in the last iterations."""
-        return [
-            without_gaps(spans, seen.messages[rank].report.time_s)
-            for seen in self._latest
-            if (spans := seen.spans(rank))
-        ]
-
     def add(self, seen: Seen) -> None:
         """Add an iteration. If limits of GPUs have changed, the previous ones are discarded."""
         if seen.conditions != self.conditions:
             self.conditions, self.sample = seen.conditions, IterationSample(self.sample.counter_period_s)
             self._iterations = 0
-            self._latest.clear()
         self._iterations += 1
         self.last_s = seen.time_s
         if self._iterations > SETTLED:
-            self._latest.append(seen)
             self.sample.add_reports(seen.reports)
 
 

@@ -17,7 +17,6 @@ from perseus_ds.artifacts.run_records import (
     PlanChosen,
     PlanJudged,
     PolicyChanged,
-    Predicted,
     ProfileWritten,
 )
 from perseus_ds.errors import ConfigError
@@ -33,7 +32,7 @@ def start(start, request):
     return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
 
 
-def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
+def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
     assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
@@ -63,8 +62,6 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     profiled, clocks = phases.count("profile"), {row.clock_mhz for row in profile.info.rows}
     assert written.iterations == profiled - job.under_way, "the last ones had begun when enough was known"
     assert profiled <= (1 + 0.5 * job.under_way) * len(clocks) + 1, "few iterations, though some had begun"
-    assert job.events(Predicted) == []
-    assert "differ from the profile" not in capsys.readouterr().out
 
 
 def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start):
@@ -393,7 +390,6 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     second.late_under_plans()
     assert set(second.train_until("observe", most=400)) == {"run", "default"}
     second.close()
-    assert second.events(Predicted) == []
     assert has_cached(tmp_path), "the profile is valid, so another policy may save energy"
 
 
@@ -404,7 +400,6 @@ def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(sec
     measured = [phase for phase in phases if phase not in ("default", "run")]
     assert in_order(measured) == ["warm-up", "profile", "optimizing"]
     second.close()
-    assert [event.corrected for event in second.events(Predicted)] == [False]
     assert not has_cached(tmp_path)
 
 

@@ -1,0 +1,84 @@
+"""Drift of instructions under plans, and the promise of plans of a profile that is a little off."""
+
+import pytest
+from virtual.job import SLOWER
+
+from perseus_ds.artifacts.run_records import Drifted, Failed, PlanJudged, ProfileWritten, changes, read_records
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.server.progress import JobLog
+from perseus_ds.units import plain
+
+
+def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_little_off(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.slowdowns[0] = 1.015
+    (judged,) = job.train_until_compared()
+    job.train(5)
+    records = job.close()
+    log = JobLog("job")
+    log.add(read_records(job.folder))
+    promised = changes(judged.promised_slowdown, judged.promised_saved)
+    assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.005)
+    assert judged.saved == pytest.approx(judged.promised_saved, abs=0.02)
+    plan = log.facts(0.0).plan
+    assert changes(plan.promised_slowdown, plan.promised_saving) == promised
+    assert changes(records[0].promised_slowdown, records[0].promised_saving) == promised, (
+        "also before default clocks were measured"
+    )
+    assert capsys.readouterr().out.count(f"(promised {plain(promised)})") == 2, "at the start and with the verdict"
+
+
+@pytest.fixture
+def planned(start):
+    """Return a job that runs under a plan that was kept."""
+    job = start(mode="auto", **SLOWER)
+    job.train_until_compared()
+    job.train(12)
+    return job
+
+
+def lengthen(job, factors, shapes=2.0):
+    """Make the inputs of the next iterations longer."""
+    job.shapes = shapes
+    for kind, factor in zip((Kind.FORWARD, Kind.BACKWARD, Kind.TAIL), factors, strict=True):
+        job.work_s[0][kind] *= factor
+
+
+def test_a_factor_of_other_shapes_common_to_all_instructions_is_not_drift_and_scales_the_promise(planned):
+    lengthen(planned, (1.5, 1.5, 1.0))
+    assert set(planned.train(40)) == {"run"}, "must not be compared with default clocks of other shapes"
+    lengthen(planned, (1 / 1.5, 1 / 1.5, 1.0), shapes=1.0)
+    planned.train(40)
+    records = planned.close()
+    for last in (records[-42], records[-1]):
+        assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03)
+        assert last.default_time_s < last.predicted_time_s
+    assert planned.events(Drifted) == []
+    assert len(planned.events(ProfileWritten)) == len(planned.events(PlanJudged)) == 1
+
+
+def test_instructions_that_change_in_proportion_are_drift(planned):
+    lengthen(planned, (1.0, 1.6, 1.0))
+    planned.train_until("profile", most=60)
+    (drifted,) = planned.events(Drifted)
+    assert drifted.drift > 0.05
+
+
+def test_without_other_shapes_a_plan_that_still_saves_energy_stays_when_all_instructions_take_longer(planned):
+    lengthen(planned, (1.5, 1.5, 1.0), shapes=planned.shapes)
+    _, compared = planned.train_until_compared(times=2)
+    planned.train(3)
+    last = planned.close()[-1]
+    assert compared.kept
+    assert ["profiling" in event.then for event in planned.events(Drifted)] == [False]
+    assert len(planned.events(ProfileWritten)) == 1
+    assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03), "default clocks must be measured again"
+
+
+def test_instructions_that_differ_from_the_start_are_noticed_while_the_plan_is_tried_out(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.slowdowns[0] = 0.3
+    job.train(40)
+    job.close()
+    assert len(job.events(Drifted)) == 1
+    assert job.events(Failed) == []
