@@ -16,12 +16,14 @@ Stages are independent of engines. ``perseus_ds.pipeline_module`` makes a DeepSp
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -41,7 +43,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.initialization import no_init_weights
+from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
@@ -49,6 +51,7 @@ from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.partition import uniform_cut
 
 T = TypeVar("T")
+logger = logging.getLogger("perseus_ds")
 # Without this timeout, transformers waits for more than 20 s for every file.
 _HUB_ANSWERS_S = 5.0
 _INDEX = "model.safetensors.index.json"
@@ -266,9 +269,14 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     return _read(AutoTokenizer, "tokenizer", name)
 
 
-def read_config(source: Source) -> PretrainedConfig:
-    """Return the configuration of a model. Raises a ``ConfigError`` if there is none or it has no pipeline plan."""
-    config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
+def read_config(source: Source, config: PretrainedConfig | None = None) -> PretrainedConfig:
+    """Return the given configuration or that of a model.
+
+    Raises:
+        ConfigError: There is no configuration, or it has no pipeline plan.
+    """
+    if config is None:
+        config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
     plan = getattr(config, "base_model_pp_plan", None)
     if not plan or "layers" not in plan:
         raise ConfigError(
@@ -332,6 +340,7 @@ def build_stage(
     cut: Sequence[int],
     index: int,
     *,
+    config: PretrainedConfig | None = None,
     inputs: Sequence[str] = ("input_ids",),
     pretrained: bool | None = None,
     dtype: torch.dtype = torch.float32,
@@ -346,11 +355,12 @@ def build_stage(
         source: The model.
         cut: Number of layers on each stage.
         index: Index of the stage.
+        config: Configuration instead of the model's own, for its weights with other settings.
         inputs: Names of the data's inputs, see :class:`Stage`.
         pretrained: Whether to read weights, by default for a name or a folder. Each stage reads only its own weights.
             Otherwise they are new, and the same for every cut.
         dtype: Type of the weights.
-        seed: Seed of new weights.
+        seed: Seed of new weights, also of those that are missing where the others are read.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         sequence_length: Length of the data's sequences, to check that the model supports it.
         vocabulary: Number of tokens of the data's tokenizer, to check that the model supports them.
@@ -358,10 +368,12 @@ def build_stage(
     Raises:
         ConfigError: If the model cannot be cut, not at these layers, or does not fit the data.
     """
-    config = read_config(source)
+
+    def layers_of_stage(layers: int) -> range:
+        return stages_of(cut, layers)[index]
+
+    config = read_config(source, config)
     _check_data(config, sequence_length, vocabulary)
-    layers = stages_of(cut, sum(cut))[index]
-    staged = _class_of_stage(model_class(config), cut, index)
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
     if pretrained:
@@ -370,15 +382,14 @@ def build_stage(
                 "pretrained: a configuration has no weights to read. Give the model's name on the hub or its folder."
             )
         _check_not_quantized(source, config)
-        model = _read(staged, "weights", str(source), config=config, dtype=dtype)
-        _check_initialized(model, model.not_read)
+        model = _read_weights(source, config, layers_of_stage, dtype=dtype, seed=seed)
     else:
-        model = _new(staged, config, dtype, seed)
+        model = _new(_class_of_stage(model_class(config), layers_of_stage, seed), config, dtype, seed)
         _with_storage(model, torch.device("cpu"))
         _initialize(model, seed)
     if gradient_checkpointing:
         checkpoint_activations(model)
-    stage = Stage(model.train(), layers, inputs)
+    stage = Stage(model.train(), layers_of_stage(sum(cut)), inputs)
     _check_runs_alone(stage)
     return stage
 
@@ -450,14 +461,50 @@ def _check_runs_alone(stage: Stage) -> None:
         ) from error
 
 
-def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int) -> type[PreTrainedModel]:
-    """Return a subclass of the model's class with a constructor that keeps only one stage's parts."""
+def _read_weights(
+    source: str | Path,
+    config: PretrainedConfig,
+    layers_of_stage: Callable[[int], range],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+) -> PreTrainedModel:
+    """Return a stage with the weights of a model. A missing head is a copy of the embedding, other ones are new."""
+
+    def read(kept: Callable[[int], range]) -> tuple[PreTrainedModel, set[str]]:
+        kind = _class_of_stage(model_class(config), kept, seed)
+        model, found = _read(kind, "weights", source, config=config, dtype=dtype, output_loading_info=True)
+        _check_initialized(model, model.not_read)
+        return model, set(found["missing_keys"])
+
+    model, missing = read(layers_of_stage)
+    head = model.get_output_embeddings()
+    name_of_head = next((f"{name}.weight" for name, module in model.named_modules() if module is head), "")
+    if name_of_head in missing:
+        # The last stage has no embedding, and nothing else of the first one is needed.
+        with_embedding, _ = read(lambda _: range(0))
+        head.weight.data.copy_(with_embedding.get_input_embeddings().weight)
+        missing.remove(name_of_head)
+        logger.warning("perseus: %s has no %s. It begins as a copy of the embedding.", source, name_of_head)
+    if missing:
+        names = ", ".join(sorted(missing))
+        logger.warning("perseus: %s has no %s. Their values are new, with seed %d.", source, names, seed)
+    return model
+
+
+def _class_of_stage(
+    whole: type[PreTrainedModel], layers_of_stage: Callable[[int], range], seed: int
+) -> type[PreTrainedModel]:
+    """Return a subclass of the model's class with a constructor that keeps only one stage's parts.
+
+    ``layers_of_stage`` returns the layers to keep of a number of layers.
+    """
 
     def with_storage(model: PreTrainedModel, missing: Iterable[str], *args: Any, **kwargs: Any) -> None:
         # What the weights lack gets storage here, and is initialised next.
         whole._move_missing_keys_from_meta_to_device(model, missing, *args, **kwargs)
         tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-        model.not_read = [*missing, *(name for name, _ in model.named_non_persistent_buffers())]
+        model.not_read = sorted({*missing, *(name for name, _ in model.named_non_persistent_buffers())})
         for name in model.not_read:
             if name in tensors and tensors[name].is_floating_point() and not tensors[name].is_meta:
                 tensors[name].data.fill_(math.nan)
@@ -465,12 +512,13 @@ def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int
     def construct(model: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(model, config, *args, **kwargs)
         _check_plan(model)
-        _keep_stage(model, stages_of(cut, len(model.base_model.layers))[index])
+        _keep_stage(model, layers_of_stage(len(model.base_model.layers)))
 
     attributes = {
         "__init__": construct,
         "__module__": whole.__module__,
         "_move_missing_keys_from_meta_to_device": with_storage,
+        "_initialize_missing_keys": lambda model, *_: _initialize_parts(model, seed),
         # A checkpoint contains the weights of all stages.
         "_keys_to_ignore_on_load_unexpected": [".*"],
         # Not only rank 0 saves, since each stage has its own weights.
@@ -551,10 +599,17 @@ def _check_initialized(model: PreTrainedModel, names: Iterable[str]) -> None:
         )
 
 
-@torch.no_grad()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
-    """Initialise a stage's weights by the model's own rules, with a seed for each part."""
-    base = model.base_model
+    """Give a stage new weights by the model's own rules."""
+    _initialize_parts(model, seed)
+    model.tie_weights()
+    _check_initialized(model, [name for name, _ in chain(model.named_parameters(), model.named_buffers())])
+
+
+@torch.no_grad()
+def _initialize_parts(model: PreTrainedModel, seed: int) -> None:
+    """Initialise the parameters and buffers that were not read, with a seed for each part."""
+    base, is_custom_code = model.base_model, model.is_custom_code()
     layers = [
         (f"{name}.{index}", layer)
         for name, child in base.named_children()
@@ -564,7 +619,7 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     of_base = [*layers, *base.named_children(), ("", base)]
     device = model.device
     on_gpu = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu):
+    with torch.random.fork_rng(devices=on_gpu), guard_torch_init_functions():
         for owner, parts in ((base, of_base), (model, [*model.named_children(), ("", model)])):
             for name, part in parts:
                 # With a seed for each part, weights do not depend on the cut. torch.manual_seed would also seed GPUs
@@ -572,9 +627,7 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
                 torch.default_generator.manual_seed(seed + zlib.crc32(name.encode()))
                 if on_gpu:
                     torch.cuda.manual_seed(seed + zlib.crc32(name.encode()))
-                part.apply(owner._initialize_weights)
-    model.tie_weights()
-    _check_initialized(model, [name for name, _ in chain(model.named_parameters(), model.named_buffers())])
+                part.apply(partial(owner._initialize_weights, is_custom_code=is_custom_code))
 
 
 def save_pretrained(trained: Any, folder: Path | str) -> None:

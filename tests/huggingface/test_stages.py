@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from tiny_models import families, tiny, token_ids
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -256,8 +257,42 @@ def test_the_parts_of_stages_are_those_of_the_model():
 
 def test_a_tied_embedding_is_an_error_where_stages_share_no_weight():
     config = tiny("qwen3", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="Set tie_word_embeddings=False in the configuration"):
+    with pytest.raises(ConfigError, match="config=, a configuration with tie_word_embeddings=False"):
         perseus_ds.pipeline_stage(config, stage_index=0, num_stages=2, device="cpu")
+
+
+@pytest.mark.parametrize("edited", ["argument", "folder"])
+def test_a_head_that_the_weights_lack_is_a_copy_of_the_embedding(edited, tmp_path, caplog):
+    whole = whole_model(tiny("qwen3", tie_word_embeddings=True))
+    whole.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    config.tie_word_embeddings = False
+    if edited == "folder":
+        config.save_pretrained(tmp_path)
+    stages = [build_stage(tmp_path, (1, 3), index, config=config if edited == "argument" else None) for index in (0, 1)]
+    ids = token_ids()
+    assert torch.allclose(through(stages, ids)[0], whole(ids, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+    assert torch.equal(stages[1].model.lm_head.weight, whole.model.embed_tokens.weight)
+    said = f"perseus: {tmp_path} has no lm_head.weight. It begins as a copy of the embedding."
+    assert said in caplog.messages
+
+
+def test_weights_that_are_missing_are_named_and_the_same_on_every_rank_and_for_every_cut(tmp_path, caplog):
+    whole_model(tiny("llama")).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    names = [name for name in weights if "layers.3.mlp" in name]
+    kept = {name: value for name, value in weights.items() if name not in names}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for cut in ((2, 2), (2, 2), (1, 3)):
+        torch.rand(3)  # ranks have drawn different numbers before
+        before = torch.random.get_rng_state()
+        found.append(dict(build_stage(tmp_path, cut, 1).model.named_parameters()))
+        assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(found[0][name], value[name]) for value in found for name in names)
+    assert all(torch.equal(found[0][name], weights[name]) for name in found[0] if name not in names)
+    said = f"perseus: {tmp_path} has no {', '.join(sorted(names))}. Their values are new, with seed 1234."
+    assert said in caplog.messages
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
+from transformers import PretrainedConfig
 
 from perseus_ds.engines.engine import reported_once
 from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, cut_of, read_config
@@ -31,7 +32,13 @@ class StageLayer(nn.Module):
 
 @reported_once()
 def pipeline_module(
-    source: Source, *, num_stages: int, cut: Sequence[int] | None = None, topology: Any = None, **options: Any
+    source: Source,
+    *,
+    num_stages: int,
+    config: PretrainedConfig | None = None,
+    cut: Sequence[int] | None = None,
+    topology: Any = None,
+    **options: Any,
 ) -> PipelineModule:
     """Build a DeepSpeed ``PipelineModule`` with its loss from a Hugging Face model.
 
@@ -43,6 +50,7 @@ def pipeline_module(
     Args:
         source: A causal model that declares a pipeline plan: its name on the hub, a folder, or a configuration.
         num_stages: Number of stages, a divisor of the world size.
+        config: Configuration instead of the model's own, for its weights with other settings.
         cut: Number of layers of each stage. By default all stages have equally many.
         topology: DeepSpeed's topology of ranks, instead of the number of stages.
         **options: Options for data and weights, see :func:`~perseus_ds.huggingface.stages.build_stage`.
@@ -50,7 +58,7 @@ def pipeline_module(
     Raises:
         ConfigError: The model cannot be read or cut as requested.
     """
-    config = read_config(source)
+    config = options["config"] = read_config(source, config)
     cut = cut_of(config, num_stages, cut)
     specs: list[LayerSpec] = [LayerSpec(StageLayer, source, cut, stage, options) for stage in range(len(cut))]
     tied = len(cut) > 1 and bool(getattr(config.get_text_config(), "tie_word_embeddings", False))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
+from transformers import PretrainedConfig
 
 from perseus_ds.engines.engine import reported_once
 from perseus_ds.errors import ConfigError
@@ -20,6 +21,7 @@ def pipeline_stage(
     stage_index: int,
     num_stages: int,
     device: torch.device | str,
+    config: PretrainedConfig | None = None,
     cut: Sequence[int] | None = None,
     group: Any = None,
     **options: Any,
@@ -33,6 +35,7 @@ def pipeline_stage(
         stage_index: Number of the stage.
         num_stages: Number of stages over all ranks.
         device: Device of the stage.
+        config: Configuration instead of the model's own, for its weights with other settings.
         cut: Number of layers of each stage. By default all stages have equally many.
         group: Process group of the pipeline's ranks. By default all ranks.
         **options: Options for data and weights, see :func:`~perseus_ds.huggingface.stages.build_stage`.
@@ -40,11 +43,12 @@ def pipeline_stage(
     Raises:
         ConfigError: The model cannot be read or cut as requested, or ties its embedding to its head.
     """
-    config = read_config(source)
+    config = read_config(source, config)
     if num_stages > 1 and getattr(config.get_text_config(), "tie_word_embeddings", False):
         raise ConfigError(
-            f"{type(config).__name__}: the embedding and the head share one weight, but stages of torch cannot. Set "
-            "tie_word_embeddings=False in the configuration for a separate head, or train with DeepSpeed."
+            f"{type(config).__name__}: the embedding and the head share one weight, but stages of torch cannot. Pass "
+            "the model and config=, a configuration with tie_word_embeddings=False, for a separate head that begins as "
+            "a copy of the embedding, or train with DeepSpeed."
         )
-    stage = build_stage(source, cut_of(config, num_stages, cut), stage_index, **options)
+    stage = build_stage(source, cut_of(config, num_stages, cut), stage_index, config=config, **options)
     return PipelineStage(stage.to(device), stage_index, num_stages, torch.device(device), group=group)
