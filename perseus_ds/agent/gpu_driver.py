@@ -163,4 +163,5 @@ def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
         clocks_fault=clocks_fault,
         permission_fault=permission_fault,
         is_permission_checked=checks_permission,
+        counter=getattr(gpu, "counter", ""),
     )

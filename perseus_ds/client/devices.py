@@ -41,6 +41,7 @@ class LeasedGpu:
         self.name, self.driver = self._known.name, self._known.driver
         self.address: str | None = self.lease.gpu
         self.settings, self.notices = self._known.settings, self._known.notices
+        self.counter = self._known.counter
 
     def __str__(self) -> str:
         return self._known.text
@@ -84,7 +85,7 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
         if gpu.settings is not None and gpu.settings["whole_module"] is not False:
             is_known = gpu.settings["whole_module"] is not None
             logger.warning(
-                "perseus: rank %d, %s: %s the whole module, processor included, and so do all energies and savings.",
+                "perseus: rank %d, %s: %s the whole module, and not only this GPU, and so do all energies and savings.",
                 rank,
                 gpu,
                 "its energy counter covers" if is_known else "it is not known whether its energy counter covers",

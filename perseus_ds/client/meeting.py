@@ -200,6 +200,7 @@ def rank_facts(
         gpu=gpu.name,
         driver=gpu.driver,
         settings=b"" if gpu.settings is None else json.dumps(gpu.settings).encode(),
+        counter=getattr(gpu, "counter", ""),
         clocks_mhz=tuple(clocks_mhz),
         no_permission=problem,
         simulated=gpu.simulated,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -120,7 +121,8 @@ class CounterLog(Refreshes):
             # The refresh took place between the two readings.
             self.changes.append(((self._last[0] + now_s) / 2, energy_j))
             self._seen_s.append(now_s)
-            self.clocks.append((now_s, self._gpu.clock_mhz()))
+            with suppress(GpuError):  # AMD's driver reports no clock at times
+                self.clocks.append((now_s, self._gpu.clock_mhz()))
             self.state = self._gpu.state
         self._last = now_s, energy_j
 

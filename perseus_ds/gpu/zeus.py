@@ -17,6 +17,7 @@ from perseus_ds.gpu.base import Gpu, GpuState
 from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_of_uuid
 from perseus_ds.gpu.selection import NodeGpu, amd_gpu, by_pci_address, pci_numbers
 
+_TWO_DIES = "MI250"
 _AMD_STEP_MHZ = 25
 """AMD accepts any clock in a range. This step gives about the number of clocks that NVIDIA GPUs have."""
 
@@ -58,7 +59,8 @@ def open_zeus_gpu(ordinal: int, uuid: str | None, pci_address: str | None, envir
     if is_nvidia:
         return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid, environment))
     if is_amd:
-        return ZeusAmdGpu(amd_gpu(ordinal, environment, _amd_gpus(), pci_address))
+        gpus = _amd_gpus()
+        return ZeusAmdGpu(amd_gpu(ordinal, environment, gpus, pci_address), gpus)
     raise GpuError("Zeus finds neither NVIDIA nor AMD GPUs. Check nvidia-smi or amd-smi.")
 
 
@@ -66,7 +68,8 @@ def open_address(identity: str) -> Gpu:
     """Open a GPU by the part of its address after ``zeus:``, in a process that sees all GPUs of the node."""
     if identity.startswith("GPU-"):
         return ZeusNvidiaGpu(index_of_uuid(identity))
-    return ZeusAmdGpu(by_pci_address(identity, _amd_gpus()))
+    gpus = _amd_gpus()
+    return ZeusAmdGpu(by_pci_address(identity, gpus), gpus)
 
 
 class ZeusNvidiaGpu(NvmlGpu):
@@ -164,25 +167,51 @@ def _shown_to_zeus(gpu: NodeGpu) -> Iterator[None]:
 
 
 class ZeusAmdGpu:
-    """An AMD GPU, which accepts any clock in a range. Not yet tried on a real AMD GPU."""
+    """An AMD GPU, which accepts any clock in a range. Not yet tried on a real AMD GPU.
+
+    The two dies of an MI250 or MI250X are two GPUs. The driver reports the power of both as that of the even one.
+
+    Attributes:
+        counter: Address of the GPU with the counter that includes the energy of this one. Empty if it has its own.
+    """
 
     simulated = False
-    settings = None
     driver: str | None = None
 
-    def __init__(self, gpu: NodeGpu) -> None:
+    def __init__(self, gpu: NodeGpu, gpus: Sequence[NodeGpu]) -> None:
+        """Open one of the GPUs of the node, given in HIP's order."""
         self._gpu = gpu
-        with _zeus_errors(f"Opening GPU {gpu.number} through Zeus"), _shown_to_zeus(gpu):
-            from zeus.device.gpu.amd import AMDGPUs
-
-            (self._zeus,) = AMDGPUs().gpus
+        self._managers: list[Any] = []
+        with _zeus_errors(f"Opening GPU {gpu.number} through Zeus"):
+            self._zeus = self._counted = self._opened(gpu)
             self.name = str(self._zeus.get_name())
             fastest_mhz, slowest_mhz = self._zeus.get_supported_graphics_clocks()
+            self.counter = ""
+            if _TWO_DIES in self.name:
+                even = next((each for each in gpus if each.number == gpu.number - gpu.number % 2), gpu)
+                if even != gpu and not self._zeus.supports_get_total_energy_consumption():
+                    self._counted = self._opened(even)
+                self.counter = f"zeus:{even.pci_address}"
         self._clocks_mhz = tuple(reversed(range(int(fastest_mhz), int(slowest_mhz) - 1, -_AMD_STEP_MHZ)))
+
+    def _opened(self, gpu: NodeGpu) -> Any:
+        """Open a GPU in Zeus. Its manager is kept, because it shuts the driver's library down when it is deleted."""
+        with _shown_to_zeus(gpu):
+            from zeus.device.gpu.amd import AMDGPUs
+
+            manager = AMDGPUs()
+        self._managers.append(manager)
+        (opened,) = manager.gpus
+        return opened
 
     @property
     def address(self) -> str:
         return f"zeus:{self._gpu.pci_address}"
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """Only whether energies are those of both dies. The driver reports no other setting."""
+        return {"whole_module": True} if self.counter else None
 
     def __str__(self) -> str:
         return f"GPU {self._gpu.number} ({self.name})"
@@ -212,8 +241,10 @@ class ZeusAmdGpu:
         with _zeus_errors(f"Reading the clock of {self}"):
             import amdsmi
 
-            clocks = amdsmi.amdsmi_get_clock_info(self._zeus.handle, amdsmi.AmdSmiClkType.GFX)
-            return int(clocks["clk"])
+            clock_mhz = amdsmi.amdsmi_get_clock_info(self._zeus.handle, amdsmi.AmdSmiClkType.GFX)["clk"]
+        if not isinstance(clock_mhz, int):  # "N/A"
+            raise GpuError(f"Reading the clock of {self} failed: the driver reports {clock_mhz!r}.")
+        return clock_mhz
 
     def throttle_reasons(self) -> tuple[str, ...]:
         return ()
@@ -224,15 +255,20 @@ class ZeusAmdGpu:
     @property
     def has_energy_counter(self) -> bool:
         """True if Zeus has found that the energy counter agrees with the power readings."""
-        return bool(self._zeus.supports_get_total_energy_consumption())
+        return bool(self._counted.supports_get_total_energy_consumption())
 
     def energy_j(self) -> float:
         with _zeus_errors(f"Reading the energy counter of {self}"):
-            return float(self._zeus.get_total_energy_consumption()) / 1e3
+            return float(self._counted.get_total_energy_consumption()) / 1e3
 
     def power_w(self) -> float:
         with _zeus_errors(f"Reading the power of {self}"):
-            return float(self._zeus.get_instant_power_usage()) / 1e3
+            from zeus.device.gpu.common import ZeusGPUNotSupportedError
+
+            try:
+                return float(self._counted.get_instant_power_usage()) / 1e3
+            except ZeusGPUNotSupportedError:  # MI210 reports only an average
+                return float(self._counted.get_average_power_usage()) / 1e3
 
     @property
     def state(self) -> GpuState:

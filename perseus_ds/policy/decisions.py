@@ -87,7 +87,7 @@ class Situation:
     power_ratio: float = 1.0
     stopped_s: float = 0.0
     relative_time: float = 1.0
-    gpus_per_rank: int = 1
+    gpus_per_rank: float = 1
     default_power_w: float = 0.0
     before: Decision | None = None
 

@@ -42,6 +42,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""  # product name
     driver: str | None = None
     settings: bytes = b""  # of the GPU, in JSON; empty if unknown
+    counter: str = ""  # address on its node of the GPU with its energy counter; empty if it shares it with no GPU
     clocks_mhz: tuple[int, ...] = ()  # that can be locked
     no_permission: str = ""  # why clocks cannot be set; empty if they can
     simulated: bool = False

@@ -14,7 +14,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 7
+VERSION = 8
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""

@@ -69,6 +69,7 @@ class GpuDescription(msgspec.Struct, frozen=True):
     clocks_fault: Fault | None  # why there are no clocks
     permission_fault: Fault | None  # why clocks cannot be set
     is_permission_checked: bool
+    counter: str = ""  # address of the GPU with the counter that includes its energy; empty if it has its own
 
 
 class RequestLease(msgspec.Struct, tag=True, frozen=True):

@@ -212,7 +212,9 @@ class Sources:
         None if neither the job's records nor the profile contain it.
         """
         if history.gpus is not None and self.frontier is not None:
-            return history.gpus / len(self.frontier.instructions)
+            # A rank without energy shares the counter of another one.
+            counted = sum(energy_j > 0 for energy_j, _ in history.by_rank) or history.gpus
+            return counted / len(self.frontier.instructions)
         info = self._info
         pipelines = history.pipelines or info.data_parallel
         return None if pipelines is None else pipelines * (info.tensor_parallel or 1)

@@ -121,10 +121,21 @@ class Job:
     def world_size(self) -> int:
         return len(self.facts)
 
+    @cached_property
+    def counts_energy(self) -> tuple[bool, ...]:
+        """Whether the energy of each rank is added to that of the job. GPUs that share a counter are counted once."""
+        seen: set[tuple[str, str]] = set()
+        counts = []
+        for facts in self.facts:
+            counter = facts.node, facts.counter
+            counts.append(not facts.counter or counter not in seen)
+            seen.add(counter)
+        return tuple(counts)
+
     @property
-    def gpus_per_rank(self) -> int:
-        """Number of GPUs for each pipeline rank."""
-        return self.world_size // len(self.schedule.ranks)
+    def gpus_per_rank(self) -> float:
+        """Number of GPUs for each pipeline rank. GPUs that share a counter are one, as in their energies."""
+        return sum(self.counts_energy) / len(self.schedule.ranks)
 
     @property
     def simulated(self) -> bool:

@@ -412,7 +412,7 @@ class JobServer:
         return RankReports(
             pipeline=np.array([place.pipeline for place in self.job.places]),
             time_s=by_rank("report.time_s"),
-            energy_j=by_rank("energy_j"),
+            energy_j=np.where(self.job.counts_energy, by_rank("energy_j"), 0.0),
             clock_changes=by_rank("changes"),
             clock_skips=by_rank("skips"),
             failed=by_rank("has_failed"),

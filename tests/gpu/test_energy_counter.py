@@ -40,6 +40,18 @@ def test_an_error_while_reading_is_raised_as_an_error_of_the_gpu(now, error):
             log.power_w(0.0, 1.0)
 
 
+def test_energies_are_read_while_the_clock_has_no_reading(now):
+    class ClocklessGpu(SimulatedGpu):
+        def clock_mhz(self):
+            raise GpuError("the driver reports 'N/A'")
+
+    with CounterLog(ClocklessGpu(A100, timebase=now), now) as log:
+        begin_s = now.now_s()
+        now.sleep(2.0)
+        assert log.power_w(begin_s, now.now_s()) == pytest.approx(83.64, rel=0.01)
+        assert log.reached_s(1410, begin_s, now.now_s()) is None
+
+
 class CountingGpu(SimulatedGpu):
     """Counts the readings of its counter."""
 

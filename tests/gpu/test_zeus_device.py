@@ -3,6 +3,7 @@
 Each case on NVIDIA GPUs runs in its own process, because Zeus keeps the GPUs that it found first.
 """
 
+import gc
 import json
 import os
 import socketserver
@@ -14,6 +15,9 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
+from perseus_ds.artifacts.profile import GpuSettings
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.gpu.selection import amd_gpu
 from perseus_ds.gpu.zeus import ZeusAmdGpu, _amd_gpus, open_address
 
@@ -76,7 +80,8 @@ def zeusd(tmp_path):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             groups = ["gpu-read", "gpu-control"]
-            self._answer({"gpus": node.gpus, "cpus": [], "enabled_api_groups": groups, "auth_required": False})
+            gpus = [{**gpu, "cumulative_energy_available": True} for gpu in node.gpus]  # required after Zeus 0.16
+            self._answer({"gpus": gpus, "cpus": [], "enabled_api_groups": groups, "auth_required": False})
 
         def do_POST(self):
             node.received.update(parse_qs(urlparse(self.path).query)["gpu_ids"])
@@ -131,15 +136,25 @@ def test_zeusd_locks_only_a_gpu_that_is_certainly_the_right_one(use, zeusd, know
     assert refusal in done.stderr
 
 
+class AmdNode(list):
+    """Four AMD GPUs with different numbers in HIP and amdsmi. It lists the resets that Zeus performs.
+
+    Attributes:
+        name: Product name of the GPUs. Those with odd numbers are the second dies of MI250X.
+        clock: What the driver reports as the clock.
+    """
+
+    name = "MI300X"
+    clock = 1700
+    open_managers = 0
+
+
 @pytest.fixture
 def amd_node(monkeypatch):
-    """Four AMD GPUs with different numbers in HIP and amdsmi.
-
-    Returns:
-        The resets that Zeus performs.
-    """
+    """A node with AMD GPUs."""
     device = pytest.importorskip("zeus.device.gpu.amd")
-    resets = []
+    common = pytest.importorskip("zeus.device.gpu.common")
+    node = AmdNode()
 
     class Amdsmi:
         def amdsmi_get_processor_handles(self):
@@ -151,24 +166,44 @@ def amd_node(monkeypatch):
         def amdsmi_get_gpu_device_bdf(self, handle):
             return f"0000:{16 * handle:02x}:00.0"
 
-    def gpus():
-        number = int(os.environ["HIP_VISIBLE_DEVICES"])
-        gpu = SimpleNamespace(
-            get_name=lambda: "MI300X",
-            get_supported_graphics_clocks=lambda: (2100, 500),
-            reset_gpu_locked_clocks=lambda: resets.append((number, "reset_gpu_locked_clocks")),
-            get_total_energy_consumption=lambda: 1_234_500,  # [mJ]
-            get_instant_power_usage=lambda: 487_250,  # [mW]
-        )
-        return SimpleNamespace(gpus=[gpu])
+        def amdsmi_get_clock_info(self, handle, kind):
+            return {"clk": node.clock, "min_clk": 500, "max_clk": 2100}
+
+        AmdSmiClkType = SimpleNamespace(GFX=0)
+
+    class Gpus:
+        def __init__(self):
+            number = int(os.environ["HIP_VISIBLE_DEVICES"])
+            is_second_die = "MI250" in node.name and number % 2 == 1
+
+            def of_first_die(value):
+                if is_second_die:
+                    raise common.ZeusGPUNotSupportedError(f"GPU {number} is a chiplet without power monitoring")
+                return value
+
+            node.open_managers += 1
+            self.gpus = [
+                SimpleNamespace(
+                    handle=number,
+                    get_name=lambda: node.name,
+                    get_supported_graphics_clocks=lambda: (2100, 500),
+                    reset_gpu_locked_clocks=lambda: node.append((number, "reset_gpu_locked_clocks")),
+                    supports_get_total_energy_consumption=lambda: not is_second_die,
+                    get_total_energy_consumption=lambda: of_first_die(1_234_500 + 1000 * number),  # [mJ]
+                    get_instant_power_usage=lambda: of_first_die(487_250),  # [mW]
+                )
+            ]
+
+        def __del__(self):
+            node.open_managers -= 1  # Zeus shuts the driver's library down
 
     monkeypatch.setitem(sys.modules, "amdsmi", Amdsmi())
-    monkeypatch.setattr(device, "AMDGPUs", gpus)
-    return resets
+    monkeypatch.setattr(device, "AMDGPUs", Gpus)
+    return node
 
 
 def test_the_gpu_that_hip_selects_is_opened_by_its_pci_address(amd_node):
-    gpu = ZeusAmdGpu(amd_gpu(1, {"ROCR_VISIBLE_DEVICES": "3,2"}, _amd_gpus()))
+    gpu = ZeusAmdGpu(amd_gpu(1, {"ROCR_VISIBLE_DEVICES": "3,2"}, _amd_gpus()), _amd_gpus())
     assert gpu.address == "zeus:0000:20:00.0"
     assert str(gpu) == "GPU 2 (MI300X)"
     gpu.reset_clock()
@@ -183,5 +218,38 @@ def test_the_gpu_that_hip_selects_is_opened_by_its_pci_address(amd_node):
 
 def test_energy_and_power_of_an_amd_gpu_are_in_joules_and_watts(amd_node):
     gpu = open_address("0000:20:00.0")
-    assert gpu.energy_j() == 1234.5
+    assert gpu.energy_j() == 1236.5
     assert gpu.power_w() == 487.25
+
+
+def test_the_library_of_an_amd_gpu_stays_open_while_the_gpu_is_used(amd_node):
+    gpu = open_address("0000:20:00.0")
+    gc.collect()
+    assert amd_node.open_managers == 1
+    del gpu
+    gc.collect()
+    assert amd_node.open_managers == 0
+
+
+def test_both_dies_of_an_mi250x_have_the_one_reading_of_their_card(amd_node):
+    amd_node.name = "AMD Instinct MI250X"
+    dies = [open_address(f"0000:{16 * number:02x}:00.0") for number in range(4)]
+    assert [with_energy(die).energy_j() for die in dies] == [1234.5, 1234.5, 1236.5, 1236.5]
+    assert [die.power_w() for die in dies] == [487.25] * 4
+    assert [die.counter for die in dies] == 2 * ["zeus:0000:00:00.0"] + 2 * ["zeus:0000:20:00.0"]
+    assert str(GpuSettings(**dies[1].settings)).endswith("energy of whole modules")
+    dies[1].reset_clock()
+    assert amd_node == [(1, "reset_gpu_locked_clocks")], "each die has a clock of its own"
+
+
+def test_an_amd_gpu_of_one_die_shares_no_counter(amd_node):
+    gpu = open_address("0000:30:00.0")
+    assert (gpu.counter, gpu.settings, gpu.energy_j()) == ("", None, 1237.5)
+
+
+def test_a_clock_that_amd_does_not_report_is_no_reading(amd_node):
+    gpu = open_address("0000:20:00.0")
+    assert gpu.clock_mhz() == 1700
+    amd_node.clock = "N/A"
+    with pytest.raises(GpuError, match=r"Reading the clock of GPU 2 \(MI300X\) failed: the driver reports 'N/A'"):
+        gpu.clock_mhz()

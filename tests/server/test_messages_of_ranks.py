@@ -30,10 +30,11 @@ ITERATIONS = 12
 class FakeJob:
     """A job with fake ranks, which follow received messages and report iterations of one second."""
 
-    def __init__(self, folder, **block):
+    def __init__(self, folder, of_ranks=(), **block):
         self.folder = folder
         self.received = [[] for _ in range(RANKS)]
-        self.server = JobServer(Job.of(described(output_dir=str(folder), **block)), self._send, timebase=VirtualTime())
+        description = described(output_dir=str(folder), of_ranks=of_ranks, **block)
+        self.server = JobServer(Job.of(description), self._send, timebase=VirtualTime())
         self.server.start()
         for rank in range(RANKS):
             self.server.receive(rank, Measured(0.1, 0.1, 80.0))
@@ -217,3 +218,23 @@ def test_a_rank_that_joins_again_is_told_the_power_limit_of_the_profile(play):
         job.server.receive(1, Joined())
         assert [message for message in job.received[1] if isinstance(message, SetProfiledLimit)] == told
     job.end()
+
+
+@pytest.mark.parametrize(
+    ("counters", "nodes", "energies_j"),
+    [
+        (("", ""), ("a", "a"), (300.0, 300.0)),
+        (("zeus:0000:c1:00.0", "zeus:0000:c1:00.0"), ("a", "a"), (300.0, 0.0)),
+        (("zeus:0000:c1:00.0", "zeus:0000:c9:00.0"), ("a", "a"), (300.0, 300.0)),
+        (("zeus:0000:c1:00.0", "zeus:0000:c1:00.0"), ("a", "b"), (300.0, 300.0)),
+    ],
+    ids=["own counters", "two dies of a card", "dies of two cards", "cards of two nodes"],
+)
+def test_a_counter_that_two_ranks_share_is_counted_once(tmp_path, counters, nodes, energies_j):
+    facts = [{"counter": counter, "node": node} for counter, node in zip(counters, nodes, strict=True)]
+    job = FakeJob(tmp_path, facts)
+    job.run((1, 2, 3))
+    assert job.server.job.gpus_per_rank == sum(energies_j) / 600.0
+    iterations = job.end()
+    assert [record.energy_by_rank_j for record in iterations] == [energies_j] * 3
+    assert [record.energy_j for record in iterations] == [sum(energies_j)] * 3
