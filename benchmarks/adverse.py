@@ -40,7 +40,7 @@ from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.profiler import online
 from perseus_ds.protocol.job_messages import LatencyTable
-from perseus_ds.server import modes, profiling
+from perseus_ds.server import profiling
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
@@ -147,7 +147,6 @@ def without_countermeasures() -> Any:
         patch.object(follower, "plan_transitions", plan_without_latencies),
         patch.object(online._Refreshes, "variation_s", 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
-        patch.object(modes, "_has_other_switch_cost", lambda *_, **__: False),
     ):
         yield
 

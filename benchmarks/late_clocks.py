@@ -104,7 +104,7 @@ def plain_savings(schedule: Schedule, profile: StageProfile, power_w: float, dwe
         return all(float(rank.min(initial=0.0)) >= -1e-9 for rank in runs)
 
     result = []
-    baseline_j = problem.baseline().energy_j
+    baseline_j = problem.baseline.energy_j
     now = problem.evaluate(clocks(steps))
     best_j = now.energy_j
     for slowdown in SLOWDOWNS:

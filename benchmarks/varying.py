@@ -123,7 +123,7 @@ class Iteration:
         self._model = model
         self._factors = [time_factor(length) for length in lengths]
         self.problem = model.problem(self._factors)
-        self.default = self.problem.baseline()
+        self.default = self.problem.baseline
 
     def at(self, clocks: Clocks) -> Saving:
         """Return time and energy at given clocks, compared with the highest clock."""

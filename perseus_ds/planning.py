@@ -22,10 +22,6 @@ class PlanningSettings:
     """exact gives a lower bound for each plan, lowtime is the published solver"""
     plans: int = 120
     """number of deadlines, from T_min to T*, for which the exact solver computes a plan"""
-    switch_cost_j: float = 0.0
-    """energy per clock change that the exact solver assumes when it chooses clocks [J]"""
-    switch_cost_s: float = 0.0
-    """delay of the following instruction that the exact solver assumes for a clock change [s]"""
     least_dwell_s: DwellTimes = 0.0
     """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]"""
     certificates: bool = False
@@ -43,7 +39,6 @@ class PlanningSettings:
         from perseus_ds.artifacts.validation import (
             LEAST_GPU_W,
             MOST_GPU_W,
-            MOST_JOULES,
             MOST_PLANS,
             MOST_SECONDS,
             MOST_WATTS,
@@ -51,8 +46,6 @@ class PlanningSettings:
 
         power_w = self.blocking_power_w or 0.0
         for name, value, most, unit in (
-            ("switch_cost_j", self.switch_cost_j, MOST_JOULES, "joules"),
-            ("switch_cost_s", self.switch_cost_s, MOST_SECONDS, "seconds"),
             ("least_dwell_s", self.longest_dwell_s, MOST_SECONDS, "seconds"),
             ("blocking_power_w", power_w, MOST_WATTS, "watts"),
         ):

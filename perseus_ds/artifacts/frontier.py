@@ -63,12 +63,22 @@ from perseus_ds.pipeline.schedule import Schedule
 
 # Deadlines are computed from measured times. A plan that is late only due to rounding meets its deadline.
 _TOLERANCE = 1e-9
+# Differences in time up to this fraction cannot be measured in a job.
+_NO_SLOWER = 0.001
 _MOST_ALTERNATIVES = 20
 _POWERS = ("mean_power_w", "highest_power_w", "lowest_power_w", "power_change_w")
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.05)
 """Relative increases over the time at the highest clock at which savings are compared."""
 _AS_GOOD = 0.005
 """Savings that differ by less than this fraction of the energy count as equal."""
+
+
+def time_limit_s(default_s: float, t_min_s: float, slowdown: float) -> float:
+    """Return the longest iteration time that is slower than default clocks by at most ``slowdown`` [s].
+
+    ``T_min`` is the fastest of noisy rows, so default clocks, which take ``default_s``, seldom reach it.
+    """
+    return max(default_s, t_min_s) * (1 + slowdown + _NO_SLOWER)
 
 
 class Provenance(FileModel):
@@ -78,7 +88,6 @@ class Provenance(FileModel):
     micro_batches: MicroBatchCount
     stages: StageCount
     blocking_power_w: Power
-    switch_cost_s: Duration = 0.0
     least_dwell_s: Duration = 0.0
     solver: Text
     simulated: bool | None = None
@@ -173,27 +182,29 @@ class Frontier:
         return plan
 
     def within(self, max_slowdown: float) -> FrequencyPlan:
-        """Return the plan of least energy with at most the given slowdown relative to ``T_min``.
+        """Return the plan of least energy with at most the given slowdown relative to default clocks.
 
         Args:
-            max_slowdown: Slowdown as a fraction of ``T_min``, >= 0. If even the fastest plan is slower, which
-                lowtime's may be, the fastest plan is returned.
+            max_slowdown: Slowdown as a fraction, >= 0, see :func:`time_limit_s`. If even the fastest plan is slower,
+                which lowtime's may be, the fastest plan is returned.
         """
-        return self.lookup(max(self.t_min_s * (1 + max_slowdown), self.plans[0].time_s))
+        return self.lookup(max(self.limit_s(max_slowdown), self.plans[0].time_s))
+
+    def limit_s(self, slowdown: float) -> float:
+        """Return the longest iteration with the given slowdown relative to default clocks [s]."""
+        return time_limit_s(self.baseline.time_s, self.t_min_s, slowdown)
 
     def savings(self) -> dict[str, list[float | None]]:
         """Return the savings of plans and alternatives by name, ``Perseus`` first.
 
         Savings are relative to the highest clock: a fraction of the energy for each of :data:`SLOWDOWNS`, or None if no
-        plan or point meets the deadline. Slowdown 0 means the time at the highest clock, or ``T_min`` if clock changes
-        make it longer.
+        plan or point meets the deadline, which is that of :meth:`within`.
         """
 
         def saved(found: FrequencyPlan | AlternativePoint | None) -> float | None:
             return None if found is None else 1 - found.energy_j / self.baseline.energy_j
 
-        least_s = max(self.baseline.time_s, self.t_min_s)
-        deadlines_s = [(1 + slowdown) * least_s for slowdown in SLOWDOWNS]
+        deadlines_s = [self.limit_s(slowdown) for slowdown in SLOWDOWNS]
         plan_or_point = {"Perseus": self._in_time, **{one.name: one.within for one in self.alternatives}}
         return {name: [saved(found(time_s)) for time_s in deadlines_s] for name, found in plan_or_point.items()}
 

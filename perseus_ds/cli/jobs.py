@@ -112,7 +112,7 @@ class Policy(Job):
     name: str
     """slowdown, deadline, power_cap, energy_optimal or reduce"""
     max_slowdown: Number = None
-    """slowdown: fraction of the fastest iteration time, such as 0.05"""
+    """slowdown: fraction of the iteration time at default clocks, such as 0.05"""
     finish_by: Text = None
     """deadline: time at which the last step must be done, such as 2030-01-31T08:00:00+00:00"""
     total_steps: OptionalCount = None

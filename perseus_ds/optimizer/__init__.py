@@ -54,7 +54,7 @@ def optimize(
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
     """Return the frontier of the plans that are not dominated in time and energy."""
-    schedule, info, baseline = problem.dag.schedule, problem.profile.info, problem.baseline()
+    schedule, info, baseline = problem.dag.schedule, problem.profile.info, problem.baseline
     return Frontier(
         plans=tuple(replace(plan, power=power_swing(problem, plan)) for plan in drop_dominated(plans)),
         t_min_s=problem.t_min_s,
@@ -64,7 +64,6 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             micro_batches=schedule.micro_batches,
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
-            switch_cost_s=problem.settings.switch_cost_s,
             least_dwell_s=problem.settings.longest_dwell_s,
             solver=solver,
             simulated=info.simulated,

@@ -17,15 +17,16 @@ The alternatives change no clock during an instruction, or so rarely that the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, drop_dominated
 from perseus_ds.artifacts.profile import ClockOptions
-from perseus_ds.optimizer.problem import Floats, Indices, InstructionGroup, Problem
+from perseus_ds.optimizer.problem import Clocks, Floats, Indices, InstructionGroup, Problem
 from perseus_ds.pipeline.instruction import Kind
 
 THROTTLED = 0.07
@@ -37,17 +38,39 @@ Rows = list[tuple[float, float]]
 """Time [s] and energy [J] of an instruction, for each of a problem's groups."""
 
 
+class SimplePlan(NamedTuple):
+    """A setting whose clocks are those of a plan.
+
+    Attributes:
+        clock_mhz: Shape (decisions,): the clock of every decision [MHz].
+    """
+
+    point: AlternativePoint
+    clock_mhz: Indices
+
+
+def simple_plans(problem: Problem) -> list[Clocks]:
+    """Return the clocks of the settings that are plans, without dominated ones.
+
+    The optimiser compares its own plans with them, so that it is never worse than a simple setting.
+    """
+    found = [*_one_clock(problem), *_one_clock_a_stage(problem), _envpipe(problem)]
+    clocks_of = {plan.point: plan.clock_mhz for plan in found}
+    kept = drop_dominated(clocks_of)
+    return [tuple(tuple(clocks_of[point][own].tolist()) for own in problem.rank_decisions) for point in kept]
+
+
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """Return the alternatives to a problem's plans, with points of rising time.
 
     An alternative for which the profile lacks rows is omitted, such as one clock if the stages share none.
     """
-    one_clock = list(_one_clock(problem))
+    one_clock = [plan.point for plan in _one_clock(problem)]
     points = {
         "one clock for all GPUs": one_clock,
-        "one clock for each stage": [*one_clock, *_one_clock_a_stage(problem)],
+        "one clock for each stage": [*one_clock, *(plan.point for plan in _one_clock_a_stage(problem))],
         "one power cap for all GPUs": list(_one_power_cap(problem)),
-        "EnvPipe's rule": [_envpipe(problem)],
+        "EnvPipe's rule": [_envpipe(problem).point],
     }
     return tuple(Alternative(name, tuple(drop_dominated(found))) for name, found in points.items() if found)
 
@@ -56,6 +79,14 @@ def point_of(problem: Problem, rows: Rows, setting: str) -> AlternativePoint:
     """Return the iteration in which all instructions of a group have the same time and energy."""
     time_s, energy_j = (np.array(values)[problem.group] for values in zip(*rows, strict=True))
     return AlternativePoint(*problem.iteration(time_s, energy_j - problem.blocking_power_w * time_s), setting)
+
+
+def _simple_plan(problem: Problem, of_stage_mhz: Mapping[int, float], setting: str) -> SimplePlan:
+    """Return the plan in which each instruction has the measured clock that is nearest to its stage's."""
+    places = [_nearest(group.measured, of_stage_mhz[group.stage]) for group in problem.groups]
+    rows = [_row(group.measured, place) for group, place in zip(problem.groups, places, strict=True)]
+    clocks = [int(group.measured.clock_mhz[place]) for group, place in zip(problem.groups, places, strict=True)]
+    return SimplePlan(point_of(problem, rows, setting), np.array(clocks)[problem.group])
 
 
 def _row(options: ClockOptions, place: int) -> tuple[float, float]:
@@ -78,13 +109,13 @@ def _evenly(values: Iterable[float]) -> list[float]:
     return [float(v) for v in distinct[np.linspace(0, len(distinct) - 1, min(len(distinct), _MOST_POINTS)).astype(int)]]
 
 
-def _one_clock(problem: Problem) -> Iterator[AlternativePoint]:
+def _one_clock(problem: Problem) -> Iterator[SimplePlan]:
+    stages = {group.stage for group in problem.groups}
     for clock_mhz in _evenly(_shared_mhz(problem.groups)):
-        rows = [_row(group.measured, _nearest(group.measured, clock_mhz)) for group in problem.groups]
-        yield point_of(problem, rows, f"{clock_mhz:.0f} MHz")
+        yield _simple_plan(problem, dict.fromkeys(stages, clock_mhz), f"{clock_mhz:.0f} MHz")
 
 
-def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
+def _one_clock_a_stage(problem: Problem) -> Iterator[SimplePlan]:
     by_stage: dict[int, list[int]] = {}
     for number, group in enumerate(problem.groups):
         by_stage.setdefault(group.stage, []).append(number)
@@ -92,33 +123,31 @@ def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
     if not all(len(clocks) for clocks, _, _ in tables):
         return
 
-    def point(places: list[int]) -> AlternativePoint:
+    def plan(places: list[int]) -> SimplePlan:
         clocks = [int(table[0][place]) for table, place in zip(tables, places, strict=True)]
-        of_stage = dict(zip(by_stage, clocks, strict=True))
-        rows = [_row(group.measured, _nearest(group.measured, of_stage[group.stage])) for group in problem.groups]
-        return point_of(problem, rows, f"{min(clocks)} to {max(clocks)} MHz")
+        return _simple_plan(problem, dict(zip(by_stage, clocks, strict=True)), f"{min(clocks)} to {max(clocks)} MHz")
 
     shortest_s = max(float(pass_s.min()) for _, pass_s, _ in tables)
     for most_s in _evenly(time for _, pass_s, _ in tables for time in pass_s.tolist() if time >= shortest_s):
-        yield point([int(np.where(time_s <= most_s * (1 + _SAME), j, np.inf).argmin()) for _, time_s, j in tables])
+        yield plan([int(np.where(time_s <= most_s * (1 + _SAME), j, np.inf).argmin()) for _, time_s, j in tables])
     if len(tables) <= _MOST_SEARCHED:
         highest = [len(clocks) - 1 for clocks, _, _ in tables]
-        yield from _raised_in_turns(point, [int(cost_j.argmin()) for _, _, cost_j in tables], highest)
+        yield from _raised_in_turns(plan, [int(cost_j.argmin()) for _, _, cost_j in tables], highest)
 
 
 def _raised_in_turns(
-    point: Callable[[list[int]], AlternativePoint], places: list[int], highest: list[int]
-) -> Iterator[AlternativePoint]:
+    plan: Callable[[list[int]], SimplePlan], places: list[int], highest: list[int]
+) -> Iterator[SimplePlan]:
     """Raise one stage's clock at a time, the one that shortens the iteration most for the energy."""
-    now = point(places)
+    now = plan(places)
     while True:
         yield now
-        found: list[tuple[float, AlternativePoint, list[int]]] = []
+        found: list[tuple[float, SimplePlan, list[int]]] = []
         for stage in (number for number, place in enumerate(places) if place < highest[number]):
             raised = [place + (number == stage) for number, place in enumerate(places)]
-            after = point(raised)
-            more_j = max(after.energy_j - now.energy_j, _SAME * now.energy_j)
-            found.append(((now.time_s - after.time_s) / more_j, after, raised))
+            after = plan(raised)
+            more_j = max(after.point.energy_j - now.point.energy_j, _SAME * now.point.energy_j)
+            found.append(((now.point.time_s - after.point.time_s) / more_j, after, raised))
         worth, now, places = max(found, key=itemgetter(0), default=(0.0, now, places))
         if worth <= 0:
             return
@@ -159,14 +188,15 @@ def _power_w(options: ClockOptions) -> Floats:
     return options.energy_j / options.time_s
 
 
-def _envpipe(problem: Problem) -> AlternativePoint:
+def _envpipe(problem: Problem) -> SimplePlan:
     fastest = problem.fastest
     efficient = fastest + np.array([g.options.energy_j.argmin() for g in problem.groups])[problem.group]
     choice: Indices = np.where(_is_critical(problem, fastest), fastest, efficient)
     while problem.time_s(choice) > problem.t_min_s * (1 + _SAME):
         choice = choice - (_is_critical(problem, choice) & (choice > fastest))
     plan = problem.plan(choice)
-    return AlternativePoint(plan.time_s, plan.energy_j, "efficient clocks off the critical path")
+    point = AlternativePoint(plan.time_s, plan.energy_j, "efficient clocks off the critical path")
+    return SimplePlan(point, problem.table.clock_mhz[choice])
 
 
 def _is_critical(problem: Problem, choice: Indices) -> npt.NDArray[np.bool_]:

@@ -375,7 +375,6 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
         certificates.schedule,
         profile,
         blocking_power_w=origin.blocking_power_w,
-        switch_cost_s=origin.switch_cost_s,
         least_dwell_s=origin.least_dwell_s,
     )
     _check_inputs(frontier, certificates, problem)

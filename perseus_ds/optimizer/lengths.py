@@ -88,19 +88,19 @@ class LengthsPlanner:
         self._by_length = profile.info.by_length
         self._settings = settings or PlanningSettings()
         self._dag = Dag.build(schedule)
-        at_length = Problem(self._dag, profile, self._settings).baseline()
+        at_length = Problem(self._dag, profile, self._settings).baseline
         self._time_s, self._energy_j = at_length.time_s, at_length.energy_j
 
     def plan(self, lengths: Sequence[Lengths], slowdown: float = 0.0) -> IterationPlan:
         """Return plans for all pipelines that meet a common deadline, given the lengths of each.
 
-        ``slowdown`` is the allowed additional time, as a fraction of the time at the fastest clocks.
+        ``slowdown`` is the allowed additional time, as a fraction of the time at default clocks.
         """
         problems = [self.problem(of_pipeline) for of_pipeline in lengths]
-        deadline_s = (1 + slowdown) * max(problem.t_min_s for problem in problems)
+        deadline_s = (1 + slowdown) * max(problem.no_slower_s for problem in problems)
         pipelines = tuple(self._planned(problem, deadline_s) for problem in problems)
         time_s, energy_j = _of_all(pipelines, problems)
-        default_s, default_j = _of_all([problem.baseline() for problem in problems], problems)
+        default_s, default_j = _of_all([problem.baseline for problem in problems], problems)
         return IterationPlan(
             pipelines,
             default_s / self._time_s,

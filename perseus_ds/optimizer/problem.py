@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perseus_ds.artifacts.frontier import time_limit_s
 from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile, lower_hull
 from perseus_ds.errors import ConfigError, ProfileError
@@ -26,8 +27,7 @@ Clocks = tuple[tuple[int, ...], ...]
 Progress = Callable[[str, float], None]
 """Called with the name of the current step and the completed fraction, 0 to 1."""
 
-_AS_FAST = 1.002
-"""A clock counts as equally fast as another one if instructions take at most this many times as long."""
+logger = logging.getLogger("perseus_ds")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class Problem:
 
         Raises:
             ConfigError: If blocking power is unknown or a setting is out of range.
-            ProfileError: If the profile lacks a (stage, kind), has only one clock for it, or has a power that is not
-                above blocking power.
+            ProfileError: If the profile lacks a (stage, kind), or has only one clock for it.
         """
         power_w = profile.info.blocking_power_w if settings.blocking_power_w is None else settings.blocking_power_w
         if power_w is None:
@@ -103,7 +102,6 @@ class Problem:
         self.settings.check()
         self.blocking_power_w = power_w
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
-        fastest_mhz = _shared_fastest_mhz(profile) if settings.switch_cost_s or settings.longest_dwell_s else None
         self._factors = factors or {}
         unscaled: dict[tuple[int, Kind], InstructionGroup] = {}
         index: dict[tuple[int, Kind, float], int] = {}
@@ -117,7 +115,7 @@ class Problem:
             if work.kind is Kind.TAIL and key not in profile.keys:
                 continue
             if key not in unscaled:
-                unscaled[key] = _group(profile, *key, power_w, fastest_mhz)
+                unscaled[key] = _group(profile, *key, power_w)
             factor = self._factors.get(work, 1.0)
             if (*key, factor) not in index:
                 index[(*key, factor)] = len(groups)
@@ -147,6 +145,11 @@ class Problem:
     def t_min_s(self) -> float:
         """Makespan with every instruction at its fastest measured clock [s]."""
         return self.time_s(self.fastest)
+
+    @cached_property
+    def no_slower_s(self) -> float:
+        """The time that counts as no slower than default clocks [s]."""
+        return time_limit_s(self.baseline.time_s, self.t_min_s, 0.0)
 
     def durations_s(self, choice: Indices) -> Seconds:
         """Return the duration of every node of the DAG [s]."""
@@ -197,7 +200,7 @@ class Problem:
         return self._planned(clocks_mhz, time_s, energy_j - self.blocking_power_w * time_s)
 
     def _planned(self, clocks_mhz: Clocks, time_s: Floats, cost_j: Floats) -> FrequencyPlan:
-        return FrequencyPlan(self.instructions, clocks_mhz, *self.iteration(time_s, cost_j, self.delays_s(clocks_mhz)))
+        return FrequencyPlan(self.instructions, clocks_mhz, *self.iteration(time_s, cost_j))
 
     def rows(self, clocks_mhz: Clocks) -> tuple[Floats, Floats]:
         """Return time [s] and energy [J] of every decision at the given measured clocks.
@@ -213,77 +216,27 @@ class Problem:
             energy_j[decisions] = factors * [row.energy_j for row in rows]
         return time_s, energy_j
 
-    def iteration(self, time_s: Floats, cost_j: Floats, delays_s: Seconds | float = 0.0) -> tuple[float, float]:
-        """Return time [s] and energy [J] of an iteration.
-
-        Times and effective energies are those of the decisions, delays those of the nodes of the DAG.
-        """
-        durations = self.fixed_s + delays_s
-        durations[self.node] += time_s
+    def iteration(self, time_s: Floats, cost_j: Floats) -> tuple[float, float]:
+        """Return time [s] and energy [J] of an iteration, given time and effective energy of every decision."""
+        durations = self.fixed_s.copy()
+        durations[self.node] = time_s
         end_s = self.dag.makespan_s(durations)
         return end_s, self.waiting_power_w * end_s + float(cost_j.sum())
 
-    def delays_s(self, clocks_mhz: Clocks) -> Seconds:
-        """Return the delay of every node of the DAG due to clock changes [s].
-
-        The first clock of an iteration follows the last clock of the previous iteration of the same plan.
-        """
-        delays_s = np.zeros(len(self.dag.nodes))
-        for decisions, clocks in zip(self.rank_decisions, clocks_mhz, strict=True):
-            delays_s[self.node[decisions]] = self.settings.switch_cost_s * begins_run(np.asarray(clocks))
-        return delays_s
-
+    @cached_property
     def baseline(self) -> FrequencyPlan:
-        """Return the plan with every instruction at the highest measured clock."""
+        """The plan with every instruction at the highest measured clock."""
         highest_mhz = {key: self.profile.at_highest_clock(*key).clock_mhz for key in self.profile.keys}
         return self.evaluate(tuple(tuple(highest_mhz[i.stage, i.kind] for i in own) for own in self.instructions))
 
 
-def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
-    """Return a mask of clocks that differ from the previous one, cyclically along the last axis."""
-    result = np.empty(clocks.shape, dtype=np.bool_)
-    np.not_equal(clocks[..., 1:], clocks[..., :-1], out=result[..., 1:])
-    np.not_equal(clocks[..., :1], clocks[..., -1:], out=result[..., :1])
-    return result
-
-
-def _shared_fastest_mhz(profile: StageProfile) -> int | None:
-    """Return the lowest clock at which every instruction is nearly as fast as possible, if any.
-
-    Above a power limit many clocks are equally fast, and noise decides which one is the fastest for an instruction.
-    Plans with costly clock changes or dwell times need a clock that all instructions share.
-    """
-    slowest: dict[int, list[float]] = defaultdict(list)
-    for stage, kind in profile.keys:
-        options = profile.options(stage, kind)
-        for clock_mhz, time_s in zip(options.clock_mhz.tolist(), options.time_s.tolist(), strict=True):
-            slowest[clock_mhz].append(time_s / float(options.time_s.min()))
-    shared = [c for c, ratios in slowest.items() if len(ratios) == len(profile.keys) and max(ratios) <= _AS_FAST]
-    return min(shared, default=None)
-
-
-def _group(
-    profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float, fastest_mhz: int | None
-) -> InstructionGroup:
+def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float) -> InstructionGroup:
     measured = profile.options(stage, kind)
-    where = f"stage {stage}, {kind}"
     if len(measured.clock_mhz) < 2:
         raise ProfileError(
-            f"{where}: only one clock was measured ({measured.clock_mhz[0]} MHz), so there is no clock to choose. "
-            "Profile at least two clocks."
+            f"stage {stage}, {kind}: only one clock was measured ({measured.clock_mhz[0]} MHz), so there is no clock "
+            "to choose. Profile at least two clocks."
         )
-    below = np.flatnonzero(measured.effective_energy_j(blocking_power_w) <= 0)
-    if below.size:
-        row = int(below[0])
-        raise ProfileError(
-            f"{where}, {measured.clock_mhz[row]} MHz: {measured.energy_j[row]:.6g} J in {measured.time_s[row]:.6g} s "
-            f"is {measured.energy_j[row] / measured.time_s[row]:.1f} W, not above the blocking power of "
-            f"{blocking_power_w:.1f} W. Check blocking_power_w, and that energies are in joules per GPU."
-        )
-    if fastest_mhz is not None:
-        is_fastest = measured.clock_mhz == fastest_mhz
-        kept = is_fastest | (measured.time_s > measured.time_s[is_fastest])
-        measured = ClockOptions(measured.clock_mhz[kept], measured.time_s[kept], measured.energy_j[kept])
     options = measured.pareto(blocking_power_w)
     return InstructionGroup(stage, kind, measured, options, options.effective_energy_j(blocking_power_w))
 
@@ -360,8 +313,8 @@ def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
     nodes = problem.node[decisions]
     time_s, energy_j = (values[decisions] for values in problem.rows(plan.clocks_mhz))
     beyond_w = energy_j / time_s - problem.blocking_power_w
-    durations = problem.fixed_s + problem.delays_s(plan.clocks_mhz)
-    durations[nodes] += time_s
+    durations = problem.fixed_s.copy()
+    durations[nodes] = time_s
     end_s = problem.dag.finish_s(durations)[nodes]
     # The power rises at the begin of an instruction by its power beyond waiting, and falls by it at the end.
     at_s = np.concatenate([[0.0], end_s - time_s, end_s, [plan.time_s]])
@@ -388,11 +341,35 @@ def problem_for(
 
     Raises:
         ConfigError: If blocking power is unknown or a setting is out of range.
-        ProfileError: If the profile does not cover the schedule.
+        ProfileError: If the profile does not cover the schedule, or most of its rows are below blocking power.
     """
     if schedule.num_stages > profile.num_stages:
         raise ProfileError(
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
             f"Profile the model with {schedule.num_stages} stages, or give fewer."
         )
-    return Problem(Dag.build(schedule), profile, replace(settings or PlanningSettings(), **changes))
+    problem = Problem(Dag.build(schedule), profile, replace(settings or PlanningSettings(), **changes))
+    _check_powers(profile, problem.blocking_power_w)
+    return problem
+
+
+def _check_powers(profile: StageProfile, blocking_power_w: float) -> None:
+    """Warn if a few rows do not exceed blocking power.
+
+    At low clocks, noise can do this to a row, and the optimiser needs no positive effective energy.
+
+    Raises:
+        ProfileError: If most rows do not exceed it, so that blocking power or the unit of energies is wrong.
+    """
+    below = [row for row in profile.measurements if row.energy_j <= blocking_power_w * row.time_s]
+    if not below:
+        return
+    row = below[0]
+    found = (
+        f"{len(below)} of {len(profile.measurements)} rows do not exceed the blocking power of "
+        f"{blocking_power_w:.1f} W, such as stage {row.stage}, {row.kind}, {row.clock_mhz} MHz: {row.energy_j:.6g} J "
+        f"in {row.time_s:.6g} s is {row.energy_j / row.time_s:.1f} W."
+    )
+    if 2 * len(below) > len(profile.measurements):
+        raise ProfileError(f"{found} Check blocking_power_w, and that energies are in joules per GPU.")
+    logger.warning("%s", found)

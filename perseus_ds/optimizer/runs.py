@@ -18,9 +18,9 @@ Plans are found for each deadline as follows.
 
 The same is done with one clock per rank, and with the runs into which the plan without a dwell time is cut if none of
 its instructions may become slower. A deadline receives the best of all these plans, of the plans for shorter deadlines,
-and of the given initial plans. For the first deadline, at which most jobs run, the runs found for all other deadlines
-are tried too. So a plan is never worse than the best of those shapes or than a given plan for a longer dwell time. It
-is not necessarily the optimum, and the frontier's lower bound does not take the dwell time into account.
+and of the given initial plans. For the time of default clocks, at which most jobs run, the runs found for all other
+deadlines are tried too. So a plan is never worse than the best of those shapes or than a given plan for a longer dwell
+time. It is not necessarily the optimum, and the frontier's lower bound does not take the dwell time into account.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
-from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Floats, Indices, Problem, begins_run
+from perseus_ds.optimizer.problem import Clocks, Floats, Indices, Problem
 from perseus_ds.optimizer.search import evenly, options_at
 from perseus_ds.planning import DwellTimes
 
@@ -55,7 +55,7 @@ _MOST_RUNS, _MOST_SEARCHED = 64, 256
 _SEARCHED = 8
 """Number of deadlines at which plans are searched from the beginning; others also start from those plans."""
 _MANY = 20_000
-"""With fewer instructions than this, the runs found for other deadlines are tried at the first one."""
+"""With fewer instructions than this, the runs found for other deadlines are tried at the time of default clocks."""
 _MOST_PATHS, _MORE_PATHS = 40, 16
 """Number of longest paths with which clocks are searched, and number of paths added when a plan is late."""
 _LOWERINGS = 12
@@ -65,34 +65,38 @@ _SHORTER, _MOST_STEPS = 1.5, 3
 """Dwell times that are shorter by this factor are planned separately, up to this number of times."""
 
 
-_NEARLY_EQUAL = 3e-5
-"""Minimum saving of a clock change, as a fraction of a mean instruction's energy, even if changes cost nothing."""
-_LATE, _NOT = 1e3, 1e6
-"""Prices of an instruction that ends late and of a clock that does not fit, in energies of a mean instruction. Each
-exceeds the total possible saving."""
+_NEARLY_EQUAL, _WORTH_A_CHANGE = 3e-5, 0.02
+"""Minimum saving of a clock change, as a fraction of a mean instruction's energy, without and with a dwell time.
+
+Until a change has taken effect, instructions do not run at their planned clocks.
+"""
+_NOT = 1e6
+"""Price of a clock that does not fit, in energies of a mean instruction, which exceeds the total possible saving."""
+_NEVER = 1e3
+"""Time and energy at a clock that was not measured, in those of all instructions together."""
 _MOST_AT_ONCE = 4_000_000
 """Maximum number of instructions times clocks for which clocks are chosen together, to limit memory."""
 
 
+def _mean_j(problem: Problem) -> float:
+    return float(np.abs(problem.table.cost_j).mean())
+
+
 def _least_saving_j(problem: Problem) -> float:
     """Return the minimum energy that a clock change must save [J]."""
-    return max(problem.settings.switch_cost_j, _NEARLY_EQUAL * float(problem.table.cost_j.mean()))
+    share = _WORTH_A_CHANGE if problem.settings.longest_dwell_s else _NEARLY_EQUAL
+    return share * _mean_j(problem)
 
 
 def choose_clocks(network: Network, event_s: Floats) -> Indices:
-    """Choose clocks that fit between the events, at the least energy plus cost of clock changes.
+    """Choose clocks that fit between the events, at the least energy plus price of clock changes.
 
     With fixed events, every rank is an independent chain, with runs of any length. Events have shape (events, plans),
     and the result, the option of every decision, has shape (decisions, plans).
     """
-    problem, n = network.problem, network.decisions
-    table, change_s = problem.table, problem.settings.switch_cost_s
-    mean_j = float(table.cost_j.mean())
+    problem, table = network.problem, network.problem.table
+    not_j = _NOT * _mean_j(problem)
     slowest = options_at(network, event_s)
-    # The slowest option that fits after a clock change, and whether even the fastest one is late.
-    window_s = event_s[network.head[:n]] - event_s[network.tail[:n]] - change_s
-    after_change = table.longest_within(problem.group[:, None], window_s)
-    is_late = (table.time_s[after_change] > window_s + table.tolerance_s) & (change_s > 0)
     clocks, index = np.unique(table.clock_mhz, return_inverse=True)
     option_of = np.full((len(table.begin), len(clocks)), -1, dtype=np.intp)
     for group, (begin, last) in enumerate(zip(table.begin, table.last, strict=True)):
@@ -102,20 +106,20 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
         if not len(chain):  # a rank without passes
             continue
         options = option_of[problem.group[chain]]
-        cost_j = np.where(options >= 0, table.cost_j[options], _NOT * mean_j)
+        cost_j = np.where(options >= 0, table.cost_j[options], not_j)
         places = np.arange(len(chain), dtype=np.intp)
         parts = 1 + options.size * event_s.shape[1] // _MOST_AT_ONCE
         for own in np.array_split(np.arange(event_s.shape[1]), parts):
             here = np.ix_(chain, own)
-            too_slow, late = (options > allowed[here].T[:, :, None] for allowed in (slowest, after_change))
+            too_slow = options > slowest[here].T[:, :, None]
             chosen = best_runs(
-                cost_j + _NOT * mean_j * too_slow,
+                cost_j + not_j * too_slow,
                 np.tile(places.astype(float), (len(own), 1)),
                 np.full(len(own), float(len(chain))),
                 dwell_s=np.zeros(len(clocks)),
-                change_j=_NOT * mean_j * late + _LATE * mean_j * is_late[here].T[:, :, None] + _least_saving_j(problem),
+                change_j=np.full((len(own), len(chain), 1), _least_saving_j(problem)),
                 places=places,
-                most_cuts=_CUTS if change_s else 1,
+                most_cuts=1,
             )
             result[here] = options[places[:, None], chosen.T]
     return result
@@ -144,6 +148,14 @@ def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
     ]
 
 
+def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
+    """Return a mask of clocks that differ from the previous one, cyclically along the last axis."""
+    result = np.empty(clocks.shape, dtype=np.bool_)
+    np.not_equal(clocks[..., 1:], clocks[..., :-1], out=result[..., 1:])
+    np.not_equal(clocks[..., :1], clocks[..., -1:], out=result[..., :1])
+    return result
+
+
 class _Rank:
     """A rank's instructions at every clock."""
 
@@ -152,30 +164,25 @@ class _Rank:
         self.decisions = decisions
         self.group = problem.group[decisions]
         measured = {group: problem.groups[group].measured for group in np.unique(self.group).tolist()}
-        shared = set.intersection(*(set(options.clock_mhz.tolist()) for options in measured.values()))
-        if not shared:
-            works = sorted({str(problem.groups[group].kind) for group in measured})
-            raise ProfileError(
-                f"No clock was measured for all of {', '.join(works)} of a rank. Measure them at the same clocks."
-            )
-        self.clock_mhz = np.array(sorted(shared), dtype=np.intp)
-        self.time_s = np.empty((len(decisions), len(shared)))
-        self.cost_j = np.empty((len(decisions), len(shared)))
+        self.clock_mhz = np.unique(np.concatenate([options.clock_mhz for options in measured.values()]))
+        self.time_s = np.full((len(decisions), len(self.clock_mhz)), np.nan)
+        self.cost_j = np.full((len(decisions), len(self.clock_mhz)), np.nan)
         for group, options in measured.items():
-            own = np.isin(options.clock_mhz, self.clock_mhz)
-            self.time_s[self.group == group] = options.time_s[own]
-            self.cost_j[self.group == group] = options.effective_energy_j(problem.blocking_power_w)[own]
+            rows = np.ix_(self.group == group, np.searchsorted(self.clock_mhz, options.clock_mhz))
+            self.time_s[rows] = options.time_s
+            self.cost_j[rows] = options.effective_energy_j(problem.blocking_power_w)
+        # A kind may lack rows of clocks at which others were measured. No search uses such a clock for it.
+        self.time_s = np.where(np.isnan(self.time_s), _NEVER * np.nansum(self.time_s), self.time_s)
+        self.cost_j = np.where(np.isnan(self.cost_j), _NEVER * np.nansum(np.abs(self.cost_j)), self.cost_j)
         table = dwell_s if isinstance(dwell_s, Mapping) else dict.fromkeys(self.clock_mhz.tolist(), dwell_s)
         longest_s = max(table.values())
         self.dwell_s = np.array([table.get(clock, longest_s) for clock in self.clock_mhz.tolist()])
         # For each known path, 1 for each instruction on it and 0 for the others.
         self.on_path = np.zeros((0, len(decisions)))
 
-    def durations_s(self, clocks: Indices, change_s: float) -> Floats:
-        """Return the times of instructions, including delays by clock changes, for each sequence [s]."""
+    def durations_s(self, clocks: Indices) -> Floats:
+        """Return the times of instructions for a sequence of clocks [s]."""
         duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
-        if change_s:
-            duration_s += change_s * begins_run(clocks)
         return duration_s
 
 
@@ -192,12 +199,7 @@ class RunSearch:
     """Finds plans in which each run lasts at least the dwell time."""
 
     def __init__(self, network: Network, dwell_s: DwellTimes) -> None:
-        """Set up the search.
-
-        Raises:
-            ProfileError: If a rank's instructions have no clock in common.
-        """
-        self._network, self._change_s = network, network.problem.settings.switch_cost_s
+        self._network = network
         self._change_j = _least_saving_j(network.problem)
         self._chains = network.problem.rank_decisions  # some ranks may have no passes
         self.ranks = [_Rank(network, chain, dwell_s) for chain in self._chains if len(chain)]
@@ -229,13 +231,14 @@ class RunSearch:
         found = self._shapes(time_s, free)
         begun = [_cheapest(plans) for plans in zip(*found, strict=True)]
         known = [*start, *(plan for plan in begun if plan is not None)]
+        most_used = int(np.searchsorted(deadline_s, self._network.problem.no_slower_s * (1 - 1e-12)))
         result: list[HeldPlan | None] = []
         for number, limit_s in enumerate(deadline_s.tolist()):
             progress(0.5 + 0.5 * number / len(deadline_s))
             best = _cheapest(plan for plan in known if plan.time_s <= limit_s * _FITS)
             near = begun[int(np.abs(time_s - limit_s).argmin())]
             starts = [near, best]
-            if number == 0 and self._network.decisions < _MANY:
+            if number == most_used and self._network.decisions < _MANY:
                 starts += [plan for plans in found for plan in plans]
             own = {id(plan): plan for plan in starts if plan is not None}
             tried = [self._held(plan.clocks, limit_s, exchange=number in searched) for plan in own.values()]
@@ -275,13 +278,18 @@ class RunSearch:
             for rank in self.ranks
         ]
 
+    def of_clocks(self, clocks_mhz: Clocks) -> Sequences:
+        """Convert measured clocks, by rank and in program order, to sequences."""
+        of_ranks = [np.array(clocks) for clocks in clocks_mhz if clocks]
+        return [np.searchsorted(rank.clock_mhz, own) for rank, own in zip(self.ranks, of_ranks, strict=True)]
+
     # Times and paths
 
     def _durations_s(self, clocks: Sequences) -> Floats:
         """Return the duration of every arc, with those of decisions first [s]."""
         result = self._network.least_s.copy()
         for rank, own in zip(self.ranks, clocks, strict=True):
-            result[rank.decisions] = rank.durations_s(own, self._change_s)
+            result[rank.decisions] = rank.durations_s(own)
         return result
 
     def _changes_s(self, duration_s: Floats) -> tuple[list[Floats], float]:
@@ -323,15 +331,14 @@ class RunSearch:
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
             allowed_s = rank.time_s[np.arange(len(own)), own] * _FITS
             own_w = price_w[rank.decisions]
-            cut_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, 1e3 * rank.cost_j.max())
-            change_j = self._change_j + np.stack([np.zeros(len(own)), self._change_s * own_w])[..., None]
+            cut_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, _NEVER * np.abs(rank.cost_j).max())
             found.append(
                 best_runs(
                     np.stack([cut_j, rank.cost_j + own_w[:, None] * rank.time_s]),
                     np.stack([times_s, times_s]),
                     np.full(2, max(length_s, time_s)),
                     dwell_s=rank.dwell_s * _MARGIN,
-                    change_j=change_j,
+                    change_j=np.full((2, len(own), 1), self._change_j),
                     places=evenly(len(own), _PLACES),
                 )
             )
@@ -344,7 +351,7 @@ class RunSearch:
 
         The given plan is one of those compared, if it meets the deadline and dwell time.
         """
-        given = self._checked(clocks, time_s)
+        given = self.checked(clocks, time_s)
         for _ in range(_REPAIRS):
             runs = sum(max(1, int(begins_run(own).sum())) for own in clocks)
             found = self._polished(clocks, time_s, exchange) if runs <= _MOST_SEARCHED else clocks
@@ -353,9 +360,9 @@ class RunSearch:
             clocks, is_held = self._repaired(found)
             if is_held:
                 break
-        return _cheapest([given, self._checked(clocks, time_s)])
+        return _cheapest([given, self.checked(clocks, time_s)])
 
-    def _checked(self, clocks: Sequences, time_s: float) -> HeldPlan | None:
+    def checked(self, clocks: Sequences, time_s: float) -> HeldPlan | None:
         """Return the plan if it meets the deadline and the dwell time, otherwise None."""
         end_s = float(self._network.earliest_s(self._durations_s(clocks))[-1])
         if end_s > time_s * _FITS or min(float(s.min(initial=0.0)) for s in self.beyond_dwell_s(clocks)) < -1e-12:
@@ -381,7 +388,7 @@ class RunSearch:
 
     def _polished(self, clocks: Sequences, time_s: float, exchange: bool) -> Sequences | None:
         """Return the same runs at other clocks that meet the deadline, or None if none were found."""
-        search = _ClockSearch(self.ranks, clocks, self._change_s)
+        search = _ClockSearch(self.ranks, clocks)
         limit_s = time_s * _FITS
         exchange = exchange and search.count <= _MOST_RUNS
         attempt = 0
@@ -412,10 +419,9 @@ class RunSearch:
 class _ClockSearch:
     """The search for the clocks of given runs, using the known paths."""
 
-    def __init__(self, ranks: Sequence[_Rank], clocks: Sequences, change_s: float) -> None:
+    def __init__(self, ranks: Sequence[_Rank], clocks: Sequences) -> None:
         self._ranks = ranks
         begins_of = [begins_run(own) for own in clocks]
-        self._changed_s = [change_s * begins for begins in begins_of]
         self._labels: list[Indices] = []
         self.count = 0
         for begins in begins_of:
@@ -442,9 +448,8 @@ class _ClockSearch:
     def add_paths(self, paths: Indices, fixed_s: Floats) -> None:
         """Add paths, with the time of each outside of decisions."""
         path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
-        for rank, changed_s, parts in zip(self._ranks, self._changed_s, self._parts, strict=True):
+        for rank, parts in zip(self._ranks, self._parts, strict=True):
             on_path = rank.on_path[paths]
-            fixed_s = fixed_s + on_path @ changed_s
             for places, runs, first in parts:
                 counts = np.add.reduceat(on_path[:, places], first, axis=1)
                 path_s[:, runs, : len(rank.clock_mhz)] += counts[:, :, None] * rank.time_s[places[0]]
@@ -483,9 +488,8 @@ class _ClockSearch:
         """Lower clocks one by one, in the order of energy saved per time added to paths."""
         while True:
             now_j = self._cost_j[self._runs, self._now]
-            cheaper = (self._cost_j < now_j[:, None] * (1 - 1e-12)) & (
-                np.arange(self._cost_j.shape[1]) < self._now[:, None]
-            )
+            less_j = now_j - 1e-12 * np.abs(now_j)
+            cheaper = (self._cost_j < less_j[:, None]) & (np.arange(self._cost_j.shape[1]) < self._now[:, None])
             # The next lower clock with less energy.
             below = self._cost_j.shape[1] - 1 - cheaper[:, ::-1].argmax(axis=1)
             change_s = self._path_s[:, self._runs, below] - self._path_s[:, self._runs, self._now]

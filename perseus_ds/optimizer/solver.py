@@ -12,9 +12,10 @@ import numpy as np
 
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.optimizer.alternatives import simple_plans
 from perseus_ds.optimizer.bounds import Bounds, Tangent
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Floats, Indices, OptionTable, Problem, Progress
+from perseus_ds.optimizer.problem import Clocks, Floats, Indices, OptionTable, Problem, Progress
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.runs import HeldPlan, RunSearch, choose_clocks, dwell_ladder, searched_of
 from perseus_ds.optimizer.search import (
@@ -55,7 +56,12 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     solved = _relaxed(problem, relaxation, bounds, max(2, min(plans, 4 + plans // 4)), progress)
     time_s = np.array([r.deadline_s for r in solved])
     time_s[0] = problem.t_min_s
-    deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
+    slowest_s = problem.time_s(problem.most_frugal)
+    # In a flat profile, the least energy costs no time.
+    deadline_s = np.unique([time_s[0], slowest_s]) if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
+    if deadline_s[0] < problem.no_slower_s < deadline_s[-1]:
+        deadline_s = np.unique(np.append(deadline_s, problem.no_slower_s))
+    simple = simple_plans(problem)
     target_s = np.stack([r.event_s for r in solved], axis=1)
     is_held = _is_held(problem)
     if _is_long(problem):
@@ -77,8 +83,9 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
         flow_w = np.stack([r.flow_w[: network.decisions] for r in solved], axis=1)
         price_w = _between(flow_w, time_s, event_s[-1])
         clock_mhz = problem.table.clock_mhz[options]
-        return _held(network, event_s[-1], clock_mhz, price_w, deadline_s, progress=progress), bounds
-    return [problem.plan(choice) for choice in options.T], bounds
+        return _held(network, event_s[-1], clock_mhz, price_w, deadline_s, simple=simple, progress=progress), bounds
+    choices = [*options.T, problem.most_frugal]
+    return [*map(problem.plan, choices), *map(problem.evaluate, simple)], bounds
 
 
 def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
@@ -109,12 +116,14 @@ def _held(
     price_w: Floats,
     deadline_s: Floats,
     *,
+    simple: Sequence[Clocks] = (),
     progress: Progress = lambda what, done: None,
 ) -> list[FrequencyPlan]:
     """Return plans that respect the dwell time at ascending deadlines, given plans without one.
 
     ``free_s`` has the deadlines of the latter. ``clock_mhz`` has their clocks, and ``price_w`` the price of a second of
-    each decision in the relaxed problems, both of shape (decisions, free plans).
+    each decision in the relaxed problems, both of shape (decisions, free plans). Those of the ``simple`` plans that
+    respect the dwell time are among those returned.
     """
     problem = network.problem
     ladder = dwell_ladder(problem.settings.least_dwell_s)
@@ -125,6 +134,7 @@ def _held(
         by_time = by_time[searched_of(len(by_time))]
     begun = list(zip(clock_mhz.T[by_time], price_w.T[by_time], strict=True))
     found: list[HeldPlan] = []
+    held_simple: list[Clocks] = []
     for number, dwell_s in enumerate(ladder):
         search = RunSearch(network, dwell_s)
         own = [(search.sequences(clocks), prices_w) for clocks, prices_w in begun]
@@ -132,9 +142,13 @@ def _held(
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))
 
-        plans = search.plans(deadline_s, own, found, report)
+        checked = [(clocks, search.checked(search.of_clocks(clocks), np.inf)) for clocks in simple]
+        held_simple += [clocks for clocks, plan in checked if plan is not None]
+        start = [*found, *(plan for _, plan in checked if plan is not None)]
+        plans = search.plans(deadline_s, own, start, report)
         found = [plan for plan in plans if plan is not None]
-    return [problem.evaluate(search.clocks_mhz(plan.clocks)) for plan in found] or [problem.baseline()]
+    clocks_mhz = [*(search.clocks_mhz(plan.clocks) for plan in found), *held_simple]
+    return [problem.evaluate(clocks) for clocks in clocks_mhz] or [problem.baseline]
 
 
 def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:

@@ -29,7 +29,8 @@ NICENESS = 10
 """Nice level, so that training on the same cores has priority."""
 # More linear-algebra threads would wait for each other in loops without being faster.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_SECTIONS = ("bounds", "clocks")
+_SECTIONS = {"exact": ("bounds", "clocks"), "lowtime": ("lowtime",)}
+"""Names of the steps that a solver reports, each of which counts as equally long."""
 _REPORT_EVERY_S = 0.5
 # Equivalent to "python -P -m" of Python 3.11. Without -P, the module search path starts with the current folder.
 _CODE = """
@@ -132,6 +133,7 @@ def main() -> None:
     """Write the frontier of the request, and send the completed fraction and finally an error or an empty text."""
     request, connection = job_and_connection()
 
+    sections = _SECTIONS[request.settings.solver]
     sent_s = 0.0
 
     def report(section: str, done: float) -> None:
@@ -139,7 +141,7 @@ def main() -> None:
         if time.monotonic() < sent_s + _REPORT_EVERY_S:  # the server reads once an iteration, and a full pipe blocks
             return
         sent_s = time.monotonic()
-        connection.send((_SECTIONS.index(section) + done) / len(_SECTIONS))
+        connection.send((sections.index(section) + done) / len(sections))
 
     error = ""
     try:

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import stdtrit
 
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import Floats
 from perseus_ds.measures import STALL, Typical
 from perseus_ds.policy.reports import JobReport
@@ -394,42 +393,3 @@ class PlanProof:
         if is_analysed:
             is_last = len(self.blocks) // 2 == ANALYSES[-1]
             self.verdict = Verdict.of(PlanComparison.of_blocks(self.blocks), self._probability, is_last=is_last)
-
-
-# New plans are computed only for lateness above this fraction of an iteration plus _SURELY_LATE standard errors.
-_LEAST_LATE = 0.008
-# Lateness above this fraction has another cause than clock changes.
-_MOST_LATE = 0.1
-_SURELY_LATE = 3.0
-_MOST_PLANS = 3
-# New plans are computed only if the switch cost grows by this factor.
-_LEAST_GROWTH = 1.2
-
-
-class SwitchCost:
-    """Estimates the delay by a clock change from the lateness of plans.
-
-    The lateness is divided by the number of clock changes. Plans already allow for the delay that is known so far. A
-    plan that is late nevertheless increases it.
-
-    Attributes:
-        time_s: Delay that plans should assume for each clock change [s].
-    """
-
-    def __init__(self) -> None:
-        self.time_s = 0.0
-        self._plans = 0
-
-    def learn(self, plan: FrequencyPlan, comparison: PlanComparison, default_s: float) -> bool:
-        """Update the switch cost by the lateness of a plan, and return True if new plans are needed.
-
-        ``default_s`` is the iteration time at default clocks [s].
-        """
-        late = comparison.slowdown - comparison.promised_slowdown
-        changes = max(plan.changes_by_rank)
-        self._plans += 1
-        least = _LEAST_LATE + _SURELY_LATE * comparison.slowdown_error
-        if not least <= late <= _MOST_LATE or self._plans == _MOST_PLANS or not changes:
-            return False
-        known_s, self.time_s = self.time_s, self.time_s + late * default_s / changes
-        return self.time_s > _LEAST_GROWTH * known_s

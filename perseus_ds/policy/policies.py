@@ -69,7 +69,7 @@ class SlowdownPolicy(_Given):
 
     name: Literal["slowdown"] = "slowdown"
     max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_slowdown)] = Field(
-        0.0, description="Maximum slowdown as a fraction of T_min, below 1."
+        0.0, description="Maximum slowdown relative to default clocks, as a fraction below 1."
     )
 
 

@@ -23,8 +23,6 @@ from perseus_ds.server.iterations import NextPhase, Run
 from perseus_ds.server.job import Job
 from perseus_ds.server.phases import DefaultIterations, ModeContext, default_iteration
 
-# A clock changes about 15 ms after its request. Until then, instructions do not run at the planned clock.
-_SWITCH_COST_J = 0.5
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
@@ -198,19 +196,16 @@ def keep_for_later_runs(context: ModeContext) -> None:
             context.recorder.event(Failed(event="cache", error=str(error)))
 
 
-async def optimise(context: ModeContext, default: DefaultIterations, switch_cost_s: float) -> Frontier:
+async def optimise(context: ModeContext, default: DefaultIterations) -> Frontier:
     """Compute the frontier of the job's profile in another process, with low priority.
 
-    The iterations at default clocks that run during the computation are added to ``default``. ``switch_cost_s`` is the
-    delay caused by a change of clock [s].
+    The iterations at default clocks that run during the computation are added to ``default``.
     """
     job = context.job
-    # A late request delays the next instruction, independently of the cost learnt from plans that ran.
-    price_s = max([switch_cost_s, *(state.late_s for state in job.states)])
     dwell_s = {
         clock_mhz: max(state.latencies.dwell_s(clock_mhz) for state in job.states) for clock_mhz in job.clocks_mhz()
     }
-    settings = PlanningSettings(switch_cost_j=_SWITCH_COST_J, switch_cost_s=price_s, least_dwell_s=dwell_s)
+    settings = PlanningSettings(least_dwell_s=dwell_s)
     request = OptimizeRequest(profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings)
     worker = context.worker(request, job.output_dir / "optimize.log")
     has_ended = False
@@ -232,11 +227,7 @@ def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
     look_ahead.stop(job.order)
     if not look_ahead.is_used:
         return False
-    settings = PlanningSettings(
-        switch_cost_j=_SWITCH_COST_J,
-        switch_cost_s=frontier.provenance.switch_cost_s or 0.0,
-        least_dwell_s=frontier.provenance.least_dwell_s or 0.0,
-    )
+    settings = PlanningSettings(least_dwell_s=frontier.provenance.least_dwell_s or 0.0)
     try:
         profile = StageProfile.load(job.profile_path)
         if profile.info.by_length is None:

@@ -42,7 +42,6 @@ class RankState:
 
     latencies: LatencyTable = field(default_factory=LatencyTable)
     measured: Measured | None = None
-    late_s: float = 0.0  # delay with which its agent follows marks
     default_mhz: float = 0.0  # clock of its busy GPU while it is not locked; 0 if unknown
     memory_bytes: int = 0  # peak of tensors on its GPU; 0 if unknown
     flops: tuple[tuple[str, int], ...] = ()  # floating-point operations of its passes, on a simulated GPU

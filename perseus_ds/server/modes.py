@@ -8,7 +8,7 @@ from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.policy.plan_proof import IterationSample, SwitchCost, Verdict
+from perseus_ds.policy.plan_proof import IterationSample, Verdict
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.frontiers import (
     forget_for_later_runs,
@@ -160,7 +160,7 @@ async def _profile_and_run(
     """
     control = context.control
     begun, profiles = control.own_steps, 0
-    back_off, switch_cost = BackOff(_DROPPED_FOR), SwitchCost()
+    back_off = BackOff(_DROPPED_FOR)
     runner: PlanRunner | None = None
     while True:
         if runner is None:
@@ -168,7 +168,7 @@ async def _profile_and_run(
                 await profile_online(context, await warm_up(context, tail_profile=tail_profile))
             profiles += frontier is None
             has_profile = False
-            runner = await _with_plans(context, frontier, switch_cost, kept)
+            runner = await _with_plans(context, frontier, kept)
             kept = None
             if runner is None:
                 return
@@ -177,10 +177,6 @@ async def _profile_and_run(
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         result = await runner.run_while_kept(profiles_again=may_profile)
         if isinstance(result, Verdict):
-            if profiles and _has_other_switch_cost(runner, result, switch_cost):
-                frontier = await optimise(context, DefaultIterations(context.job), switch_cost.time_s)
-                runner = None
-                continue
             if runner.speed_up(result):
                 continue
             is_stale = _is_stale(context, runner.frontier, runner.default)
@@ -200,7 +196,6 @@ async def _profile_and_run(
 async def _with_plans(
     context: ModeContext,
     frontier: Frontier | None,
-    switch_cost: SwitchCost,
     kept: Mapping[str, Any] | None,
 ) -> PlanRunner | None:
     """Compute plans if there are none, measure default clocks, and return a runner of the plans.
@@ -209,7 +204,7 @@ async def _with_plans(
     """
     default = DefaultIterations(context.job)
     if frontier is None:
-        frontier = await optimise(context, default, switch_cost.time_s)
+        frontier = await optimise(context, default)
     by_length = plan_by_length(context, frontier)
     if by_length:
         default = DefaultIterations(context.job)  # previous iterations had any lengths
@@ -247,16 +242,6 @@ def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample
 
 def _is_off(measured: float, predicted: float, error: float) -> bool:
     return abs(measured / predicted - 1) > _OFF + _SURE * error
-
-
-def _has_other_switch_cost(runner: PlanRunner, verdict: Verdict, switch_cost: SwitchCost) -> bool:
-    """Learn from a dropped plan how much a clock change delays the job, and return whether to plan again."""
-    plan = runner.plan
-    if plan is None or not switch_cost.learn(plan, verdict.comparison, runner.default.time_s):
-        return False
-    delay = f"a clock change delays this job by {1e3 * switch_cost.time_s:.2g} ms"
-    runner.say_compared(verdict, f"{delay}: plans that allow for it are computed")
-    return True
 
 
 def _note_highest_clock(context: ModeContext) -> None:

@@ -328,7 +328,7 @@ class JobServer:
     def _add_report(self, rank: int, message: RankReport) -> None:
         state, number = self.job.states[rank], message.report.iteration
         self.runs.issued = max(self.runs.issued, message.report.issued)
-        state.late_s, state.default_mhz = message.late_s, message.default_mhz
+        state.default_mhz = message.default_mhz
         state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
             return  # a duplicate, or later than a complete one

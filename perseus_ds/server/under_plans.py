@@ -391,7 +391,8 @@ class PlanRunner:
             return self._without_plans("pause", next_phase, block)
         if self.by_length:
             fastest = self.frontier.plans[min(assignment.plans)]
-            self._context.look_ahead.set_slowdown(self._job.order, fastest.time_s / self.frontier.t_min_s - 1)
+            slowdown = max(fastest.time_s / self.frontier.limit_s(0.0) - 1, 0.0)
+            self._context.look_ahead.set_slowdown(self._job.order, slowdown)
         run = self._without_plans("run", next_phase, block)
         return replace(
             run,

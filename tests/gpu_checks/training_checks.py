@@ -165,7 +165,7 @@ def closure(machine, results):
         results.add(f"a {kind} in training, median", time_s * 1e3, "ms")
         results.add(f"a profiled {kind} to that", measured.at_highest_clock(0, kind).time_s / time_s, **limits)
     schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=machine.size[3])
-    predicted = problem_for(schedule, profiled).baseline()
+    predicted = problem_for(schedule, profiled).baseline
     time_s = statistics.fmean(record.time_s for record in records)
     energy_j = statistics.fmean(record.energy_j for record in records if record.energy_j is not None)
     results.add("iterations measured", len(records), at_least=1)

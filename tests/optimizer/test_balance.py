@@ -46,7 +46,7 @@ def test_the_prediction_for_todays_layout_is_that_of_its_profile():
     job = job_of("Eddd", "dddd", "dddd", "ddddh")
     balance = Balance(job)
     found = balance.partition({"today": job.layout.cut})
-    baseline = problem_for(job.schedule, job.profile).baseline()
+    baseline = problem_for(job.schedule, job.profile).baseline
     today = found.known["today"]
     assert (today.time_s, today.energy_j) == pytest.approx((baseline.time_s, baseline.energy_j), rel=1e-6)
     assert found.most_frugal.time_s < 0.85 * today.time_s
@@ -60,7 +60,7 @@ def test_the_error_of_an_iteration_covers_what_was_measured_wrongly(seed):
     noisy = replace(job, profile=profile_of(job.layout, noise=0.01, seed=seed))
     balance = Balance(noisy)
     today = balance.partition({"today": job.layout.cut}).known["today"]
-    true_s = problem_for(job.schedule, job.profile).baseline().time_s
+    true_s = problem_for(job.schedule, job.profile).baseline.time_s
     time_error, energy_error = balance.errors((1.0, today))
     assert abs(today.time_s - true_s) < 5 * time_error
     assert 0 < time_error < 0.05 * true_s

@@ -29,16 +29,22 @@ def error_of(worker):
 
 def test_it_writes_the_frontier_that_optimize_returns(tmp_path):
     schedule = dual_pipe_v(2, 4)
-    worker = OptimizeWorker(request(tmp_path, schedule, switch_cost_j=0.5), tmp_path / "optimize.log")
+    worker = OptimizeWorker(request(tmp_path, schedule), tmp_path / "optimize.log")
     assert not error_of(worker)
     worker.stop()
     assert not worker.error
     frontier = Frontier.load(tmp_path / "f")
-    expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8, switch_cost_j=0.5)
+    expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8)
     assert frontier.plans == expected.plans
     assert frontier.provenance.schedule == schedule.name
     assert frontier.provenance.profile == str(tmp_path / "p" / "profile.csv")
     assert frontier.provenance.simulated
+
+
+def test_it_runs_lowtime(tmp_path):
+    worker = OptimizeWorker(request(tmp_path, solver="lowtime"), tmp_path / "optimize.log")
+    assert not error_of(worker), (tmp_path / "optimize.log").read_text()
+    assert Frontier.load(tmp_path / "f").provenance.solver == "lowtime"
 
 
 def test_it_says_how_long_it_will_take_and_uses_one_thread_at_low_priority(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def all_cuts(layers, stages):
 
 
 def time_s(model, schedule, cut):
-    return problem_for(schedule, model.profile(shares_of(cut))).baseline().time_s
+    return problem_for(schedule, model.profile(shares_of(cut))).baseline.time_s
 
 
 seconds = st.floats(0.01, 0.1)

@@ -31,7 +31,7 @@ def one_rank(forward_s, backward_s):
 )
 def test_extremes_are_those_of_the_worst_second(forward_s, backward_s, expected):
     problem = one_rank(forward_s, backward_s)
-    swing = power_swing(problem, problem.baseline())
+    swing = power_swing(problem, problem.baseline)
     assert (swing.highest_w, swing.lowest_w, swing.change_w) == pytest.approx(expected)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
 from profiles import stage_profile
 
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.errors import ProfileError
+from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.alternatives import simple_plans
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.runs import RunSearch, best_runs
@@ -40,10 +40,8 @@ def runs_s(problem, plan):
     times_s = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements}
     duration_s = problem.fixed_s.copy()
     for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
-        for number, (work, clock) in enumerate(zip(stream, clocks, strict=True)):
+        for work, clock in zip(stream, clocks, strict=True):
             duration_s[node_of[work]] = times_s[work.stage, work.kind, clock]
-            if clock != clocks[number - 1]:
-                duration_s[node_of[work]] += problem.settings.switch_cost_s
     finish_s = dag.finish_s(duration_s)
     assert max(finish_s) == pytest.approx(plan.time_s, rel=1e-12)
     result = []
@@ -67,13 +65,12 @@ def test_a_rank_may_have_no_passes():
     assert alone.plans[0].clocks_mhz[0] == beside.plans[0].clocks_mhz[0]
 
 
-@pytest.mark.parametrize("switch_cost_s", [0.0, 0.004])
 @settings(max_examples=6, deadline=None)
 @given(schedule=st.sampled_from(SCHEDULES), seed=st.integers(0, 10_000), pairs=st.floats(0.7, 6.0))
 @example(schedule=dual_pipe_v(2, 4), seed=42, pairs=4.802)  # the search also finds cheaper plans with shorter runs
-def test_every_run_of_every_plan_lasts_its_dwell_time(switch_cost_s, schedule, seed, pairs):
+def test_every_run_of_every_plan_lasts_its_dwell_time(schedule, seed, pairs):
     profile, dwell_s = noisy_profile(schedule.num_stages, 8, seed), pairs * PAIR_S
-    costs = {"switch_cost_s": switch_cost_s, "least_dwell_s": dwell_s}
+    costs = {"least_dwell_s": dwell_s}
     frontier = optimize(schedule, profile, blocking_power_w=POWER_W, plans=5, **costs)
     problem = problem_for(schedule, profile, blocking_power_w=POWER_W, **costs)
     for plan in frontier.plans:
@@ -167,13 +164,49 @@ def test_on_the_published_profile_plans_under_a_long_dwell_time_save_what_was_ai
     assert all(1 - np.array(energy_j) / frontier.baseline.energy_j > [0.08, 0.12, 0.17])
 
 
-def test_a_rank_whose_instructions_have_no_clock_in_common_is_refused():
-    rows = [
-        m if m.kind is Kind.FORWARD else replace(m, clock_mhz=m.clock_mhz + 1)
-        for m in synthetic_profile(2, clocks=4).measurements
+def test_a_tail_that_does_not_depend_on_the_clock_costs_no_saving():
+    rng, schedule = np.random.default_rng(0), one_f_one_b(3, 6)
+    with_tail = [
+        Measurement(stage, Kind.TAIL, clock, 0.08 * rng.normal(1, 0.0005), 0.08 * (100 + 0.1 * clock))
+        for stage in range(3)
+        for clock in synthetic_profile(3).options(0, Kind.FORWARD).clock_mhz.tolist()
     ]
-    with pytest.raises(ProfileError, match="No clock was measured for all of backward, forward of a rank"):
-        optimize(one_f_one_b(2, 4), StageProfile(rows), blocking_power_w=POWER_W, least_dwell_s=1.0)
+    rows = [*synthetic_profile(3).measurements, *with_tail]
+    frontier = optimize(schedule, StageProfile(rows), blocking_power_w=POWER_W, plans=12, least_dwell_s=0.2)
+    without = optimize(schedule, synthetic_profile(3), blocking_power_w=POWER_W, plans=12, least_dwell_s=0.2)
+    saved_j, expected_j = (f.baseline.energy_j - f.within(0.0).energy_j for f in (frontier, without))
+    assert len(frontier.plans) > 3
+    assert saved_j > 0.8 * expected_j > 0
+
+
+def test_a_clock_at_which_one_kind_was_not_measured_is_used_for_the_others():
+    profile = synthetic_profile(2, clocks=5)
+    clocks = profile.options(0, Kind.FORWARD).clock_mhz.tolist()
+    partial = profile.where(lambda stage, kind, clock: kind is Kind.FORWARD or clock in (clocks[0], clocks[-1]))
+    search = RunSearch(Network(problem_for(one_f_one_b(2, 4), partial, blocking_power_w=POWER_W)), 0.2)
+    assert all(rank.clock_mhz.tolist() == clocks for rank in search.ranks)
+    frontier = optimize(one_f_one_b(2, 4), partial, blocking_power_w=POWER_W, plans=6, least_dwell_s=0.2)
+    assert frontier.plans[-1].energy_j < frontier.baseline.energy_j
+
+
+def test_a_clock_whose_latency_is_unknown_is_held_as_long_as_the_slowest():
+    problem = problem_for(one_f_one_b(2, 4), synthetic_profile(2, clocks=3), blocking_power_w=POWER_W)
+    clocks = synthetic_profile(2, clocks=3).options(0, Kind.FORWARD).clock_mhz.tolist()
+    search = RunSearch(Network(problem), {clocks[0]: 0.1, clocks[1]: 0.3})
+    assert search.ranks[0].dwell_s.tolist() == [0.1, 0.3, 0.3]
+
+
+@settings(max_examples=12, deadline=None)
+@given(schedule=st.sampled_from(SCHEDULES), seed=st.integers(0, 10_000), pairs=st.sampled_from([0.0, 0.7, 2.0, 6.0]))
+def test_no_plan_is_worse_than_a_simple_setting_that_holds_its_clocks(schedule, seed, pairs):
+    held = {"blocking_power_w": POWER_W, "least_dwell_s": pairs * PAIR_S}
+    profile = noisy_profile(schedule.num_stages, 5, seed)
+    frontier, problem = optimize(schedule, profile, plans=4, **held), problem_for(schedule, profile, **held)
+    simple = [problem.evaluate(clocks) for clocks in simple_plans(problem)]
+    assert simple
+    for plan in simple:
+        if min((s for runs in runs_s(problem, plan) for _, s in runs), default=np.inf) >= pairs * PAIR_S:
+            assert frontier.lookup(plan.time_s).energy_j <= plan.energy_j * (1 + 1e-9)
 
 
 def test_planning_ends_if_a_higher_clock_is_slower_for_some_instructions():

@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seen import job_report
 
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.policy.plan_proof import (
     ANALYSES,
     IterationSample,
     PlanComparison,
     PlanProof,
-    SwitchCost,
     Verdict,
     error_probability,
     under_plan_minus_default,
@@ -183,31 +181,6 @@ def test_a_plan_that_runs_is_in_doubt_when_it_is_late_uses_more_energy_or_is_muc
     assert is_in_doubt(1.3, 95.0)
     assert is_in_doubt(1.0, 110.0)
     assert is_in_doubt(0.9, 80.0)
-
-
-def learn(cost, changes, slowdown, promised=0.0, error=0.0005):
-    """Let a plan run in which the busier of two ranks has this many clock changes, in iterations of 2 s."""
-    plan = FrequencyPlan(((), ()), ((1200, 1410) * (changes // 2), (1410, 1410)), 1.0, 100.0)
-    return cost.learn(plan, PlanComparison(slowdown, error, 0.1, 0.005, promised), default_s=2.0)
-
-
-def test_a_plan_that_is_surely_late_sets_the_switch_cost_by_its_changes():
-    cost = SwitchCost()
-    for late in ({"slowdown": 0.001}, {"slowdown": 0.02, "error": 0.01}):
-        assert not learn(cost, 10, **late)
-    assert learn(cost := SwitchCost(), 10, 0.02)
-    assert cost.time_s == pytest.approx(0.004)
-    assert not learn(cost, 6, 0.012, promised=0.012), "lateness that a plan allows counts in the fit only"
-    assert cost.time_s == pytest.approx(0.004)
-    assert not learn(SwitchCost(), 10, 0.22), "clock changes cannot explain it"
-
-
-def test_a_switch_cost_that_was_too_low_rises_and_is_tried_twice_at_most():
-    cost = SwitchCost()
-    assert learn(cost, 20, 0.01)
-    assert learn(cost, 6, 0.06)
-    assert cost.time_s > 0.0014
-    assert not learn(cost, 6, 0.06)
 
 
 def quiet_verdict(seed, *, saves, comparisons):

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from virtual.job import SLOWER, VirtualJob
 
-from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import RankReport
@@ -81,16 +80,6 @@ def test_a_host_that_is_four_seconds_ahead_of_the_device_does_not_take_the_drive
     job.train(20)
     job.close()
     assert job.events(Failed) == []
-
-
-def test_plans_allow_for_an_agent_that_sees_marks_late(start):
-    job = start(mode="auto", **SLOWER)
-    job.agent_link(0).late_s = 0.006
-    while job.phase != "default":
-        job.train(1)
-        job.time.sleep(0.02)  # otherwise the start of the next iteration wakes the agent
-    planned = Frontier.load(job.folder).provenance.switch_cost_s
-    assert planned == pytest.approx(0.006, abs=0.0005)
 
 
 def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comparison(start):
