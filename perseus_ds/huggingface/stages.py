@@ -34,6 +34,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
@@ -659,8 +660,18 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
     of_ranks = _on_all_ranks(begin)
     others = set(chain(*of_ranks[:rank]))
     own = [stage for stage in stages if stage.layers.start not in others]
+
+    def write() -> list[tuple[int, list[tuple[str, str]]]]:
+        # All ranks gather before the first one writes, so that none of them waits for one that cannot write.
+        weights = [_whole_weights(stage, is_kept=stage in own) for stage in stages]
+        return [
+            (stage.layers.start, _write_stage(stage, of_stage, unfinished))
+            for stage, of_stage in zip(stages, weights, strict=True)
+            if stage in own
+        ]
+
     try:
-        written = _on_all_ranks(lambda: [(stage.layers.start, _write_stage(stage, unfinished)) for stage in own])
+        written = _on_all_ranks(write)
         _on_all_ranks(lambda: _finish(sorted(chain(*written)), unfinished, folder) if rank == 0 else None)
     finally:
         if rank == 0:
@@ -687,6 +698,8 @@ def _on_all_ranks(do: Callable[[], T]) -> list[T]:
 def _stages_in(trained: Any) -> list[Stage]:
     parts = trained if isinstance(trained, list | tuple) else [trained]
     modules: list[Any] = [getattr(part, "submod", part) for part in parts]
+    for module in modules:
+        check_can_be_saved(module)
     found = [module for part in modules for module in part.modules() if isinstance(module, Stage)]
     if not found:
         raise ConfigError(
@@ -696,10 +709,32 @@ def _stages_in(trained: Any) -> list[Stage]:
     return found
 
 
-def _write_stage(stage: Stage, folder: Path) -> list[tuple[str, str]]:
+def check_can_be_saved(module: nn.Module) -> None:
+    """Raise a ``ConfigError`` if a stage is wrapped by torch's first FSDP, which flattens its parameters."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ConfigError(
+            f"{type(module).__name__}: stages of a Hugging Face model in FullyShardedDataParallel cannot be saved. Use "
+            "fully_shard of torch.distributed.fsdp instead."
+        )
+
+
+def _whole_weights(stage: Stage, *, is_kept: bool) -> dict[str, torch.Tensor]:
+    """Return a stage's weights, after gathering those that are sharded. All ranks of the stage call this together.
+
+    Where they are not kept, no weights are returned.
+    """
+    weights = {}
+    for name, tensor in stage.model.state_dict().items():
+        whole = tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor
+        if is_kept:
+            weights[name] = whole
+    return weights
+
+
+def _write_stage(stage: Stage, weights: dict[str, torch.Tensor], folder: Path) -> list[tuple[str, str]]:
     """Write a stage's files, and return the names of its weights with their files."""
     part = folder / f".layers-{stage.layers.start:05d}"
-    stage.model.save_pretrained(part)
+    stage.model.save_pretrained(part, state_dict=weights)
     where = []
     for number, file in enumerate(sorted(part.glob("*.safetensors"))):
         name = f"model-{stage.layers.start:05d}-{number:05d}.safetensors"

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from one_rank_engine import one_rank
 from safetensors.torch import load_file, save_file
 from tiny_models import families, tiny, token_ids
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -306,6 +310,34 @@ def test_saved_stages_load_as_the_whole_model(family, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = token_ids()
     assert torch.allclose(loaded(ids).logits, through(stages, ids)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def _one_rank(tmp_path):
+    with one_rank(tmp_path):
+        yield
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_stages_that_fsdp_shards_load_as_the_whole_model(tmp_path):
+    stage = build_stage(tiny("qwen3"), (4,), 0)
+    logits = stage(token_ids())
+    fully_shard(stage, mesh=init_device_mesh("cpu", (1,)))
+    save_pretrained(stage, tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.allclose(loaded(token_ids()).logits, logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_stages_that_the_first_fsdp_wraps_are_refused_before_training(tmp_path):
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(build_stage(tiny("llama"), (4,), 0), device_id=cpu)
+    schedule = ScheduleGPipe(PipelineStage(wrapped, 0, 1, cpu), 1, loss_fn=CausalLoss(tiny("llama")))
+    for settings in ({"enabled": True, "mode": "observe", "device": "simulated"}, {"enabled": False}):
+        with pytest.raises(ConfigError, match=r"cannot be saved\. Use fully_shard"):
+            perseus_ds.attach(schedule, settings)
+    with pytest.raises(ConfigError, match=r"cannot be saved\. Use fully_shard"):
+        save_pretrained(wrapped, tmp_path / "saved")
 
 
 class Killed(BaseException):

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from tiny_models import tiny, token_ids
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B
 from transformers import AutoModelForCausalLM
 
@@ -122,6 +124,18 @@ def compare(config, train, folder):
     }
 
 
+def saved_by_fsdp(config, folder):
+    """Return the deviation of saved logits from those of the whole model, for stages that two ranks share."""
+    index = dist.get_rank() % STAGES
+    stage = build_stage(config, CUT, index)
+    groups = init_device_mesh("cpu", (PIPELINES, STAGES), mesh_dim_names=("pipelines", "stages"))
+    fully_shard(stage, mesh=groups["pipelines"])
+    perseus_ds.save_pretrained(stage, folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole, ids = build_stage(config, (4,), 0), token_ids()
+    return relative(loaded(ids).logits, whole(ids))
+
+
 def relative(value, expected):
     return ((value - expected).norm() / expected.norm()).item()
 
@@ -146,6 +160,7 @@ def main(out):
         f"{engine} {config.model_type}": compare(config, trainings[engine], out / f"{engine}-{config.model_type}")
         for engine, config in models
     }
+    result["fsdp"] = saved_by_fsdp(tiny("qwen3", tie_word_embeddings=False), out / "fsdp")
     result["error"] = error_of_rank_1(out / "copies")
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
 

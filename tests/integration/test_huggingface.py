@@ -21,6 +21,7 @@ SCRIPT = Path(__file__).with_name("huggingface_job.py")
 def test_stages_train_like_the_whole_model_however_its_tokens_are_spread_over_micro_batches_and_ranks(tmp_path):
     for rank, models in enumerate(run_script(tmp_path, 4, SCRIPT, tmp_path).ranks):
         assert "rank 1 could not write" in models.pop("error")
+        assert models.pop("fsdp") <= 1e-5
         for name, difference in models.items():
             for what in ("losses", "parameters", "saved"):
                 assert difference[what] <= 1e-5, (rank, name, what)

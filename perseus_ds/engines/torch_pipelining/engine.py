@@ -62,6 +62,7 @@ def attach(
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         count_tokens(target, pipeline, data_parallel)
+        check_huggingface_stages(target)
         if not settings.enabled:
             report_disabled()
         if not settings.enabled or hasattr(target, "perseus"):
@@ -119,6 +120,15 @@ def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
 
     Hooks().surround(schedule, "_step_microbatches", counted)
     schedule._step_microbatches.counts_tokens = True
+
+
+def check_huggingface_stages(schedule: Any) -> None:
+    """Raise a ``ConfigError`` before training if stages of a Hugging Face model could not be saved after it."""
+    for stage in stages_of(schedule):
+        if huggingface_parts(stage.submod) is not None:
+            from perseus_ds.huggingface.stages import check_can_be_saved  # it needs transformers
+
+            check_can_be_saved(stage.submod)
 
 
 def detach(schedule: S) -> S:
