@@ -418,7 +418,6 @@ class SignalForwarder:
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # The kernel drops this signal for the first process of a container, unless it has a handler.
             signal.signal(signal.SIGTERM, _ignore)
-            os.register_at_fork(after_in_child=_restore_sigterm)
         previous = signal.set_wakeup_fd(connection.fileno(), warn_on_full_buffer=False)
         if previous == -1:
             self._file = connection.fileno()
@@ -426,29 +425,25 @@ class SignalForwarder:
             signal.set_wakeup_fd(previous)
 
     def stop(self) -> bool:
-        """Stop forwarding signals.
+        """Stop forwarding signals, and remove the handler of :meth:`start`.
 
         Returns False if signals are still forwarded, because only the main thread can stop it.
         """
-        if self._file != -1:
-            try:
+        try:
+            if self._file != -1:
                 current = signal.set_wakeup_fd(-1)
                 if current not in (-1, self._file):
                     signal.set_wakeup_fd(current)
-            except (ValueError, OSError):
-                return False
-            self._file = -1
+                self._file = -1
+            if signal.getsignal(signal.SIGTERM) is _ignore:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        except (ValueError, OSError):
+            return False
         return True
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing."""
-
-
-def _restore_sigterm() -> None:
-    """Let SIGTERM end a forked process, which is not the first one of its container."""
-    if signal.getsignal(signal.SIGTERM) is _ignore:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _start(name: str) -> subprocess.Popen[bytes]:
