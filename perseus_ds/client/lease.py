@@ -1,8 +1,8 @@
 """A rank's lease of its GPU: the right to change its clock while an agent watches the rank's process.
 
-The first rank of a job on a node starts the agent (:mod:`perseus_ds.agent.process`). If the agent dies, the rank
-notices it at the end of an iteration and starts another one. If its heartbeat is old, because it is stopped or hangs,
-the rank ends it first. This module never waits during training and starts no thread.
+The first rank of a job on a node starts the agent (:mod:`perseus_ds.agent.process`). If the agent dies, its ranks
+notice it at the end of an iteration, and one of them starts another one. If its heartbeat is old, because it is stopped
+or hangs, they end it first. This module never waits during training and starts no thread.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Lease:
         self._signals = SignalForwarder()
         self._name = places.agent_name(job)
         self._starting: subprocess.Popen[bytes] | None = None
+        self._start_lock: int | None = None
         self._next_start_s = -math.inf
         self._pause_s = _FIRST_PAUSE_S
         self._lost_s: float | None = None
@@ -121,6 +122,7 @@ class Lease:
             self._request(job)
         except BaseException as error:
             self._disconnect()
+            self._leave_starting()
             os.close(self.shared.file)
             if isinstance(error, OSError):
                 raise GpuError(f"No agent can be reached: {error}.") from error
@@ -205,6 +207,7 @@ class Lease:
         if os.getpid() != self._process:
             return False
         self._signals.stop()
+        self._leave_starting()
         if self._connection is not None and not self._is_released:
             end_s = self._time.now_s() + timeout_s
             with contextlib.suppress(OSError, GpuError):
@@ -231,6 +234,7 @@ class Lease:
                     continue
                 if refused.reason != "unusable" or self._name == alone:
                     raise (GpuBusyError if refused.reason == "held" else GpuError)(refused.error)
+                self._leave_starting()
                 self._name, self._next_start_s = alone, -math.inf
             elif self._time.now_s() > end_s:
                 gpu = self.gpu if self._place is None else f"GPU {self._place.ordinal}"
@@ -269,6 +273,7 @@ class Lease:
             self.description = answer.gpu or self.description
             self.grants += 1
             self._pause_s = _FIRST_PAUSE_S
+            self._leave_starting()
             self._signals.start(self._connection)
             for left in answer.left_locked:
                 said = f"it cannot be reset ({left.error})" if left.error else "it is reset"
@@ -291,10 +296,23 @@ class Lease:
         if (complaint := self._reap()) is not None:
             raise GpuError(f"The agent of this node failed to start: {complaint}")
         # On a busy node, a process starts slowly, and additional processes make it slower.
-        if self._starting is None and self._time.now_s() >= self._next_start_s:
+        if self._starting is None and self._time.now_s() >= self._next_start_s and self._may_start():
             self._next_start_s = self._time.now_s() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._starting = _start(self._name)
+
+    def _may_start(self) -> bool:
+        """Return True if this rank starts agents. One rank of a job does on each node, until its lease is granted."""
+        if self._start_lock is None:
+            with contextlib.suppress(BlockingIOError):
+                self._start_lock = places.lock(places.start_lock_path(self._name))
+        return self._start_lock is not None
+
+    def _leave_starting(self) -> None:
+        """Let another rank start agents, if necessary."""
+        if self._start_lock is not None:
+            os.close(self._start_lock)
+            self._start_lock = None
 
     def _reap(self) -> str | None:
         """Remove the process that starts an agent if it has ended, and return the error if it failed."""

@@ -96,6 +96,11 @@ def agent_lock_path(name: str) -> Path:
     return user_folder() / f"agent.{name}"
 
 
+def start_lock_path(name: str) -> Path:
+    """Return the file that the rank that starts an agent keeps locked until the agent serves it."""
+    return user_folder() / f"start.{name}"
+
+
 def lock(path: Path) -> int:
     """Create or open a file and lock it until this process ends or the file is closed.
 
@@ -196,6 +201,7 @@ def forget(name: str) -> None:
     with _short(name) as path, contextlib.suppress(OSError):
         os.unlink(path)
     agent_lock_path(name).unlink(missing_ok=True)
+    start_lock_path(name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

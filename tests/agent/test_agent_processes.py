@@ -441,7 +441,18 @@ def test_a_pause_of_the_machine_is_no_silence_of_the_agent(
     assert lease.close(GIVE_UP_S)
 
 
-def test_agents_that_cannot_start_are_started_less_and_less_often(
+@contextlib.contextmanager
+def locked_by_another_process(path: Path) -> Iterator[None]:
+    code = "import pathlib, sys; from perseus_ds.protocol import places; places.lock(pathlib.Path(sys.argv[1])); "
+    command = [sys.executable, "-c", code + "print(flush=True); sys.stdin.read()", str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+        process.kill()
+
+
+def test_agents_that_cannot_start_are_started_less_and_less_often_and_by_one_rank(
     address: str, tmp_path: Path, stub_of_agents: StubNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = Later()
@@ -457,7 +468,12 @@ def test_agents_that_cannot_start_are_started_less_and_less_often(
         return failed
 
     monkeypatch.setattr(lease_module, "_start", start)
-    while now.later_s < 300.0:
+    with locked_by_another_process(places.start_lock_path(places.agent_name(str(tmp_path)))):
+        while now.later_s < 100.0:
+            lease.is_watched()
+            now.later_s += 0.5
+    assert not started_s
+    while now.later_s < 400.0:
         lease.is_watched()
         now.later_s += 0.5
     assert len(started_s) < 15
