@@ -10,12 +10,15 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from perseus_ds.protocol.layout import VERSION
 
 IN_MEMORY = Path("/dev/shm")
+RUNTIME_VARIABLE = "PERSEUS_RUNTIME_DIR"
+"""Replaces the folder in memory in tests, each of which is a node of its own."""
 _FLOCK = "hhqqi0q"
 """The C structure ``flock``."""
 
@@ -23,24 +26,36 @@ _FLOCK = "hhqqi0q"
 def user_folder() -> Path:
     """Return the folder of this user's files, which other users can neither read nor write.
 
-    It is in memory, so a reboot removes it, as it removes locks of clocks.
+    It is in memory, so a reboot removes it, as it removes locks of clocks. All processes of this user on this node use
+    the same folder, because jobs exclude each other from GPUs by files in it. It therefore does not depend on variables
+    such as ``XDG_RUNTIME_DIR``, which differ between jobs and may name a folder that several nodes share.
 
     Raises:
         OSError: There is no such folder.
     """
-    # Schedulers pass the variable on from the node of the job's submission, so its folder may not exist on this node.
-    named = Path(os.environ.get("XDG_RUNTIME_DIR") or IN_MEMORY)
-    parents = [parent for parent in (named, IN_MEMORY) if parent.is_dir()] or [Path("/tmp")]
+    parent = Path(os.environ.get(RUNTIME_VARIABLE) or (IN_MEMORY if IN_MEMORY.is_dir() else "/tmp"))
+    if found := _folders_of_user(parent):
+        return found[0]
     own = f"perseus-ds-{os.getuid()}"
-    # Users of different containers may share the folder and have the same number.
-    names = own, f"{own}-{os.stat('/proc/self/ns/user').st_ino}"
-    for folder in [parent / name for parent in parents for name in names]:
-        with contextlib.suppress(OSError):  # for example, the folder of another user
-            folder.mkdir(mode=0o700, exist_ok=True)
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-                return folder
-    raise OSError(f"{folder} is not a folder of this user alone")
+    for name in (own, f"{own}-{time.time_ns()}"):  # everybody can write there, so another user may have taken the first
+        with contextlib.suppress(FileExistsError):
+            (parent / name).mkdir(mode=0o700)
+        if found := _folders_of_user(parent):
+            return found[0]
+    raise OSError(f"{parent / name} is not a folder of this user alone")
+
+
+def _folders_of_user(parent: Path) -> list[Path]:
+    """Return the folders in which only this user can read or write, the first one of them first."""
+    own = f"perseus-ds-{os.getuid()}"
+    found = []
+    for name in os.listdir(parent):
+        if name == own or name.startswith(f"{own}-"):
+            with contextlib.suppress(FileNotFoundError):
+                status = (parent / name).lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+                    found.append(parent / name)
+    return sorted(found)
 
 
 def boot_id() -> str:

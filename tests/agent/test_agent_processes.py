@@ -180,7 +180,7 @@ def test_ranks_start_another_agent_when_theirs_has_died(node: Node) -> None:
 def test_a_record_that_is_removed_is_written_again(node: Node, tmp_path: Path) -> None:
     """The end of a login session removes its user's files in memory."""
     node.agent_of(node.rank("wait", 0))
-    (record,) = (tmp_path / "runtime").glob("*/gpu.*")
+    (record,) = (tmp_path / "memory").glob("*/gpu.*")
     record.unlink()
     wait_until(lambda: record.exists() and record.read_text(), "a record")
 

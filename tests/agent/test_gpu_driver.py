@@ -35,7 +35,7 @@ def time():
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PERSEUS_RUNTIME_DIR", str(tmp_path))
     record = GpuRecord("nvml:GPU-1", "this")
     record.set_locked(True)
     yield record

@@ -22,7 +22,7 @@ signal.pause()
 @pytest.fixture
 def hold(tmp_path, monkeypatch):
     """A function that starts a process that serves a GPU, and returns it when it does."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PERSEUS_RUNTIME_DIR", str(tmp_path))
     processes = []
 
     def hold(gpu):

@@ -1,7 +1,6 @@
 """On a stub driver, clocks follow the plan, and none stays locked when a job ends."""
 
 import itertools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,9 +38,7 @@ def test_agents_alone_request_the_clocks_of_the_plan_and_restore_them_at_the_end
                 (pid, "libnvidia-ml" in Path(f"/proc/{pid}/maps").read_text()) for pid in (agent, *ranks)
             )
 
-    # Processes are forked from one that another test may have started.
-    environment = {**stub.environment, "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
-    job = {"environment": environment, "perseus": block_of(tmp_path)}
+    job = {"environment": stub.environment, "perseus": block_of(tmp_path)}
     finished = run_while(during, tmp_path / "job", 2, **job)
     assert finished.returncode == 0
     assert sorted(loads_driver.values()) == [False, False, True], "only the agent calls the driver"

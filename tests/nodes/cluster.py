@@ -7,7 +7,6 @@ When the process that has made the nodes ends for any reason, their first proces
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ import psutil
 from job import ENVIRONMENT
 from stub_nvml.controller import StubNvml
 
+from perseus_ds.protocol.places import IN_MEMORY, RUNTIME_VARIABLE
+
 _NETWORK = "10.77.0"
 _BRIDGE = "switch"
 # The first process of a PID namespace is a shell, because it reaps processes with parents that have ended.
 _WAIT = "while :; do sleep 1000; done"
 _ROOT = Path(__file__).parents[2]
-_NOT_ON_NODES = ("XDG_RUNTIME_DIR",)
-_OUTSIDE = {name: value for name, value in os.environ.items() if name not in _NOT_ON_NODES}
 
 
 class CannotBeMadeError(Exception):
@@ -55,9 +54,7 @@ class Node:
         return [*_enter(self.init), "env", "--chdir", self.variables["DISK"], *environment]
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.entry, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_OUTSIDE
-        )
+        return subprocess.Popen([*self.entry, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def agents(self) -> list[psutil.Process]:
         return self.gpus.agents()
@@ -108,6 +105,7 @@ class Cluster:
         gpus = StubNvml(self._library, self.folder / f"{name}.gpus", 1)
         variables = {
             **gpus.environment,
+            RUNTIME_VARIABLE: str(IN_MEMORY),  # each node has its own
             **ENVIRONMENT,
             "DISK": str(self.disk),
             "XDG_CACHE_HOME": f"{self.disk}/cache",

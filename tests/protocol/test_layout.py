@@ -47,7 +47,7 @@ def test_memory_of_another_layout_is_an_error(content):
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PERSEUS_RUNTIME_DIR", str(tmp_path))
     return Agent("name", open_gpu=lambda gpu: pytest.fail(f"{gpu} was opened"))
 
 

@@ -14,39 +14,41 @@ from perseus_ds.protocol import places
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PERSEUS_RUNTIME_DIR", str(tmp_path))
 
 
-def test_a_folder_that_others_can_write_or_that_is_a_link_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "IN_MEMORY", tmp_path)
+@pytest.mark.parametrize("occupied", ["by a link", "by a file", "by a folder that others can write"])
+def test_a_name_that_another_user_has_taken_is_replaced_by_one_that_all_processes_find(tmp_path, occupied):
+    """As root can write everywhere, a folder with other rights replaces that of another user."""
     own = tmp_path / f"perseus-ds-{os.getuid()}"
-    own.mkdir()
-    own.chmod(0o777)
+    if occupied == "by a link":
+        own.symlink_to(tmp_path)
+    elif occupied == "by a file":
+        own.touch()
+    else:
+        own.mkdir()
+        own.chmod(0o777)
     other = places.user_folder()
-    assert other != own
-    other.rmdir()
-    other.symlink_to(tmp_path)
-    with pytest.raises(OSError, match="not a folder of this user alone"):
-        places.user_folder()
+    assert other not in (own, tmp_path)
+    assert other.stat().st_mode & 0o777 == 0o700
+    own.rename(tmp_path / "away")  # from now on the name could be used
+    code = "from perseus_ds.protocol import places; print(places.user_folder())"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == str(other)
 
 
-def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeypatch):
-    """Slurm passes on the variables of the login node."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "1000"))
+def test_the_folder_is_the_same_whatever_the_environment(tmp_path, monkeypatch):
+    """Jobs exclude each other from GPUs by files in it."""
+    monkeypatch.delenv("PERSEUS_RUNTIME_DIR")
     monkeypatch.setattr(places, "IN_MEMORY", tmp_path)
-    assert places.user_folder().parent == tmp_path
-
-
-def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
-    """For example, with ``su`` without ``-``. A file replaces the folder, as root can write everywhere."""
-    theirs, memory = tmp_path / "theirs", tmp_path / "memory"
-    theirs.mkdir()
-    memory.mkdir()
-    for name in (f"perseus-ds-{os.getuid()}", f"perseus-ds-{os.getuid()}-{os.stat('/proc/self/ns/user').st_ino}"):
-        (theirs / name).touch()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
-    monkeypatch.setattr(places, "IN_MEMORY", memory)
-    assert places.user_folder().parent == memory
+    folders = set()
+    for number in range(2):
+        for variable in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
+            named = tmp_path / f"{variable}{number}"
+            named.mkdir()
+            monkeypatch.setenv(variable, str(named))
+        folders.add(places.user_folder())
+    assert folders == {tmp_path / f"perseus-ds-{os.getuid()}"}
 
 
 def test_modules_in_the_working_folder_do_not_replace_those_of_agent_and_server(tmp_path):
@@ -100,7 +102,7 @@ def test_a_file_that_was_removed_is_locked_as_a_new_one(tmp_path):
 def test_an_agents_socket_is_found_by_its_name_however_long_the_path_is(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 120)
     long.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setenv("PERSEUS_RUNTIME_DIR", str(long))
     with pytest.raises(FileNotFoundError):
         places.connect("name")
     with places.listen("name") as listener, places.connect("name") as client:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from perseus_ds.protocol.places import RUNTIME_VARIABLE
+
 SOURCE = Path(__file__).with_name("stub_nvml.c")
 STATE_VARIABLE = "PERSEUS_STUB_NVML"
 MAX_GPUS = 8
@@ -124,6 +126,7 @@ class StubNvml:
     Attributes:
         gpus: The live GPUs: setting ``stub.gpus[0].power_w`` changes the value that the next call reads.
         environment: Variables that make a process load the stub library with these GPUs.
+        memory: Folder of agents and records of locked clocks, which replaces the node's folder in memory.
     """
 
     def __init__(
@@ -141,7 +144,14 @@ class StubNvml:
         for index, gpu in enumerate(self.gpus):
             _fill(gpu, index, clocks_mhz)
         search = os.pathsep.join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))
-        self.environment = {STATE_VARIABLE: str(state_file), "LD_LIBRARY_PATH": search}
+        # Each test is its own node, with its own agents and records of locked clocks.
+        self.memory = state_file.parent / "memory"
+        self.memory.mkdir(exist_ok=True)
+        self.environment = {
+            STATE_VARIABLE: str(state_file),
+            "LD_LIBRARY_PATH": search,
+            RUNTIME_VARIABLE: str(self.memory),
+        }
 
     @property
     def virtual_s(self) -> float:

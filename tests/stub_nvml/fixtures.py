@@ -11,6 +11,8 @@ import pytest
 from stub_nvml.controller import STATE_VARIABLE, StubNvml, build
 from virtual.time import VirtualTime
 
+from perseus_ds.protocol.places import RUNTIME_VARIABLE
+
 MakeStub = Callable[[int], StubNvml]
 
 
@@ -26,9 +28,7 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_stub_nvml(stub_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStub:
     """A function that makes a node of GPUs, for processes started with its ``environment``."""
-    # Records of locked clocks are kept there: each test is its own node.
-    (tmp_path / "runtime").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "memory"))
     return lambda gpu_count: StubNvml(stub_library, tmp_path / "stub_nvml_state", gpu_count)
 
 

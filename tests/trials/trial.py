@@ -180,7 +180,7 @@ def kill(processes: Iterable[psutil.Process]) -> float:
 
 def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None = None) -> Outcome:
     """Run a job and end it."""
-    (folder / "runtime").mkdir(parents=True)
+    folder.mkdir(parents=True)
     node = StubNvml(library, folder / "gpus", scenario.gpus)
     scenario.prepare(node)
     trial = Trial(node, random.Random(f"{scenario.name} {seed}"), folder)
@@ -195,8 +195,8 @@ def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensio
         locked = sum(_is_locked_at(gpu, ended_s) for gpu in node.gpus)
         if any(node.locked_clocks_mhz()):
             if scenario.loses_records:
-                shutil.rmtree(trial.folder / "runtime")
-                (trial.folder / "runtime").mkdir()
+                shutil.rmtree(node.memory)
+                node.memory.mkdir()
             is_restored = _is_restored_later(trial, by_command=bool(seed % 2), says_so=not scenario.loses_records)
             return Outcome(locked, None, is_restored)
         # The other ranks continue until they notice that a rank has ended itself.
@@ -213,8 +213,8 @@ def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_
         block |= {"mode": "auto", "profile": {**QUICK_PROFILE, "warm_up": 3}}
     if scenario.launcher is not None:
         assert extensions is not None
-        environment = {**trial.node.environment, "XDG_RUNTIME_DIR": str(trial.folder / "runtime")}
-        environment |= {"TORCH_EXTENSIONS_DIR": str(shutil.copytree(extensions, trial.folder / "extensions"))}
+        copied = shutil.copytree(extensions, trial.folder / "extensions")
+        environment = {**trial.node.environment, "TORCH_EXTENSIONS_DIR": str(copied)}
         with (trial.folder / "output.log").open("w") as output:
             process = job.start(
                 trial.folder, RANKS, environment, scenario.launcher, output, perseus=block, steps=1_000_000
@@ -242,13 +242,7 @@ def _launch(trial: Trial, light: LightJob) -> None:
 
 
 def _environment(trial: Trial) -> dict[str, str]:
-    folder = trial.folder
-    return {
-        **trial.node.environment,
-        "XDG_RUNTIME_DIR": str(folder / "runtime"),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": trial.port,
-    }
+    return {**trial.node.environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": trial.port}
 
 
 def start_other(trial: Trial, **variables: str) -> Trial:
@@ -287,7 +281,7 @@ def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool
     """Return True if ``perseus-ds reset`` or the next job on the node restores the clocks left locked."""
     node = trial.node
     if by_command:
-        done = node.run("-m", "perseus_ds", "reset", environment={"XDG_RUNTIME_DIR": str(trial.folder / "runtime")})
+        done = node.run("-m", "perseus_ds", "reset")
         return done.returncode == 0 and not any(node.locked_clocks_mhz())
     left = [(gpu, gpu.change_count) for gpu in node.gpus if gpu.locked_clock_mhz]
     before = trial.output().count(_SAYS_SO)
