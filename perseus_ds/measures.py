@@ -10,6 +10,8 @@ this module, which computes them from the job's records:
 - The *typical* iteration of a series has the median time of those without stalls, because single iterations may be
   delayed. Its energy is their mean power multiplied by that time, because energy counters are refreshed so rarely that
   the reading of a short iteration is too large or zero.
+- The *mean* iteration of a series, also without stalls, is used where sums of iterations are compared with default
+  clocks: times are skewed, so that their mean is up to some per cent above their median.
 - The *baseline* of a plan is the series of iterations at default clocks with which its verdict compared it. Without a
   verdict, it is the longest series at default clocks of this run or another run of the same job: preferably in
   observe mode or for a comparison, otherwise while plans were computed, otherwise in the warm-up. A series of fewer
@@ -19,8 +21,9 @@ this module, which computes them from the job's records:
 - The *saving of the whole job* compares what iterations took under plans and while the profile was measured with what
   default clocks take, as the iterations under plans recorded it: as measured in the job, also for iterations before
   that measurement, and as predicted by the profile only if they were never measured. All others run at default
-  clocks: they add to the job's total, and save nothing. An iteration under a plan that took more than 1.5 times as
-  long as predicted contains a stall, and is not compared.
+  clocks: they add to the job's total, and save nothing. Default clocks are those of the mean iteration. Iterations
+  under plans that contain a stall are not compared: these took more than 1.5 times the median at default clocks,
+  multiplied by the slowdown that is predicted for the plan.
 - *Power over a second* is the mean power of the fewest consecutive whole iterations that take at least a second: the
   power within an iteration is unknown. With an energy counter that is refreshed every 100 ms, the power of a GPU
   over one second has an error of 4 %.
@@ -94,14 +97,23 @@ class Typical:
         """
         if not times_s:
             return None
-        longest_s = STALL * statistics.median(times_s)
-        found = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_s <= longest_s]
+        found = _without_stalls(times_s, energies_j)
         time_s = statistics.median(one_s for one_s, _ in found)
         time_error = error_of_median([one_s - time_s for one_s, _ in found], len(found)) / time_s
         known = [(one_s, one_j) for one_s, one_j in found if one_j is not None]
         power_w = _power_w(known) if known else None
         power_error = _power_error(known, power_w, counter_period_s) if power_w else 0.0
         return cls(len(times_s), time_s, power_w, time_error, power_error)
+
+    @classmethod
+    def mean_of(cls, times_s: Sequence[float], energies_j: Sequence[float | None]) -> Typical | None:
+        """Return the mean iteration of a series instead, with which sums can be compared. None if it is empty."""
+        typical = cls.of(times_s, energies_j)
+        if typical is None:
+            return None
+        kept_s = [one_s for one_s, _ in _without_stalls(times_s, energies_j)]
+        time_s = statistics.fmean(kept_s)
+        return replace(typical, time_s=time_s, time_error=statistics.pstdev(kept_s) / math.sqrt(len(kept_s)) / time_s)
 
     @property
     def energy_j(self) -> float | None:
@@ -110,6 +122,12 @@ class Typical:
     @property
     def energy_error(self) -> float:
         return math.hypot(self.time_error, self.power_error)
+
+
+def _without_stalls(times_s: Sequence[float], energies_j: Sequence[float | None]) -> list[tuple[float, float | None]]:
+    """Return times and energies of the iterations without stalls."""
+    longest_s = STALL * statistics.median(times_s)
+    return [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_s <= longest_s]
 
 
 def sums_by_part(sums: Sequence[float], parts: Sequence[float]) -> list[float]:
@@ -385,7 +403,7 @@ class WholeJob:
         self._time_s += record.time_s
         self._energy_j += record.energy_j or 0.0
         kind, default_s, default_j = IterationKind.of(record), record.default_time_s, record.default_energy_j
-        if default_s is None or default_j is None or record.predicted_time_s is None:
+        if default_s is None or default_j is None or record.stall_s is None:
             if record.phase == "profile":
                 self._uncompared[kind].all.add(record)
                 self._uncompared[kind].profiled.add(record)
@@ -394,7 +412,7 @@ class WholeJob:
                 self._uncompared[kind].forget_predicted()
             return
         waiting = self._uncompared[kind]
-        if record.time_s > STALL * record.predicted_time_s:
+        if record.time_s > record.stall_s:
             self._stalls += 1
         else:
             waiting.all.add(record)
@@ -435,17 +453,24 @@ class _Series:
         self._times_s: deque[float] = deque(maxlen=_MOST_KEPT)
         self._energies_j: deque[float | None] = deque(maxlen=_MOST_KEPT)
         self._typical: Typical | None = None
+        self._mean: Typical | None = None
 
     def add(self, time_s: float, energy_j: float | None) -> None:
         self._times_s.append(time_s)
         self._energies_j.append(energy_j)
-        self._typical = None
+        self._typical = self._mean = None
 
     @property
     def typical(self) -> Typical | None:
         if self._typical is None:
             self._typical = Typical.of([*self._times_s], [*self._energies_j])
         return self._typical
+
+    @property
+    def mean(self) -> Typical | None:
+        if self._mean is None:
+            self._mean = Typical.mean_of([*self._times_s], [*self._energies_j])
+        return self._mean
 
 
 def _preference(baseline: Baseline) -> tuple[bool, int, int]:
@@ -611,15 +636,19 @@ class JobMeasures:
         None if no iteration counts or there is no baseline.
         """
         series = self._plans.get(plan)
-        if series is None or series.typical is None:
+        if series is None or series.typical is None or series.mean is None:
             return None
         if not isinstance(plan, IterationKind):
             baseline = self.baseline(plan, others)
-            return None if baseline is None else Measured(plan, IterationKind(), series.ran, series.typical, baseline)
+            if baseline is None:
+                return None
+            # Records of iterations under plans contain means at default clocks.
+            typical = series.mean if baseline is self._predicted else series.typical
+            return Measured(plan, IterationKind(), series.ran, typical, baseline)
         if plan not in self._kinds:
             return None
         # The figures are relative to the default clocks of each iteration.
-        relative, default = series.typical, self._kinds[plan].typical
+        relative, default = series.mean, self._kinds[plan].typical
         power_w = relative.power_w and default.power_w and relative.power_w * default.power_w
         typical = replace(relative, time_s=relative.time_s * default.time_s, power_w=power_w)
         return Measured(None, plan, series.ran, typical, self._kinds[plan])

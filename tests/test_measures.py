@@ -1,5 +1,8 @@
 """Typical iterations and their baselines, computed from records."""
 
+import random
+from statistics import fmean, median, pstdev
+
 import pytest
 from live_records import auto_job, default_iteration, planned_iteration, started
 
@@ -29,6 +32,25 @@ def test_the_time_is_a_median_and_the_energy_the_mean_power_times_that():
     assert (typical.iterations, typical.time_s, typical.power_w, typical.energy_j) == (9, 1.0, 100.0, 100.0)
     assert Typical.of([1.0], [None]).energy_j is None
     assert Typical.of([], []) is None
+
+
+def skewed(iterations=400):
+    """Return times with a mean 4 % above their median, and energies. Each 80th iteration contains a stall."""
+    generator = random.Random(1)
+    times_s = [1.0 + generator.expovariate(1 / 0.15) for _ in range(iterations)]
+    times_s[::80] = [9.0] * len(times_s[::80])
+    return times_s, [100.0 + 200.0 * time_s for time_s in times_s]
+
+
+def test_the_mean_iteration_is_that_of_iterations_without_stalls():
+    times_s, energies_j = skewed()
+    mean, typical = Typical.mean_of(times_s, energies_j), Typical.of(times_s, energies_j)
+    kept_s = [time_s for time_s in times_s if time_s <= 1.5 * median(times_s)]
+    assert mean.time_s == pytest.approx(fmean(kept_s))
+    assert mean.time_s > 1.02 * typical.time_s
+    assert mean.energy_j == pytest.approx(100.0 + 200.0 * mean.time_s)
+    assert mean.time_error == pytest.approx(pstdev(kept_s) / len(kept_s) ** 0.5 / mean.time_s)
+    assert Typical.mean_of([], []) is None
 
 
 def test_errors_follow_from_the_spread_of_iterations_and_the_refreshes_of_the_counter():
@@ -210,6 +232,21 @@ def test_an_iteration_with_a_stall_is_counted_and_not_compared():
     assert (whole.steps, whole.stalls) == (27, 1)
     assert whole.saved_j == pytest.approx(summed(before).saved_j)
     assert "(without 1 with stalls)" in whole.in_words()
+
+
+def test_iterations_of_skewed_times_save_nothing_against_themselves():
+    times_s, energies_j = skewed()
+    mean = Typical.mean_of(times_s, energies_j)
+    default = {"default_time_s": mean.time_s, "default_energy_j": mean.energy_j, "stall_s": 1.5 * median(times_s)}
+    records = [
+        planned_iteration(100 + number, time_s=time_s, energy_j=energy_j, **default)
+        for number, (time_s, energy_j) in enumerate(zip(times_s, energies_j, strict=True))
+    ]
+    whole = summed(records)
+    assert (whole.gained, whole.saved) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.0, abs=1e-9))
+    for fields in ({}, {"shape": 1}):  # the first iteration does not count
+        (found,) = measures(*(record.model_copy(update=fields) for record in (records[0], *records))).plans()
+        assert (found.slowdown, found.saved) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.0, abs=1e-9))
 
 
 def test_iterations_before_the_first_measurement_are_compared_with_it():

@@ -80,6 +80,7 @@ class IterationRecord(RunRecord):
     energy_by_rank_j: tuple[float, ...] | None = None
     predicted_time_s: float | None = None
     predicted_energy_j: float | None = None
+    stall_s: float | None = None
     default_time_s: float | None = None
     default_energy_j: float | None = None
     default_measured: bool = False

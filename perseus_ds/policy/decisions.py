@@ -15,6 +15,7 @@ from pydantic import Field
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.measures import STALL
 from perseus_ds.policy.policies import (
     DeadlinePolicy,
     EnergyOptimalPolicy,
@@ -162,11 +163,12 @@ class RunStatistics(FileModel):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and energy of all GPUs in one iteration, as promised by plans and at default clocks.
+    """Time and energy of all GPUs in a mean iteration, as promised by plans and at default clocks.
 
     Those at default clocks were either measured in this job or come from the profile.
 
     Attributes:
+        stall_s: Time above which an iteration under these plans contains a stall [s].
         is_refuted: Whether they come from a profile from which passes deviate by more than ``max_drift``.
     """
 
@@ -174,6 +176,7 @@ class Forecast:
     energy_j: float
     default_time_s: float
     default_energy_j: float
+    stall_s: float
     default_measured: bool = False
     is_refuted: bool = False
 
@@ -239,7 +242,9 @@ class Assignment:
         """
         time_s, energy_j = self._of_job([frontier.plans[number] for number in self.plans], frontier)
         default_time_s, default_energy_j = self._of_job([frontier.baseline] * len(self.plans), frontier)
-        return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
+        return Forecast(
+            time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j, STALL * time_s
+        )
 
     def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
         """Return time [s] and energy [J] with one GPU per stage, given the slowness of each pipeline."""

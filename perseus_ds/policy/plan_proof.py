@@ -80,6 +80,7 @@ class IterationSample:
     _sorted_s: list[float] = field(default_factory=list)
     _total_s: float = 0.0
     _typical: Typical | None = None
+    _mean: Typical | None = None
 
     @classmethod
     def joined(cls, blocks: Sequence[IterationSample]) -> IterationSample:
@@ -96,7 +97,7 @@ class IterationSample:
         self.energies_j.append(energy_j)
         bisect.insort(self._sorted_s, time_s)
         self._total_s += time_s
-        self._typical = None
+        self._typical = self._mean = None
 
     def _without_stalls(self) -> tuple[int, float]:
         """Return the number of iterations without stalls, and their total time [s]."""
@@ -158,6 +159,14 @@ class IterationSample:
             self._typical = Typical.of(self.times_s, self.energies_j, counter_period_s=self.counter_period_s)
         assert self._typical is not None, "there are iterations"
         return self._typical
+
+    @property
+    def mean(self) -> Typical:
+        """The mean iteration, with which sums of iterations can be compared."""
+        if self._mean is None:
+            self._mean = Typical.mean_of(self.times_s, self.energies_j)
+        assert self._mean is not None, "there are iterations"
+        return self._mean
 
     @property
     def time_s(self) -> float:

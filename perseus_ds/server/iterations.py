@@ -102,11 +102,13 @@ class Run:
         if forecast is not None:
             default_s = plan.relative_time * forecast.default_time_s
             default_j = plan.relative_energy * forecast.default_energy_j
+            time_s = (1 + plan.slowdown) * default_s
             forecast = Forecast(
-                time_s=(1 + plan.slowdown) * default_s,
+                time_s=time_s,
                 energy_j=(1 - plan.saved) * default_j,
                 default_time_s=default_s,
                 default_energy_j=default_j,
+                stall_s=forecast.stall_s * time_s / forecast.time_s,
                 default_measured=forecast.default_measured,
                 is_refuted=forecast.is_refuted,
             )

@@ -20,6 +20,7 @@ from perseus_ds.config import ProfileConfig
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes
+from perseus_ds.measures import Typical
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span
 from perseus_ds.policy.plan_proof import IterationSample
@@ -55,8 +56,8 @@ class Baseline:
 
     Attributes:
         spans: Operations of the shown pipeline, by rank and iteration.
-        time_s: Time of a typical iteration of the job [s].
-        energy_j: Mean energy of all GPUs [J].
+        time_s: Mean time of the job's iterations without stalls [s].
+        energy_j: Their mean energy, of all GPUs [J].
         info: The job, and the durations of operations without a choice of clock.
         tail_profile: Profile whose tails are used if they were not measured; None if they were.
     """
@@ -105,13 +106,9 @@ async def warm_up(context: ModeContext, *, tail_profile: StageProfile | None = N
         info = info.model_copy(update={"tail_s": tail_profile.info.tail_s})
     if context.look_ahead.is_used:
         info = info.model_copy(update={"by_length": _by_length(context, measured)})
-    return Baseline(
-        spans,
-        statistics.median(seen.time_s for seen in measured),
-        statistics.mean(seen.reports.energy_j for seen in measured),
-        info,
-        tail_profile,
-    )
+    mean = Typical.mean_of([seen.time_s for seen in measured], [seen.reports.energy_j for seen in measured])
+    assert mean is not None, "there are iterations"
+    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, info, tail_profile)
 
 
 def _after_tail_s(job: Job, seen: Seen) -> float:

@@ -228,6 +228,7 @@ class Recorder:
             else None,
             predicted_time_s=forecast and _rounded(forecast.time_s),
             predicted_energy_j=forecast and _rounded(forecast.energy_j),
+            stall_s=forecast and _rounded(forecast.stall_s),
             default_time_s=forecast and _rounded(forecast.default_time_s),
             default_energy_j=forecast and _rounded(forecast.default_energy_j),
             default_measured=forecast is not None and forecast.default_measured,

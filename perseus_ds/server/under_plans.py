@@ -11,6 +11,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
+from perseus_ds.measures import STALL
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Forecast
 from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
@@ -414,14 +415,17 @@ class PlanRunner:
         assignment = self.selector.in_force
         forecast = assignment.forecast(self.frontier, self._job.info.tensor_parallel or 1)
         default_s, default_j = forecast.default_time_s, forecast.default_energy_j
+        typical_s = default_s
         if self._default is not None:
-            default_s, default_j = self._scale * self._default.time_s, self._scale * self._default.energy_j
+            mean, typical_s = self._default.mean, self._scale * self._default.time_s
+            default_s, default_j = self._scale * mean.time_s, self._scale * (mean.energy_j or 0.0)
         time_s = default_s * (1 + assignment.promised_slowdown)
         return Forecast(
             time_s=time_s,
             energy_j=time_s * assignment.promised_power * default_j / default_s,
             default_time_s=default_s,
             default_energy_j=default_j,
+            stall_s=STALL * typical_s * (1 + assignment.promised_slowdown),
             default_measured=self._default is not None,
             is_refuted=self._default is None and self._drifted > 0,
         )

@@ -3,6 +3,7 @@
 import itertools
 import re
 import shlex
+import statistics
 
 import pytest
 from virtual.gpu import AveragingGpu
@@ -336,6 +337,37 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, c
     assert written.iterations == phases.count("profile") - job.under_way, (
         "the last ones had begun when enough was known"
     )
+
+
+def test_iterations_of_unequal_times_are_compared_with_the_mean_at_default_clocks(start, frontier):
+    """Each fourth iteration takes longer, so that the median of any eight iterations is below their mean."""
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    for number in range(150):
+        job.slowdowns = [1.3 if number % 4 == 0 else 1.0]
+        job.train()
+    records = job.close()
+    assert records[-1].default_measured
+    default = [record for record in records if record.phase == "default"]
+    mean_s = statistics.fmean(record.time_s for record in default)
+    assert mean_s > 1.05 * statistics.median(record.time_s for record in default)
+    assert records[-1].default_time_s == pytest.approx(mean_s, rel=0.01)
+    mean_j = statistics.fmean(record.energy_j for record in default)
+    assert records[-1].default_energy_j == pytest.approx(mean_j, rel=0.01)
+
+
+def test_the_cost_of_profiling_is_relative_to_the_mean_at_default_clocks(start):
+    """The middle one of three iterations before profiling takes longer. Times of the last two are equal."""
+    job = start(mode="profile", profile={"warm_up": 4})
+    for slowdown in (1.0, 1.4, 1.0, 1.0):
+        job.slowdowns = [slowdown]
+        job.train()
+    job.train_until("observe")
+    iterations = job.close()
+    mean_s = statistics.fmean(record.time_s for record in iterations[1:4])
+    profiled_s = [record.time_s for record in iterations if record.phase == "profile"]
+    (written,) = job.events(ProfileWritten)
+    profiled = written.iterations
+    assert written.lost_s == pytest.approx(sum(profiled_s[:profiled]) - profiled * mean_s, abs=0.01)
 
 
 def test_the_cost_of_profiling_does_not_depend_on_the_number_of_pipelines(start):

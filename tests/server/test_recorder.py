@@ -38,7 +38,7 @@ def observed(received):
     return [each for each in received if isinstance(each, Observed)]
 
 
-FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
+FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0, stall_s=1.5)
 UNDER_PLAN = Run("run", plan=4, forecast=FORECAST)
 DEFAULT = Run("observe")
 

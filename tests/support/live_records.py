@@ -18,6 +18,7 @@ def planned_iteration(number, plan=3, **fields):
         "energy_j": 80.0,
         "energy_by_pipeline_j": (50.0, 30.0),
         "predicted_time_s": 1.0,
+        "stall_s": 1.5,
         "predicted_energy_j": 75.0,
         "default_time_s": 1.0,
         "default_energy_j": 100.0,

@@ -82,7 +82,8 @@ def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *,
 
 def compared_with(time_s: float, energy_j: float, *, predicted_time_s: float) -> dict:
     """Return what records of iterations under plans contain for the comparison with default clocks."""
-    return {"default_time_s": time_s, "default_energy_j": energy_j, "predicted_time_s": predicted_time_s}
+    predicted = {"predicted_time_s": predicted_time_s, "stall_s": 1.5 * predicted_time_s}
+    return {"default_time_s": time_s, "default_energy_j": energy_j, **predicted}
 
 
 def write_log(folder: Path, records: list[dict]) -> None:
