@@ -15,6 +15,7 @@ Stages are independent of engines. ``perseus_ds.pipeline_module`` makes a DeepSp
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -56,6 +57,11 @@ logger = logging.getLogger("perseus_ds")
 # Without this timeout, transformers waits for more than 20 s for every file.
 _HUB_ANSWERS_S = 5.0
 _INDEX = "model.safetensors.index.json"
+# Names of a text model's weights in a model that also has images or sound, and in the text model alone.
+_OF_TEXT_MODEL = {
+    r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
+}
 # Functions that return a tensor without values.
 _WITHOUT_VALUES = frozenset((torch.empty, torch.empty_like, torch.empty_strided))
 # Label of a token without a loss.
@@ -278,15 +284,38 @@ def read_config(source: Source, config: PretrainedConfig | None = None) -> Pretr
     """
     if config is None:
         config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
-    plan = getattr(config, "base_model_pp_plan", None)
-    if not plan or "layers" not in plan:
+    if _has_plan(config) and type(config) in AutoModelForCausalLM._model_mapping:
+        return config
+    return _text_part(config)
+
+
+def _has_plan(config: PretrainedConfig) -> bool:
+    return "layers" in (getattr(config, "base_model_pp_plan", None) or ())
+
+
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the text model in one that also has images or sound.
+
+    Raises:
+        ConfigError: There is none that can be cut.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    name = type(config).__name__
+    if type(text) is not type(config):
+        name += f" with the text model {type(text).__name__}"
+    if not _has_plan(text):
         raise ConfigError(
-            f"{type(config).__name__}: the model declares no pipeline plan (base_model_pp_plan) with layers, so it is "
-            "unknown how to cut it. Llama, Qwen, Mistral, Gemma, GPT-NeoX and some eighty others declare one."
+            f"{name}: the model declares no pipeline plan (base_model_pp_plan) with layers, so it is unknown how to "
+            "cut it. Llama, Qwen, Mistral, Gemma, GPT-NeoX and some eighty others declare one."
         )
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ConfigError(f"{type(config).__name__}: transformers has no causal model for it.")
-    return config
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"{name}: transformers has no causal model for it that can be trained on text alone.")
+    # Both are settings of the whole model.
+    if getattr(config, "tie_word_embeddings", None) is not None:
+        text.tie_word_embeddings = config.tie_word_embeddings
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -474,7 +503,14 @@ def _read_weights(
 
     def read(kept: Callable[[int], range]) -> tuple[PreTrainedModel, set[str]]:
         kind = _class_of_stage(model_class(config), kept, seed)
-        model, found = _read(kind, "weights", source, config=config, dtype=dtype, output_loading_info=True)
+        options = {"config": config, "dtype": dtype, "output_loading_info": True, "key_mapping": _OF_TEXT_MODEL}
+        model, found = _read(kind, "weights", source, **options)
+        # The text model is saved as such, not as a part of the model from which it was read.
+        model._weight_conversions = [
+            conversion
+            for conversion in model._weight_conversions
+            if not _OF_TEXT_MODEL.keys() >= set(conversion.source_patterns)
+        ]
         _check_initialized(model, model.not_read)
         return model, set(found["missing_keys"])
 

@@ -11,11 +11,20 @@ import torch
 from huggingface_hub import constants
 from one_rank_engine import one_rank
 from safetensors.torch import load_file, save_file
-from tiny_models import families, tiny, token_ids
+from tiny_models import families, tiny, tiny_with_images, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Glm4vMoeConfig,
+    GPT2Config,
+    Llama4Config,
+    Mistral3Config,
+    Qwen3_5MoeConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import perseus_ds
@@ -417,6 +426,35 @@ def test_a_model_without_a_plan_or_that_cannot_be_read_says_what_to_do(tmp_path)
         read_config(GPT2Config())
     with pytest.raises(ConfigError, match="hub"):
         read_config(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", [Gemma3Config, Mistral3Config, Qwen3_5MoeConfig])
+def test_the_text_model_of_one_with_images_is_cut_and_saved(kind, tmp_path):
+    whole = AutoModelForImageTextToText.from_config(tiny_with_images(kind)).eval()
+    whole.save_pretrained(tmp_path)
+    ids = token_ids()
+    expected = whole(ids, use_cache=False).logits
+    stages = [build_stage(tmp_path, (1, 3), index).eval() for index in range(2)]
+    assert torch.allclose(through(stages, ids)[0], expected, rtol=1e-4, atol=1e-6)
+    save_pretrained(stages, tmp_path / "text")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
+    assert type(loaded.config) is type(whole.config.text_config)
+    assert torch.allclose(loaded(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_whose_text_model_cannot_be_cut_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match=r"Llama4Config with the text model Llama4TextConfig: .* no pipeline plan"):
+        read_config(Llama4Config())
+    with pytest.raises(ConfigError, match="the text model Glm4vMoeTextConfig: transformers has no causal model for it"):
+        read_config(Glm4vMoeConfig())
+
+
+def test_quantised_weights_of_a_model_with_images_are_an_error(tmp_path):
+    config = tiny_with_images(Mistral3Config)
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"its weights are quantised \(fp8, in quantization_config\)"):
+        build_stage(tmp_path, (2, 2), 0)
 
 
 def test_data_that_do_not_fit_the_model_are_an_error():
