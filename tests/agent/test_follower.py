@@ -49,11 +49,11 @@ def runs(agent):
 def iterate(clocks, now, cuda):
     """A function that runs an iteration with passes of 0.3 s and returns its number."""
 
-    def iterate(order, passes=3, end=True):
+    def iterate(order, passes=3, end=True, pass_s=0.3):
         number = clocks.begin_iteration(order, passes)
         for position in range(passes):
             clocks.mark(2 * position)
-            cuda.idle(0.3) if cuda else now.sleep(0.3)
+            cuda.idle(pass_s) if cuda else now.sleep(pass_s)
             clocks.mark(2 * position + 1)
         if end:
             clocks.end_iteration(number)
@@ -152,6 +152,31 @@ def test_a_report_is_completed_once_the_gpu_has_done_its_iteration(clocks, told,
     assert report.begun_s == pytest.approx(100.0, abs=0.001)
     assert report.energy_j > 0
     assert report.changes == 1
+
+
+def test_a_report_counts_the_changes_and_skipped_requests_of_its_own_iteration(clocks, told, now, iterate, runs):
+    program = runs(1410, (1200, 1305, 1110))
+    for pass_s in (LATENCY_S / 4, 0.3):  # in the first iteration, the last request is due before 1200 is set
+        number = iterate(program, pass_s=pass_s)
+        now.sleep(1.0)
+        clocks.send(Report(number, 0, 1, key=5, time_s=3 * pass_s))
+    reports = [message for message in told if isinstance(message, RankReport)]
+    assert [report.skips for report in reports] == [2, 0]
+    assert [report.changes for report in reports] == [1, 3]
+
+
+def test_energy_that_the_driver_reads_late_does_not_count(clocks, agent, gpu, now, iterate):
+    """The counter has advanced, by the energy of what came after the iteration."""
+    number, energy_j = iterate(DEFAULT_CLOCKS, end=False), gpu.energy_j
+    now.sleep(1.0)
+    gpu.energy_j = lambda: now.sleep(2.0) or energy_j()
+    clocks.end_iteration(number)
+    now.sleep(3.0)
+    gpu.energy_j = energy_j
+    assert math.isnan(agent._follower.record_of(number).energy_j)
+    number = iterate(DEFAULT_CLOCKS)
+    now.sleep(1.0)
+    assert agent._follower.record_of(number).energy_j > 0
 
 
 def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, agent, gpu, now, iterate, runs):
