@@ -295,6 +295,7 @@ SCENARIOS = (
     Scenario("a driver takes 1 s at times", slow_driver=1),
     Scenario("marks seen 30 ms late", late_marks=1),
     Scenario("checkpoint of 60 s every 50", checkpoints(50, 60.0)),
+    Scenario("20 ms between iterations", checkpoints(1, 0.02)),
     Scenario("stalls of the data loader", stalls(0.05, 1.0)),
     Scenario("clock changes delay by 0.5 ms", change_delay_s=0.0005),
     Scenario("clock changes delay by 2 ms", change_delay_s=0.002),

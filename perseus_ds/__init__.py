@@ -7,7 +7,9 @@ they are needed.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ _MODULES = {
     "save_pretrained": "perseus_ds.huggingface.stages",
     "schedule_class": "perseus_ds.pipeline.commands",
 }
-__all__ = ["attach", "detach", "initialize", *_MODULES]  # noqa: PLE0604 - all of them are texts
+__all__ = ["attach", "detach", "initialize", "paused", *_MODULES]  # noqa: PLE0604 - all of them are texts
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None) -> T:
@@ -87,6 +89,17 @@ def detach(target: T) -> T:
     All ranks call this together, because the last iteration of a schedule or of Megatron-Core ends here.
     """
     return function_of(_engine_of(target), "detach")(target)  # type: ignore[no-any-return]
+
+
+def paused() -> AbstractContextManager[None]:
+    """Return a context manager for code between training iterations, which runs at default clocks.
+
+    Clocks are default ones between iterations anyway, from some milliseconds on. Use it around code whose first
+    milliseconds matter, such as a check of the GPU's speed, and around code between the passes and the optimizer's
+    step. It has no effect without Perseus, and does not wait: the clock follows after the GPU has finished its work.
+    """
+    engines = sys.modules.get("perseus_ds.engines.engine")
+    return nullcontext() if engines is None else engines.paused()
 
 
 def _engine_of(target: object) -> str:

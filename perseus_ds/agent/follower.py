@@ -24,7 +24,7 @@ from perseus_ds.agent.controller import ClockController, ClockStatus
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.protocol.job_messages import Follow, Follows, LatencyTable
-from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, POSITIONS, REMEMBERED, RankMemory
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, NEXT_WITHIN_S, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import Timebase
 
 _MOST_AHEAD, _MOST_TRANSITIONS = 8, 64
@@ -269,6 +269,7 @@ class Follower:
     def _note_idleness(self) -> None:
         memory = self.memory
         idle_since_s, is_open = memory.idle_since_s, memory.progress % 2
+        after_s = IDLE_S if is_open else NEXT_WITHIN_S
         if idle_since_s and not is_open:
             # The host has issued everything, but the GPU may not have finished.
             is_done = memory.ended == self._iteration % 2**32
@@ -276,7 +277,7 @@ class Follower:
         if (idle := (self._iteration, idle_since_s)) != self._idle:
             self._idle = idle
             if idle_since_s:
-                left_s = idle_since_s + IDLE_S - self.timebase.now_s() if idle_since_s > 0 else 0.0
+                left_s = idle_since_s + after_s - self.timebase.now_s() if idle_since_s > 0 else 0.0
                 self._clocks.reset_when_idle(max(0.0, left_s))
 
     def check_marks(self) -> float:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from perseus_ds.agent import slowed_file
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol import places
 
@@ -51,6 +52,7 @@ class GpuRecord:
         self.is_of_same_job = before == agent
         self._generation = generation + 1
         self._may_be_locked = is_locked
+        self.slowed = slowed_file.SlowedFile(gpu)
         self._write()
 
     @property
@@ -77,6 +79,7 @@ class GpuRecord:
 
     def close(self) -> None:
         """Unlock the record without changing its contents."""
+        self.slowed.remove()
         os.close(self._file)
 
     def _write(self) -> None:
@@ -89,6 +92,7 @@ class UnrecordedGpu:
     left_by: int | None = None
     is_of_same_job = False
     is_current = True
+    slowed: slowed_file.SlowedFile | None = None
 
     def __init__(self, gpu: str) -> None:
         self.gpu = gpu
@@ -125,6 +129,7 @@ def note_reset(gpu: str) -> None:
         file = os.open(places.user_folder() / f"{_PREFIX}{gpu}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             pid = places.holder(file)
+            slowed_file.remove(gpu.partition(":")[2])
             if pid is None or _is_stopped(pid):
                 _write(file, _read(file)[0] + 1, os.getpid(), False, "reset")
         finally:

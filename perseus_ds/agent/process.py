@@ -518,7 +518,7 @@ class Agent:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
                 rank.flush()
-                self._reset_if_stalled(rank, rank.memory, now_s)
+                self._watch_clock(rank, rank.memory, now_s)
             if rank.has_ended:
                 self._end(rank, now_s)
             elif rank.request is not None and not rank.is_granted:
@@ -535,11 +535,13 @@ class Agent:
         for gpu, driver in [*self._drivers.items()]:
             self._let_go(gpu, driver)
 
-    def _reset_if_stalled(self, rank: _Rank, memory: RankMemory, now_s: float) -> None:
-        """Reset the GPU of a rank that does not train."""
+    def _watch_clock(self, rank: _Rank, memory: RankMemory, now_s: float) -> None:
+        """Show whether the GPU of a rank is slowed on purpose, and reset it if the rank does not train."""
         has_stalled = rank.progress.has_stalled(memory, now_s)
         if rank.driver is None:
             return
+        if (slowed := rank.driver.record.slowed) is not None:
+            slowed.update(now_s, is_locked=memory.may_be_locked)
         if has_stalled and rank.is_granted and not self._others(rank):
             memory.count_reset()  # before the reset, so that the rank locks it again later
             memory.may_be_locked = False

@@ -143,7 +143,7 @@ class AgentClocks:
         self._link.is_watched()  # starts another agent if there is none: the clock may be locked
 
     def may_idle(self) -> None:
-        """Return to default clocks in 2 s, unless an iteration begins before."""
+        """Return to default clocks in 2 s, unless the iteration ends or an iteration begins before."""
         self._idle(self._time.now_s())
 
     def pause(self) -> None:

@@ -134,9 +134,9 @@ class InputShapes:
 class PerseusRuntime:
     """Perseus on one rank, called by the code that executes the schedule.
 
-    Use ``iteration()`` as the context of a training iteration, and ``operation()`` as that of each operation. Between
-    two iterations of a plan, the GPU keeps the plan's first clock. It runs at the default clock after 2 s, within
-    ``paused()``, and after ``close()``.
+    Use ``iteration()`` as the context of a training iteration, and ``operation()`` as that of each operation. The GPU
+    keeps the plan's first clock for 5 ms after an iteration. If no other one has begun by then, it runs at the default
+    clock, as within ``paused()`` and after ``close()``.
 
     Attributes:
         follow: Message that applies to the last iteration that has begun, or to the first one before it begins.

@@ -455,6 +455,15 @@ def sessions() -> list[Session]:
     return [session for session in _SESSIONS if not session._closed]
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """Context of a user's code outside of passes, which runs at default clocks."""
+    for session in sessions():
+        if session.runtime is not None:
+            session.runtime.clocks.pause()
+    yield
+
+
 def attach_to(engine: Engine, config: PerseusConfig) -> Session:
     """Attach Perseus to an engine. All ranks call this together.
 

@@ -18,8 +18,10 @@ VERSION = 8
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
+NEXT_WITHIN_S = 0.005
+"""Time after the end of an iteration after which the clock is the default one, unless the next iteration has begun."""
 IDLE_S = 2.0
-"""Time after which an idle client's program no longer sets clocks."""
+"""The same time within the tail of an iteration, which the user's code continues."""
 DRIVER_HANGS_S = 3.0
 """Time after which an unanswered driver call is given up."""
 PAUSED = -1.0

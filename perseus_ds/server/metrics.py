@@ -177,6 +177,9 @@ class JobCollector(Collector):
             "perseus_limited_gpus": (of(JobFacts, "limits"), len(facts.limits) + facts.more_limits),
             "perseus_order_pending": ("1 while an order is not in force yet.", facts.pending is not None),
             "perseus_failed_ranks": (of(JobFacts, "failed_ranks"), len(facts.failed_ranks) + facts.more_failed_ranks),
+            "perseus_slowed_gpus": (
+                "GPUs with a clock that is locked on purpose.", sum(map(bool, facts.clocks_asked_mhz))
+            ),
             "perseus_ranks_below_clock": (
                 "Ranks with a GPU that does not reach the requested clock.", len(facts.ranks_below_their_clock)
             ),

@@ -241,6 +241,9 @@ def test_a_rank_that_is_stopped_has_its_clock_reset(node: Node) -> None:
     ranks = [node.rank("wait", 0), node.rank("may stand still", 1)]
     for rank in ranks:
         node.agent_of(rank)
+    uuid = node.stub.gpus[1].uuid.decode()
+    shown = lambda: [path.name for path in places.user_folder().glob("*.prom")] == [f"slowed.{uuid}.prom"]  # noqa: E731
+    wait_until(shown, "the file that shows which GPU is slowed on purpose")
     ranks[1].send_signal(signal.SIGSTOP)
     wait_until_clocks_are(node.stub, [1200, 0, 0, 0])
 

@@ -9,7 +9,7 @@ from virtual.gpu import RecordingGpu, VirtualCuda
 
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankFailed, RankReport, Report
-from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S
+from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, NEXT_WITHIN_S
 
 LATENCY_S = 0.015
 A_WHILE_S = 10.0
@@ -70,7 +70,7 @@ def test_each_clock_is_set_as_soon_as_the_gpu_has_done_the_pass_before(clocks, g
     begin_s = now.now_s()
     iterate(runs(1410, (1200, 1305, 1110)))
     now.sleep(1.0)
-    assert changes(gpu, begin_s) == [(1200, 0.0), (1305, 0.3), (1110, 0.6), (1200, 0.9)]
+    assert changes(gpu, begin_s)[:4] == [(1200, 0.0), (1305, 0.3), (1110, 0.6), (1200, 0.9)]
 
 
 def test_the_energy_of_an_iteration_is_that_between_its_marks(agent, gpu, now, iterate, runs):
@@ -120,7 +120,7 @@ def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then
     assert gpu.clocks_set == []
     clocks.end_iteration(1)
     iterate(3)
-    now.sleep(0.1)
+    now.sleep(0.003)
     assert gpu.clocks_set == [1200]
     assert [agent._follower.serial_of(iteration) for iteration in (1, 2, 3)] == [0, 1, -1]
 
@@ -189,26 +189,44 @@ def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, agent, g
     now.sleep(0.5)
     clocks.end_iteration(number)
     now.sleep(1.0)
-    assert gpu.clocks_set == [1200, 1305, None, 1110]
+    assert gpu.clocks_set == [1200, 1305, None, 1110, None]
     assert agent._follower.record_of(number).energy_j > 0, "it is read once at the beginning and once at the end"
 
 
-def test_a_rank_that_is_idle_returns_to_the_default_clock_once_the_gpu_is_done(clocks, gpu, now, iterate, runs):
+def test_the_clock_is_the_default_one_if_the_next_iteration_does_not_follow_at_once(gpu, cuda, now, iterate, runs):
+    begin_s, program = now.now_s(), runs(1200)
+    for pause_s in (0.003, 0.02, A_WHILE_S):
+        iterate(program)
+        now.sleep(0.9 + pause_s if cuda else pause_s)
+    first_end_s = 0.9 + 0.003 + 0.9
+    second_s = first_end_s + 0.02
+    assert changes(gpu, begin_s) == [
+        (1200, 0.0),
+        (None, first_end_s + NEXT_WITHIN_S),
+        (1200, second_s),
+        (None, second_s + 0.9 + NEXT_WITHIN_S),
+    ]
+
+
+def test_the_users_part_of_a_tail_keeps_its_clock_for_two_seconds(clocks, gpu, now, iterate, runs):
     begin_s = now.now_s()
-    iterate(runs(1200))
+    number = iterate(runs(1200), end=False)
+    clocks.may_idle()
+    idle_s = now.now_s()
     now.sleep(A_WHILE_S)
-    assert changes(gpu, begin_s) == [(1200, 0.0), (None, 0.9 + IDLE_S)]
+    clocks.end_iteration(number)
+    now.sleep(A_WHILE_S)
+    assert changes(gpu, begin_s) == [(1200, 0.0), (None, idle_s - begin_s + IDLE_S)]
 
 
-def test_work_outside_iterations_runs_at_the_default_clock_at_once(clocks, gpu, now, iterate, runs):
+def test_work_outside_iterations_runs_at_the_default_clock_at_once(clocks, gpu, cuda, now, iterate, runs):
     program = runs(1200)
     iterate(program)
-    now.sleep(1.0)
     clocks.pause()
-    now.sleep(0.1)
+    now.sleep(0.9 + 0.001 if cuda else 0.001)
     assert gpu.clocks_set == [1200, None], "the clock is reset when the GPU has finished the iteration"
     iterate(program)
-    now.sleep(0.1)
+    now.sleep(0.016 if cuda else 0.003)
     assert gpu.clocks_set == [1200, None, 1200]
 
 
@@ -274,7 +292,7 @@ def test_a_mark_that_cannot_be_written_resets_the_clock_and_is_reported_and_the_
     program = runs(1410, (1200, 1305, 1110))
     iterate(program)
     now.sleep(1.0)
-    assert gpu.clocks_set[-1] == 1200
+    assert gpu.clocks_set[-2:] == [1200, None]
     number = iterate_with_failing_marks(program, first_failing=1)
     clocks.send(Report(number, 0, 1, key=5, time_s=0.9))
     now.sleep(0.5)

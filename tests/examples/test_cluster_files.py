@@ -1,5 +1,6 @@
 """The contents of the files of examples/cluster, without running them."""
 
+import inspect
 import json
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from perseus_ds.agent.slowed_file import SlowedFile
 from perseus_ds.server import metrics
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
@@ -72,3 +74,12 @@ def test_the_dashboard_shows_metrics_that_exist():
     shown = {name.removesuffix("_total") for name in re.findall(r"perseus_\w+", expressions)}
     assert len(shown) > 10
     assert shown <= set(re.findall(r'"(perseus_\w+)"', Path(metrics.__file__).read_text()))
+
+
+def test_alerts_on_slow_gpus_leave_out_those_slowed_on_purpose():
+    (group,) = yaml.safe_load((CLUSTER / "prometheus-alerts.yaml").read_text())["groups"]
+    low, below = (rule["expr"] for rule in group["rules"])
+    written = SlowedFile("nvml:GPU-1").text
+    name, label = re.search(r"unless on \((\w+)\) (\w+) == 1$", low).groups()[::-1]
+    assert f'{name}{{{label}="GPU-1"' in written
+    assert f'"{below.split()[0]}"' in inspect.getsource(metrics)

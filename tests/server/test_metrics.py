@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 from forked import free_port
 from live_records import BEGIN, auto_job, planned_iteration, started
+from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from run_log import GIVE_UP_S, wait_until
@@ -58,6 +59,13 @@ def get(port, accept="text/plain", host="127.0.0.1"):
         return None
 
     return wait_until(answer, f"an answer at port {port}")
+
+
+def test_gpus_with_a_locked_clock_are_counted_as_slowed_on_purpose():
+    clocks = {"clocks_asked_mhz": (1305, None, 1110), "clocks_reached_mhz": (1305, None, 1110)}
+    log = log_of([started(), planned_iteration(1, **clocks)])
+    text = generate_latest(metrics.registry_of(lambda: log.facts(BEGIN + 2))).decode()
+    assert values(text)["perseus_slowed_gpus", None] == 2.0
 
 
 def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
