@@ -55,6 +55,7 @@ class GpuSettings(FileModel):
 
     Attributes:
         application_clock_mhz: Upper limit of default clocks [MHz].
+        memory_clock_mhz: Memory clock, which an administrator may have locked [MHz].
         power_profiles: Enforced workload power profiles, by NVML's names.
         power_smoothing: Settings of power smoothing by NVML's names and in NVML's units, empty if it is off.
         whole_module: Whether energies are those of the whole module, such as GPU and processor, instead of the GPU.
@@ -62,6 +63,7 @@ class GpuSettings(FileModel):
 
     power_limit_w: Power | None = None
     application_clock_mhz: Clock | None = None
+    memory_clock_mhz: Clock | None = None
     power_profiles: list[Text] = Field(default_factory=list)
     power_smoothing: dict[Text, Index] = Field(default_factory=dict)
     whole_module: bool | None = None
@@ -77,6 +79,7 @@ class GpuSettings(FileModel):
         facts = [
             f"power limit {self.power_limit_w:g} W" if self.power_limit_w is not None else "power limit not known",
             f"application clock {self.application_clock_mhz} MHz" if self.application_clock_mhz is not None else "",
+            f"memory clock {self.memory_clock_mhz} MHz" if self.memory_clock_mhz is not None else "",
             f"power profile {', '.join(self.power_profiles)}" if self.power_profiles else "no power profile",
             "power smoothing " + (", ".join(f"{n} {v}" for n, v in self.power_smoothing.items()) or "off"),
             self.energy_note,

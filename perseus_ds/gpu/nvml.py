@@ -265,6 +265,7 @@ class NvmlGpu:
             self._settings = {
                 "power_limit_w": None if limit_w is None else round(limit_w),
                 "application_clock_mhz": clock_mhz or None,
+                "memory_clock_mhz": self._memory_clock_mhz(),
                 "power_profiles": self._power_profiles(),
                 "power_smoothing": self._power_smoothing(),
                 "whole_module": self._counts_whole_module(),
@@ -290,6 +291,14 @@ class NvmlGpu:
                 f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks do not exceed it, but "
                 f"clocks locked by Perseus may. `nvidia-smi -i {self.index} -rac` resets it."
             )
+        memory_mhz, fastest_mhz = settings["memory_clock_mhz"], 0
+        with suppress(GpuError):
+            fastest_mhz = max(self._clocks_listed("memory", "nvmlDeviceGetSupportedMemoryClocks"))
+        if memory_mhz is not None and memory_mhz < fastest_mhz:
+            found.append(
+                f"its memory clock is {memory_mhz} MHz of {fastest_mhz}: plans are valid only for this memory clock. "
+                f"`nvidia-smi -i {self.index} -rmc` resets it."
+            )
         default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit")
         limit_w, default_w = settings["power_limit_w"], None if default_mw is None else round(default_mw / 1e3)
         if limit_w is not None and default_w is not None and limit_w < default_w:
@@ -310,6 +319,14 @@ class NvmlGpu:
                 "is on. `nvidia-smi power-smoothing --help` describes how to switch it off."
             )
         return found
+
+    def _memory_clock_mhz(self) -> int | None:
+        """Return the memory clock, which may be locked [MHz]. None if unknown, or if the idle GPU has lowered it."""
+        state = self._optional("nvmlDeviceGetPerformanceState")
+        if state:  # not P0
+            return None
+        clock_mhz = self._optional("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM)
+        return None if clock_mhz is None else int(clock_mhz)
 
     def _power_profiles(self) -> list[str]:
         """Return NVML's names of the workload power profiles in force."""

@@ -185,3 +185,19 @@ def test_power_is_the_gpus_average_if_its_current_power_is_hidden(stub_nvml_here
     gpu = _on_a_superchip(stub_nvml_here, hides_gpu_power=True)
     gpu.set_field(pynvml.NVML_FI_DEV_POWER_AVERAGE, 290_000)
     assert NvmlGpu(0, stub_time).power_w() == 290.0
+
+
+def test_a_locked_memory_clock_is_part_of_the_settings(stub_nvml_here, stub_time):
+    stub_nvml_here.gpus[0].locked_memory_clock_mhz = 1215
+    locked, usual = NvmlGpu(0, stub_time), NvmlGpu(1, stub_time)
+    assert (locked.settings["memory_clock_mhz"], usual.settings["memory_clock_mhz"]) == (1215, 1593)
+    (notice,) = locked.administrator_settings
+    assert notice.startswith("its memory clock is 1215 MHz of 1593: plans are valid only for this memory clock.")
+    assert usual.administrator_settings == []
+
+
+def test_the_memory_clock_of_an_idle_state_is_not_that_of_training(stub_nvml_here, stub_time):
+    gpu = stub_nvml_here.gpus[0]
+    gpu.power_state, gpu.locked_memory_clock_mhz = 8, 405
+    assert NvmlGpu(0, stub_time).settings["memory_clock_mhz"] is None
+    assert NvmlGpu(0, stub_time).administrator_settings == []

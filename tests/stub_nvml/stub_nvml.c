@@ -25,7 +25,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
                 GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
                 APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES,
-                ENFORCED_POWER_LIMIT, FIELDS, C2C_MODE, FUNCTIONS };
+                ENFORCED_POWER_LIMIT, FIELDS, C2C_MODE, POWER_STATE, FUNCTIONS };
 
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
@@ -47,6 +47,8 @@ struct gpu {
     uint32_t has_energy_counter, mig_enabled, application_clock_mhz, default_application_clock_mhz;
     uint32_t power_profiles[8]; /* a bit for each active profile */
     uint32_t field_count, counter_leaves_module_out;
+    uint32_t locked_memory_clock_mhz; /* 0: not locked */
+    uint32_t power_state; /* 8 for P8 */
     uint32_t has_processor, hides_gpu_power; /* on the same module; fields only report the power of the module */
     struct field fields[MAX_FIELDS];
     uint64_t throttle_reasons;
@@ -112,6 +114,10 @@ static uint32_t clock_mhz(struct gpu *gpu) {
     uint32_t wanted = now_s() < gpu->locked_at_s + gpu->settle_s ? gpu->previous_clock_mhz : gpu->locked_clock_mhz;
     if (!wanted) wanted = gpu->clocks_mhz[0];
     return gpu->limit_clock_mhz && gpu->limit_clock_mhz < wanted ? gpu->limit_clock_mhz : wanted;
+}
+
+static uint32_t memory_clock_mhz(struct gpu *gpu) {
+    return gpu->locked_memory_clock_mhz ? gpu->locked_memory_clock_mhz : gpu->memory_clocks_mhz[0];
 }
 
 static double drawn_w(struct gpu *gpu) {
@@ -322,12 +328,13 @@ int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(struct gpu *gpu, struct pow
 #define CLOCK(name, function, sm_mhz) \
     int name(struct gpu *gpu, int domain, unsigned *mhz) { \
         int error = call(gpu, function); \
-        if (!error) *mhz = domain == 2 ? gpu->memory_clocks_mhz[0] : sm_mhz; \
+        if (!error) *mhz = domain == 2 ? memory_clock_mhz(gpu) : sm_mhz; \
         return error; \
     }
 
 TEXT(nvmlDeviceGetUUID, UUID, gpu->uuid)
 TEXT(nvmlDeviceGetName, NAME, gpu->name)
+NUMBER(nvmlDeviceGetPerformanceState, POWER_STATE, unsigned, gpu->power_state)
 NUMBER(nvmlDeviceGetPowerUsage, POWER, unsigned, (gpu->average_power_w ? gpu->average_power_w : drawn_w(gpu)) * 1e3)
 NUMBER(nvmlDeviceGetEnforcedPowerLimit, ENFORCED_POWER_LIMIT, unsigned,
        (gpu->enforced_power_limit_w ? gpu->enforced_power_limit_w : gpu->power_limit_w) * 1e3)
