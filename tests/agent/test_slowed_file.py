@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perseus_ds.agent.gpu_records import GpuRecord, note_reset
 from perseus_ds.agent.slowed_file import SlowedFile
+from perseus_ds.protocol import places
 
 GPU = "nvml:GPU-1b6c"
 
@@ -14,7 +15,7 @@ GPU = "nvml:GPU-1b6c"
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """A function that returns the files for node_exporter."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv(places.RUNTIME_VARIABLE, str(tmp_path))
     return lambda: [path.name for path in tmp_path.glob("perseus-ds-*/*.prom")]
 
 
