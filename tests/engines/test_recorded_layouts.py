@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import one_rank_engine
 import pytest
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from tiny_models import tiny
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.engines.deepspeed.engine import _parts_of
 from perseus_ds.engines.megatron.engine import parts_of_chunk
 from perseus_ds.engines.torch_pipelining.engine import parts_of_module
+from perseus_ds.huggingface.stages import build_stage
 
 WIDTH = 4
 
@@ -96,3 +100,26 @@ def test_the_class_that_is_printed_for_deepspeed_cuts_as_it_says(tmp_path):
         module = names["Balanced"]([LayerSpec(one_rank_engine.Layer) for _ in range(3)], num_stages=1)
     assert module.parts == [0, 3]
     assert len(module.forward_funcs) == 3
+
+
+@pytest.fixture
+def _one_rank(tmp_path):
+    with one_rank_engine.one_rank(tmp_path):
+        yield
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(
+    "wraps", [(torch.compile,), (DistributedDataParallel,), (DistributedDataParallel, torch.compile)]
+)
+def test_parts_of_wrapped_stages_are_those_of_the_stages(wraps):
+    def wrap(module):
+        for wrapper in wraps:
+            module = wrapper(module)
+        return module
+
+    plain = Titan(range(2), first=True)
+    parts = parts_of_module(plain, is_first=True, is_last=False)
+    assert parts_of_module(wrap(plain), is_first=True, is_last=False) == parts
+    stage = build_stage(tiny("llama"), (4,), 0)
+    assert parts_of_module(wrap(stage), is_first=True, is_last=True) == stage.layout_parts

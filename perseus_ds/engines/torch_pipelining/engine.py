@@ -18,6 +18,7 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -174,7 +175,7 @@ class TorchSchedule(Engine):
 
     @property
     def model(self) -> str:
-        return type(stages_of(self._schedule)[0].submod).__name__
+        return type(unwrapped(stages_of(self._schedule)[0].submod)).__name__
 
     def facts(self) -> EngineFacts:
         stages = stages_of(self._schedule)
@@ -344,6 +345,7 @@ def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list
     Modules before the layers of the first stage are its embedding, and those after the layers of the last one are its
     head.
     """
+    module = unwrapped(module)
     if (parts := huggingface_parts(module)) is not None:
         return parts
     if isinstance(module, _CONTAINERS):
@@ -368,7 +370,18 @@ def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list
 
 def huggingface_parts(module: Any) -> list[Part] | None:
     """Return the parts of a stage of a Hugging Face model. None for other modules."""
-    return getattr(module, "layout_parts", None)
+    return getattr(unwrapped(module), "layout_parts", None)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):  # its class is in torch._dynamo, which takes seconds to import
+            module = module._orig_mod
+        else:
+            return module
 
 
 def _layer(name: str, layer: nn.Module) -> Part:
