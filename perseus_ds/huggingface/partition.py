@@ -30,7 +30,15 @@ from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu import find_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.device_models import DEVICES, DeviceModel
-from perseus_ds.huggingface.stages import CausalLoss, Source, checkpoint_activations, new_stage, read_config, skeleton
+from perseus_ds.huggingface.stages import (
+    CausalLoss,
+    Source,
+    checkpoint_activations,
+    eager_attention,
+    new_stage,
+    read_config,
+    skeleton,
+)
 from perseus_ds.optimizer.partition import LayerCosts, Partition, best_partition, uniform_cut
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
@@ -212,7 +220,8 @@ def simulated_costs(
             part = _Part(config, layers, torch.device("cpu"), shape, dtype, checkpointing=checkpointing)
             return measure(part), part.parameters, part.held_bytes
 
-    return _costs(config, run, clocks_mhz, model.blocking_power_w, f"simulated {model.name}", simulated=True)
+    with eager_attention(config):
+        return _costs(config, run, clocks_mhz, model.blocking_power_w, f"simulated {model.name}", simulated=True)
 
 
 def measured_costs(

@@ -19,6 +19,7 @@ import copy
 import json
 import logging
 import math
+import os
 import shutil
 import sys
 import zlib
@@ -474,21 +475,56 @@ def _check_not_quantized(source: str | Path, config: PretrainedConfig) -> None:
 
 
 def _check_runs_alone(stage: Stage) -> None:
-    """Run a stage on four tokens, so that errors occur before ranks wait for each other."""
-    config = stage.model.config.get_text_config()
-    hidden = torch.zeros(1, 4, config.hidden_size, dtype=stage.model.dtype)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
+    """Run a stage on four tokens, so that errors occur before ranks wait for each other.
+
+    A stage that does not run on the CPU is run on this rank's GPU, because its kernels may need one.
+    """
+    config = stage.model.config
+    gpus = torch.cuda.device_count()
+    place = "without a GPU, which kernels of it may need"
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            stage(tokens if stage.is_first else hidden, *(torch.ones_like(tokens) for _ in stage.names[1:]))
+        try:
+            with eager_attention(config):
+                _run_on(stage, torch.device("cpu"))
+        except ConfigError:
+            raise
+        except Exception:
+            if not gpus:
+                raise
+            gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+            place = f"on {gpu}"
+            _run_on(stage, gpu)
+            stage.to("cpu")
     except ConfigError:
         raise
     except Exception as error:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
             f"{type(stage.model).__name__}: layers {stage.layers.start} to {stage.layers.stop - 1} do not run alone "
-            f"({str(error).splitlines()[0]}): its layers need more from each other than the hidden states in its "
-            "pipeline plan. It cannot be cut."
+            f"{place} ({cause}). If its layers need more from each other than the hidden states in its pipeline plan, "
+            "it cannot be cut."
         ) from error
+
+
+@contextmanager
+def eager_attention(config: PretrainedConfig) -> Iterator[None]:
+    """Replace attention kernels that may need a GPU by operations that run on the CPU."""
+    selected = config._attn_implementation
+    if selected not in (None, "eager", "sdpa"):
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = selected
+
+
+def _run_on(stage: Stage, device: torch.device) -> None:
+    stage.to(device)
+    size = stage.model.config.get_text_config().hidden_size
+    hidden = torch.zeros(1, 4, size, dtype=stage.model.dtype, device=device)
+    tokens = torch.zeros(1, 4, dtype=torch.long, device=device)
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        stage(tokens if stage.is_first else hidden, *(torch.ones_like(tokens) for _ in stage.names[1:]))
 
 
 def _read_weights(

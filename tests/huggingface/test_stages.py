@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -155,6 +156,29 @@ def test_stages_of_every_family_give_the_numbers_of_the_whole_model(family, tmp_
 def test_a_model_that_cannot_be_cut_is_an_error_when_its_stages_are_built(family):
     with pytest.raises(ConfigError, match=CANNOT_BE_CUT[family]):
         [build_stage(tiny(family), (1, 1, 1, 1), index) for index in range(4)]
+
+
+def needs_gpu(*_, **__):
+    raise RuntimeError("no kernel for the CPU\nsecond line")
+
+
+def test_a_model_whose_attention_needs_a_gpu_is_cut_without_one():
+    AttentionInterface.register("for_gpus_only", needs_gpu)
+    config = tiny("llama", attn_implementation="for_gpus_only")
+    stage = build_stage(config, (2, 2), 0)
+    assert stage.model.config._attn_implementation == "for_gpus_only"
+    with pytest.raises(RuntimeError, match="no kernel for the CPU"):
+        stage(token_ids())
+    found = perseus_ds.partition(config, stages=2, micro_batches=2, sequence_length=8, gpu="a40")
+    assert sum(found.cut) == 4
+    assert config._attn_implementation == "for_gpus_only"
+
+
+def test_a_layer_that_does_not_run_without_a_gpu_is_an_error_with_its_cause(monkeypatch):
+    monkeypatch.setattr(LlamaMLP, "forward", needs_gpu)
+    cause = r"without a GPU, which kernels of it may need \(RuntimeError: no kernel for the CPU\)"
+    with pytest.raises(ConfigError, match=f"layers 0 to 1 do not run alone {cause}"):
+        build_stage(tiny("llama"), (2, 2), 0)
 
 
 def test_every_trained_token_of_a_batch_has_the_same_weight(tmp_path):
