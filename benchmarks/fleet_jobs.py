@@ -284,8 +284,6 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
                 gpu.limit(clock_mhz=HOT_MHZ if rank in state.hot else None)
             gpu.change_delay_s = machine.change_delay_s if state.change_delay_s is None else state.change_delay_s
             gpu.begin_iteration()
-        if state.lengths:
-            self.shapes = lambda rank: state.lengths[rank // stages]
         if machine.late_marks is not None:
             self.agent_link(machine.late_marks).late_s = 0.03
         self._stall_s = state.stall_s

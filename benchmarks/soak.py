@@ -5,7 +5,7 @@
     python benchmarks/soak.py --part real --minutes 10
 
 `virtual`: four ranks in virtual time, so that hours of the job take minutes. Passes only take time and compute nothing.
-Drivers refuse, hang and recover, the energy counter fails or stalls, ranks are slow, times drift, shapes change, orders
+Drivers refuse, hang and recover, the energy counter fails or stalls, ranks are slow, times drift, orders
 arrive, and the job is restarted. `--minutes` is the duration of the job.
 
 `real`: four DeepSpeed ranks on this machine, with the real pynvml on a stub driver. Drivers refuse and hang, the disk

@@ -221,7 +221,7 @@ class Baseline:
     Attributes:
         phase: The phase in which they ran, or None if the profile predicts them.
         run: The name of the run that they belong to, or None for the same run.
-        is_of_each: Whether iterations of orders and shapes are each compared with their own; ``typical`` is their mean.
+        is_of_each: Whether iterations of orders are each compared with their own; ``typical`` is their mean.
     """
 
     typical: Typical
@@ -241,20 +241,19 @@ class Baseline:
         if self.phase is None:
             return "default clocks, by the profile"
         if self.is_of_each:
-            return "default clocks, as measured in this job for the same order and shape"
+            return "default clocks, as measured in this job for the same order"
         run = "this job" if self.run is None else f"run {self.run}"
         return f"default clocks, {self.typical.iterations} iterations of {run} {AT_DEFAULT_CLOCKS[self.phase]}"
 
 
 class IterationKind(NamedTuple):
-    """The order and the input shape of iterations, by which they have their own plans and default clocks."""
+    """The order of iterations, by which they have their own plans and default clocks."""
 
     order: int = 0
-    shape: int = 0
 
     @classmethod
     def of(cls, record: IterationRecord) -> IterationKind:
-        return cls(record.order or 0, record.shape or 0)
+        return cls(record.order or 0)
 
 
 class StableKind(NamedTuple):
@@ -262,7 +261,6 @@ class StableKind(NamedTuple):
 
     micro_batches: int | None
     order: int
-    shape: int
 
 
 @dataclass(frozen=True)
@@ -516,11 +514,11 @@ class JobMeasures:
             self._number_order(0, record.micro_batches)
         elif isinstance(record, OrderPlanned) and not record.given_up:
             self._number_order(record.order, record.micro_batches)
-        elif isinstance(record, ProfileWritten) and not (record.order or record.shape):
+        elif isinstance(record, ProfileWritten) and not record.order:
             self.frontier = self.frontier[0], self.frontier[1] + 1
         elif isinstance(record, PlanJudged):
             self._is_judged = True
-            if not (self._is_limited or record.order or record.shape):
+            if not (self._is_limited or record.order):
                 self._add_verdict(record.plan)
         return False
 
@@ -544,8 +542,8 @@ class JobMeasures:
         self._predicted = None
 
     def _add_iteration(self, record: IterationRecord) -> bool:
-        # Each order and input shape has its own plans, which alternate, and its own default clocks to compare with. The
-        # same applies to limits of GPUs.
+        # Each order has its own plans, which alternate, and its own default clocks to compare with. The same applies to
+        # limits of GPUs.
         kind = IterationKind.of(record)
         is_relative = any(kind) or record.limited
         self._is_limited = record.limited
@@ -698,4 +696,4 @@ class JobMeasures:
     def stable_kind(self, kind: IterationKind) -> StableKind:
         """Return the identifier of a kind over all starts of a job, each of which numbers orders anew."""
         micro_batches = self._micro_batches.get(kind.order)
-        return StableKind(micro_batches, kind.order if micro_batches is None else 0, kind.shape)
+        return StableKind(micro_batches, kind.order if micro_batches is None else 0)

@@ -182,17 +182,6 @@ def test_iterations_under_limits_are_compared_with_default_clocks_under_them_and
     assert after.planned == 12
 
 
-def test_shapes_of_inputs_are_compared_with_default_clocks_of_their_own():
-    short = {"shape": 1, "time_s": 1.1, "energy_j": 80.0}
-    long = {"shape": 2, "plan": 9, "time_s": 2.2, "energy_j": 160.0, "default_time_s": 2.0, "default_energy_j": 200.0}
-    mixed = measures(*(planned_iteration(n, **(short if n % 2 else long)) for n in range(1, 22)))
-    for kind in (IterationKind(shape=1), IterationKind(shape=2)):
-        found = mixed.plan(kind)
-        assert str(found.baseline) == "default clocks, as measured in this job for the same order and shape"
-        assert (found.slowdown, found.saved) == (pytest.approx(0.1), pytest.approx(0.2))
-    assert mixed.saving().saved_j == pytest.approx(11 * 20.0 + 10 * 40.0), "weighted by what was run"
-
-
 def test_orders_that_alternate_are_compared_separately_and_the_saving_is_their_sum():
     first = {"plan": 3, "time_s": 1.0, "energy_j": 90.0, "default_time_s": 1.0, "default_energy_j": 100.0}
     other = {"plan": 0, "order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
@@ -244,7 +233,7 @@ def test_iterations_of_skewed_times_save_nothing_against_themselves():
     ]
     whole = summed(records)
     assert (whole.gained, whole.saved) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.0, abs=1e-9))
-    for fields in ({}, {"shape": 1}):  # the first iteration does not count
+    for fields in ({}, {"order": 1}):  # the first iteration does not count
         (found,) = measures(*(record.model_copy(update=fields) for record in (records[0], *records))).plans()
         assert (found.slowdown, found.saved) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.0, abs=1e-9))
 

@@ -140,35 +140,6 @@ class RowQuality(FileModel):
     power_state: Text | None = None
 
 
-Share = Annotated[float, Field(ge=0, le=1e6)]
-Length = Annotated[float, Field(gt=0, le=1e18)]
-
-
-class PassByLength(FileModel):
-    """Time of a pass as a function of its input's length, relative to that at the profile's length.
-
-    The three coefficients add up to 1.
-    """
-
-    stage: Stage
-    kind: Kind
-    constant: Share
-    linear: Share
-    quadratic: Share
-
-
-class ByLength(FileModel):
-    """Dependence of passes on the lengths of their inputs. The rows apply to ``length``, such as a number of tokens."""
-
-    length: Length
-    passes: Many[PassByLength]
-
-    def factors(self, length: float) -> dict[Key, float]:
-        """Return time and energy of each pass relative to its rows, for an input of the given length."""
-        n = length / self.length
-        return {(one.stage, one.kind): one.constant + n * (one.linear + n * one.quadratic) for one in self.passes}
-
-
 class ProfileInfo(FileModel):
     """The contents of ``profile.json``, all of them optional."""
 
@@ -197,7 +168,6 @@ class ProfileInfo(FileModel):
     transfers: Many[TransferDuration] = Field(default_factory=list)
     others: Many[OtherDuration] = Field(default_factory=list)
     rows: Many[RowQuality] = Field(default_factory=list)
-    by_length: ByLength | None = None
 
     @property
     def quality(self) -> dict[RowKey, RowQuality]:

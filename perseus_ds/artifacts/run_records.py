@@ -71,7 +71,6 @@ class IterationRecord(RunRecord):
     next_in_s: float | None = None
     plan: int | None = None
     order: int | None = None
-    shape: int | None = None
     limited: bool = False
     time_s: float = Field(gt=0)
     energy_j: float | None = None
@@ -161,7 +160,6 @@ class ProfileWritten(Event):
     event: Literal["profile"] = "profile"
     path: str | None = None
     order: int = 0
-    shape: int = 0
     resumed_clocks: int = 0
     iterations: int | None = None
     lost_s: float | None = None
@@ -197,7 +195,6 @@ class PlanJudged(Event):
     event: Literal["proof"] = "proof"
     plan: int | None = None
     order: int = 0
-    shape: int = 0
     kept: bool = False
     reason: str = ""
     then: str = ""
@@ -211,7 +208,7 @@ class PlanJudged(Event):
     def in_words(self) -> str:
         energy = f"{percent(-self.saved)} ± {percent(self.saved_error).lstrip('+')} energy"
         time = f"{percent(self.slowdown)} ± {percent(self.slowdown_error).lstrip('+')} time"
-        decided = f"plan {self.plan}{of_kind(self.order, self.shape)} is {'kept' if self.kept else 'dropped'}"
+        decided = f"plan {self.plan}{of_order(self.order)} is {'kept' if self.kept else 'dropped'}"
         decided += f", since {self.reason}" if self.reason else ""
         promised = changes(self.promised_slowdown, self.promised_saved)
         compared = f"{decided}: {energy}, {time} (promised {promised}), against default clocks of this job"
@@ -235,23 +232,6 @@ class OrderPlanned(Event):
             f"iterations with {self.micro_batches} micro-batches are frequent: they get separate plans as order "
             f"{self.order}, {profile}"
         )
-
-
-class ShapePlanned(Event):
-    """A separate profile and plans for a frequent shape of inputs are introduced or given up."""
-
-    event: Literal["shape"] = "shape"
-    shape: int = 0
-    profile_error: float | None = None
-    given_up: str | None = None
-
-    def in_words(self) -> str:
-        if self.given_up:
-            return f"shape {self.shape} is no longer planned ({self.given_up}): it runs at default clocks"
-        text = f"inputs of another shape are frequent: they get separate plans as shape {self.shape}"
-        if self.profile_error is None:
-            return text
-        return f"{text}, based on the profiles of other lengths, with errors of about {self.profile_error:.1%}"
 
 
 class PolicyChanged(Event):
@@ -366,7 +346,7 @@ class PlanSummary(_Summary):
 
 
 class KindSummary(_Summary):
-    """Iterations with the same order of passes and the same input shape.
+    """Iterations with the same order of passes.
 
     Attributes:
         order: Number of the order if ``micro_batches`` is unknown, otherwise 0.
@@ -377,7 +357,6 @@ class KindSummary(_Summary):
 
     micro_batches: int | None = None
     order: int = 0
-    shape: int = 0
     iterations: int = 0
     planned: int = 0
     slowdown: float | None = None
@@ -387,8 +366,7 @@ class KindSummary(_Summary):
     def name(self) -> str:
         if self.order == NO_ORDER:
             return "other orders"
-        count = f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
-        return f"{count}, shape {self.shape}" if self.shape else count
+        return f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
 
     def in_words(self) -> str:
         text = f"{self.name}: {self.planned} of {self.iterations} iterations under plans"
@@ -476,10 +454,9 @@ def is_training_iteration(record: Record) -> bool:
     return isinstance(record, IterationRecord) and record.phase != "calibrate"
 
 
-def of_kind(order: int | None, shape: int | None) -> str:
-    """Return a description of an order and a shape, empty if both are None or 0."""
-    parts = [f"{name} {number}" for name, number in (("order", order), ("shape", shape)) if number]
-    return f" of {', '.join(parts)}" if parts else ""
+def of_order(order: int | None) -> str:
+    """Return a description of an order, empty if it is None or 0."""
+    return f" of order {order}" if order else ""
 
 
 def limits_in_words(limits: Limits, more: int) -> str:

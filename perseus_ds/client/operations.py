@@ -49,13 +49,8 @@ class OperationHooks:
         self._times_passes = self._times_all = True
 
     def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
+        """Begin to mark and time an iteration according to a message."""
         self._next = 0
-        self.follow(follow, iteration, stream)
-        self._timers.start_iteration()
-        self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
-
-    def follow(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
-        """Mark and time the rest of an iteration according to a message."""
         times = times_of(follow, iteration)
         self._times_passes = times != "none"
         self._times_all = times == "all"
@@ -64,6 +59,8 @@ class OperationHooks:
             self._slots = {each: 2 * n for n, each in enumerate(instructions)} if follow.program.clocks_mhz else {}
             self._ran = []
             self._followed, self._stream = follow.program, stream
+        self._timers.start_iteration()
+        self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
 
     def places_of(self, stream: tuple[Operation, ...]) -> Mapping[Operation, int]:
         """Return the place of each operation in a stream."""
@@ -129,7 +126,6 @@ class CapturedIteration:
 
     def __init__(self, clocks: AgentClocks, times: GraphTimes) -> None:
         self.instructions: list[Instruction] = []
-        self.inputs: list[Hashable] = []
         self.times = times
         self._clocks = clocks
 
@@ -142,8 +138,6 @@ class CapturedIteration:
             return
         instruction, position = operation.instruction, len(self.instructions)
         self.instructions.append(instruction)
-        if inputs and instruction.kind is Kind.FORWARD:
-            self.inputs.append(inputs)
         self._clocks.mark(2 * position)
         with self.times.around(operation):
             yield

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import time
 import zlib
@@ -53,10 +52,7 @@ _FIRST_S, _LAST_REPORTS_S, _SUMMARY_S, _POLL_S = 10.0, 2.0, 2.0, 0.002
 _MOST_SPANS_BYTES = 40_000
 _MOST_SCHEDULE_BYTES = 60_000
 _MOST_UNSENT = 64
-_MOST_GIVEN = 64
-"""Maximum number of future iterations with lengths that are stored until they are sent."""
 _FIRST_WITH_MEMORY, _MEMORY_EVERY = 4, 16
-_MOST_LENGTHS, _LONGEST = 4096, 1e15
 _PROFILED = ("observe", "run", "pause")
 
 
@@ -74,61 +70,6 @@ def key_of(order: Hashable) -> int:
     """Return a number that identifies an order, the same in every process."""
     digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-@functools.lru_cache(maxsize=4096)
-def number_of_inputs(inputs: Hashable) -> float:
-    """Return a number for the shapes of a forward's inputs. It is the same in every process and never 0."""
-    return float(int.from_bytes(hashlib.blake2b(repr(inputs).encode(), digest_size=4).digest(), "little") + 1)
-
-
-@functools.lru_cache(maxsize=4096)
-def length_of_inputs(inputs: Hashable) -> float:
-    """Return the number of elements of a forward's first input, as a measure of its tokens.
-
-    ``inputs`` holds the shapes of all inputs, or of one of them. The length is NaN if unknown.
-    """
-    if isinstance(inputs, int | float):
-        return float(inputs)
-    if not isinstance(inputs, tuple) or not inputs:
-        return math.nan
-    if all(isinstance(size, int) for size in inputs):
-        return float(math.prod(inputs))
-    return length_of_inputs(inputs[0])
-
-
-def check_lengths(lengths: Sequence[float]) -> None:
-    """Raise a ``ValueError`` if the lengths of the micro-batches of an iteration are invalid."""
-    wrong = [number for number, length in enumerate(lengths) if not 0 < length < _LONGEST]
-    if wrong or not 1 <= len(lengths) <= _MOST_LENGTHS:
-        given = f"{lengths[wrong[0]]!r} of micro-batch {wrong[0]}" if wrong else f"{len(lengths)} lengths"
-        raise ValueError(
-            f"next_lengths: expected the length of each micro-batch of an iteration, such as its number of tokens, "
-            f"each above 0; given {given}. Give one number for each micro-batch."
-        )
-
-
-class InputShapes:
-    """The shapes of the inputs of one iteration, as numbers: that of the first forward, and their sum."""
-
-    def __init__(self) -> None:
-        self.first = self.total = self._lengths = 0.0
-        self._forwards = 0
-
-    def add(self, inputs: Hashable) -> bool:
-        """Add the inputs of a forward. Returns True if it is the first one."""
-        shape = number_of_inputs(inputs)
-        self.total += shape
-        self._lengths += length_of_inputs(inputs)
-        self._forwards += 1
-        if self._forwards == 1:
-            self.first = shape
-        return self._forwards == 1
-
-    @property
-    def length(self) -> float:
-        """Mean length of the inputs of all forwards so far. NaN before the first one, or if it is unknown."""
-        return self._lengths / self._forwards if self._forwards else math.nan
 
 
 class PerseusRuntime:
@@ -170,19 +111,14 @@ class PerseusRuntime:
         self._process = os.getpid()
         self._closed = self._in_iteration = self._has_summary = False
         self._follows = Follows()
-        # Lengths of future iterations that were not sent yet, and the number of the first one without lengths.
-        self._given: deque[tuple[float, ...]] = deque()
-        self._next_given = 1
         self.schedule = schedule
         self._streams: dict[int, tuple[Operation, ...]] = {}
-        # Numbers by order and shape of the first inputs. The number of the first order is known without the server.
-        self._numbers: dict[tuple[int, float], int] = {}
+        # Numbers of orders by their keys. The number of the first order is known without the server.
+        self._numbers: dict[int, int] = {}
         self._others = DEFAULT_CLOCKS
-        self._by_shape: set[int] = set()
         self._unread: set[int] = set()
         self._number = DEFAULT_CLOCKS
         self._key = 0
-        self._shapes = InputShapes()
         self._unsent: deque[_Ran] = deque(maxlen=_MOST_UNSENT)
         self._last_end: DeviceEvent | None = None  # of the last iteration with a report
         # Iterations from which messages about the first order are shown, and whether no measurements are left then.
@@ -300,15 +236,12 @@ class PerseusRuntime:
         self._key = key_of(order)
         if not self._streams:
             self._streams[self._key] = self.schedule.ranks[0]
-            self._numbers.setdefault((self._key, 0.0), 0)
+            self._numbers.setdefault(self._key, 0)
         if self._key in self._unread and read is not None:
             self._send_schedule(read)
         iteration = self.clocks.memory.iteration + 1
-        self._send_lengths(iteration, begun=iteration)
-        if self._key not in self._by_shape:
-            self._number = self._numbers.get((self._key, 0.0), self._others)
+        self._number = self._numbers.get(self._key, self._others)
         self.follow = self._following(iteration)
-        self._shapes = InputShapes()
         self._hooks.start_iteration(self.follow, iteration, self._stream)
         self._in_iteration = True
         try:
@@ -330,13 +263,9 @@ class PerseusRuntime:
             stopped_s=0.0,
             ended=time.time(),
             samples=samples,
-            first_shape=self._shapes.first,
-            shapes=self._shapes.total,
-            length=self._shapes.length,
             is_calibrated=self._is_calibrated,
         )
         self._unsent.append(_Ran(finished, self.follow, self._stream, report))
-        self._send_lengths(iteration + 1, begun=iteration)
         self._send_reports()
 
     @property
@@ -352,22 +281,15 @@ class PerseusRuntime:
 
         Args:
             operation: The operation.
-            inputs: Shapes of a forward's inputs, or another value that identifies them. None if they are unknown, and
-                for other operations.
+            inputs: Shapes of a forward's inputs, or another value that identifies them. The work of a simulated GPU
+                depends on them. None if they are unknown, and for other operations.
         """
         if not self._in_iteration:
             return NOTHING
         if self._unsent:
             self._send_reports()
-        if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
-            self._add_inputs(inputs)
         around = self._hooks.around(operation)
         return around if self.simulated is None else self.simulated.within(around, operation, inputs)
-
-    def _add_inputs(self, inputs: Hashable) -> None:
-        """Add the shapes of a forward's inputs. The shapes of the first forward may select the plan."""
-        if self._shapes.add(inputs) and self._key in self._by_shape:
-            self._choose_by_shape(self._shapes.first)
 
     def capture(self) -> CapturedIteration | None:
         """Return the recorder for an iteration that is being captured into a CUDA graph.
@@ -380,8 +302,6 @@ class PerseusRuntime:
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
         """Execute the passes of the current iteration by replaying the graph of a captured one."""
         self._send_reports()
-        for inputs in captured.inputs:
-            self._add_inputs(inputs)
         return self._hooks.replay(captured, replay)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
@@ -398,23 +318,6 @@ class PerseusRuntime:
         """Send an order as ``perseus-ds control`` does, such as ``{"command": "pause"}``, without waiting."""
         if self._is_rank_0 and not self._closed:
             self.clocks.send(msg.Command(json.dumps(order, default=str).encode()))
-
-    def next_lengths(self, lengths: Sequence[float]) -> None:
-        """Announce the micro-batch lengths of the next iteration for which none were announced.
-
-        Call it once for each iteration, in the order of training, at least one iteration ahead, for example when a
-        data loader prefetches a batch. At least one rank of each pipeline must call it. If several ranks do, they must
-        pass the same lengths. It is thread-safe and does not wait. Of more than 64 calls between two iterations, those
-        after the first 64 give no lengths.
-
-        Args:
-            lengths: Length of the input of each micro-batch, in their order, such as its number of tokens.
-
-        Raises:
-            ValueError: A length or their number is invalid.
-        """
-        check_lengths(lengths)
-        self._given.append(tuple(map(float, lengths)) if len(self._given) < _MOST_GIVEN else ())
 
     def set_steps(self, steps: int) -> None:
         """Report the number of training steps of the engine, for example after loading a checkpoint."""
@@ -453,11 +356,10 @@ class PerseusRuntime:
             match message:
                 case Follow():
                     self._follows.add(message)
-                    if message.program.number == 0 and not message.only_iteration:
+                    if message.program.number == 0:
                         self._shown.append((message.shown_from, message.phase in _PROFILED))
                 case msg.Orders():
-                    self._numbers = {(key, shape): number for key, shape, number in message.numbers}
-                    self._by_shape = {key for key, shape, _ in message.numbers if shape}
+                    self._numbers = dict(message.numbers)
                     self._others = message.others
                 case msg.ReadSchedule():
                     self._unread.add(message.key)
@@ -480,14 +382,6 @@ class PerseusRuntime:
         if follow is None or (follow.program.clocks_mhz and not self._stream):  # the positions are not known
             return UNPLANNED
         return follow
-
-    def _choose_by_shape(self, shape: float) -> None:
-        number = self._numbers.get((self._key, shape), DEFAULT_CLOCKS)
-        if number != self._number:
-            self._number = number
-            self.follow = self._following(self.clocks.memory.iteration)
-            self.clocks.change_order(number)
-            self._hooks.follow(self.follow, self.clocks.memory.iteration, self._stream)
 
     def _send_schedule(self, read: Callable[[], Schedule]) -> None:
         self._unread.discard(self._key)
@@ -519,13 +413,6 @@ class PerseusRuntime:
             logger.warning("perseus: DeepSpeed's monitor failed (%s); Perseus no longer writes to it.", error)
 
     # Messages to the server.
-
-    def _send_lengths(self, first: int, *, begun: int) -> None:
-        """Send announced lengths for iterations from ``first`` on. Those of begun iterations are empty."""
-        while self._given:
-            lengths, number = self._given.popleft(), max(self._next_given, first)
-            self._next_given = number + 1
-            self.clocks.send(msg.Lengths(number, lengths if number > begun else ()))
 
     def _send_reports(self) -> bool:
         """Send the reports of iterations that the device has finished. Returns True if none is pending."""

@@ -40,7 +40,7 @@ from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.devices import gpu_of
 from perseus_ds.client.meeting import EngineFacts, await_ranks, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
-from perseus_ds.client.runtime import PerseusRuntime, check_lengths
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -256,15 +256,6 @@ class Session:
         """
         report = {"pipeline": pipeline, "slowdown": slowdown, "after_iterations": after_iterations}
         self._when_started(lambda runtime: runtime.command({"command": "straggler", **report}))
-
-    def next_lengths(self, lengths: Sequence[float]) -> None:
-        """Pass on the lengths of the micro-batches of a future iteration.
-
-        See :meth:`PerseusRuntime.next_lengths`.
-        """
-        given = tuple(lengths)
-        check_lengths(given)
-        self._when_started(lambda runtime: runtime.next_lengths(given))
 
     def set_steps(self, steps: int) -> None:
         """Report the number of finished training steps, for example after a checkpoint was loaded."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +54,6 @@ _SURE = 4.0
 # If iterations are faster than promised by this fraction, default clocks may be faster than they were, too.
 _FASTER = 0.03
 _WELL_KNOWN = 0.03
-_RECURRING = 3
 # The counter changes within an iteration that lasts at least this number of its periods.
 _SURELY_REFRESHED = 3
 
@@ -68,7 +66,6 @@ class IterationSample:
         counter_period_s: Time between refreshes of energy counters [s].
         promised_slowdown: Slowdown promised by the plan, relative to default clocks.
         promised_power: Power promised by the plan, relative to default clocks.
-        shapes: Number of iterations by ``JobReport.shapes``.
     """
 
     counter_period_s: float
@@ -76,7 +73,6 @@ class IterationSample:
     promised_power: float = 1.0
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
-    shapes: Counter[float] = field(default_factory=Counter)
     _sorted_s: list[float] = field(default_factory=list)
     _total_s: float = 0.0
     _typical: Typical | None = None
@@ -85,7 +81,7 @@ class IterationSample:
     @classmethod
     def joined(cls, blocks: Sequence[IterationSample]) -> IterationSample:
         """Return the iterations of several blocks."""
-        found = cls(blocks[0].counter_period_s, shapes=sum((block.shapes for block in blocks), Counter()))
+        found = cls(blocks[0].counter_period_s)
         for block in blocks:
             for time_s, energy_j in zip(block.times_s, block.energies_j, strict=True):
                 found.add(time_s, energy_j)
@@ -111,31 +107,11 @@ class IterationSample:
         """Add an iteration that all ranks have reported.
 
         It is omitted if a rank had fallen back, could not read its energy counter, or had a counter that did not
-        change. If the lengths of its micro-batches are known, time and energy are scaled to the profile's length.
+        change.
         """
         is_stuck = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
-        is_known = math.isfinite(reports.energy_j) and math.isfinite(reports.relative_time)
-        if is_known and not (is_stuck or reports.failed):
-            self.shapes[reports.shapes] += 1
-            self.add(reports.time_s / reports.relative_time, reports.energy_j / reports.relative_energy)
-
-    def has_other_shapes(self, reports: JobReport) -> bool:
-        """Return True if an iteration cannot be compared with these because its inputs have other shapes."""
-        return len(self.shapes) == 1 and reports.shapes not in self.shapes
-
-    def has_shapes_beside(self, reports: JobReport) -> bool:
-        """Return True if the inputs of these iterations and another one do not all have the same shapes."""
-        return self.varies_in_shape or self.has_other_shapes(reports)
-
-    @property
-    def mixes_shapes(self) -> bool:
-        """True if there are inputs of several shapes, of which at least one recurs often."""
-        return self.varies_in_shape and max(self.shapes.values()) >= max(_RECURRING, len(self.times_s) / 10)
-
-    @property
-    def varies_in_shape(self) -> bool:
-        """True if there are inputs of several shapes."""
-        return len(self.shapes) > 1
+        if math.isfinite(reports.energy_j) and not (is_stuck or reports.failed):
+            self.add(reports.time_s, reports.energy_j)
 
     @property
     def is_enough(self) -> bool:

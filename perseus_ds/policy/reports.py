@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 
-# The number that a rank reports for its shapes is below this.
-_SHAPES = 2**48
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
 # Time after which a GPU that heat has slowed down no longer counts as hot.
@@ -78,7 +74,6 @@ class RankReports:
         tail_s: Duration of its tail, including waits [s]. 0 if unknown.
         limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
         limit_mhz: Highest clock of its GPU under another limit, such as heat [MHz]. Infinite without one.
-        shapes: From :func:`shapes_number`.
     """
 
     pipeline: npt.NDArray[np.int64]
@@ -93,7 +88,6 @@ class RankReports:
     tail_s: Floats
     limit_w: Floats
     limit_mhz: Floats
-    shapes: Floats
 
     def by_pipeline(self, of_ranks: Floats) -> Floats:
         """Return the largest value of each pipeline, shape (pipelines,)."""
@@ -117,79 +111,44 @@ class JobReport:
         energy_j: Energy of all GPUs [J]. NaN if one cannot be read.
         least_energy_j: Lowest energy of a GPU, by its counter [J]. NaN if one cannot be read.
         failed: Whether a rank has fallen back to default clocks.
-        shapes: Integer that differs if the shapes of the inputs differ on any rank.
-        relative_time: Time at default clocks predicted for the lengths of its micro-batches, relative to an iteration
-            of the profile's length. 1 if iterations are not planned by length, NaN if the prediction is unknown.
-        relative_energy: The same for energy.
     """
 
     time_s: float
     energy_j: float
     least_energy_j: float
     failed: bool = False
-    shapes: float = 0.0
-    relative_time: float = 1.0
-    relative_energy: float = 1.0
 
     @classmethod
-    def of(cls, ranks: RankReports, relative: tuple[float, float] = (1.0, 1.0)) -> JobReport:
-        """Return the summary of all ranks' reports, with the given relative time and energy."""
+    def of(cls, ranks: RankReports) -> JobReport:
+        """Return the summary of all ranks' reports."""
         return cls(
             float(ranks.time_s.max()),
             float(ranks.energy_j.sum()),
             float(ranks.energy_j.min()),
             bool(ranks.failed.any()),
-            float(int(ranks.shapes.astype(np.int64).sum()) % _SHAPES),
-            *relative,
         )
 
 
-def shapes_number(rank: int, shapes: float) -> int:
-    """Return a number below 2^48 for the shapes of a rank's inputs, to be summed over ranks."""
-    content = struct.pack("<qd", rank, shapes)
-    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
+def rank_drift(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes) -> float:
+    """Return by how much a rank's instruction times deviate from the profile's, beyond their own variation.
 
-
-class RankDrift(NamedTuple):
-    """Deviation of a rank's instruction times from the profile in an iteration.
-
-    Attributes:
-        drift: Deviation beyond the times' own variation, as a fraction.
-        pace_low: Upper bound of the lowest ratio, over all kinds of passes, of measured to profiled time.
-        pace_high: Lower bound of the highest such ratio. It is below ``pace_low`` if all kinds may have the same ratio.
+    Times of one stage and kind vary about their median. This variation determines the uncertainty of the deviation,
+    which is a fraction.
     """
-
-    drift: float = 0.0
-    pace_low: float = math.nan
-    pace_high: float = math.nan
-
-    @classmethod
-    def of(cls, spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes) -> RankDrift:
-        """Compare the operations of a rank with the times that the profile has for their clocks.
-
-        Times of one stage and kind vary about their median. This variation determines the uncertainty of the medians.
-        """
-        ratios: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-        for span in spans:
-            if isinstance(span.operation, Compute):
-                instruction = span.operation.instruction
-                key = instruction.stage, instruction.kind
-                if (expected_s := expected.get((*key, clocks_mhz.get(instruction, 0)))) is not None:
-                    ratios[key].append(span.time_s / expected_s)
-        if not ratios:
-            return cls()
-        medians = {key: statistics.median(of_kind) for key, of_kind in ratios.items()}
-        deviations = [ratio - medians[key] for key, of_kind in ratios.items() for ratio in of_kind if len(of_kind) > 1]
-
-        def unsure(samples: int) -> float:
-            return _SURE * error_of_median(deviations or [0.0], samples)
-
-        every = [*chain.from_iterable(ratios.values())]
-        drift = abs(statistics.median(every) - 1) - unsure(len(every))
-        paces = [(medians[key], unsure(len(of_kind))) for key, of_kind in ratios.items() if key[1] is not Kind.TAIL]
-        low = min((pace + error for pace, error in paces), default=math.nan)
-        high = max((pace - error for pace, error in paces), default=math.nan)
-        return cls(max(0.0, drift), low, high)
+    ratios: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in spans:
+        if isinstance(span.operation, Compute):
+            instruction = span.operation.instruction
+            key = instruction.stage, instruction.kind
+            if (expected_s := expected.get((*key, clocks_mhz.get(instruction, 0)))) is not None:
+                ratios[key].append(span.time_s / expected_s)
+    if not ratios:
+        return 0.0
+    medians = {key: statistics.median(of_kind) for key, of_kind in ratios.items()}
+    deviations = [ratio - medians[key] for key, of_kind in ratios.items() for ratio in of_kind if len(of_kind) > 1]
+    every = [*chain.from_iterable(ratios.values())]
+    unsure = _SURE * error_of_median(deviations or [0.0], len(every))
+    return max(0.0, abs(statistics.median(every) - 1) - unsure)
 
 
 @dataclass(frozen=True)
@@ -200,29 +159,15 @@ class JobDrift:
         typical: Lower median of the pipelines' deviation. A single deviating pipeline is a straggler, which does not
             require a new profile.
         most: Deviation of the pipeline that deviates most.
-        pace: Time of instructions divided by the time in the profile, as the median of all ranks. NaN if unknown.
-        typical_beside_pace: As ``typical``, without a factor that all instructions have in common.
-        most_beside_pace: As ``most``, without this factor.
     """
 
     typical: float
     most: float
-    pace: float
-    typical_beside_pace: float
-    most_beside_pace: float
 
     @classmethod
-    def of(cls, pipelines: Sequence[int], ranks: Sequence[RankDrift]) -> JobDrift:
+    def of(cls, pipelines: Sequence[int], drifts: Sequence[float]) -> JobDrift:
         """Return the deviation of the job, given pipeline and deviation of each measured rank."""
-        drift, low, high = np.array(ranks, float).T
-        known = (low > 0) & (high > 0)  # bounds of very unsure ratios may be negative
-        pace = float(np.median(np.sqrt(low[known] * high[known]))) if known.any() else math.nan
-        beside = np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0)
-        return cls(*_typical_and_most(pipelines, drift), pace, *_typical_and_most(pipelines, beside))
-
-
-def _typical_and_most(pipelines: Sequence[int], of_ranks: Floats) -> tuple[float, float]:
-    most: dict[int, float] = {}
-    for pipeline, value in zip(pipelines, of_ranks.tolist(), strict=True):
-        most[pipeline] = max(value, most.get(pipeline, 0.0))
-    return statistics.median_low(most.values()), max(most.values())
+        most: dict[int, float] = {}
+        for pipeline, drift in zip(pipelines, drifts, strict=True):
+            most[pipeline] = max(drift, most.get(pipeline, 0.0))
+        return cls(statistics.median_low(most.values()), max(most.values()))

@@ -33,7 +33,7 @@ from perseus_ds.artifacts.profile import (
 )
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
-from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.fixed_durations import tails_s
 
@@ -214,7 +214,6 @@ class OnlineProfiler:
         iterations: Sequence[Sequence[Span]],
         readings: Sequence[tuple[float, float]],
         state: GpuState = GpuState(),  # noqa: B008  # immutable
-        factors: Sequence[Mapping[Instruction, float]] = (),
         *,
         reached_s: float = -math.inf,
     ) -> None:
@@ -227,23 +226,20 @@ class OnlineProfiler:
             iterations: Operations of each iteration, on the same time axis as the readings.
             readings: Time [s] and value [J] of each refresh of the energy counter during the iterations.
             state: State of the GPU at the end.
-            factors: For each iteration, times of instructions relative to those of the row. 1 without an entry.
             reached_s: Time at which the GPU reached the clock.
         """
         self._state[clock_mhz] = state
         computed: list[tuple[Span, Key]] = []
         # By kind: whether an instruction began at the clock, and its time.
         taken_s: dict[Key, list[tuple[bool, float]]] = defaultdict(list)
-        for number, spans in enumerate(iterations):
-            factor = factors[number] if factors else {}
+        for spans in iterations:
             for span in spans:
                 if isinstance(span.operation, Compute):
                     instruction = span.operation.instruction
                     key = instruction.stage, instruction.kind
                     computed.append((span, key))
                     if instruction.kind is not Kind.TAIL:
-                        time_s = span.time_s / factor.get(instruction, 1.0)
-                        taken_s[key].append((span.start_s >= reached_s, time_s))
+                        taken_s[key].append((span.start_s >= reached_s, span.time_s))
             for stage, time_s in tails_s(spans).items():
                 taken_s[stage, Kind.TAIL].append((True, time_s))
         for key, found in taken_s.items():

@@ -109,9 +109,6 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
     every: int = 1
     otherwise: Times = "none"  # measured in other iterations
     logs_energy: bool = False  # refreshes of the energy counter are reported
-    # The only iteration to which the message applies, instead of a message with 0. With 0, iterations without such a
-    # message of their own run at default clocks, as if they were of no order. None for all future iterations.
-    only_iteration: int | None = None
 
 
 class Follows:
@@ -122,46 +119,35 @@ class Follows:
 
     def __init__(self) -> None:
         # By the number of an order. The last one applies to future iterations.
-        self._lasting: dict[int, list[Follow]] = {}
-        # Messages for single iterations, by the numbers of order and iteration.
-        self._single: dict[tuple[int, int], Follow] = {}
+        self._of_order: dict[int, list[Follow]] = {}
 
     def add(self, follow: Follow) -> None:
         """Add a message."""
-        number = follow.program.number
-        if follow.only_iteration:
-            self._single[number, follow.only_iteration] = follow
-        else:
-            self._lasting.setdefault(number, []).append(follow)
+        self._of_order.setdefault(follow.program.number, []).append(follow)
 
     def clear(self) -> None:
         """Forget all messages."""
-        self._lasting.clear()
-        self._single.clear()
+        self._of_order.clear()
 
     def latest(self, number: int) -> Follow | None:
-        """Return the last message about all future iterations of an order, if any."""
-        return self._lasting[number][-1] if number in self._lasting else None
+        """Return the last message about an order, if any."""
+        return self._of_order[number][-1] if number in self._of_order else None
 
     def select(self, number: int, iteration: int) -> Follow | None:
         """Return the message that applies to an iteration of an order, if any.
 
         Messages that apply to no later iteration are forgotten.
         """
-        for key in [key for key in [*self._single] if key[1] < iteration]:
-            self._single.pop(key, None)
-        follows = self._lasting.get(number, [])
+        follows = self._of_order.get(number, [])
         while len(follows) > 1 and follows[1].from_iteration <= iteration:
             del follows[0]
-        if not follows or follows[0].from_iteration > iteration:
-            return None
-        return follows[0] if follows[0].only_iteration is None else self._single.get((number, iteration))
+        return follows[0] if follows and follows[0].from_iteration <= iteration else None
 
 
 class Orders(msgspec.Struct, tag=True, frozen=True):
     """The numbers of orders."""
 
-    numbers: tuple[tuple[int, float, int], ...]  # key, shape of a rank's first inputs (0 for any), and number
+    numbers: tuple[tuple[int, int], ...]  # key and number
     others: int  # number of all other orders
 
 
@@ -228,9 +214,6 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     issued: int = 0  # number of the last iteration that the host has begun
     ended: float = 0.0  # end for the host [Unix seconds]
     samples: int = 0  # that the job has processed after it
-    first_shape: float = 0.0  # number of the shape of the first forward's inputs; 0 if unknown
-    shapes: float = 0.0  # sum of these numbers over all forwards
-    length: float = math.nan  # mean length of the inputs of a forward; NaN if unknown
     computed_s: float = 0.0  # from the start to the end of the last pass; 0 if not measured
     tail_s: float = 0.0  # duration of the tail, waiting included; 0 if not measured
     memory_bytes: int = 0  # peak of tensors on the GPU; 0 if unknown or not read in this iteration
@@ -264,16 +247,6 @@ class ScheduleRead(msgspec.Struct, tag=True, frozen=True):
     key: int
     schedule: bytes = b""  # a schedule of one rank as JSON, compressed by zlib
     error: str = ""  # why it cannot be read
-
-
-class Lengths(msgspec.Struct, tag=True, frozen=True):
-    """Lengths of the micro-batches of a rank's pipeline in a future iteration.
-
-    There are none if that iteration has begun, or if too many were given at once.
-    """
-
-    iteration: int
-    lengths: tuple[float, ...]  # of each micro-batch's input, such as its number of tokens
 
 
 class Worked(msgspec.Struct, tag=True, frozen=True):
@@ -389,7 +362,7 @@ class Left(msgspec.Struct, tag=True, frozen=True):
 ToRank: TypeAlias = (
     Follow | Orders | ReadSchedule | Calibrate | Say | Observed | Summarised | WatchDefaultClocks | SetProfiledLimit
 )
-FromClient: TypeAlias = Spans | Report | ScheduleRead | Lengths | Worked | Measured | Steps | Command | Left
+FromClient: TypeAlias = Spans | Report | ScheduleRead | Worked | Measured | Steps | Command | Left
 """Messages of a client, which its agent forwards or completes."""
 ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | LatencyTable | Joined
 

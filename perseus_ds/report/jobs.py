@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from perseus_ds.artifacts.run_records import UNDECIDED, of_kind
+from perseus_ds.artifacts.run_records import UNDECIDED, of_order
 from perseus_ds.measures import Baseline, Measured, Saving, Typical
 from perseus_ds.report.sources import History, Sources, Step
 from perseus_ds.units import J_PER_KWH
@@ -175,7 +175,7 @@ class ReportedJob:
             longest = sorted(self.plans, key=lambda one: -one.ran)[:_MOST_PLANS]
             for one in sorted(longest, key=lambda one: (*one.kind, one.plan or 0)):
                 which = "plans" if one.plan is None else f"plan {one.plan}"
-                rows += [(f"under {which}{of_kind(*one.kind)}", one.saving)] if one.saving else []
+                rows += [(f"under {which}{of_order(one.kind.order)}", one.saving)] if one.saving else []
         rows.append((self.under_plans, self.saving))
         if everything is not None and everything.iterations > self.saving.iterations:
             rows.append(("in all, profiling counted", everything))

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     """The part of an iteration's record that a report needs, in a tenth of its memory.
 
     Attributes:
-        plan: Index of the plan on the job's frontier; None also for the separate plans of an order or input shape.
+        plan: Index of the plan on the job's frontier; None also for the separate plans of an order.
         counts: Whether the iteration counts, as defined in :mod:`perseus_ds.measures`.
     """
 
@@ -88,7 +88,7 @@ class History(JobProgress):
         return counts
 
     def _add_step(self, record: IterationRecord, *, counts: bool) -> None:
-        plan = None if record.order or record.shape else record.plan
+        plan = None if record.order else record.plan
         if plan is not None and record.phase == "run" and self._frontier != self.measures.frontier:
             self._first_planned, self._frontier = len(self.steps), self.measures.frontier
         self.steps.append(

@@ -16,7 +16,6 @@ from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
-from perseus_ds.optimizer.lengths import LengthsPlanner, PlannedJob
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.iterations import NextPhase, Run
@@ -219,27 +218,3 @@ async def optimise(context: ModeContext, default: DefaultIterations) -> Frontier
     if worker.error:
         raise PerseusError(f"optimising failed: {worker.error}")
     return load_frontier(job, job.output_dir / "frontier.json")
-
-
-def plan_by_length(context: ModeContext, frontier: Frontier) -> bool:
-    """Start to plan iterations by the lengths of their micro-batches, and return whether the job provides these."""
-    job, look_ahead = context.job, context.look_ahead
-    look_ahead.stop(job.order)
-    if not look_ahead.is_used:
-        return False
-    settings = PlanningSettings(least_dwell_s=frontier.provenance.least_dwell_s or 0.0)
-    try:
-        profile = StageProfile.load(job.profile_path)
-        if profile.info.by_length is None:
-            context.recorder.say(
-                "micro-batches are planned as if all had one length: those given hardly vary, were not given before "
-                "the iteration ahead of theirs, or were not when this profile was measured"
-            )
-            return False
-        LengthsPlanner(job.schedule, profile, settings)
-        planned = PlannedJob(profile=job.profile_path, schedule=job.schedule, settings=settings)
-        look_ahead.start(planned, job.output_dir / "lengths.log", job.order)
-    except (PerseusError, OSError) as error:
-        context.recorder.say(f"iterations are not planned by the lengths given: {str(error).rstrip('.')}")
-        return False
-    return True

@@ -12,14 +12,13 @@ not all ranks ran the same from its start to its end. Iterations without a known
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import coroutine
 from typing import Any, TypeAlias
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.lengths import IterationPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Span, decode_spans
 from perseus_ds.policy.decisions import Assignment, Forecast
@@ -64,8 +63,6 @@ class Run:
         status: Values for ``perseus-ds control status``.
         progress: Returns the progress under plans, to be kept for a later start of the job.
         block: Sample for a comparison, to which these iterations are added; None if they are not compared.
-        by_length: Whether each iteration runs a plan for its own lengths, or default clocks without one.
-        lengths: The plan for the lengths of a single iteration.
     """
 
     phase: str
@@ -81,38 +78,18 @@ class Run:
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] | None = None
     block: IterationSample | None = None
-    by_length: bool = False
-    lengths: IterationPlan | None = None
 
     @cached_property
     def clocks(self) -> tuple[Any, ...]:
         """Key that identifies its clocks."""
         plans = self.plans
-        return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number), self.by_length, id(self.lengths)
+        return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Key that identifies everything that ranks or records need to distinguish."""
         measured = self.times, self.every, self.otherwise, self.logs_energy
         return self.phase, self.clocks, self.plan, measured, id(self.block)
-
-    def with_lengths(self, plan: IterationPlan) -> Run:
-        """Return the run of a single iteration under the plan for its lengths."""
-        forecast = self.forecast
-        if forecast is not None:
-            default_s = plan.relative_time * forecast.default_time_s
-            default_j = plan.relative_energy * forecast.default_energy_j
-            time_s = (1 + plan.slowdown) * default_s
-            forecast = Forecast(
-                time_s=time_s,
-                energy_j=(1 - plan.saved) * default_j,
-                default_time_s=default_s,
-                default_energy_j=default_j,
-                stall_s=forecast.stall_s * time_s / forecast.time_s,
-                default_measured=forecast.default_measured,
-                is_refuted=forecast.is_refuted,
-            )
-        return replace(self, lengths=plan, forecast=forecast)
 
 
 @dataclass(eq=False)
@@ -128,8 +105,6 @@ class Seen:
         streams: The operations of its order, by rank. Empty if unknown.
         ended: Time of its end [Unix seconds].
         conditions: Limits of GPUs. Iterations with equal conditions may be compared.
-        relative: Time and energy at default clocks predicted for the lengths of its micro-batches, relative to an
-            iteration of the profile's length. 1 if iterations are not planned by length, NaN if this one has no plan.
         drift: Deviation from the profile under plans; None if it was not measured in this iteration.
     """
 
@@ -142,12 +117,11 @@ class Seen:
     streams: Sequence[Sequence[Any]]
     ended: float
     conditions: Conditions = ()
-    relative: tuple[float, float] = (1.0, 1.0)
     drift: JobDrift | None = None
 
     @cached_property
     def reports(self) -> JobReport:
-        return JobReport.of(self.ranks, self.relative)
+        return JobReport.of(self.ranks)
 
     @property
     def time_s(self) -> float:

@@ -51,7 +51,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, or its iterations of one order or with inputs of one shape."""
+    """A training job, or its iterations of one order."""
 
     config: PerseusConfig
     schedule: Schedule  # of one pipeline in one iteration
@@ -60,9 +60,7 @@ class Job:
     facts: tuple[RankFacts, ...]
     places: tuple[Place, ...]
     states: tuple[RankState, ...]
-    fingerprint: str = ""  # distinguishes its iterations from others of the job
     order: int = 0
-    shape: int = 0
 
     @classmethod
     def of(cls, description: JobDescription) -> Job:
@@ -176,11 +174,6 @@ class Job:
         """Return the job with another output folder."""
         return replace(self, config=self.config.model_copy(update={"output_dir": str(folder)}))
 
-    def of_shape(self, number: int, shape: str) -> Job:
-        """Return the job of iterations with inputs of one shape, with its own folder and fingerprint."""
-        job = self.in_folder(self.output_dir / "shapes" / str(number))
-        return replace(job, fingerprint=f"{self.fingerprint}, inputs {shape}", shape=number)
-
     def of_order(self, number: int, schedule: Schedule) -> Job:
         """Return the job of iterations of another order, with its own schedule and folder."""
         info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
@@ -225,7 +218,7 @@ class Job:
         """Return a hash of job, simulated GPUs, every rank's share of the model, and settings."""
         simulated = self.config.simulated.model_dump() if self.simulated else {}
         info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
-        fingerprints = [facts.fingerprint + self.fingerprint for facts in self.facts]
+        fingerprints = [facts.fingerprint for facts in self.facts]
         content = [info, fingerprints, {**settings, "simulated": simulated}]
         return _hash(content)
 

@@ -91,7 +91,7 @@ class JobControl:
         progress: Progress under plans, kept from an earlier start or from previous plans until there are plans to run.
         record: Records an event of the job.
         effect_of: Returns the predicted effect of a policy, or None until plans run.
-        kind_times: Times of the last iterations, by order and shape.
+        kind_times: Times of the last iterations, by order.
     """
 
     def __init__(

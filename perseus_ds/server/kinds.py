@@ -1,29 +1,28 @@
-"""Kinds of iterations: orders of passes, such as for numbers of micro-batches, and shapes of inputs.
+"""Kinds of iterations: orders of passes, such as for numbers of micro-batches.
 
 Each frequent kind has its own mode, which receives only iterations of that kind. All other iterations run at default
 clocks. The first order of a job runs the job's mode. Passes are the same in all orders, so all orders share one
-profile, which is measured in iterations of all of them, and only the schedule of a new order is read. An order whose
-inputs have several frequent shapes is divided into kinds by shape, each with its own profile.
+profile, which is measured in iterations of all of them, and only the schedule of a new order is read. All iterations of
+an order are of one kind, whatever the shapes of their inputs: they are judged on average.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned, ShapePlanned
+from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError, ScheduleError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.profiler.lengths import FEWEST_LENGTHS
 from perseus_ds.protocol.job_messages import Orders, ReadSchedule, ScheduleRead
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.iterations import Mode, Run, Seen
-from perseus_ds.server.modes import mode_of, mode_of_order, mode_of_shape
+from perseus_ds.server.modes import mode_of, mode_of_order
 from perseus_ds.server.phases import ModeContext, observe
 from perseus_ds.server.profiling import passes_of_stages, share_profile
 
@@ -41,34 +40,9 @@ _MOST_NUMBERS = 254
 _UNUSED = 500
 # Number of iterations without an order after which other orders do not wait for it.
 _GONE = 10
-# A shape is given up if more iterations than this number, and than this fraction of its own iterations, begin like it
-# but have another shape.
-_CONFUSED, _CONFUSED_SHARE = 2, 0.05
 # In profile mode, iterations of other orders are used for the warm-up after this number of them in a row.
 _LASTS_AFTER = 10
 _LONGEST_SCHEDULE = 1 << 24
-K = TypeVar("K", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shapes of the inputs of an iteration, encoded as numbers.
-
-    Attributes:
-        total: Number of all forwards of all ranks, regardless of their order.
-        firsts: Number of the first forward of each rank.
-    """
-
-    total: float
-    firsts: tuple[float, ...]
-
-    @classmethod
-    def of(cls, seen: Seen) -> Shape:
-        return cls(seen.reports.shapes, tuple(message.report.first_shape for message in seen.messages))
-
-    def begins_like(self, other: Shape) -> bool:
-        """Return whether a rank cannot distinguish it from another shape by the first forward."""
-        return any(own == theirs for own, theirs in zip(self.firsts, other.firsts, strict=True))
 
 
 class Kind:
@@ -77,25 +51,17 @@ class Kind:
     Attributes:
         number: Number by which ranks identify it.
         key: Key of its order.
-        shape: Shape of its inputs; None for all.
         wanted: The run that its mode requests.
-        last_at: Number of iterations of its group when it last occurred.
-        iterations: Number of its iterations.
-        confused: Number of iterations that began like it but had another shape.
-        shapes: Kinds of its iterations by shape; None if one mode is for all shapes.
+        last_at: Number of iterations of the job when it last occurred.
         profile: Path of the profile of its passes; None before there is one.
     """
 
-    def __init__(
-        self, number: int, context: ModeContext, mode: Mode | None, key: int, shape: Shape | None = None
-    ) -> None:
+    def __init__(self, number: int, context: ModeContext, mode: Mode | None, key: int) -> None:
         self.number = number
         self.context = context
         self.key = key
-        self.shape = shape
         self.wanted = UNPLANNED
-        self.last_at = self.iterations = self.confused = 0
-        self.shapes: _Group[Shape] | None = None
+        self.last_at = 0
         self.profile: Path | None = None
         self._mode = mode
 
@@ -113,7 +79,6 @@ class Kind:
         """Pass an iteration to the mode, or None to start it, and store the run that it requests.
 
         Raises:
-            StopIteration: The mode has ended.
             Exception: The mode has failed.
         """
         assert self._mode is not None, "it has not ended"
@@ -132,39 +97,36 @@ class Kind:
         """End the mode. Iterations of this kind then run at default clocks."""
         if self._mode is not None:
             self._mode.close()
-            self.context.look_ahead.stop(self.context.job.order)
         self._mode, self.wanted = None, UNPLANNED
 
 
-class _Group(Generic[K]):
-    """Kinds of which the frequent ones get plans.
+class _Orders:
+    """Orders of which the frequent ones get plans.
 
     Attributes:
-        kinds: The kinds with plans, or without them after an error.
-        last: The last iterations, including those of other kinds.
+        kinds: By key, the orders with plans, or without them after an error.
+        last: The keys of the last iterations, including those of other orders.
         iterations: Number of iterations.
-        numbers: Number of kinds so far, except the first order.
+        numbers: Number of orders so far, except the first one.
         is_announced: Whether the job has printed that iterations differ.
-        measured: Profiles by the lengths of inputs, in a group of shapes.
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[K, Kind] = {}
-        self.last: deque[K] = deque(maxlen=_LAST)
+        self.kinds: dict[int, Kind] = {}
+        self.last: deque[int] = deque(maxlen=_LAST)
         self.iterations = self.numbers = 0
         self.is_announced = False
-        self.measured: dict[float, Path] = {}
 
-    def add(self, key: K) -> Kind | None:
+    def add(self, key: int) -> Kind | None:
         """Add an iteration, and return its kind if there is one."""
         self.iterations += 1
         self.last.append(key)
         found = self.kinds.get(key)
         if found is not None:
-            found.last_at, found.iterations = self.iterations, found.iterations + 1
+            found.last_at = self.iterations
         return found
 
-    def is_frequent(self, key: K) -> bool:
+    def is_frequent(self, key: int) -> bool:
         """Return whether iterations are frequent enough for plans."""
         return self.last.count(key) >= _OFTEN
 
@@ -196,7 +158,7 @@ class Kinds:
         self._treats_orders_alike = context.job.config.mode in ("observe", "profile")
         self.first = self.latest = Kind(0, context, None, 0)
         self.first_key: int | None = None
-        self._orders: _Group[int] = _Group()
+        self._orders = _Orders()
         self._number = 0  # the latest number of a kind
         self._schedules: dict[int, Schedule] = {}
         # The schedules of requested orders that some ranks have sent, by key and rank.
@@ -217,48 +179,38 @@ class Kinds:
         """Keys of the orders with schedules that some ranks have not sent yet."""
         return sorted(self._requested)
 
-    def orders_for(self, rank: int) -> Orders:
-        numbers = []
-        for key, kind in self._orders.kinds.items():
-            numbers.append((key, 0.0, kind.number if kind.shapes is None else DEFAULT_CLOCKS))
-            if kind.shapes is not None:
-                planned = [(shape, each) for shape, each in kind.shapes.kinds.items() if each.is_planned]
-                numbers += [(key, shape.firsts[rank], each.number) for shape, each in planned]
-                if not planned:
-                    numbers.append((key, -1.0, DEFAULT_CLOCKS))
+    @property
+    def orders(self) -> Orders:
+        """Return the message with the numbers of orders."""
+        numbers = [(key, kind.number) for key, kind in self._orders.kinds.items()]
         measured = None if self._treats_orders_alike else self._measured
         if measured is not None:
             others = self._schedules.keys() - self._orders.kinds.keys()
             alike = (key for key in sorted(others) if self._has_passes_of(key, measured))
-            numbers += [(key, 0.0, measured.number) for key in alike]
+            numbers += [(key, measured.number) for key in alike]
         return Orders(tuple(numbers), 0 if self._treats_orders_alike else DEFAULT_CLOCKS)
 
     def kinds(self) -> list[Kind]:
         """Return all kinds that have plans or may get them."""
         orders = dict.fromkeys([self.first, *self._orders.kinds.values()])
-        by_shape = (kind for order in orders if order.shapes is not None for kind in order.shapes.kinds.values())
-        return [kind for kind in (*orders, *by_shape) if kind.is_planned]
+        return [kind for kind in orders if kind.is_planned]
 
-    def route(self, seen: Seen, key: int) -> tuple[Kind | None, int | None, int | None]:
-        """Return the kind of an iteration, and the number of its order and its shape for the records."""
+    def route(self, key: int) -> tuple[Kind | None, int | None]:
+        """Return the kind of an iteration, and the number of its order for the records."""
         if not self._orders.kinds:
             self.first_key = self.first.key = key if self.first_key is None else self.first_key
             self._orders.kinds[self.first_key] = self.first
             self._schedules[self.first_key] = self._context.job.schedule
             self._send_orders()
         if self._treats_orders_alike:
-            return (self.first if self._is_measured_with_first(key) else None), None, None
+            return (self.first if self._is_measured_with_first(key) else None), None
         kind = self._of_order(key)
         measured = self._measured
         if kind is None and measured is not None and self._has_passes_of(key, measured):
-            return measured, NO_ORDER, None
+            return measured, NO_ORDER
         if kind is None:
-            return None, NO_ORDER, None
-        order = kind.context.job.order or None
-        if kind.shapes is not None:
-            found = self._of_shape(seen, kind, kind.shapes)
-            return found, order, None if found is None else found.context.job.shape
-        return kind, order, None
+            return None, NO_ORDER
+        return kind, kind.context.job.order or None
 
     def _is_measured_with_first(self, key: int) -> bool:
         """Return whether an iteration of an order is treated like those of the first order.
@@ -288,15 +240,10 @@ class Kinds:
         measured = self._measured
         try:
             kind.advance(seen)
-        except StopIteration:
-            self._divide(kind)
-            return
         except Exception as error:
             if kind is self.first:
                 kind.close()
                 self._on_error(error)
-            elif kind.shape is not None:
-                self._give_up_shape(kind, str(error).rstrip("."))
             else:
                 self._give_up_order(kind.key, error)
             return
@@ -334,7 +281,7 @@ class Kinds:
             if kind is not self.first:
                 self._close(kind)
         self._orders.kinds = {} if self.first_key is None else {self.first_key: self.first}
-        self.first.shapes, self.latest = None, self.first
+        self.latest = self.first
         self.first.change_mode(_after(self._context, iterations))
         self._send_orders()
         self.advance(self.first, None)
@@ -400,22 +347,20 @@ class Kinds:
         is_measuring = self._profile() is None and any(
             kind.is_measured and orders.iterations - kind.last_at < _GONE for kind in orders.kinds.values()
         )
-        return not is_measuring and self._has_room(orders, len(self._requested))
+        return not is_measuring and self._has_room()
 
-    def _has_room(self, group: _Group[K], requested: int = 0) -> bool:
-        """Return whether a group may get another kind, which may replace an unused one.
-
-        ``requested`` is the number of kinds that will be added to it.
-        """
-        if group.numbers + requested >= _MOST_NUMBERS:
+    def _has_room(self) -> bool:
+        """Return whether another order may get plans, and remove an unused one if it has to be replaced."""
+        orders, requested = self._orders, len(self._requested)
+        if orders.numbers + requested >= _MOST_NUMBERS:
             return False
-        if len(group.kinds) + requested < _MOST_KINDS:
+        if len(orders.kinds) + requested < _MOST_KINDS:
             return True
-        others = [key for key, kind in group.kinds.items() if kind is not self.first]
-        oldest = min(others, key=lambda key: group.kinds[key].last_at, default=None)
-        if oldest is None or group.iterations - group.kinds[oldest].last_at < _UNUSED:
+        others = [key for key, kind in orders.kinds.items() if kind is not self.first]
+        oldest = min(others, key=lambda key: orders.kinds[key].last_at, default=None)
+        if oldest is None or orders.iterations - orders.kinds[oldest].last_at < _UNUSED:
             return False
-        self._close(group.kinds.pop(oldest))
+        self._close(orders.kinds.pop(oldest))
         self._send_orders()
         return True
 
@@ -443,7 +388,10 @@ class Kinds:
         planned = OrderPlanned(order=number, micro_batches=schedule.micro_batches, shares_profile=has_profile)
         self._context.recorder.announce(planned)
         kind = Kind(self._next_number(), context, mode_of_order(context, has_profile=has_profile), key)
-        self._begin(kind, key, self._orders)
+        kind.last_at = self._orders.iterations
+        self._orders.kinds[key] = kind
+        self._send_orders()
+        self.advance(kind, None)
 
     def _give_up_order(self, key: int, error: Exception) -> None:
         kind = self._orders.kinds.get(key)
@@ -457,87 +405,20 @@ class Kinds:
         self._context.recorder.announce(given_up)
         self._send_orders()
 
-    # Shapes.
-
-    def _of_shape(self, seen: Seen, order: Kind, shapes: _Group[Shape]) -> Kind | None:
-        """Return the kind of an iteration by the shape of its inputs. A frequent shape becomes a kind."""
-        shape = Shape.of(seen)
-        found = shapes.add(shape)
-        alike = {other for other in {*shapes.kinds, *shapes.last} if other != shape and other.begins_like(shape)}
-        for other, kind in shapes.kinds.items():
-            if other in alike:
-                kind.confused += 1
-                if kind.is_planned and kind.confused > max(_CONFUSED, _CONFUSED_SHARE * kind.iterations):
-                    self._give_up_shape(kind, "iterations that begin with the same inputs have different ones later")
-        if found is not None:
-            return found if found.is_planned else None
-        if self._shape_deserves_plans(shape, alike, shapes):
-            self._begin_shape(shape, seen.messages[0].report.length, order, shapes)
-        elif not shapes.is_announced:
-            shapes.is_announced = True
-            self._context.recorder.say(
-                "iterations differ in the shapes of their inputs: shapes that come often get plans, all others run at "
-                "default clocks"
-            )
-        return None  # also if its new mode begins, which has not requested what it ran
-
-    def _shape_deserves_plans(self, shape: Shape, alike: set[Shape], shapes: _Group[Shape]) -> bool:
-        """Return whether a shape is frequent and distinguishable from others, and may become a kind."""
-        is_confused = not alike.isdisjoint(shapes.kinds) or sum(other in alike for other in shapes.last) > _CONFUSED
-        if is_confused or not shapes.is_frequent(shape):
-            return False
-        # Others wait while enough lengths are profiled to predict their profiles.
-        is_measuring = len(shapes.kinds) >= FEWEST_LENGTHS and any(
-            kind.wanted.phase in MEASURING and shapes.iterations - kind.last_at < _LAST
-            for kind in shapes.kinds.values()
-        )
-        return not is_measuring and self._has_room(shapes)
-
-    def _begin_shape(self, shape: Shape, length: float, order: Kind, shapes: _Group[Shape]) -> None:
-        number = shapes.numbers = shapes.numbers + 1
-        context = replace(order.context, job=order.context.job.of_shape(number, f"{shape.total:.0f}"))
-        mode, error = mode_of_shape(context, length, shapes.measured, order.context.job.profile_path)
-        self._context.recorder.announce(ShapePlanned(shape=number, profile_error=error and round(error, 5)))
-        self._begin(Kind(self._next_number(), context, mode, order.key, shape), shape, shapes)
-
-    def _give_up_shape(self, kind: Kind, why: str) -> None:
-        self._close(kind)
-        self._context.recorder.announce(ShapePlanned(shape=kind.context.job.shape, given_up=why))
-        self._send_orders()
-
-    # Both.
-
     def _next_number(self) -> int:
         """Return a number that no other kind has."""
-        used = {kind.number for kind in (*self._orders.kinds.values(), *self.kinds())}
+        used = {kind.number for kind in self._orders.kinds.values()}
         following = (*range(self._number + 1, DEFAULT_CLOCKS), *range(1, self._number + 1))
         self._number = next(number for number in following if number not in used)
         return self._number
 
-    def _begin(self, kind: Kind, key: K, group: _Group[K]) -> None:
-        kind.last_at = group.iterations
-        group.kinds[key] = kind
-        self._send_orders()
-        self.advance(kind, None)
-
-    def _divide(self, kind: Kind) -> None:
-        """Divide a kind by shape, or give it up, because its passes no longer have common times."""
-        if kind.shape is not None:
-            self._give_up_shape(kind, "its passes no longer have common times")
-            return
-        kind.close()
-        kind.shapes = _Group()
-        self._send_orders()
-
     def _close(self, kind: Kind) -> None:
-        """End the modes of a kind and of its shapes, and return its ranks to default clocks."""
-        for each in (kind, *(kind.shapes.kinds.values() if kind.shapes is not None else ())):
-            each.close()
-            self._send_run(each)
+        """End the mode of a kind, and return its ranks to default clocks."""
+        kind.close()
+        self._send_run(kind)
 
     def _send_orders(self) -> None:
-        for rank in range(self._context.job.world_size):
-            self._context.send(rank, self.orders_for(rank))
+        self._context.send_all(self.orders)
 
 
 async def _after(context: ModeContext, iterations: int) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.plan_proof import IterationSample, Verdict
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.frontiers import (
@@ -17,7 +16,6 @@ from perseus_ds.server.frontiers import (
     load_frontier,
     optimise,
     own_frontier,
-    plan_by_length,
 )
 from perseus_ds.server.iterations import Mode
 from perseus_ds.server.phases import (
@@ -29,7 +27,7 @@ from perseus_ds.server.phases import (
     measure_default,
     observe,
 )
-from perseus_ds.server.profiling import predict_profile, profile_online, warm_up
+from perseus_ds.server.profiling import profile_online, warm_up
 from perseus_ds.server.under_plans import Outcome, PlanRunner
 
 # Number of iterations after which a dropped plan is compared again for the first time.
@@ -66,29 +64,6 @@ def mode_of(context: ModeContext, state: Mapping[str, Any] | None = None) -> Mod
 def mode_of_order(context: ModeContext, *, has_profile: bool) -> Mode:
     """Return the mode of another order."""
     return _profile_and_run(context, frontier_of_an_earlier_run(context), has_profile=has_profile)
-
-
-def mode_of_shape(
-    context: ModeContext, length: float, measured: dict[float, Path], tail_profile: Path
-) -> tuple[Mode, float | None]:
-    """Return the mode for inputs of one shape, and the error of its profile if that was predicted.
-
-    Args:
-        context: Context of these iterations.
-        length: Length of their inputs.
-        measured: Profiles by length. This one is added if it has to be measured.
-        tail_profile: The profile whose tails are used.
-
-    Raises:
-        PerseusError: A profile cannot be read.
-        OSError: A profile cannot be written.
-    """
-    profile = StageProfile.load(tail_profile)
-    known = frontier_of_an_earlier_run(context)
-    error = predict_profile(context.job, length, measured) if known is None else None
-    if error is None:
-        measured[length] = context.job.profile_path
-    return _profile_and_run(context, known, has_profile=error is not None, tail_profile=profile), error
 
 
 async def _observe(context: ModeContext) -> None:
@@ -144,18 +119,14 @@ async def _profile_and_run(
     frontier: Frontier | None,
     *,
     has_profile: bool = False,
-    tail_profile: StageProfile | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> None:
     """Train under plans of an earlier run, or of a profile that is measured first.
-
-    Ends if shapes of inputs vary between iterations, so that each needs its own plans.
 
     Args:
         context: Context of the mode.
         frontier: Plans of an earlier run, if there are any.
         has_profile: Whether the job's profile need not be measured.
-        tail_profile: Profile whose tails are used, because those of iterations of one shape cannot be measured.
         kept: Comparison with default clocks of a plan that an earlier start of the job has kept.
     """
     control = context.control
@@ -165,15 +136,13 @@ async def _profile_and_run(
     while True:
         if runner is None:
             if frontier is None and not has_profile:
-                await profile_online(context, await warm_up(context, tail_profile=tail_profile))
+                await profile_online(context, await warm_up(context))
             profiles += frontier is None
             has_profile = False
             runner = await _with_plans(context, frontier, kept)
             kept = None
-            if runner is None:
-                return
-        elif (await _measure_again(context, runner)).sample.mixes_shapes and not runner.by_length:
-            return
+        else:
+            await _measure_again(context, runner)
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         result = await runner.run_while_kept(profiles_again=may_profile)
         if isinstance(result, Verdict):
@@ -188,8 +157,6 @@ async def _profile_and_run(
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
         if result is Outcome.PROFILE_OUTDATED:
             control.plans_are_dropped(runner.selector.state_for_other_plans())
-            if runner.drifts_by_shape:
-                return
             frontier = runner = None
 
 
@@ -197,36 +164,27 @@ async def _with_plans(
     context: ModeContext,
     frontier: Frontier | None,
     kept: Mapping[str, Any] | None,
-) -> PlanRunner | None:
-    """Compute plans if there are none, measure default clocks, and return a runner of the plans.
-
-    None if shapes of inputs vary between iterations.
-    """
+) -> PlanRunner:
+    """Compute plans if there are none, measure default clocks, and return a runner of the plans."""
     default = DefaultIterations(context.job)
     if frontier is None:
         frontier = await optimise(context, default)
-    by_length = plan_by_length(context, frontier)
-    if by_length:
-        default = DefaultIterations(context.job)  # previous iterations had any lengths
     if kept is not None:
         default.restore(kept)
     await measure_default(default, context.recorder.say)
-    if default.sample.mixes_shapes and not by_length:
-        return None
-    runner = PlanRunner(context, frontier, default=default, by_length=by_length)
+    runner = PlanRunner(context, frontier, default=default)
     if kept is not None:
         runner.keep(kept)
     return runner
 
 
-async def _measure_again(context: ModeContext, runner: PlanRunner) -> DefaultIterations:
+async def _measure_again(context: ModeContext, runner: PlanRunner) -> None:
     """Measure default clocks to compare plans with, unless they would exceed a power cap."""
     default = DefaultIterations(context.job)
     while not (default.sample.is_enough or runner.apply_cap()):
         await measure_default(default, context.recorder.say, runner.selector.default_clocks_exceed_cap)
     if default.sample.is_enough:
         runner.compare_with(default)
-    return default
 
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:

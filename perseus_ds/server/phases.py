@@ -16,7 +16,6 @@ from perseus_ds.protocol.job_messages import Calibrate, ToRank
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 from perseus_ds.server.job import Job
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -28,7 +27,7 @@ _LONG_AGO = 20
 
 @dataclass(frozen=True)
 class ModeContext:
-    """Context of a job, or of its iterations of one order or with inputs of one shape.
+    """Context of a job, or of its iterations of one order.
 
     Attributes:
         send: Sends a message to a rank.
@@ -39,7 +38,6 @@ class ModeContext:
     job: Job
     recorder: Recorder
     control: JobControl
-    look_ahead: LookAhead
     send: Callable[[int, ToRank], None]
     timebase: Timebase = REAL_TIME
     worker: Callable[..., OptimizeWorker] = OptimizeWorker
@@ -71,7 +69,6 @@ class DefaultIterations:
         try:
             for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
                 self.sample.add(float(time_s), float(energy_j))
-                self.sample.shapes[float(kept.get("shapes", 0.0))] += 1
         except (KeyError, TypeError, ValueError):  # of an edited file, or of another version
             self.sample = IterationSample(self.sample.counter_period_s)
 
@@ -172,7 +169,7 @@ class BackOff:
     def next(self, step: int) -> int:
         """Return the number of iterations to back off after a step of the job."""
         is_long_ago = step - self._until > _LONG_AGO * self._last
-        self._last = self._first if is_long_ago else _LONGER * self._last
+        self._last = self._first if is_long_ago or not self._last else _LONGER * self._last
         self._until = step + self._last
         return self._last
 

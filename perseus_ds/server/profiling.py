@@ -6,14 +6,14 @@ import contextlib
 import logging
 import math
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import ByLength, ProfileInfo, StageProfile
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import ProfileConfig
@@ -21,7 +21,7 @@ from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.measures import Typical
-from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
@@ -37,7 +37,6 @@ from perseus_ds.profiler.fixed_durations import (
     with_tail,
     without_gaps,
 )
-from perseus_ds.profiler.lengths import FEWEST_LENGTHS, fit_by_length, profile_for_length, typical_error
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power_w, pooled
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
@@ -59,20 +58,16 @@ class Baseline:
         time_s: Mean time of the job's iterations without stalls [s].
         energy_j: Their mean energy, of all GPUs [J].
         info: The job, and the durations of operations without a choice of clock.
-        tail_profile: Profile whose tails are used if they were not measured; None if they were.
     """
 
     spans: list[list[list[Span]]]
     time_s: float
     energy_j: float
     info: ProfileInfo
-    tail_profile: StageProfile | None = None
 
 
-async def warm_up(context: ModeContext, *, tail_profile: StageProfile | None = None) -> Baseline:
+async def warm_up(context: ModeContext) -> Baseline:
     """Run iterations at default clocks until times are stable on all ranks.
-
-    If ``tail_profile`` is given, its tails are used. They are the same for inputs of other shapes.
 
     Raises:
         GpuError: The blocking power is not known.
@@ -101,39 +96,15 @@ async def warm_up(context: ModeContext, *, tail_profile: StageProfile | None = N
         ]
         for rank in job.shown
     ]
-    info = _info(job, spans, measured)
-    if tail_profile is not None:
-        info = info.model_copy(update={"tail_s": tail_profile.info.tail_s})
-    if context.look_ahead.is_used:
-        info = info.model_copy(update={"by_length": _by_length(context, measured)})
     mean = Typical.mean_of([seen.time_s for seen in measured], [seen.reports.energy_j for seen in measured])
     assert mean is not None, "there are iterations"
-    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, info, tail_profile)
+    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, _info(job, spans, measured))
 
 
 def _after_tail_s(job: Job, seen: Seen) -> float:
     """Return the least time of a rank from its last operation to the end of an iteration [s]."""
     own = ((seen.messages[rank].report.time_s, seen.spans(rank)) for rank in job.profiled)
     return max(0.0, min((time_s - spans[-1].end_s for time_s, spans in own if spans), default=0.0))
-
-
-def _by_length(context: ModeContext, iterations: Sequence[Seen]) -> ByLength | None:
-    """Return how passes depend on lengths. None if lengths are unknown or hardly vary."""
-    times: dict[tuple[int, Kind], list[tuple[float, float]]] = defaultdict(list)
-    known: list[float] = []
-    for seen in iterations:
-        for rank in context.job.profiled:
-            lengths = context.look_ahead.lengths_of(seen.iteration, context.job.places[rank].pipeline)
-            if lengths is None:
-                continue
-            known += lengths
-            for span in seen.spans(rank):
-                if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
-                    instruction = span.operation.instruction
-                    if instruction.micro_batch < len(lengths):
-                        length = lengths[instruction.micro_batch]
-                        times[instruction.stage, instruction.kind].append((length, span.time_s))
-    return fit_by_length(times, statistics.fmean(known)) if known else None
 
 
 def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) -> ProfileInfo:
@@ -176,9 +147,6 @@ _UNKNOWN = 0.5
 _SAVED_AGAIN_AFTER = 10
 # A tail shorter than this fraction of an iteration needs no separate clock.
 _TAIL_MATTERS = 0.02
-# Maximum error of predicted rows, unless errors of measured rows are larger. Plans from rows with errors of 2 % take
-# 0.6 to 2.5 % longer (benchmarks/varying.py).
-_MOST_PREDICTED_ERROR = 0.02
 
 
 async def profile_online(context: ModeContext, baseline: Baseline) -> None:
@@ -228,7 +196,6 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         ProfileWritten(
             path=str(job.profile_path),
             order=job.order,
-            shape=job.shape,
             resumed_clocks=search.resumed,
             iterations=measurement.iterations,
             lost_s=round(measurement.lost_s, 3),
@@ -279,7 +246,6 @@ class _Measurement:
 
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:
         job = context.job
-        self._look_ahead, self._places = context.look_ahead, job.places
         self._ranks, self._shown = job.profiled, job.shown
         self._baseline = baseline
         self._period_s, self._settle_s = job.counter_period_s(), job.counter_settle_s()
@@ -343,7 +309,7 @@ class _Measurement:
         run = seen.run
         is_measured = run is not None and run.phase == "profile" and all(seen.contents.get(r) for r in self._ranks)
         clock_mhz = run.clock_mhz if run is not None and is_measured else None
-        is_gap = bool(self._visit) and seen.number != self._visit[-1].number + 1  # other shapes may have run there
+        is_gap = bool(self._visit) and seen.number != self._visit[-1].number + 1  # another order may have run there
         if clock_mhz != self._visited_mhz or is_gap:
             self._end_visit()
         for rank in self._ranks:
@@ -391,21 +357,8 @@ class _Measurement:
             begun_s = seen.messages[rank].begun_s
             found = with_tail(seen.spans(rank), tail_s)
             spans.append([Span(span.operation, begun_s + span.start_s, begun_s + span.end_s) for span in found])
-        factors = [self._factors(rank, seen) for seen in visit]
-        self._profilers[rank].add(clock_mhz, spans, readings, counter.state, factors, reached_s=reached_s)
+        self._profilers[rank].add(clock_mhz, spans, readings, counter.state, reached_s=reached_s)
         self._refreshes[rank, clock_mhz] += len(readings)
-
-    def _factors(self, rank: int, seen: Seen) -> Mapping[Instruction, float]:
-        """Return the times of passes relative to inputs of the profile's length."""
-        by_length = self._baseline.info.by_length
-        lengths = self._look_ahead.lengths_of(seen.iteration, self._places[rank].pipeline)
-        if by_length is None or lengths is None:
-            return {}
-        return {
-            Instruction(stage, kind, micro_batch): factor
-            for micro_batch, length in enumerate(lengths)
-            for (stage, kind), factor in by_length.factors(length).items()
-        }
 
     def rows(self, clocks: Sequence[int]) -> dict[str, list[MeasuredRow]]:
         """Return all rows measured so far, by rank.
@@ -423,7 +376,7 @@ class _Measurement:
                 raise GpuError(
                     f"the power at {missing[0]} MHz is not known: the energy counter of rank {rank} was refreshed "
                     f"{self._refreshes[rank, missing[0]]} times while it only included iterations at this clock. "
-                    f"Iterations between those of other shapes must take at least {shortest_s:.2g} s."
+                    f"Iterations between those of other orders must take at least {shortest_s:.2g} s."
                 )
         return found
 
@@ -462,20 +415,17 @@ def pairs(content: bytes) -> list[tuple[float, float]]:
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
     """Write the estimated profile, and the measured rows to ``measured.csv`` in the same folder."""
     waiting_w = baseline.info.blocking_power_w or 0.0
-    if baseline.tail_profile is None:
-        # If a tail is short or draws no more power than waiting, its clock does not matter.
-        idle = {
-            (stage, kind)
-            for stage, kind in estimated.keys
-            if kind is Kind.TAIL
-            and (
-                estimated.at_highest_clock(stage, kind).time_s < _TAIL_MATTERS * baseline.time_s
-                or min(estimated.options(stage, kind).effective_energy_j(waiting_w)) <= 0
-            )
-        }
-        profile = estimated.where(lambda *row: row[:2] not in idle)
-    else:
-        profile = _with_tails_of(baseline.tail_profile, estimated)
+    # If a tail is short or draws no more power than waiting, its clock does not matter.
+    idle = {
+        (stage, kind)
+        for stage, kind in estimated.keys
+        if kind is Kind.TAIL
+        and (
+            estimated.at_highest_clock(stage, kind).time_s < _TAIL_MATTERS * baseline.time_s
+            or min(estimated.options(stage, kind).effective_energy_j(waiting_w)) <= 0
+        )
+    }
+    profile = estimated.where(lambda *row: row[:2] not in idle)
     profile = _above_waiting(profile, waiting_w)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")
@@ -503,36 +453,6 @@ def share_profile(job: Job, path: Path) -> bool:
 def passes_of_stages(schedule: Schedule) -> set[tuple[int, Kind]]:
     """Return stage and kind of all passes of a schedule."""
     return {(i.stage, i.kind) for stream in schedule.instructions for i in stream if i.kind is not Kind.TAIL}
-
-
-def predict_profile(job: Job, length: float, measured: Mapping[float, Path]) -> float | None:
-    """Predict the profile for a length of inputs from profiles by length, write it, and return its typical error.
-
-    Incomplete and predicted profiles are ignored. The error is relative; None if no profile was written.
-    """
-    profiles = {}
-    for other, path in measured.items():
-        with contextlib.suppress(ProfileError):
-            profile = StageProfile.load(path)
-            if math.isfinite(other) and any(row.samples for row in profile.info.rows):
-                profiles[other] = profile
-    if not math.isfinite(length) or len(profiles) < FEWEST_LENGTHS:
-        return None
-    profile = profile_for_length(profiles, length)
-    error = typical_error(profile)
-    if error > max(_MOST_PREDICTED_ERROR, *map(typical_error, profiles.values())):
-        return None
-    StageProfile(profile.measurements, profile.info.model_copy(update={"job": job.profile_key()})).save(
-        job.profile_path
-    )
-    return error
-
-
-def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
-    passes = profile.where(lambda stage, kind, clock_mhz: kind is not Kind.TAIL)
-    tails = other.where(lambda stage, kind, clock_mhz: kind is Kind.TAIL)
-    rows = [*passes.info.rows, *tails.info.rows]
-    return StageProfile([*passes.measurements, *tails.measurements], profile.info.model_copy(update={"rows": rows}))
 
 
 def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfile:

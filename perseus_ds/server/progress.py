@@ -150,9 +150,7 @@ class JobFacts(_Facts):
         None, description="What all steps saved, profiling and comparisons included; none before a plan ran."
     )
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
-    kinds: tuple[KindSummary, ...] = Field(
-        (), description="By order of passes and shape of inputs; none if all iterations are alike."
-    )
+    kinds: tuple[KindSummary, ...] = Field((), description="By order of passes; none if all iterations are alike.")
     pipelines: tuple[PipelineFacts, ...]
     waits: tuple[float, ...] = Field(
         (), description="By rank of a pipeline, the share of an iteration in which it waits."
@@ -446,7 +444,6 @@ class JobProgress:
             yield KindSummary(
                 micro_batches=kind.micro_batches,
                 order=kind.order,
-                shape=kind.shape,
                 iterations=iterations,
                 planned=planned.get(kind, 0),
                 slowdown=saving and saving.slowdown,

@@ -115,14 +115,14 @@ class Recorder:
         self.event(event)
         self.say(plain(event.in_words()))
 
-    def add(self, seen: Seen, run: Run, order: int | None = None, shape: int | None = None) -> None:
-        """Record an iteration, with the numbers of its order and the shape of its inputs if these have separate plans.
+    def add(self, seen: Seen, run: Run, order: int | None = None) -> None:
+        """Record an iteration, with the number of its order if it has separate plans.
 
         If ranks ran differently, ``run`` is what rank 0 ran.
         """
         self._time_s += seen.time_s
         self._compare_limits(self._lasting(seen.ranks.limits))
-        record = self.last = self._of_job(seen, run, order, shape)
+        record = self.last = self._of_job(seen, run, order)
         self._writer.write(record, may_wait=True)
         if self._has_monitor:
             prefix = "Perseus/simulated" if self._simulated else "Perseus"
@@ -200,7 +200,7 @@ class Recorder:
         self.warn(warning)
         self.event(failed)
 
-    def _of_job(self, seen: Seen, run: Run, order: int | None, shape: int | None) -> IterationRecord:
+    def _of_job(self, seen: Seen, run: Run, order: int | None) -> IterationRecord:
         reports = seen.ranks
         energies_j = reports.energy_j
         energy_j = float(energies_j.sum())
@@ -219,7 +219,6 @@ class Recorder:
             phase=run.phase,
             plan=run.plan,
             order=order,
-            shape=shape,
             limited=bool(seen.ranks.limits),
             time_s=_rounded(reports.time_s.max()),
             energy_j=_rounded(energy_j) if has_energy else None,

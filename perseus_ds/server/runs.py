@@ -7,15 +7,13 @@ they ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.lengths import PipelinePlan
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Times
@@ -34,7 +32,7 @@ _RESENT_EVERY = 10
 
 @dataclass
 class _Sent:
-    """A run that was sent for a kind, and the one before it, for which plans may still arrive."""
+    """A run that was sent for a kind."""
 
     serial: int
     kind: Kind
@@ -43,7 +41,6 @@ class _Sent:
     every: int
     from_iteration: int
     shown_after: int
-    before: _Sent | None = None
     programs: dict[Any, Program] = field(default_factory=dict)
 
     @property
@@ -55,7 +52,6 @@ class _Sent:
         wanted, job = self.wanted, self.kind.context.job
         place = job.places[rank]
         plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
-        plan = place.pipeline if wanted.by_length else plan
         if (program := self.programs.get((plan, place.pipeline_rank))) is None:
             program = program_of(wanted, self.kind.number, place.pipeline, place.pipeline_rank, job.schedule)
             self.programs[plan, place.pipeline_rank] = program
@@ -71,7 +67,6 @@ class _Sent:
             self.every,
             wanted.otherwise,
             wanted.logs_energy and is_profiled,
-            0 if wanted.by_length else None,
         )
 
 
@@ -106,29 +101,15 @@ class RunSender:
         """Send the run that a kind requests to the ranks, for the next iterations that none can have begun."""
         wanted, before = kind.wanted, self._sent.get(kind.number)
         times, every = wanted.times, wanted.every
-        if kind.number == 0 and not wanted.by_length and self._timelines.wants(wanted):
+        if kind.number == 0 and self._timelines.wants(wanted):
             times, every = "all", 1
         if before is not None and before.key == (*wanted.key, times, every):
             self.known[before.serial] = before.wanted = wanted  # its next phase or status may differ
             return
         sent = self._sent[kind.number] = self._new(kind, wanted, times, every)
-        sent.before = None if before is None else replace(before, before=None)
-        self._send(sent, sent.from_iteration)
-        if wanted.by_length:
-            for iteration in self._context.look_ahead.plans_of(kind.context.job.order):
-                if iteration >= sent.from_iteration:
-                    self.send_planned(kind, iteration)
-
-    def send_planned(self, kind: Kind, iteration: int) -> None:
-        """Send the plan for one iteration, if it is planned by length and no rank has begun it."""
-        sent = self._sent.get(kind.number)
-        if sent is not None and iteration < sent.from_iteration:
-            sent = sent.before
-        plan = self._context.look_ahead.plans_of(kind.context.job.order).get(iteration)
-        if sent is None or not sent.wanted.by_length or plan is None or iteration <= self.issued:
-            return
-        run = sent.wanted.with_lengths(plan)
-        self._send(self._new(kind, run, run.times, run.every), iteration, only_iteration=iteration)
+        for rank, state in enumerate(self._context.job.states):
+            if state.is_here:
+                self._context.send(rank, sent.follow(rank, sent.from_iteration))
 
     def _new(self, kind: Kind, run: Run, times: Times, every: int) -> _Sent:
         self._serial += 1
@@ -139,14 +120,6 @@ class RunSender:
         shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self.time_s)) if self.time_s else 2
         return _Sent(self._serial, kind, run, times, every, self.from_iteration, shown_after)
 
-    def _send(self, sent: _Sent, from_iteration: int, only_iteration: int | None = None) -> None:
-        for rank, state in enumerate(self._context.job.states):
-            if state.is_here:
-                follow = sent.follow(rank, from_iteration)
-                if only_iteration is not None:
-                    follow = msgspec.structs.replace(follow, only_iteration=only_iteration)
-                self._context.send(rank, follow)
-
     def resend(self, rank: int) -> None:
         """Send the last run of each kind again to a rank."""
         for sent in self._sent.values():
@@ -155,7 +128,7 @@ class RunSender:
     def behind(self, kind: Kind, iteration: int, messages: Sequence[RankReport]) -> list[int]:
         """Return the ranks that did not follow the last run of a kind, and are due to receive it."""
         sent = self._sent.get(kind.number)
-        if sent is None or sent.wanted.by_length or iteration <= sent.from_iteration + 1:
+        if sent is None or iteration <= sent.from_iteration + 1:
             return []
         found = []
         for rank, message in enumerate(messages):
@@ -182,19 +155,16 @@ def program_of(run: Run, number: int, pipeline: int, rank: int, schedule: Schedu
     Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the
     end of an iteration, they have the clock that the next one starts with.
     """
-    if run.plans is None or (run.by_length and run.lengths is None):
+    if run.plans is None:
         return Program(number, run.clock_mhz)
-    plan = run.plans.of_pipeline(pipeline) if run.lengths is None else run.lengths.pipelines[pipeline]
+    plan = run.plans.of_pipeline(pipeline)
     instructions = run.plans.frontier.instructions[rank]
     own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
     if len(set(own_mhz)) == 1:
         return Program(number, own_mhz[0])
     clock_of = dict(zip(instructions, own_mhz, strict=True))
     clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
-    if isinstance(plan, PipelinePlan):
-        spans_s = _spans_by_length_s(dict(zip(instructions, plan.spans_s[rank], strict=True)), stream)
-    else:
-        spans_s = _spans_s(plan, run.plans, stream)
+    spans_s = _spans_s(plan, run.plans, stream)
     return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
 
 
@@ -206,17 +176,6 @@ def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
         latest_mhz = latest_mhz if clock_mhz is None else clock_mhz
         found.append(latest_mhz)
     return (*found, *[known[0]] * (len(clocks_mhz) - last - 1))
-
-
-def _spans_by_length_s(
-    span_of: Mapping[Instruction, tuple[float, float]], stream: Sequence[Instruction]
-) -> list[tuple[float, float]]:
-    """Return start and end of each instruction of a rank [s]. Those without a span take no time."""
-    spans_s, end_s = [], 0.0
-    for instruction in stream:
-        start_s, end_s = span_of.get(instruction, (end_s, end_s))
-        spans_s.append((start_s, end_s))
-    return spans_s
 
 
 def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:

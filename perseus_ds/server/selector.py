@@ -115,7 +115,7 @@ class PlanSelector:
 
     def __init__(self, context: ModeContext, frontier: Frontier) -> None:
         """Decide on the first assignment, with the progress of an earlier start."""
-        self._kind = context.job.order, context.job.shape
+        self._kind = context.job.order
         self._frontier = frontier
         self._assigned_for: tuple[Any, ...] = ()
         self._assigned = Assignment()

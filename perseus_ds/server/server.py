@@ -38,10 +38,9 @@ from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.optimizer.lengths import LengthsWorker
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import AnyOrder, check_deadline, parse_order
-from perseus_ds.policy.reports import LimitConditions, RankReports, shapes_number
+from perseus_ds.policy.reports import LimitConditions, RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.job_messages import (
     LatencyTable,
@@ -61,7 +60,6 @@ from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job, with_permission
 from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kinds
-from perseus_ds.server.look_ahead import LookAhead
 from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.output_folder import FolderLock, StateFile, own_folder
 from perseus_ds.server.phases import BackOff, ModeContext
@@ -115,7 +113,6 @@ class JobServer:
         epoch: int = 0,
         timebase: Timebase = REAL_TIME,
         worker: Callable[..., OptimizeWorker] = OptimizeWorker,
-        lengths_worker: Callable[..., LengthsWorker] = LengthsWorker,
     ) -> None:
         """Check what can be checked before training.
 
@@ -126,7 +123,6 @@ class JobServer:
             epoch: Number of earlier servers of the running job.
             timebase: Timebase of the server.
             worker: Computes plans in another process.
-            lengths_worker: Plans iterations of given lengths in another process.
 
         Raises:
             PerseusError: The job cannot be trained as configured.
@@ -149,11 +145,7 @@ class JobServer:
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
         self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
         self.control.record = self.recorder.event
-        pipelines = 1 + max(place.pipeline for place in self.job.places)
-        self.look_ahead = LookAhead(pipelines, self.recorder.say, lengths_worker)
-        self._context = ModeContext(
-            self.job, self.recorder, self.control, self.look_ahead, self._send_for_mode, timebase, worker
-        )
+        self._context = ModeContext(self.job, self.recorder, self.control, self._send_for_mode, timebase, worker)
         self.runs = RunSender(self._context, self._timelines, epoch << 32)  # agents know serials of earlier servers
         self._profiled_limit = msg.SetProfiledLimit(None)
         # By iteration, the reports and operations of the ranks that have sent them.
@@ -165,7 +157,6 @@ class JobServer:
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = self.control.steps = first.steps or 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
-        self._backs_off_until = 0  # an iteration
         self._left_s: float | None = None
         self.is_over = False
         self.has_ended = False
@@ -271,9 +262,6 @@ class JobServer:
                 text = "perseus: the fault has passed. This rank runs under plans again."
                 self._send(rank, Say(text, warns=True))
                 self.recorder.event(Recovered(rank=rank))
-            case msg.Lengths():
-                pipeline = self.job.places[rank].pipeline
-                self.look_ahead.give(message.iteration, pipeline, message.lengths, self.runs.issued)
             case msg.ScheduleRead():
                 self._kinds.add_schedule(rank, message)
             case msg.Worked():
@@ -305,8 +293,6 @@ class JobServer:
 
     def tick(self) -> None:
         """Do everything that is due without a message."""
-        if not self._backs_off:
-            self._plan_ahead()
         now_s = self._time.now_s()
         passed_s, self._ticked_s = now_s - self._ticked_s, now_s
         if self._left_s is None:
@@ -318,7 +304,6 @@ class JobServer:
         if not self.has_ended and (all_left or late_s > _LAST_REPORTS_S):
             self.has_ended = True
             self._kinds.close()
-            self.look_ahead.close()
             self.recorder.close()
             self._send(0, msg.Summarised())
         self.is_over = all_left
@@ -379,25 +364,21 @@ class JobServer:
             streams=[streams[place.pipeline_rank] for place in self.job.places] if streams else [],
             ended=first.ended,
             conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits),
-            relative=self.look_ahead.relative(number),
         )
         self.control.count_step(seen.number)
         self.runs.time_s = seen.time_s
         if run is not None and number % run.every == 0:
             seen.drift = drift_of(self.job, seen)
-        kind, order, shape = self._kinds.route(seen, key)
-        if kind is not None:
-            is_missed = kind.wanted.by_length and (run is None or run is UNPLANNED)
-            self.look_ahead.has_ended(number, kind.context.job.order, is_missed=is_missed)
+        kind, order = self._kinds.route(key)
         recorded = run or self.runs.known.get(first.serial) or UNPLANNED
         if messages[0].has_failed:
             recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan
-        self.recorder.add(seen, recorded, order, shape)
+        self.recorder.add(seen, recorded, order)
         if run is not None and run.phase not in MEASURING:
             forecast = run.forecast
             slowdown = 1.0 if forecast is None else forecast.time_s / forecast.default_time_s
-            self.control.kind_times.add((order or 0, shape or 0), seen.time_s / slowdown)
-        if run is not None and not (order or shape):
+            self.control.kind_times.add(order or 0, seen.time_s / slowdown)
+        if run is not None and not order:
             self._timelines.add(seen, run, self.job)
         if kind is not None:
             for rank in self.runs.behind(kind, number, messages):
@@ -422,29 +403,11 @@ class JobServer:
             tail_s=by_rank("report.tail_s"),
             limit_w=by_rank("limit_w"),
             limit_mhz=by_rank("limit_mhz"),
-            shapes=np.array([shapes_number(rank, m.report.shapes) for rank, m in enumerate(messages)], np.float64),
         )
-
-    def _plan_ahead(self) -> None:
-        """Request plans for iterations with known lengths, and send new plans to the ranks."""
-        for order, iteration in self.look_ahead.new_plans(self.runs.issued):
-            for kind in self._kinds.kinds():
-                if kind.context.job.order == order:
-                    self.runs.send_planned(kind, iteration)
-
-    @property
-    def files(self) -> list[int]:
-        """File descriptors that are readable when :meth:`tick` has something to do."""
-        return [] if self._backs_off else self.look_ahead.files
-
-    @property
-    def _backs_off(self) -> bool:
-        """True if the mode has failed and has not been restarted yet."""
-        return self._completed < self._backs_off_until
 
     def resend(self, rank: int) -> None:
         """Send all kinds, their runs and requests to a rank, to which a message may have been lost."""
-        self._send(rank, self._kinds.orders_for(rank))
+        self._send(rank, self._kinds.orders)
         for key in self._kinds.requested:
             self._send(rank, msg.ReadSchedule(key))
         self.runs.resend(rank)
@@ -461,7 +424,6 @@ class JobServer:
         logger.debug("perseus: the mode ended", exc_info=error)
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
-        self._backs_off_until = self._completed + iterations
         self.recorder.fail(Failed(error=str(error)), f"{text}. Training continues at default clocks.")
         self._kinds.restart(iterations)
 
@@ -574,13 +536,7 @@ class ServerProcess:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self.server.is_over and self._is_needed():
-            with self._lock:
-                files = self.server.files
-            for file in files:
-                poller.register(file, zmq.POLLIN)
             poller.poll(int(1000 * _POLL_S))
-            for file in files:
-                poller.unregister(file)
             with self._lock:
                 self._receive()
                 with self._surviving_errors():

@@ -15,7 +15,7 @@ from perseus_ds.measures import STALL
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import Forecast
 from perseus_ds.policy.plan_proof import IterationSample, PlanComparison, PlanProof, Verdict, error_probability
-from perseus_ds.policy.reports import Conditions, JobDrift, RankDrift
+from perseus_ds.policy.reports import Conditions, JobDrift, rank_drift
 from perseus_ds.server.frontiers import keep_for_later_runs
 from perseus_ds.server.iterations import NextPhase, Plans, Run, Seen, iteration
 from perseus_ds.server.job import Job
@@ -25,7 +25,6 @@ from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
 _DRIFTS_IN_A_ROW = 2
-_INCOMPARABLE = 30
 # Duration of a plan from a file before a comparison. A shorter job is too short for a comparison.
 _TRIAL_ITERATIONS = 8
 _TRIAL_S = 20.0
@@ -42,12 +41,12 @@ class Outcome(Enum):
     """Reason why there is no verdict on a plan, so that something has to be measured again."""
 
     PROFILE_OUTDATED = "instructions deviate from the profile, and a comparison is not possible"
-    DEFAULT_OUTDATED = "shapes of inputs or limits of GPUs have changed since default clocks were measured"
+    DEFAULT_OUTDATED = "limits of GPUs have changed since default clocks were measured"
 
 
 def drift_of(job: Job, seen: Seen) -> JobDrift | None:
     """Compare the instructions of an iteration under plans with the profile. None if they were not measured."""
-    plans = None if seen.run is None or seen.run.by_length else seen.run.plans
+    plans = None if seen.run is None else seen.run.plans
     if plans is None or not plans.frontier.instruction_times_s:
         return None
     pipelines, drifts = [], []
@@ -56,10 +55,10 @@ def drift_of(job: Job, seen: Seen) -> JobDrift | None:
         plan = plans.of_pipeline(place.pipeline)
         instructions, clocks_mhz = plan.instructions[place.pipeline_rank], plan.clocks_mhz[place.pipeline_rank]
         if has_failed:
-            drift = RankDrift()
+            drift = 0.0
         elif spans := seen.spans(rank):
             clocks = dict(zip(instructions, clocks_mhz, strict=True))
-            drift = RankDrift.of(spans, clocks, plans.frontier.instruction_times_s)
+            drift = rank_drift(spans, clocks, plans.frontier.instruction_times_s)
         else:
             continue
         pipelines.append(place.pipeline)
@@ -71,9 +70,7 @@ class PlanRunner:
     """Runs the assignment in force, and compares it with default clocks.
 
     Attributes:
-        by_length: Whether each iteration runs a plan for its lengths, or default clocks without one.
         has_drifted: Whether instructions were found to deviate from the profile.
-        drifts_by_shape: Whether the reason is another shape of inputs.
     """
 
     def __init__(
@@ -82,15 +79,13 @@ class PlanRunner:
         frontier: Frontier,
         *,
         default: DefaultIterations | None = None,
-        by_length: bool = False,
     ) -> None:
         """Decide on the first plan. Without ``default``, savings are relative to the profile."""
         self._context = context
         self._job = context.job
         self._recorder = context.recorder
         self.frontier = frontier
-        self.by_length = by_length
-        self.has_drifted = self.drifts_by_shape = self._profiles_again = False
+        self.has_drifted = self._profiles_again = False
         # Whether the last comparison kept the plan and the next one is not due, and the number of iterations until
         # then.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
@@ -103,10 +98,7 @@ class PlanRunner:
         self._probability: float | None = None
         # Whether default clocks have just been measured.
         self._is_fresh = False
-        self._incomparable = 0
         self._turns = 0
-        # Ratio of iteration times to the profile, because inputs have other shapes.
-        self._scale = 1.0
         # The block without its first iteration, which begins at the previous clocks.
         self._begun: IterationSample | None = None
         self._compared_plan: int | None = None
@@ -139,18 +131,17 @@ class PlanRunner:
 
     def _progress(self) -> dict[str, Any]:
         progress = self.selector.state()
-        if self._is_kept and self._default is not None and not self._default.varies_in_shape:
+        if self._is_kept and self._default is not None:
             sample = self._default
             progress["kept"] = {
                 "times_s": [round(time_s, 6) for time_s in sample.times_s],
                 "energies_j": [round(energy_j, 6) for energy_j in sample.energies_j],
-                "shapes": next(iter(sample.shapes), 0.0),
                 "again_in": self._again_in,
             }
         return progress
 
     def compare_with(self, default: DefaultIterations) -> None:
-        self._is_fresh, self._incomparable = True, 0
+        self._is_fresh = True
         self._conditions = default.conditions
         self._set_default(default.sample)
 
@@ -254,8 +245,6 @@ class PlanRunner:
             seen = await iteration(run)
             if outcome := self._add_iteration(seen):
                 return outcome
-            if self._incomparable >= _INCOMPARABLE:
-                return Outcome.DEFAULT_OUTDATED
             whole_s = IterationSample(block.counter_period_s).remaining_s(seen.time_s, more=2)
             in_s = block.remaining_s(seen.time_s, more=1) + following * whole_s
             # The last iteration is in progress when the next block begins, unless an analysis is due now.
@@ -309,8 +298,9 @@ class PlanRunner:
         figures = {name: round(value, 5) for name, value in figures.items() if name != "freedom"}
         decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
         plan = self._compared_plan if self._compared_plan is not None else self.selector.in_force.plan
-        kind = {"order": self._job.order, "shape": self._job.shape}
-        self._recorder.announce(PlanJudged.model_validate({"plan": plan, **kind, **decided, **figures}))
+        self._recorder.announce(
+            PlanJudged.model_validate({"plan": plan, "order": self._job.order, **decided, **figures})
+        )
 
     def _add_iteration(self, seen: Seen) -> Outcome | None:
         """Process an iteration, decide on the following ones, and return why plans are outdated, if they are."""
@@ -319,12 +309,10 @@ class PlanRunner:
         outcome = self._outdated(seen)
         self.selector.decide()
         if self._default is not None:
-            has_other_shapes = self._default.has_other_shapes(seen.reports)
-            self._incomparable = self._incomparable + 1 if has_other_shapes else 0
             block = run.block if run is not None else None
             if block is not None and block is not self._begun:
                 self._begun = block  # the first iteration begins at the previous clocks
-            elif block is not None and not has_other_shapes:
+            elif block is not None:
                 block.add_reports(seen.reports)
                 if run is not None and run.plan is not None:
                     self._compared_plan = run.plan
@@ -334,28 +322,18 @@ class PlanRunner:
         """Return why these plans are outdated, if they are. Print once that instructions have drifted.
 
         If iterations can be compared with default clocks, the comparison decides instead: a plan that still saves
-        energy and is in time is kept, regardless of its instruction times. With inputs of other shapes or a power cap,
-        a comparison is not possible.
+        energy and is in time is kept, regardless of its instruction times. With a power cap, a comparison is not
+        possible.
         """
         if seen.conditions != self._conditions and not self._is_capped:
             return Outcome.DEFAULT_OUTDATED
-        drift, default = seen.drift, self._default
+        drift = seen.drift
         if drift is None:
             return None
-        typical, most = drift.typical, drift.most
-        has_other_shapes = default is not None and default.has_shapes_beside(seen.reports)
-        if default is None or not has_other_shapes:
-            self._scale = 1.0
-        else:
-            # A factor that all instructions have in common is not drift: the promise is multiplied by it.
-            typical, most = drift.typical_beside_pace, drift.most_beside_pace
-            if not math.isnan(drift.pace):
-                self._scale = 1.0 if default.varies_in_shape else drift.pace
-        self._drifted = self._drifted + 1 if typical > self._job.config.max_drift else 0
+        self._drifted = self._drifted + 1 if drift.typical > self._job.config.max_drift else 0
         if self._drifted < _DRIFTS_IN_A_ROW:
             return None
-        self.drifts_by_shape = has_other_shapes
-        is_compared = not (has_other_shapes or self._is_capped)
+        is_compared = not self._is_capped
         is_outdated = self._profiles_again and not is_compared
         if is_outdated or not self.has_drifted:
             if is_outdated:
@@ -364,7 +342,7 @@ class PlanRunner:
                 then = "the plan is kept unless a comparison with default clocks drops it"
             else:
                 then = "the plans no longer fit: profile the job as it is now"
-            self._recorder.announce(Drifted(drift=round(most, 4), then=then))
+            self._recorder.announce(Drifted(drift=round(drift.most, 4), then=then))
         self.has_drifted = True
         return Outcome.PROFILE_OUTDATED if is_outdated else None
 
@@ -376,7 +354,7 @@ class PlanRunner:
 
     def _without_plans(self, phase: str, next_phase: NextPhase | None, block: IterationSample | None) -> Run:
         frontier = self.frontier
-        detects_stragglers = (self._job.info.data_parallel or 1) > 1 and not self.by_length
+        detects_stragglers = (self._job.info.data_parallel or 1) > 1
         return Run(
             phase,
             times="ends" if detects_stragglers else "none",
@@ -390,20 +368,15 @@ class PlanRunner:
         assignment = self.selector.in_force
         if assignment.paused:
             return self._without_plans("pause", next_phase, block)
-        if self.by_length:
-            fastest = self.frontier.plans[min(assignment.plans)]
-            slowdown = max(fastest.time_s / self.frontier.limit_s(0.0) - 1, 0.0)
-            self._context.look_ahead.set_slowdown(self._job.order, slowdown)
         run = self._without_plans("run", next_phase, block)
         return replace(
             run,
             plans=Plans(self.frontier, assignment, self._dag),
             plan=assignment.plans[self._job.places[0].pipeline],
             forecast=self._forecast(),
-            times="none" if self.by_length else "passes",
-            every=1 if self.by_length else _DRIFT_EVERY,
+            times="passes",
+            every=_DRIFT_EVERY,
             otherwise=run.times,
-            by_length=self.by_length,
         )
 
     def _forecast(self) -> Forecast:
@@ -417,8 +390,8 @@ class PlanRunner:
         default_s, default_j = forecast.default_time_s, forecast.default_energy_j
         typical_s = default_s
         if self._default is not None:
-            mean, typical_s = self._default.mean, self._scale * self._default.time_s
-            default_s, default_j = self._scale * mean.time_s, self._scale * (mean.energy_j or 0.0)
+            mean, typical_s = self._default.mean, self._default.time_s
+            default_s, default_j = mean.time_s, mean.energy_j or 0.0
         time_s = default_s * (1 + assignment.promised_slowdown)
         return Forecast(
             time_s=time_s,

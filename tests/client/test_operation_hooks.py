@@ -108,15 +108,6 @@ def test_more_is_measured_at_the_interval_that_the_server_sets(hooks, calls):
         assert calls.made == (timed(FORWARD) if number == 10 else [])
 
 
-def test_a_plan_that_is_dropped_within_an_iteration_ends_its_marks(hooks, calls):
-    hooks.start_iteration(follow(PLAN), 1, STREAM)
-    surround(hooks, Compute(INSTRUCTIONS[0]))
-    calls.made.clear()
-    hooks.follow(follow(DEFAULT), 1, STREAM)
-    surround(hooks, Compute(INSTRUCTIONS[1]))
-    assert calls.made == []
-
-
 def test_an_iteration_of_another_order_has_positions_of_its_own(hooks, calls):
     other = one_f_one_b(ranks=1, micro_batches=3).ranks[0]
     hooks.start_iteration(follow(PLAN), 1, STREAM)

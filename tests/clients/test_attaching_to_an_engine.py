@@ -342,8 +342,8 @@ def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplo
     assert len(iterations(block)) == 2
 
 
-def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block, monkeypatch):
-    """As with buckets and curricula. The order of micro-batches is irrelevant."""
+def test_forwards_are_reported_with_the_shapes_of_their_inputs(make, block, monkeypatch):
+    """The work of a simulated GPU depends on them."""
     engine = make(perseus=block)
     shapes, inputs, operation = [], [], PerseusRuntime.operation
     monkeypatch.setattr(PerseusRuntime, "operation", lambda *made: inputs.append(made[2:]) or operation(*made))

@@ -146,27 +146,16 @@ def test_a_rank_of_which_nothing_arrives_for_long_costs_no_memory(play):
     assert [record.iteration for record in job.end()] == [1000, 1001, 1002, 1003, 1004]
 
 
-def tick_as_the_process_does(server):
-    try:
-        server.tick()
-    except OSError as error:
-        server.has_failed(error)
+def test_a_mode_that_always_fails_is_restarted_at_growing_intervals(play, monkeypatch):
+    def fail(context):
+        raise OSError("it always fails")
 
-
-def test_an_error_at_every_call_ends_the_mode_at_growing_intervals(play, monkeypatch):
+    monkeypatch.setattr("perseus_ds.server.modes.calibrate", fail)
     job = play(mode="observe")
-
-    def fail(begun):
-        raise OSError("the worker cannot be read")
-
-    monkeypatch.setattr(job.server.look_ahead, "new_plans", fail)
-    for iteration in range(1, 101):
-        job.run([iteration])
-        for _ in range(5):
-            tick_as_the_process_does(job.server)
+    job.run(range(1, 101))
     job.end()
     failed = [record for record in read_records(job.folder) if isinstance(record, Failed)]
-    assert len(failed) == 3, "in iterations 1, 11 and 51"
+    assert len(failed) == 3, "at the start, and after 10 and 40 more iterations"
 
 
 def test_a_rank_that_joins_again_is_told_what_to_run_from_an_iteration_on_that_nobody_has_begun(play):

@@ -228,7 +228,7 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.server.under_plans.RankDrift.of", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.server.under_plans.rank_drift", lambda *_: 1 / 0)
     job.train_until("observe")
     records = len(job.train_until("optimizing"))
     assert caplog.text.count("division by zero") == 1

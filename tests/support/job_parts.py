@@ -84,13 +84,6 @@ def of_rank_0(fact: bool) -> bool:
     return bool(sent)
 
 
-def give_lengths(perseus: Any, job: dict[str, Any], step: int) -> None:
-    """Pass the lengths of the micro-batches of the iteration after a step to Perseus, in a ``mixed`` job."""
-    if perseus is not None and "mixed" in job:
-        for ahead in [0, 1] if step == 0 else [step + 1]:
-            perseus.next_lengths(job["mixed"][ahead % len(job["mixed"])])
-
-
 def train_jobs(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Train the jobs of ``jobs.json`` on this rank, and write their reports to ``rank<N>.json``.
 

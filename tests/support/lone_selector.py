@@ -34,10 +34,9 @@ class Job:
         self.events, self.said = [], []
         self.control.record = self.events.append
         context = ModeContext(
-            SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),), order=0, shape=0),
+            SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),), order=0),
             SimpleNamespace(event=self.events.append, say=self.said.append),
             self.control,
-            look_ahead=None,
             send=None,
             timebase=self.time,
         )

@@ -23,7 +23,7 @@ import megatron.core.models.common.model_chunk_schedule_plan
 import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
-from job_parts import give_lengths, hash_of, next_random_number, of_rank_0, train_jobs
+from job_parts import hash_of, next_random_number, of_rank_0, train_jobs
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -178,9 +178,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        give_lengths(session, job, step)
         own = [cut(of_chunk, job, step) for of_chunk in data] if "mixed" in job else data
-        losses = iterate(model, own, micro_batches, length=length_of(job, step))
+        losses = iterate(model, own, micro_batches)
         norm = gradient_norm(model)
         _, total, _ = optimizer.step()
         report["losses"].append(losses)
@@ -217,23 +216,14 @@ def cut(data: Any, job: dict[str, Any], step: int) -> Iterator[torch.Tensor]:
         yield next(data)[:, :length]
 
 
-def length_of(job: dict[str, Any], step: int) -> int:
-    """Return the sequence length of an iteration."""
-    lengths = job.get("lengths", [LENGTH])
-    return int(lengths[step % len(lengths)])
-
-
-def iterate(
-    model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False, length: int = LENGTH
-) -> list[str]:
+def iterate(model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False) -> list[str]:
     """Train or evaluate one iteration, and return its losses on the last stage."""
-    data = [(tokens[:, :length] for tokens in of_chunk) for of_chunk in data]
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(model) > 1 else data[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=micro_batches,
-        seq_length=length,
+        seq_length=LENGTH,
         micro_batch_size=ROWS,
         forward_only=forward_only,
     )

@@ -24,7 +24,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_parts import WIDTH, batches, config, give_lengths, hash_of, leave_out_shared_memory, of_rank_0
+from job_parts import WIDTH, batches, config, hash_of, leave_out_shared_memory, of_rank_0
 from torch import nn
 
 import perseus_ds
@@ -141,7 +141,6 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if slow:
             slow.update()
         change_batch(engine, job, step)
-        give_lengths(getattr(engine, "perseus", None) if engine.is_first_stage() else None, job, step)
         losses.append(float(engine.train_batch(data)))
         follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from job_parts import WIDTH, Block, give_lengths, hash_of, next_random_number, of_rank_0, train_jobs
+from job_parts import WIDTH, Block, hash_of, next_random_number, of_rank_0, train_jobs
 from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -165,7 +165,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             report["phases"].append(attachment.phase)
         if last_phase is not None:
             left -= of_rank_0(attachment.phase == last_phase)
-        give_lengths(attachment, job, step)
         inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)
         losses: list[torch.Tensor] = []
         if step == 0 and "evaluate_after" in job:  # training must do the setup that an evaluation skips

@@ -12,7 +12,7 @@ from perseus_ds.server.iterations import Run, Seen
 USUAL = {
     "time_s": 1.0,
     "energy_j": 100.0,
-    **dict.fromkeys(("clock_changes", "clock_skips", "failed", "computed_s", "tail_s", "shapes"), 0.0),
+    **dict.fromkeys(("clock_changes", "clock_skips", "failed", "computed_s", "tail_s"), 0.0),
     **dict.fromkeys(("asked_mhz", "reached_mhz"), math.nan),
     **dict.fromkeys(("limit_w", "limit_mhz"), math.inf),
 }
@@ -70,5 +70,5 @@ def seen(
         },
         streams=streams,
         ended=1000.0 + number,
-        drift=None if drift is None else JobDrift(drift, drift, 1 + drift, 0.0, 0.0),
+        drift=None if drift is None else JobDrift(drift, drift),
     )

@@ -13,7 +13,7 @@ from virtual.job import VirtualJob
 
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
 GPU_FAULTS = (*DRIVER_FAULTS, "counter stands still")
-JOB_FAULTS = ("slow rank", "drift", "other shapes", "orders", "restart")
+JOB_FAULTS = ("slow rank", "drift", "orders", "restart")
 _SHORT, _LONG = (0.2, 20.0), (60.0, 400.0)
 _AT_ONCE = 4
 _BACK_WITHIN_S = 3600.0
@@ -99,15 +99,10 @@ class HostileDay:
             self._train_for(for_s)
             job.slowdowns[rank] = 1.0
         elif cause == "drift":
-            factor = self._random.uniform(0.8, 1.3)
+            factor = self._random.uniform(0.7, 1.4)
             job.slowdowns = [factor] * len(STAGES_S)
             self._train_for(for_s)
             job.slowdowns = [1.0] * len(STAGES_S)
-        elif cause == "other shapes":
-            job.shapes = self._random.uniform(0.7, 1.4)
-            job.slowdowns = [job.shapes] * len(STAGES_S)
-            self._train_for(for_s)
-            job.shapes, job.slowdowns = 1.0, [1.0] * len(STAGES_S)
         elif cause == "orders":
             self._give_orders(for_s)
         else:

@@ -32,7 +32,6 @@ from perseus_ds.engines.engine import Engine, Session
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.lengths import LengthsPlanner
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 from perseus_ds.protocol.job_messages import JobDescription, Joined
@@ -57,7 +56,6 @@ class VirtualJob:
         slowdowns: Factor on the times of each rank.
         wait_s: Time for which the GPU is idle before each pass [s].
         schedule: The schedule that the ranks execute.
-        shapes: Identifies the shapes of the inputs, of all forwards or of each, or returns this for a rank.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
         read: How many times the schedule of an iteration was read after the start.
         sessions: The session of each rank. Ranks are threads here and processes in a real job, so a session does not
@@ -110,9 +108,7 @@ class VirtualJob:
         self.schedule = schedule or one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
         ranks = pipelines * len(self.schedule.ranks)
         self.slowdowns = [1.0] * ranks
-        self.shapes = 1.0
         self.worker = WorkerAtOnce
-        self.lengths_worker = LengthsWorkerAtOnce
         self.taken = []
         self.read = 0
         self.sessions = []
@@ -283,9 +279,7 @@ class VirtualJob:
             Job.of(self._description),
             self._send,
             timebase=self.time,
-            # A test may replace them later.
-            worker=lambda *request: self.worker(*request),  # noqa: PLW0108
-            lengths_worker=lambda *request: self.lengths_worker(*request),  # noqa: PLW0108
+            worker=lambda *request: self.worker(*request),  # noqa: PLW0108  # a test may replace it later
             **keys,
         )
 
@@ -362,7 +356,7 @@ class VirtualJob:
         end = "end", self._iterations[rank]
         self._meetings.bring(end, rank, None)
         self._meetings.wait(end, len(self.gpus))
-        phase = session.phase  # known once the inputs have been read
+        phase = session.phase
         session.end_iteration()
         if self._cuda is not None:
             self._hold_host(rank)
@@ -375,14 +369,12 @@ class VirtualJob:
         return self.sessions[rank].iteration(schedule.micro_batches, read=lambda: self.read_order(rank, schedule))
 
     def _run(self, rank, operations):
-        shapes = self.shapes(rank) if callable(self.shapes) else self.shapes
-        shapes = iter(shapes if isinstance(shapes, list) else itertools.repeat(shapes))
         around = self.sessions[rank].operation
         for operation in operations:
             kind = operation.instruction.kind if isinstance(operation, Compute) else None
             if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
                 self.idle(rank, self.wait_s)
-            with around(operation, next(shapes) if kind is Kind.FORWARD else None):
+            with around(operation):
                 if kind is not None:
                     self.work(rank, operation.instruction)
                 if isinstance(operation, Other) and self._other_s:
@@ -513,29 +505,6 @@ class WorkerAtOnce:
             frontier.save(request.out)
             self._is_done = True
         return True
-
-    def stop(self):
-        pass
-
-
-class LengthsWorkerAtOnce:
-    """Does the work of ``LengthsWorker`` in this process, unless a test sets an error or lets it be too slow."""
-
-    problem = ""
-    is_slow = False
-
-    def __init__(self, job, log_path):
-        self._planner = LengthsPlanner(job.schedule, StageProfile.load(job.profile), job.settings)
-        self._plan = None
-        self.error = ""
-
-    def request(self, lengths, slowdown):
-        self.error = self.problem
-        self._plan = None if self.problem else self._planner.plan(lengths, slowdown)
-
-    def received(self, timeout_s):
-        plan, self._plan = self._plan, None
-        return None if self.is_slow else plan
 
     def stop(self):
         pass
