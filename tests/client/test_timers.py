@@ -110,10 +110,12 @@ class TwoDevices:
         return types.SimpleNamespace(record=record)
 
 
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("current", [0, 1])
-def test_events_are_recorded_on_the_stream_of_the_ranks_device_whichever_is_current(now, current):
-    cuda = TwoDevices(current)
+def test_events_are_recorded_on_the_stream_of_the_ranks_device_whichever_is_current(now, before, current):
+    cuda = TwoDevices(before)
     execution = CudaExecution(torch.device("cuda:1"), cuda)
+    cuda.current = current
     execution.start_iteration()
     execution.end(execution.begin(FORWARD) and FORWARD)
     assert len(cuda.recorded_on) == 3
