@@ -169,17 +169,16 @@ def _package(name: str) -> Finding:
 
 def _deepspeed() -> Iterator[Finding]:
     """Report the version of DeepSpeed, and the programs with which it compiles its extensions in training."""
-    from perseus_ds.engines.deepspeed import REMEDY, deepspeed_problem
+    from perseus_ds.engines.deepspeed import REMEDY, deepspeed_problem, deepspeed_version
 
-    installed = _package("deepspeed")
-    problem = deepspeed_problem()
-    yield Finding("fail", "deepspeed", problem, REMEDY) if problem else installed
+    version, problem = deepspeed_version(), deepspeed_problem()
+    yield Finding("fail", "deepspeed", problem, REMEDY) if problem else Finding("ok", "deepspeed", str(version))
     compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # as torch.utils.cpp_extension finds it
     remedies = {
         compiler: "Install a C++ compiler (apt-get install g++), or set CXX to its path.",
         "ninja": "pip install ninja; the folder of the program must be in PATH.",
     }
-    for name, remedy in remedies.items() if installed.level == "ok" else ():
+    for name, remedy in remedies.items() if version is not None else ():
         if (path := shutil.which(name)) is not None:
             yield Finding("ok", "compiler", path)
         else:

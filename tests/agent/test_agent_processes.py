@@ -495,8 +495,13 @@ def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(a
         now.later_s += 60.0  # so that the heartbeat is old
         lease.is_watched()
     now.later_s += 60.0
-    is_watched = []
-    wait_until(lambda: is_watched.append(lease.is_watched()) or lease.grants == 2, "another agent")
+    is_watched: list[bool] = []
+
+    def is_granted_again() -> bool:
+        is_watched.append(lease.is_watched())
+        return lease.grants == 2
+
+    wait_until(is_granted_again, "another agent")
     assert is_watched == [False] * (len(is_watched) - 1) + [True], "from the call on in which it is granted"
     assert lease.close(GIVE_UP_S)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from perseus_ds.artifacts.layout import Part
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.config import PerseusConfig, misspelt_block, settings_of
-from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED
+from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED, deepspeed_version
 from perseus_ds.engines.engine import (
     Engine,
     Hooks,
@@ -109,7 +108,7 @@ class DeepSpeedEngine(Engine):
         self._engine.__class__ = type(self._engine).__mro__[2]  # after the class with Perseus, and what it adds
 
     def versions(self) -> dict[str, str]:
-        return {"deepspeed": importlib.metadata.version("deepspeed")}
+        return {"deepspeed": str(deepspeed_version())}
 
     def train_batch(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Train one batch, with which an iteration ends."""
@@ -316,7 +315,7 @@ def _block_of(engine: Any) -> Any:
 
 def check_engine(engine: Any) -> None:
     """Raise a ``VersionError`` if an engine lacks attributes that Perseus needs."""
-    version, name = importlib.metadata.version("deepspeed"), type(engine).__name__
+    version, name = str(deepspeed_version()), type(engine).__name__
     require("deepspeed", version, NEWEST_DEEPSPEED, {name: (engine, _ENGINE)})
     require("deepspeed", version, NEWEST_DEEPSPEED, {f"{name}.grid": (engine.grid, _GRID)})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -421,7 +420,7 @@ def check_schedule(schedule: Any) -> None:
         raise ConfigError(
             f"perseus: expected a schedule of torch.distributed.pipelining, got a {type(schedule).__name__}."
         )
-    found = importlib.metadata.version("torch")
+    found = str(torch.__version__)
     if Version(found).release < Version(OLDEST_TORCH).release:
         raise VersionError(
             f"torch {found}: perseus-ds attaches to pipeline schedules of torch>={OLDEST_TORCH}. "

@@ -1,9 +1,11 @@
 """Unsupported versions of DeepSpeed are reported, and all files state the same supported ones."""
 
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import deepspeed
@@ -11,7 +13,7 @@ import pytest
 from one_rank_engine import config, module, one_rank
 
 import perseus_ds
-from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED
+from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED, deepspeed_problem
 from perseus_ds.engines.deepspeed.engine import check_engine
 from perseus_ds.errors import VersionError
 
@@ -37,13 +39,44 @@ def test_a_deepspeed_that_is_too_old_is_named_before_it_is_imported(tmp_path):
     )
 
 
-def test_a_missing_deepspeed_is_reported(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
+@pytest.fixture
+def _without_metadata(monkeypatch):
+    version = importlib.metadata.version
 
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    def version_of_others(name):
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of_others)
+
+
+@pytest.mark.usefixtures("_without_metadata")
+def test_a_missing_deepspeed_is_reported(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(VersionError, match=r"DeepSpeed is not installed, expected deepspeed>=.* pip install"):
         perseus_ds.initialize(config={})
+
+
+@pytest.mark.usefixtures("_without_metadata")
+def test_a_source_tree_has_the_version_that_it_states(monkeypatch, tmp_path):
+    source = tmp_path / "deepspeed" / "__init__.py"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(source)))
+    assert deepspeed_problem() == ""
+    (tmp_path / "version.txt").write_text("0.12.6\n")
+    assert deepspeed_problem() == f"DeepSpeed 0.12.6 is too old for perseus-ds, expected deepspeed>={OLDEST_DEEPSPEED}"
+    (tmp_path / "version.txt").write_text(f"{NEWEST_DEEPSPEED}\n")
+    assert deepspeed_problem() == ""
+
+
+@pytest.mark.usefixtures("_without_metadata")
+def test_an_engine_of_a_source_tree_gets_perseus(tmp_path):
+    with one_rank(tmp_path):
+        model = module()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
+        perseus_ds.attach(engine, {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus")})
+        assert engine.perseus.engine.versions() == {"deepspeed": "of unknown version"}
+        perseus_ds.detach(engine)
 
 
 def test_an_engine_without_what_perseus_needs_is_an_error_that_names_what_it_lacks(tmp_path):

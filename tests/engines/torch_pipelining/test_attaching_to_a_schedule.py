@@ -257,7 +257,7 @@ def test_what_cannot_be_planned_is_an_error_before_training(make, block, bad, er
 
 
 def test_a_torch_that_is_newer_than_those_that_were_tried_is_one_warning(make, block, monkeypatch, caplog):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.1.0")
+    monkeypatch.setattr(torch, "__version__", "9.1.0")
     perseus_ds.attach(make(), block)
     assert [record.getMessage() for record in caplog.records] == [
         f"perseus: torch 9.1.0 is newer than {NEWEST_TORCH}, the newest with tested schedules."
@@ -265,7 +265,7 @@ def test_a_torch_that_is_newer_than_those_that_were_tried_is_one_warning(make, b
 
 
 def test_an_older_torch_is_an_error_that_says_what_to_install(make, block, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.3.1+cpu")
+    monkeypatch.setattr(torch, "__version__", "2.3.1+cpu")
     with pytest.raises(VersionError, match=r"torch 2\.3\.1\+cpu: .*torch>=2\.4.*pip install"):
         perseus_ds.attach(make(), block)
 
