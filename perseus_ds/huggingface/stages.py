@@ -32,8 +32,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -46,17 +44,18 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.loss.loss_utils import LOSS_MAPPING
+from typing_extensions import Unpack
 
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.huggingface.hub import HubOptions, read_from_hub
 from perseus_ds.optimizer.partition import uniform_cut
 
 T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
-# Without this timeout, transformers waits for more than 20 s for every file.
-_HUB_ANSWERS_S = 5.0
 _INDEX = "model.safetensors.index.json"
 # Names of a text model's weights in a model that also has images or sound, and in the text model alone.
 _OF_TEXT_MODEL = {
@@ -67,6 +66,7 @@ _OF_TEXT_MODEL = {
 _WITHOUT_VALUES = frozenset((torch.empty, torch.empty_like, torch.empty_strided))
 # Label of a token without a loss.
 _NOT_LEARNT = -100
+
 
 Source: TypeAlias = str | Path | PretrainedConfig
 """A model by its name on the hub, a folder written by ``save_pretrained``, or a configuration (for new weights)."""
@@ -246,48 +246,34 @@ class CausalLoss:
         return loss  # type: ignore[no-any-return]
 
 
-def _read(kind: Any, what: str, name: str | Path, **options: Any) -> Any:
-    """Call ``from_pretrained`` of a class, with local files only if the hub does not respond."""
-    name, hub_answers = str(name), True
-    if not Path(name).is_dir():
-        try:
-            HfApi().model_info(name, timeout=_HUB_ANSWERS_S)
-        except HfHubHTTPError:
-            pass  # there is no such model or no access to it, which transformers reports
-        except Exception:
-            hub_answers = False
-    try:
-        return kind.from_pretrained(name, local_files_only=not hub_answers, **options)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        if hub_answers:
-            raise ConfigError(
-                f"{name}: cannot read a {what} ({str(error).splitlines()[0]}). Give the name of a model on the hub, or "
-                "a folder written by save_pretrained."
-            ) from error
-        raise ConfigError(
-            f"{name}: not a folder, and the hub does not respond within {_HUB_ANSWERS_S:g} s; this machine has no copy "
-            f'of its {what}. With a network, run "hf download {name} --local-dir FOLDER", and give that folder.'
-        ) from error
-
-
-def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str | Path, **hub: Unpack[HubOptions]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model on the hub or in a folder. Raises a ``ConfigError`` if there is none."""
-    return _read(AutoTokenizer, "tokenizer", name)
+    return read_from_hub(AutoTokenizer.from_pretrained, "tokenizer", name, hub=hub)
 
 
-def read_config(source: Source, config: PretrainedConfig | None = None) -> PretrainedConfig:
+def read_config(source: Source, config: PretrainedConfig | None = None, **hub: Unpack[HubOptions]) -> PretrainedConfig:
     """Return the given configuration or that of a model.
 
     Raises:
         ConfigError: There is no configuration, or it has no pipeline plan.
     """
     if config is None:
-        config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
+        if isinstance(source, PretrainedConfig):
+            config = source
+        else:
+            config = read_from_hub(_config_with_code, "configuration", source, hub=hub)
     if _has_plan(config) and type(config) in AutoModelForCausalLM._model_mapping:
         return config
     return _text_part(config)
+
+
+def _config_with_code(name: str, **options: Any) -> PretrainedConfig:
+    """Return the configuration of a model, after reading the model's own code if it is trusted."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(name, **options)
+    code = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if options.pop("trust_remote_code", False) and code and type(config) not in AutoModelForCausalLM._model_mapping:
+        AutoModelForCausalLM.register(type(config), get_class_from_dynamic_module(code, name, **options))
+    return config
 
 
 def _has_plan(config: PretrainedConfig) -> bool:
@@ -379,6 +365,7 @@ def build_stage(
     gradient_checkpointing: bool = False,
     sequence_length: int | None = None,
     vocabulary: int | None = None,
+    **hub: Unpack[HubOptions],
 ) -> Stage:
     """Build one stage, with storage and weights for its own layers only.
 
@@ -395,6 +382,7 @@ def build_stage(
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         sequence_length: Length of the data's sequences, to check that the model supports it.
         vocabulary: Number of tokens of the data's tokenizer, to check that the model supports them.
+        **hub: The ``revision``, ``token`` and ``trust_remote_code`` of a model on the hub.
 
     Raises:
         ConfigError: If the model cannot be cut, not at these layers, or does not fit the data.
@@ -403,7 +391,7 @@ def build_stage(
     def layers_of_stage(layers: int) -> range:
         return stages_of(cut, layers)[index]
 
-    config = read_config(source, config)
+    config = read_config(source, config, **hub)
     _check_data(config, sequence_length, vocabulary)
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
@@ -413,7 +401,7 @@ def build_stage(
                 "pretrained: a configuration has no weights to read. Give the model's name on the hub or its folder."
             )
         _check_not_quantized(source, config)
-        model = _read_weights(source, config, layers_of_stage, dtype=dtype, seed=seed)
+        model = _read_weights(source, config, layers_of_stage, hub=hub, dtype=dtype, seed=seed)
     else:
         model = _new(_class_of_stage(model_class(config), layers_of_stage, seed), config, dtype, seed)
         _with_storage(model, torch.device("cpu"))
@@ -532,6 +520,7 @@ def _read_weights(
     config: PretrainedConfig,
     layers_of_stage: Callable[[int], range],
     *,
+    hub: HubOptions,
     dtype: torch.dtype,
     seed: int,
 ) -> PreTrainedModel:
@@ -540,7 +529,7 @@ def _read_weights(
     def read(kept: Callable[[int], range]) -> tuple[PreTrainedModel, set[str]]:
         kind = _class_of_stage(model_class(config), kept, seed)
         options = {"config": config, "dtype": dtype, "output_loading_info": True, "key_mapping": _OF_TEXT_MODEL}
-        model, found = _read(kind, "weights", source, **options)
+        model, found = read_from_hub(kind.from_pretrained, "weights", source, hub=hub, **options)
         # The text model is saved as such, not as a part of the model from which it was read.
         model._weight_conversions = [
             conversion

@@ -1,15 +1,21 @@
 """Stages of Hugging Face models compute what the whole model computes."""
 
 import contextlib
+import json
 import math
 import shutil
 import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from one_rank_engine import one_rank
+from run_log import GIVE_UP_S
 from safetensors.torch import load_file, save_file
 from tiny_models import families, tiny, tiny_with_images, token_ids
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,14 +29,16 @@ from transformers import (
     Glm4vMoeConfig,
     GPT2Config,
     Llama4Config,
+    LlamaConfig,
     Mistral3Config,
     Qwen3_5MoeConfig,
+    dynamic_module_utils,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import perseus_ds
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.huggingface import stages
+from perseus_ds.huggingface import hub
 from perseus_ds.huggingface.stages import (
     CausalLoss,
     build_stage,
@@ -495,7 +503,7 @@ def silent_hub(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(stages, "_HUB_ANSWERS_S", 0.2)
+        monkeypatch.setattr(hub, "_HUB_ANSWERS_S", 0.2)
         yield tmp_path / "hub"
 
 
@@ -504,9 +512,92 @@ def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_do(silent_hub)
         read_config("someone/model")
 
 
-def test_a_model_that_this_machine_has_needs_no_hub(silent_hub):
+@pytest.fixture
+def cached_model(silent_hub):
+    """Name of a model whose versions ``main`` and ``v1`` are in the cache of this machine."""
     folder = silent_hub / "models--someone--model"
     whole_model(tiny("llama")).save_pretrained(folder / "snapshots" / "0123")
     (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("0123")
-    assert build_stage("someone/model", (2, 2), 0).is_first
+    for name in ("main", "v1"):
+        (folder / "refs" / name).write_text("0123")
+    return "someone/model"
+
+
+def test_a_model_that_this_machine_has_needs_no_hub(cached_model):
+    assert build_stage(cached_model, (2, 2), 0).is_first
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The requests to the hub, which is not reached."""
+    asked = []
+
+    def model_info(api, name, *, revision, timeout):
+        asked.append((name, revision, api.token))
+        raise OSError("the hub is not reached")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    return asked
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_the_hub_gets_one_request_per_node_for_configuration_and_weights(cached_model, requests):
+    options = {"revision": "v1", "token": "secret"}
+    for index in range(2):  # as two ranks, each with a request of its own before
+        config = read_config(cached_model, **options)
+        build_stage(cached_model, (2, 2), index, config=config, **options)
+        perseus_ds.pipeline_stage(cached_model, stage_index=0, num_stages=1, device="cpu", **options)
+    assert requests == 2 * [("someone/model", "v1", "secret")]
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_rank_asks_the_hub_itself_if_the_first_one_of_its_node_failed(silent_hub, requests):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="this machine has no copy of its configuration"):
+            read_config("someone/missing")
+    assert len(requests) == 2
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_ranks_wait_until_the_first_one_of_their_node_has_read_a_file(cached_model, requests, monkeypatch):
+    is_waiting, sleep, model_info = threading.Event(), time.sleep, HfApi.model_info
+
+    def answered_once_another_waits(*args, **kwargs):
+        assert is_waiting.wait(GIVE_UP_S)
+        return model_info(*args, **kwargs)
+
+    def waits(_):
+        is_waiting.set()
+        sleep(0.001)
+
+    monkeypatch.setattr(HfApi, "model_info", answered_once_another_waits)
+    monkeypatch.setattr(hub.time, "sleep", waits)
+    with ThreadPoolExecutor(2) as ranks:
+        found = list(ranks.map(read_config, [cached_model] * 2))
+    assert [type(config) for config in found] == [LlamaConfig, LlamaConfig]
+    assert len(requests) == 1
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class CustomConfig(LlamaConfig):
+    model_type = "custom"
+class CustomForCausalLM(LlamaForCausalLM):
+    config_class = CustomConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_cut_if_its_code_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
+    whole = whole_model(tiny("llama"))
+    whole.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "custom.py").write_text(CODE)
+    file = tmp_path / "model" / "config.json"
+    code = {"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomForCausalLM"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "custom", "auto_map": code}))
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        build_stage(tmp_path / "model", (4,), 0)
+    stage = build_stage(tmp_path / "model", (4,), 0, trust_remote_code=True)
+    assert type(stage.model).__name__ == "CustomForCausalLM"
+    assert torch.allclose(stage(token_ids()), whole(token_ids()).logits, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from perseus_ds.engines.engine import reported_once
+from perseus_ds.huggingface.hub import hub_options
 from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, cut_of, read_config
 
 
@@ -58,7 +59,7 @@ def pipeline_module(
     Raises:
         ConfigError: The model cannot be read or cut as requested.
     """
-    config = options["config"] = read_config(source, config)
+    config = options["config"] = read_config(source, config, **hub_options(options))
     cut = cut_of(config, num_stages, cut)
     specs: list[LayerSpec] = [LayerSpec(StageLayer, source, cut, stage, options) for stage in range(len(cut))]
     tied = len(cut) > 1 and bool(getattr(config.get_text_config(), "tie_word_embeddings", False))

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from perseus_ds.engines.engine import reported_once
 from perseus_ds.errors import ConfigError
+from perseus_ds.huggingface.hub import hub_options
 from perseus_ds.huggingface.stages import Source, build_stage, cut_of, read_config
 
 
@@ -43,7 +44,7 @@ def pipeline_stage(
     Raises:
         ConfigError: The model cannot be read or cut as requested, or ties its embedding to its head.
     """
-    config = read_config(source, config)
+    config = read_config(source, config, **hub_options(options))
     if num_stages > 1 and getattr(config.get_text_config(), "tie_word_embeddings", False):
         raise ConfigError(
             f"{type(config).__name__}: the embedding and the head share one weight, but stages of torch cannot. Pass "
