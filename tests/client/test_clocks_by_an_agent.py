@@ -99,8 +99,9 @@ def test_a_question_whose_agent_is_lost_is_an_error_and_training_goes_on(start, 
     agent.kill()
     wait_until(lambda: is_replaced(clocks), "another agent")
     server.follow(clocks, Program(0, 1200))
-    iterate(clocks, 0)
+    number = clocks.begin_iteration(0, 0)
     wait_until(lambda: stub.locked_clocks_mhz()[0] == 1200, "the clock")
+    clocks.end_iteration(number)
 
 
 def test_an_agent_that_is_lost_in_an_iteration_is_replaced_at_its_end(start, stub, server):

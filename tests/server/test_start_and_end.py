@@ -71,7 +71,7 @@ def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(runtime,
     os.kill(worker, signal.SIGTERM)  # as a Pool ends its workers
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
     os.waitpid(fork(runtime.close), 0)  # as when a copy of DeepSpeed's engine is garbage-collected
-    wait_until(lambda: train(runtime) or stub_of_agents.locked_clocks_mhz()[0] == CLOCK_MHZ, "the plan's clock")
+    wait_until(lambda: train(runtime) or CLOCK_MHZ in stub_of_agents.gpus[0].changes_mhz(), "the plan's clock")
     runtime.close()
     assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
 
