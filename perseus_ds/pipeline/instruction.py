@@ -18,7 +18,7 @@ class Kind(str, enum.Enum):
     RECOMPUTE = "recompute"
     """A forward run again before its backward (activation checkpointing as a separate instruction)."""
     FORWARD_BACKWARD = "forward_backward"
-    """A forward pass that overlaps with the backward pass of another micro-batch, as one step."""
+    """A forward pass and a backward pass as one step, in general of two micro-batches, which overlap."""
     TAIL = "tail"
     """Gradient reduction and optimizer step, once per iteration."""
 

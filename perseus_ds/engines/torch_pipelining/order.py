@@ -28,6 +28,7 @@ KINDS = {
     "BACKWARD_INPUT": Kind.BACKWARD_INPUT,
     "BACKWARD_WEIGHT": Kind.BACKWARD_WEIGHT,
     "OVERLAP_F_B": Kind.FORWARD_BACKWARD,
+    "FULL_FORWARD_BACKWARD": Kind.FORWARD_BACKWARD,  # torchtitan's, with one pipeline rank
 }
 """Kinds of the passes among torch's actions."""
 REDUCTIONS = {"REDUCE_GRAD": "perform_reduce_grad", "WAIT_REDUCE_GRAD": "wait_for_gradient_reduction"}

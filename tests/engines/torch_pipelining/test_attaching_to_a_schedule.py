@@ -5,6 +5,7 @@ A schedule that cannot be planned is an error, or trains at default clocks.
 
 import copy
 from collections import Counter
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     FORWARD,
+    FULL_BACKWARD,
     OVERLAP_F_B,
     ScheduleGPipe,
+    _Action,
+    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -26,7 +30,7 @@ from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.engines.engine import Session
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -351,6 +355,30 @@ def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block,
             perseus_ds.detach(schedule)
             assert schedule._comp_type_to_function_map == {OVERLAP_F_B: run_both}
     assert losses[1:] == losses[:1] * 2
+
+
+class NewAction(str, Enum):
+    """The type of actions that torch 2.13 does not have."""
+
+    FULL_FORWARD_BACKWARD = "FULL_FORWARD_BACKWARD"
+
+
+def test_a_function_that_runs_a_whole_micro_batch_is_one_pass(make, block, everything_is_timed):
+    def run_micro_batch(action, context):
+        for kind in (FORWARD, FULL_BACKWARD):
+            run_pass(action._replace(computation_type=kind), context)
+
+    schedule = _PipelineScheduleRuntime([make()._stage], 2, loss_fn=nn.functional.mse_loss)
+    whole = NewAction.FULL_FORWARD_BACKWARD
+    schedule.pipeline_order_with_comms = {0: [_Action(0, whole, number) for number in range(2)]}
+    schedule._comp_type_to_function_map[whole] = run_micro_batch
+    perseus_ds.attach(schedule, block)
+    train(schedule)
+    spans = schedule.perseus.runtime.timers.finish_iteration().spans()
+    passes = [Instruction(0, Kind.FORWARD_BACKWARD, number) for number in range(2)]
+    assert [span.operation.instruction for span in spans] == passes
+    assert schedule.perseus.engine.read().instructions[0] == (*passes, Instruction(0, Kind.TAIL, 0))
+    perseus_ds.detach(schedule)
 
 
 def test_a_wrong_block_and_groups_of_an_engine_are_errors(make, block):
