@@ -259,7 +259,7 @@ def _clocks_to_measure(gpu: Gpu) -> Iterator[tuple[int, ...]]:
         yield clocks[-1:]
         return
     with ExitStack() as stack:
-        if gpu.address is not None and not gpu.simulated:
+        if gpu.address is not None:
             stack.callback(Lease(gpu.address).close)
         stack.callback(gpu.reset_clock)
         yield tuple(sorted({upper[n] for n in np.linspace(0, len(upper) - 1, _CLOCKS).round().astype(int).tolist()}))
