@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -134,15 +135,16 @@ class MegatronEngine(Engine):
         return type(unwrapped(self._model[0])).__name__ if self._model else "a model of Megatron-Core"
 
     def facts(self) -> EngineFacts:
-        parameter = next(parameter for chunk in self._model for parameter in chunk.parameters())
-        recomputation = [getattr(self._config, name, None) for name in _RECOMPUTATION]
+        parameters = (parameter for chunk in self._model for parameter in chunk.parameters())
+        device = next((parameter.device for parameter in parameters), None) or self.device()
+        assert device is not None, "a process that trains has chosen its GPU"
         stages = range(self._pp_group.rank(), len(self._model) * self._pp_group.size(), self._pp_group.size())
         parts = {stage: parts_of_chunk(chunk) for stage, chunk in zip(stages, self._model, strict=True)}
         return EngineFacts(
             pipeline=ranks_of(self._pp_group),
             copies=self._copies(),
-            device=parameter.device,
-            fingerprint=fingerprint(self._model, recomputation, self._inputs),
+            device=device,
+            fingerprint=fingerprint(self._model, self._inputs),
             micro_batch_size=self._micro_batch_size,
             engine="megatron",
             parts={stage: found for stage, found in parts.items() if found is not None},
@@ -152,11 +154,13 @@ class MegatronEngine(Engine):
     def _copies(self) -> tuple[int, ...]:
         """Return the ranks that train this stage on different data, one rank per pipeline.
 
-        Ranks that exchange tokens with each other by expert parallelism run in step and count as one pipeline.
+        Ranks that share layers or experts run in step and count as one pipeline.
         """
         copies = ranks_of(self._parallel_state.get_data_parallel_group())
-        experts = ranks_of(self._parallel_state.get_expert_model_parallel_group())
-        in_step = len(set(copies) & set(experts))  # Megatron numbers expert parallel ranks first
+        sharing_layers = len(ranks_of(self._parallel_state.get_tensor_and_context_parallel_group()))
+        sharing_experts = len(ranks_of(self._parallel_state.get_expert_tensor_and_model_parallel_group()))
+        # Megatron numbers the ranks of a stage so that those of each such group are consecutive.
+        in_step = math.lcm(sharing_layers, sharing_experts) // sharing_layers
         return copies[copies.index(dist.get_rank()) % in_step :: in_step]
 
     def read(self) -> Schedule:
@@ -237,7 +241,10 @@ class MegatronEngine(Engine):
         self._model = model if isinstance(model, list) else [model]
         self._config = self._schedules.get_model_config(self._model[0])
         self._micro_batch_size = kwargs["micro_batch_size"]
-        self._inputs = (kwargs["seq_length"], kwargs["micro_batch_size"]), kwargs.get("decoder_seq_length")
+        # Passes that recompute other layers do other work, as those on inputs of other shapes.
+        recomputation = repr([getattr(self._config, name, None) for name in _RECOMPUTATION])
+        shape = kwargs["seq_length"], kwargs["micro_batch_size"]
+        self._inputs = shape, kwargs.get("decoder_seq_length"), recomputation
         if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
             problem = f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
             if self._session.config.mode != "auto":
@@ -396,12 +403,15 @@ def _parameters(function: Method) -> tuple[str, ...]:
 def parts_of_chunk(chunk: Any) -> list[Part] | None:
     """Return the parts of a model chunk in order. None if it is not structured like Megatron-Core's GPT."""
     module = unwrapped(chunk)
-    if not all(hasattr(module, name) for name in ("pre_process", "post_process", "decoder")):
+    is_gpt = all(hasattr(module, name) for name in ("pre_process", "post_process", "decoder"))
+    if not is_gpt or hasattr(module, "encoder"):  # T5 has both
         return None
     parts = [_part(EMBEDDING, module.embedding)] if module.pre_process else []
     parts += [
         _part(kind_of_layer([type(layer.mlp)]) if hasattr(layer, "mlp") else type(layer).__name__, layer)
-        for layer in module.decoder.layers
+        for layer in getattr(
+            module.decoder, "layers", ()
+        )  # a stage of its own for multi-token prediction has no decoder
     ]
     parts += [_part(MTP, layer) for layer in getattr(getattr(module, "mtp", None), "layers", ())]
     return parts + ([_part(HEAD, module.output_layer)] if module.post_process else [])
@@ -429,7 +439,7 @@ SCHEDULES = (
 )
 PARALLEL_STATE = (
     *("model_parallel_is_initialized", "get_pipeline_model_parallel_group", "get_data_parallel_group"),
-    "get_expert_model_parallel_group",
+    *("get_tensor_and_context_parallel_group", "get_expert_tensor_and_model_parallel_group"),
 )
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "forward_step": ("input_tensor", "current_microbatch", "vp_stage"),

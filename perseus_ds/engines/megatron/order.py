@@ -2,13 +2,15 @@
 
 The first iteration is recorded, because Megatron's schedules are functions, and their operations are known only when
 they are executed. A forward receives its micro-batch and virtual stage as arguments. The micro-batch of a backward or
-transfer follows from its tensors, since each of them was returned by a pass or will be used by one.
+transfer follows from its tensors, since each of them was returned by a pass or will be used by one. A pass may have
+several of them, which are transferred one after the other, for example those of the student and the teacher in
+distillation.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -144,8 +146,7 @@ class OrderRecorder:
         return (*found, Compute(Instruction(min(stages, default=self._rank), Kind.TAIL, 0)))
 
     def _use(self, tensors: Any, transfer: Transfer) -> None:
-        if (received := self._received.get(tensors)) is not None:
-            communication, name = received
+        for communication, name in self._received.all(tensors):
             communication.transfers[name] = transfer
 
 
@@ -169,22 +170,31 @@ class _Request:
 
 
 class _ByTensor(Generic[V]):
-    """Values by tensor, without keeping tensors alive. Of several tensors, the first is the key."""
+    """Values by tensor, without keeping tensors alive."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[torch.Tensor], V]] = {}
 
     def put(self, tensors: Any, value: V) -> None:
-        if (tensor := _first(tensors)) is not None:
+        """Store a value for each of some tensors."""
+        for tensor in _each(tensors):
             self._kept[id(tensor)] = weakref.ref(tensor), value
 
     def get(self, tensors: Any) -> V | None:
-        tensor = _first(tensors)
-        kept = self._kept.get(id(tensor))
-        return kept[1] if kept is not None and kept[0]() is tensor else None
+        """Return the value of the first tensor that has one. None if there is none."""
+        return next(self.all(tensors), None)
+
+    def all(self, tensors: Any) -> Iterator[V]:
+        """Yield the value of each tensor that has one."""
+        for tensor in _each(tensors):
+            kept = self._kept.get(id(tensor))
+            if kept is not None and kept[0]() is tensor:
+                yield kept[1]
 
 
-def _first(tensors: Any) -> torch.Tensor | None:
-    while isinstance(tensors, list | tuple):
-        tensors = tensors[0] if tensors else None
-    return tensors if torch.is_tensor(tensors) else None
+def _each(tensors: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(tensors):
+        yield tensors
+    elif isinstance(tensors, list | tuple):
+        for part in tensors:
+            yield from _each(part)

@@ -1,7 +1,9 @@
 """Perseus attaches to Megatron-Core, reads the order of an iteration, and detaches completely."""
 
+import itertools
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from megatron.core import full_cuda_graph, parallel_state
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from packaging.version import Version
@@ -22,8 +25,15 @@ from virtual.job import predicted_over_used
 
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
+from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.engines.megatron import engine as megatron_engine
-from perseus_ds.engines.megatron.engine import NEWEST_MEGATRON, OLDEST_MEGATRON, MegatronEngine, check_megatron
+from perseus_ds.engines.megatron.engine import (
+    NEWEST_MEGATRON,
+    OLDEST_MEGATRON,
+    MegatronEngine,
+    check_megatron,
+    parts_of_chunk,
+)
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.dag import Dag
@@ -400,3 +410,94 @@ def test_a_megatron_without_what_is_relied_upon_is_told_by_what_it_lacks():
         check_megatron(megatron.core, lacking, parallel_state)
     with pytest.raises(VersionError, match=rf"0\.12\.1 is too old for perseus-ds.*megatron-core>={OLDEST_MEGATRON}"):
         check_megatron(SimpleNamespace(__version__="0.12.1"), schedules, parallel_state)
+
+
+def test_passes_that_recompute_other_layers_than_before_are_other_work(alone, monkeypatch):
+    reported = []
+    operation = PerseusRuntime.operation
+
+    def note(runtime, made, inputs=None):
+        reported.append(inputs)
+        return operation(runtime, made, inputs)
+
+    monkeypatch.setattr(PerseusRuntime, "operation", note)
+    monkeypatch.setattr(megatron_engine, "ranks_of", lambda group: (0,))
+    monkeypatch.setattr(MegatronEngine, "_copies", lambda engine: (0,))
+    perseus_ds.attach(megatron.core, alone)
+    for granularity in (None, None, "full", None):
+        train(0, 2, 1, recompute_granularity=granularity)
+    without, recomputing, again = [inputs for inputs in reported if inputs][::2]
+    assert without == again != recomputing
+
+
+def test_a_rank_without_parameters_trains(alone, monkeypatch):
+    monkeypatch.setattr(megatron_engine, "ranks_of", lambda group: (0,))
+    monkeypatch.setattr(MegatronEngine, "_copies", lambda engine: (0,))
+    monkeypatch.setattr(Part, "parameters", lambda part: iter(()))
+    perseus_ds.attach(megatron.core, alone)
+    for _ in range(2):
+        train(0, 2, 2)
+    assert megatron.core.perseus.runtime is not None
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (None, ["mtp"]),
+        (SimpleNamespace(layers=[torch.nn.Linear(2, 2)]), ["Linear", "mtp"]),
+    ],
+    ids=["a stage of its own for multi-token prediction", "layers before"],
+)
+def test_a_chunk_may_have_no_decoder(decoder, expected):
+    chunk = SimpleNamespace(
+        pre_process=False, post_process=False, decoder=decoder, mtp=SimpleNamespace(layers=[torch.nn.Linear(2, 2)])
+    )
+    assert [part.kind for part in parts_of_chunk(chunk)] == expected
+
+
+def test_a_chunk_of_an_encoder_and_decoder_has_no_layout():
+    chunk = SimpleNamespace(pre_process=False, post_process=False, encoder=torch.nn.Linear(2, 2), decoder=None)
+    assert parts_of_chunk(chunk) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "context", "pipeline", "expert_tensor", "expert"),
+    [
+        (8, 2, 1, 1, 2, 2),
+        (16, 2, 1, 2, 1, 4),
+        (16, 2, 2, 2, 1, 4),
+        (8, 1, 1, 1, 2, 2),
+        (8, 1, 1, 1, 2, 4),
+        (8, 1, 1, 2, 4, 1),
+        (24, 1, 2, 2, 1, 3),
+    ],
+)
+def test_ranks_that_run_in_step_count_as_one_pipeline(
+    monkeypatch, ranks, tensor, context, pipeline, expert_tensor, expert
+):
+    order, copies = "tp-cp-ep-dp-pp", ranks // (tensor * context * pipeline)
+    layers = RankGenerator(tp=tensor, ep=1, dp=copies, pp=pipeline, cp=context, order=order)
+    copies = ranks // (expert_tensor * expert * pipeline)
+    experts = RankGenerator(tp=expert_tensor, ep=expert, dp=copies, pp=pipeline, cp=1, order=order)
+    groups = {
+        "get_data_parallel_group": layers.get_ranks("dp"),
+        "get_tensor_and_context_parallel_group": layers.get_ranks("tp-cp"),
+        "get_expert_tensor_and_model_parallel_group": experts.get_ranks("tp-ep"),
+    }
+    here = {"rank": 0}
+    own = {name: partial(lambda found: next(g for g in found if here["rank"] in g), g) for name, g in groups.items()}
+    monkeypatch.setattr(megatron_engine, "ranks_of", tuple)
+    monkeypatch.setattr(dist, "get_rank", lambda: here["rank"])
+    engine = MegatronEngine(megatron.core, schedules, SimpleNamespace(**own))
+    pipelines = []
+    for here["rank"] in range(ranks):
+        pipelines.append(sorted(engine._copies()).index(here["rank"]))
+    # All ranks of a stage that share layers or experts with each other, directly or through others.
+    in_step = {rank: {rank} for rank in range(ranks)}
+    for group in itertools.chain(*list(groups.values())[1:]):
+        joined = set().union(*(in_step[rank] for rank in group))
+        in_step.update(dict.fromkeys(joined, joined))
+    for rank, others in in_step.items():
+        assert {pipelines[other] for other in others} == {pipelines[rank]}
+    places = {(pipelines[rank], rank // (ranks // pipeline)) for rank in range(ranks)}
+    assert len(places) == len({frozenset(others) for others in in_step.values()})
