@@ -166,6 +166,16 @@ def meet(
     return answer
 
 
+def decline(problem: str) -> None:
+    """Raise a ``GpuError`` on ranks that call :func:`meet` instead of this function. Does not wait for them."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    key = f"perseus/start/{int(store.add(f'perseus/starts/{rank}', 1))}"
+    store.set(f"{key}/{rank}", f"-GpuError:{problem}".encode())
+    if rank == 0:
+        store.set(f"{key}/answer", _encode(ServerStarted(kind="GpuError", error=problem)))
+
+
 def rank_facts(
     config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, *, calibrates: bool = False
 ) -> RankFacts:

@@ -247,7 +247,8 @@ class PerseusRuntime:
         try:
             yield
         except BaseException:
-            self.clocks.end_iteration(iteration)
+            if not self._closed:  # by the finaliser of an engine that was dropped
+                self.clocks.end_iteration(iteration)
             raise
         finally:
             self._in_iteration = False

@@ -8,9 +8,9 @@ An engine is a subclass of :class:`Engine`. It describes the training (:meth:`~E
     session.end_iteration()                     # work since the passes, such as the optimizer's step, is the tail
 
 A session creates the runtime when its engine first trains, stores requests made before, follows schedules that change,
-and is closed with its engine. While a CUDA graph is captured, nothing is executed: the session has the graph mark and
-time its passes, and each replay of it is an iteration of the captured order. Nothing below this folder depends on a
-particular engine.
+and is closed with its engine, also if that is dropped without being detached. While a CUDA graph is captured, nothing
+is executed: the session has the graph mark and time its passes, and each replay of it is an iteration of the captured
+order. Nothing below this folder depends on a particular engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -38,7 +40,7 @@ import torch.distributed as dist
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.devices import gpu_of
-from perseus_ds.client.meeting import EngineFacts, await_ranks, local_rank, own_versions
+from perseus_ds.client.meeting import EngineFacts, await_ranks, decline, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
@@ -191,7 +193,7 @@ class Session:
 
     The runtime is created at the first training iteration, because only then is the schedule final. Earlier requests
     are stored until then. Of several engines in a process, the first that trains is measured and planned. The others
-    run at default clocks.
+    run at default clocks until it is detached.
 
     Attributes:
         runtime: Perseus on this rank. None before the engine has trained.
@@ -211,6 +213,11 @@ class Session:
         self._captured: ExitStack | None = None  # the one that is being captured
         self._graphs = CudaGraphs()
         self._closed = False
+        # Set by detach(), which all ranks call together. Another engine that waits for it keeps only the event.
+        self._detached = threading.Event()
+        self._waits_for: threading.Event | None = None
+        self._at_exit = functools.partial(_end_with_process, weakref.ref(self), os.getpid())
+        weakref.finalize(self, self._graphs.remove).atexit = False
         _SESSIONS.add(self)
 
     @property
@@ -269,15 +276,18 @@ class Session:
         """
         if self.runtime is not None or self._closed:
             return self.runtime
-        first = next((other for other in sessions() if other.runtime is not None), None)
-        if first is not None:
-            self._closed = True
+        if self._waits_for is not None and not self._waits_for.is_set():
+            return None
+        if (first := _measured_session()) is not None:
+            self._waits_for = first._detached
+            models = first.engine.model, self.engine.model
             if dist.get_rank() == 0:
                 logger.warning(
-                    "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
-                    first.engine.model,
-                    self.engine.model,
+                    "perseus: this process trains two engines, %s and %s. The second is measured and planned once the "
+                    "first is detached.",
+                    *models,
                 )
+            decline(f"rank {dist.get_rank()} still trains a {models[0]} with Perseus, which other ranks have dropped")
             return None
         try:
             with reported_once():
@@ -363,22 +373,15 @@ class Session:
             self.end_iteration()
         finally:
             self.close()
+            self._detached.set()
 
     def close(self) -> None:
         """Reset the clock and stop. May be called repeatedly."""
         self._closed = True
         self._graphs.remove()
-        atexit.unregister(self._end_with_process)
+        atexit.unregister(self._at_exit)
         if self.runtime is not None:
             self.runtime.close()
-
-    def _end_with_process(self, pid: int) -> None:
-        """End the last iteration of a script that ends after its last step."""
-        if self.runtime is not None and os.getpid() == pid:  # not in a forked process
-            try:
-                self.end_iteration()
-            finally:
-                self.close()
 
     def _leave(self) -> None:
         self._open, self.operation = None, _no_operation
@@ -430,8 +433,8 @@ class Session:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
         self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
-        atexit.unregister(self._end_with_process)
-        atexit.register(self._end_with_process, os.getpid())  # called before what the runtime has registered
+        weakref.finalize(self, self.runtime.close).atexit = False
+        atexit.register(self._at_exit)  # called before what the runtime has registered
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             action(self.runtime)
@@ -453,6 +456,26 @@ def paused() -> Iterator[None]:
         if session.runtime is not None:
             session.runtime.clocks.pause()
     yield
+
+
+def _measured_session() -> Session | None:
+    """Return the session that is measured in this process. None if there is none.
+
+    Engines that were dropped without being detached are freed before, so that all ranks find the same.
+    """
+    if any(session.runtime is not None for session in sessions()):
+        gc.collect()
+    return next((session for session in sessions() if session.runtime is not None), None)
+
+
+def _end_with_process(of: weakref.ref[Session], pid: int) -> None:
+    """End the last iteration of a script that ends after its last step."""
+    session = of()
+    if session is not None and os.getpid() == pid:  # not in a forked process
+        try:
+            session.end_iteration()
+        finally:
+            session.close()
 
 
 def attach_to(engine: Engine, config: PerseusConfig) -> Session:

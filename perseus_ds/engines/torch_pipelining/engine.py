@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -206,7 +207,10 @@ class TorchSchedule(Engine):
     def surround(self, session: Session) -> None:
         self._session = session
         self._hooks.surround(self._schedule, "step", self._step)
-        self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_has_stepped)
+        # Torch keeps the hook, which must not keep a schedule that is dropped.
+        has_stepped = weakref.WeakMethod(self._optimizer_has_stepped)
+        self._optimizer_hook = register_optimizer_step_post_hook(lambda *_: (found := has_stepped()) and found())
+        weakref.finalize(self, self._optimizer_hook.remove).atexit = False
         if not self.order_is_known:
             return
         self._hooks.surround(self._schedule, "_maybe_compute_loss", self._compute_loss)
@@ -245,7 +249,7 @@ class TorchSchedule(Engine):
         self._is_tail, self._optimizer_steps = True, 0
         return result
 
-    def _optimizer_has_stepped(self, *_: Any) -> None:
+    def _optimizer_has_stepped(self) -> None:
         self._optimizer_steps += 1
         if self._is_tail and self._optimizer_steps == self._last_optimizer_step:
             self._session.end_iteration()

@@ -4,6 +4,7 @@ A schedule that cannot be planned is an error, or trains at default clocks.
 """
 
 import copy
+import weakref
 from collections import Counter
 from enum import Enum
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import run_log
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -27,9 +29,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 import perseus_ds
 from perseus_ds.client import operations
 from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.meeting import Opened, meet
+from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Session
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
-from perseus_ds.errors import ConfigError, ScheduleError, VersionError
+from perseus_ds.errors import ConfigError, GpuError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 
@@ -355,6 +359,55 @@ def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block,
             perseus_ds.detach(schedule)
             assert schedule._comp_type_to_function_map == {OVERLAP_F_B: run_both}
     assert losses[1:] == losses[:1] * 2
+
+
+def test_a_schedule_that_is_dropped_is_freed_and_the_next_one_is_planned(block):
+    def trained(number):
+        schedule = ScheduleGPipe(
+            PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss
+        )
+        perseus_ds.attach(schedule, {**block, "output_dir": f"{block['output_dir']}{number}"})
+        train(schedule, steps=2)
+        return schedule
+
+    first = trained(1)
+    model, runtime = weakref.ref(first._stage.submod), first.perseus.runtime
+    del first
+    second = trained(2)  # frees the first
+    assert model() is None
+    assert runtime._closed
+    assert second.perseus.runtime is not None
+    assert len(_global_optimizer_post_hooks) == 1
+    perseus_ds.detach(second)
+
+
+def test_a_second_schedule_is_planned_once_the_first_is_detached(make, block, caplog):
+    schedules = [make(), make()]
+    for number, schedule in enumerate(schedules):
+        perseus_ds.attach(schedule, {**block, "output_dir": f"{block['output_dir']}{number}"})
+    first, second = schedules
+    for _ in range(2):
+        train(first)
+        train(second)
+    assert second.perseus.runtime is None
+    assert caplog.text.count("trains two engines") == 1
+    perseus_ds.detach(first)
+    train(second)
+    assert second.perseus.runtime is not None
+
+
+def test_a_schedule_that_other_ranks_have_dropped_is_an_error_of_theirs_without_a_wait(make, block, monkeypatch):
+    first, second = make(), make()
+    for schedule in (first, second):
+        perseus_ds.attach(schedule, block)
+    train(first)
+    dist.distributed_c10d._get_default_store().add("perseus/starts/1", 1)  # as if rank 1 had started it, too
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    train(second)  # as rank 1, on which the first one is still there
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(GpuError, match="rank 1 still trains a Linear with Perseus"):
+        meet(parse_block(block), second.perseus.engine.facts(), second.perseus.engine.read, lambda _: None, Opened())
 
 
 class NewAction(str, Enum):
