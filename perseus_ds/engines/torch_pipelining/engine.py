@@ -126,7 +126,7 @@ def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
 def check_huggingface_stages(schedule: Any) -> None:
     """Raise a ``ConfigError`` before training if stages of a Hugging Face model could not be saved after it."""
     for stage in stages_of(schedule):
-        if huggingface_parts(stage.submod) is not None:
+        if huggingface_parts(getattr(stage, "submod", None)) is not None:
             from perseus_ds.huggingface.stages import check_can_be_saved  # it needs transformers
 
             check_can_be_saved(stage.submod)
