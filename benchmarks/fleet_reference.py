@@ -6,7 +6,6 @@ pass. Clocks change when a pass begins. Samples of an iteration with different n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -24,12 +23,12 @@ from perseus_ds.planning import PlanningSettings
 SAMPLES = 200
 IN_TIME = 0.0005
 """Tolerance of the oracle's time: its plans have distinct times."""
-DWELLS_S = (2 * LATENCY_S, 0.1, 0.3)
-"""Shortest times at one clock with which the oracle plans if clock changes delay passes [s]."""
+DWELL_S = 2 * LATENCY_S
+"""Shortest time at one clock in the oracle's plans [s]."""
 LEAST_MHZ = 690
 """Lower clocks use more energy, so the oracle needs none of them [MHz]."""
 Samples = NDArray[np.float64]
-Clocks = Sequence[Sequence[int]]
+Clocks = tuple[tuple[int, ...], ...]
 """Clocks of the passes of each rank, in program order [MHz]."""
 
 
@@ -97,18 +96,30 @@ def _cheapest_in_time(machine: Machine, state: State, pipeline: int, deadline_s:
     """Return the clocks of least energy that meet a deadline. None for default clocks."""
     found = None
     least_j = _execute(machine, state, pipeline, None).energies_j[0]
-    has_free_changes = not (machine.change_delay_s or state.change_delay_s)
-    for dwell_s in DWELLS_S[:1] if has_free_changes else DWELLS_S:
-        for plan in _frontier(machine, state, pipeline, dwell_s).plans:
-            executed = _execute(machine, state, pipeline, plan.clocks_mhz)
+    changes_delay = _change_delay_s(machine, state) > 0
+    for plan in _frontier(machine, state, pipeline).plans:
+        candidates = [plan.clocks_mhz]
+        if changes_delay:
+            candidates.append(_raised_early(plan.clocks_mhz))
+        for clocks_mhz in candidates:
+            executed = _execute(machine, state, pipeline, clocks_mhz)
             if executed.times_s[0] <= deadline_s and executed.energies_j[0] < least_j:
-                found, least_j = plan.clocks_mhz, executed.energies_j[0]
+                found, least_j = clocks_mhz, executed.energies_j[0]
     return found
+
+
+def _raised_early(clocks_mhz: Clocks) -> Clocks:
+    """Return the clocks with each rise one pass earlier, so that its delay precedes a pass that must be fast."""
+    return tuple(tuple(map(max, clocks, (*clocks[1:], clocks[-1]))) for clocks in clocks_mhz)
+
+
+def _change_delay_s(machine: Machine, state: State) -> float:
+    return machine.change_delay_s if state.change_delay_s is None else state.change_delay_s
 
 
 def _fastest_within_power(machine: Machine, state: State, power_w: float) -> Clocks:
     """Return the clocks of the fastest plan with at most this power of a pipeline."""
-    for plan in _frontier(machine, state, 0, DWELLS_S[0]).plans:
+    for plan in _frontier(machine, state, 0).plans:
         executed = _execute(machine, state, 0, plan.clocks_mhz)
         if executed.energies_j[0] <= power_w * executed.times_s[0]:
             return plan.clocks_mhz
@@ -116,13 +127,9 @@ def _fastest_within_power(machine: Machine, state: State, power_w: float) -> Clo
 
 
 @cache
-def _frontier(machine: Machine, state: State, pipeline: int, dwell_s: float) -> Frontier:
-    micro_batches = state.micro_batches or machine.micro_batches
-    return optimize(
-        machine.schedule(micro_batches),
-        _true_profile(machine, state, pipeline),
-        PlanningSettings(least_dwell_s=dwell_s),
-    )
+def _frontier(machine: Machine, state: State, pipeline: int) -> Frontier:
+    schedule = machine.schedule(state.micro_batches or machine.micro_batches)
+    return optimize(schedule, _true_profile(machine, state, pipeline), PlanningSettings(least_dwell_s=DWELL_S))
 
 
 def _true_profile(machine: Machine, state: State, pipeline: int) -> StageProfile:
@@ -149,7 +156,7 @@ def _execute(machine: Machine, state: State, pipeline: int, clocks_mhz: Clocks |
     model, stages = machine.model, len(machine.forwards_s)
     work = {(stage, kind): (time_s, workload) for stage, kind, time_s, workload in machine.passes()}
     noise = np.random.default_rng(pipeline)
-    change_delay_s = machine.change_delay_s if state.change_delay_s is None else state.change_delay_s
+    change_delay_s = _change_delay_s(machine, state)
     schedule = machine.schedule(state.micro_batches or machine.micro_batches)
     samples = SAMPLES if machine.noise else 1
     now_s = [np.zeros(samples) for _ in range(stages)]
