@@ -208,6 +208,17 @@ class Frontier:
         plan_or_point = {"Perseus": self._in_time, **{one.name: one.within for one in self.alternatives}}
         return {name: [saved(found(time_s)) for time_s in deadlines_s] for name, found in plan_or_point.items()}
 
+    def comparison(self) -> list[str]:
+        """Return the lines of a table of :meth:`savings` and a sentence about it, or none without alternatives."""
+        if not self.alternatives:
+            return []
+        heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
+        lines = [f"saved at additional time    {heads}"]
+        for name, saved in self.savings().items():
+            figures = ("-" if value is None else f"{max(value, 0.0):.1%}" for value in saved)
+            lines.append(f"  {name:<26}{''.join(f'{figure:>9}' for figure in figures)}")
+        return [*lines, self.best_alternative_in_words()]
+
     def best_alternative_in_words(self) -> str:
         """Return a sentence that compares plans with the best alternative at 1 % more time."""
         place = SLOWDOWNS.index(0.01)
@@ -216,7 +227,8 @@ class Frontier:
         name = max(saved, key=saved.__getitem__)
         more = plans - saved[name]
         if more < _AS_GOOD:
-            return f"In 1% more time, {name} is as good: it saves {saved[name]:.1%}, Perseus {plans:.1%}."
+            verdict = "is as good" if more > -_AS_GOOD else "saves more"
+            return f"In 1% more time, {name} {verdict}: it saves {saved[name]:.1%}, Perseus {plans:.1%}."
         return f"In 1% more time, Perseus saves {100 * more:.1f} percentage points more than the best of them, {name}."
 
     def _in_time(self, deadline_s: float) -> FrequencyPlan | None:

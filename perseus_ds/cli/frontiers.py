@@ -181,7 +181,6 @@ def frontier_summary(frontier: Frontier) -> str:
     """Return a summary of a frontier: plans, times, savings and alternatives."""
     from statistics import fmean
 
-    from perseus_ds.artifacts.frontier import SLOWDOWNS
     from perseus_ds.artifacts.profile import energy_note
 
     baseline, fastest, frugal = frontier.baseline, frontier.plans[0], frontier.plans[-1]
@@ -202,13 +201,7 @@ def frontier_summary(frontier: Frontier) -> str:
     lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
     if note := energy_note(provenance.settings):
         lines.append(f"  They are not those of GPUs alone: {note}.")
-    if frontier.alternatives:
-        heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
-        lines.append(f"  saved at additional time    {heads}")
-        for name, saved in frontier.savings().items():
-            figures = ("-" if value is None else f"{max(value, 0.0):.1%}" for value in saved)
-            lines.append(f"    {name:<26}{''.join(f'{figure:>9}' for figure in figures)}")
-        lines.append(f"  {frontier.best_alternative_in_words()}")
+    lines += [f"  {line}" for line in frontier.comparison()]
     if provenance.simulated:
         lines.append("  The profile is SIMULATED: no GPU was measured.")
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
 from perseus_ds.optimizer.problem import Problem, Progress, power_swing, problem_for
 from perseus_ds.optimizer.solver import solve_exact
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.planning import PlanningSettings
@@ -42,7 +43,11 @@ def optimize(
         ConfigError: If blocking power is unknown or a setting is out of range.
         ProfileError: If the profile does not cover the schedule.
     """
-    problem = problem_for(schedule, profile, settings, **changes)
+    return solve(problem_for(schedule, profile, settings, **changes), progress)
+
+
+def solve(problem: Problem, progress: Progress = lambda what, done: None) -> Frontier:
+    """Return the frontier of a problem, with the solver of its settings."""
     settings = problem.settings
     if settings.solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, progress), settings.solver)
@@ -85,7 +90,8 @@ def with_alternatives(frontier: Frontier, schedule: Schedule, profile: StageProf
     """
     if frontier.alternatives:
         return frontier
-    problem = problem_for(schedule, profile, blocking_power_w=frontier.provenance.blocking_power_w)
+    settings = PlanningSettings(blocking_power_w=frontier.provenance.blocking_power_w)
+    problem = Problem(Dag.build(schedule), profile, settings)
     return replace(frontier, alternatives=alternatives(problem))
 
 

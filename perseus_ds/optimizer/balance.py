@@ -26,7 +26,7 @@ from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Layout
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts, Partition, best_partition
-from perseus_ds.optimizer.problem import Floats
+from perseus_ds.optimizer.problem import Floats, check_powers
 from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
@@ -85,7 +85,11 @@ class Balance:
 
         Raises:
             ConfigError: If the costs of kinds cannot be distinguished from these stages.
+            ProfileError: If most rows of a profile do not exceed its blocking power.
         """
+        for each in (job, *others):
+            if each.profile.info.blocking_power_w is not None:
+                check_powers(each.profile, each.profile.info.blocking_power_w)
         self.job = job
         self.tied_on_one_rank = tied_on_one_rank
         self.kinds: KindCosts = kind_costs([(each.layout, each.profile) for each in (job, *others)])

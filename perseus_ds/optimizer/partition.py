@@ -37,15 +37,16 @@ from scipy.optimize import linprog
 
 from perseus_ds.artifacts.profile import ClockOptions, Measurement, ProfileInfo, StageProfile
 from perseus_ds.errors import ConfigError
-from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer import solve
 from perseus_ds.optimizer.bounds import Verifier
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Corners, Floats, problem_for
+from perseus_ds.optimizer.problem import Corners, Floats, Problem
 from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.planning import PlanningSettings
 
 Cut = tuple[int, ...]
 
@@ -453,7 +454,7 @@ class _Search:
 
     def _price_w(self, shares: Floats, deadline_s: float) -> Floats:
         """Return the price of a second of each node and, as the last element, of the iteration [W]."""
-        problem = problem_for(self.schedule, self.costs.profile(shares))
+        problem = Problem(self.dag, self.costs.profile(shares), PlanningSettings())
         network = Network(problem)
         relaxed = Relaxation(network).solve(max(deadline_s, problem.t_min_s) * (1 + _LATER))
         prices_w, end_w = Verifier(problem).prices_w(*network.dag_flow(np.maximum(relaxed.flow_w, 0.0)))
@@ -498,7 +499,7 @@ class _Search:
         rank_s, busy_s = len(self.schedule.ranks) * time_s, sum(row.time_s for row in of_rows)
         energy_j = planned_j = sum(row.energy_j for row in of_rows) + waiting_w * (rank_s - busy_s)
         if self.is_planned:
-            frontier = optimize(self.schedule, profile, plans=_PLANS)
+            frontier = solve(Problem(self.dag, profile, PlanningSettings(plans=_PLANS)))
             planned_j = frontier.lookup((deadline_s or time_s) * (1 + _SAME)).energy_j
         memory_bytes = max(float(self.bytes[place]) for place in _places(cut))
         counts = self._counts(range(len(self.row)))

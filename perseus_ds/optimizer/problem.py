@@ -349,12 +349,12 @@ def problem_for(
             f"Profile the model with {schedule.num_stages} stages, or give fewer."
         )
     problem = Problem(Dag.build(schedule), profile, replace(settings or PlanningSettings(), **changes))
-    _check_powers(profile, problem.blocking_power_w)
+    check_powers(profile, problem.blocking_power_w)
     return problem
 
 
-def _check_powers(profile: StageProfile, blocking_power_w: float) -> None:
-    """Warn if a few rows do not exceed blocking power.
+def check_powers(profile: StageProfile, blocking_power_w: float) -> None:
+    """Warn if a few rows of a measured profile do not exceed blocking power.
 
     At low clocks, noise can do this to a row, and the optimiser needs no positive effective energy.
 

@@ -122,8 +122,8 @@ def _held(
     """Return plans that respect the dwell time at ascending deadlines, given plans without one.
 
     ``free_s`` has the deadlines of the latter. ``clock_mhz`` has their clocks, and ``price_w`` the price of a second of
-    each decision in the relaxed problems, both of shape (decisions, free plans). Those of the ``simple`` plans that
-    respect the dwell time are among those returned.
+    each decision in the relaxed problems, both of shape (decisions, free plans). Of the free plans and the ``simple``
+    ones, those that respect the dwell time are among those returned.
     """
     problem = network.problem
     ladder = dwell_ladder(problem.settings.least_dwell_s)
@@ -134,7 +134,9 @@ def _held(
         by_time = by_time[searched_of(len(by_time))]
     begun = list(zip(clock_mhz.T[by_time], price_w.T[by_time], strict=True))
     found: list[HeldPlan] = []
-    held_simple: list[Clocks] = []
+    own_clocks = [tuple(tuple(of_plan[rank].tolist()) for rank in problem.rank_decisions) for of_plan in clock_mhz.T]
+    candidates = [*simple, *own_clocks, problem.plan(problem.most_frugal).clocks_mhz]
+    held: list[Clocks] = []
     for number, dwell_s in enumerate(ladder):
         search = RunSearch(network, dwell_s)
         own = [(search.sequences(clocks), prices_w) for clocks, prices_w in begun]
@@ -142,12 +144,12 @@ def _held(
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))
 
-        checked = [(clocks, search.checked(search.of_clocks(clocks), np.inf)) for clocks in simple]
-        held_simple += [clocks for clocks, plan in checked if plan is not None]
+        checked = [(clocks, search.checked(search.of_clocks(clocks), np.inf)) for clocks in candidates]
+        held += [clocks for clocks, plan in checked if plan is not None]
         start = [*found, *(plan for _, plan in checked if plan is not None)]
         plans = search.plans(deadline_s, own, start, report)
         found = [plan for plan in plans if plan is not None]
-    clocks_mhz = [*(search.clocks_mhz(plan.clocks) for plan in found), *held_simple]
+    clocks_mhz = [*(search.clocks_mhz(plan.clocks) for plan in found), *held]
     return [problem.evaluate(clocks) for clocks in clocks_mhz] or [problem.baseline]
 
 

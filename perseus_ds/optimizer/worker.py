@@ -21,7 +21,7 @@ from typing import Any
 from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import PerseusError
-from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.planning import PlanningSettings
 
@@ -146,7 +146,9 @@ def main() -> None:
     error = ""
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            frontier = optimize(request.schedule, StageProfile.load(request.profile), request.settings, progress=report)
+            profile = StageProfile.load(request.profile)
+            frontier = optimize(request.schedule, profile, request.settings, progress=report)
+            frontier = with_alternatives(frontier, request.schedule, profile)
             provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
             replace(frontier, provenance=provenance).save(request.out)
     except (PerseusError, OSError) as problem:

@@ -217,4 +217,7 @@ async def optimise(context: ModeContext, default: DefaultIterations) -> Frontier
         worker.stop()
     if worker.error:
         raise PerseusError(f"optimising failed: {worker.error}")
-    return load_frontier(job, job.output_dir / "frontier.json")
+    frontier = load_frontier(job, job.output_dir / "frontier.json")
+    table = frontier.comparison()
+    context.recorder.say("\n  ".join(["plans and simpler settings, computed from the profile", *table]))
+    return frontier

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import statistics
 from collections import Counter
@@ -44,7 +43,6 @@ from perseus_ds.server.job import Job
 from perseus_ds.server.phases import SETTLED, ModeContext, observe
 from perseus_ds.server.recorder import common_begins_s, known_of_all
 
-logger = logging.getLogger("perseus_ds")
 _STEADY = 0.02
 _MOST_TIMES_AS_LONG = 3
 
@@ -426,7 +424,6 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
         )
     }
     profile = estimated.where(lambda *row: row[:2] not in idle)
-    profile = _above_waiting(profile, waiting_w)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")
     with contextlib.suppress(OSError):  # plans do not need it
@@ -453,22 +450,3 @@ def share_profile(job: Job, path: Path) -> bool:
 def passes_of_stages(schedule: Schedule) -> set[tuple[int, Kind]]:
     """Return stage and kind of all passes of a schedule."""
     return {(i.stage, i.kind) for stream in schedule.instructions for i in stream if i.kind is not Kind.TAIL}
-
-
-def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfile:
-    """Remove rows with less power than waiting due to noise, if at least two clocks remain."""
-    below: set[tuple[int, Kind, int]] = set()
-    for stage, kind in profile.keys:
-        options = profile.options(stage, kind)
-        is_below = options.effective_energy_j(blocking_power_w) <= 0
-        if np.count_nonzero(~is_below) >= 2:
-            below.update((stage, kind, int(clock_mhz)) for clock_mhz in options.clock_mhz[is_below])
-    if below:
-        clocks = sorted({clock_mhz for _, _, clock_mhz in below})
-        logger.warning(
-            "perseus: %d rows at %s MHz are left out of the profile: their power is below that of waiting, %.1f W.",
-            len(below),
-            f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
-            blocking_power_w,
-        )
-    return profile.where(lambda *row: row not in below)

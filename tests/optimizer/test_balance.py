@@ -7,7 +7,8 @@ import pytest
 from layouts import COSTS_S, job_of, layout_of, profile_of
 from pipelines import interleaved, one_f_one_b
 
-from perseus_ds.errors import ConfigError
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.optimizer.balance import Balance, MeasuredJob, kind_costs
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.instruction import Kind
@@ -52,6 +53,22 @@ def test_the_prediction_for_todays_layout_is_that_of_its_profile():
     assert found.most_frugal.time_s < 0.85 * today.time_s
     assert found.time_gap == 0
     assert job.layout.cut_into(found.cut).stages[-1][-1].kind == "head"
+
+
+def below_blocking(job, clocks_mhz):
+    """Return the job with powers below blocking power at these clocks."""
+    rows = [replace(m, energy_j=70.0 * m.time_s) if m.clock_mhz in clocks_mhz else m for m in job.profile.measurements]
+    return replace(job, profile=StageProfile(rows, job.profile.info))
+
+
+def test_rows_below_blocking_power_are_said_once_and_are_refused_if_they_are_most(caplog):
+    job = job_of("Ed", "dd", "ddh", micro_batches=3)
+    clocks_mhz = job.profile.options(0, Kind.FORWARD).clock_mhz.tolist()
+    Balance(below_blocking(job, clocks_mhz[:1])).partition({"today": job.layout.cut})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "rows do not exceed the blocking power" in caplog.text
+    with pytest.raises(ProfileError, match="do not exceed the blocking power of 80"):
+        Balance(below_blocking(job, clocks_mhz))
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -10,6 +10,8 @@ from run_log import wait_until
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.alternatives import alternatives
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.worker import NICENESS, OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
 
@@ -36,6 +38,7 @@ def test_it_writes_the_frontier_that_optimize_returns(tmp_path):
     frontier = Frontier.load(tmp_path / "f")
     expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8)
     assert frontier.plans == expected.plans
+    assert frontier.alternatives == alternatives(problem_for(schedule, synthetic_profile(4), blocking_power_w=80.0))
     assert frontier.provenance.schedule == schedule.name
     assert frontier.provenance.profile == str(tmp_path / "p" / "profile.csv")
     assert frontier.provenance.simulated

@@ -33,7 +33,7 @@ def start(start, request):
     return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
 
 
-def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
+def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
     assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
@@ -64,6 +64,9 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     profiled, clocks = phases.count("profile"), {row.clock_mhz for row in profile.info.rows}
     assert written.iterations == profiled - job.under_way, "the last ones had begun when enough was known"
     assert profiled <= (1 + 0.5 * job.under_way) * len(clocks) + 1, "few iterations, though some had begun"
+    printed = capsys.readouterr().out
+    assert "saved at additional time" in printed
+    assert "one clock for all GPUs" in printed
 
 
 def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start):

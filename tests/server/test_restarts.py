@@ -1,16 +1,13 @@
 """Restarts: what a replaced server, a job that is started again and another job take up from files."""
 
 import pwd
-from types import SimpleNamespace
 
 import pytest
 from virtual.job import SLOWER, in_order
 
-from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.server.frontiers import cached
-from perseus_ds.server.profiling import save_profile
 
 
 @pytest.mark.parametrize(("steps", "numbers"), [(None, [8, 9]), (4, [5, 6])], ids=["kept", "of the engine"])
@@ -73,25 +70,6 @@ def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_
     numbers = [record.iteration for record in job.close()]
     assert numbers == sorted(numbers)
     assert numbers[-1] == len(job.taken)
-
-
-@pytest.mark.parametrize(
-    ("power_w", "kept_mhz"),
-    [({930: 36.0, 1200: 200.0, 1410: 300.0}, [1200, 1410]), ({930: 7.0, 1200: 8.0, 1410: 9.0}, [930, 1200, 1410])],
-)
-def test_rows_below_waiting_are_left_out_and_said_unless_fewer_than_two_would_be_left(
-    tmp_path, caplog, power_w, kept_mhz
-):
-    rows = [Measurement(0, kind, c, 0.1, 0.1 * w) for kind in (Kind.FORWARD, Kind.BACKWARD) for c, w in power_w.items()]
-    quality = [RowQuality(stage=0, kind=row.kind, clock_mhz=row.clock_mhz, samples=9) for row in rows]
-    profile = StageProfile(rows, ProfileInfo(rows=quality, blocking_power_w=80.0))
-    calibration = SimpleNamespace(info=profile.info, tail_profile=None, time_s=1.0)
-    save_profile(SimpleNamespace(profile_path=tmp_path / "profile.csv"), calibration, profile, profile)
-    found = StageProfile.load(tmp_path / "profile.csv")
-    assert list(found.options(0, Kind.BACKWARD).clock_mhz) == kept_mhz
-    assert sorted({row.clock_mhz for row in found.info.rows}) == kept_mhz
-    assert len(StageProfile.load(tmp_path / "measured.csv").measurements) == 6
-    assert ("2 rows at 930 MHz are left out" in caplog.text) is (len(kept_mhz) == 2)
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):

@@ -31,7 +31,7 @@ from perseus_ds.engines import engine as engines
 from perseus_ds.engines.engine import Engine, Session
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 from perseus_ds.protocol.job_messages import JobDescription, Joined
@@ -502,7 +502,7 @@ class WorkerAtOnce:
             request = self._request
             profile = StageProfile.load(request.profile)
             frontier = optimize(request.schedule, profile, request.settings, plans=20)
-            frontier.save(request.out)
+            with_alternatives(frontier, request.schedule, profile).save(request.out)
             self._is_done = True
         return True
 
