@@ -32,6 +32,15 @@ def _process_group(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _leaves_no_session():
+    yield
+    left = sessions()
+    for session in left:
+        session.close()
+    assert not left, "the test has not closed its engine"
+
+
 @pytest.fixture
 def block(tmp_path):
     """Observe on a simulated GPU whose instructions take almost no time."""
@@ -42,8 +51,6 @@ def block(tmp_path):
 @pytest.fixture
 def make(request):
     """A function that makes an engine, which is closed at the end of the test."""
-    for left in sessions():
-        left.close()
     engines = []
 
     def make(initialize=perseus_ds.initialize, **keys):
@@ -262,6 +269,7 @@ def test_the_block_is_read_where_deepspeed_reads_its_config_and_the_variable_rep
     model = module()
     engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=str(path))
     settings = engine.perseus.config
+    engine.perseus.close()
     assert (settings.mode, settings.max_drift, settings.output_dir) == ("observe", 0.5, block["output_dir"])
 
 

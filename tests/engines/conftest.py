@@ -9,8 +9,10 @@ from perseus_ds.engines.engine import sessions
 @pytest.fixture
 def process_group():
     """A process group of this process only, in which Perseus is not attached."""
-    for left in sessions():
-        left.close()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    left = sessions()
+    for session in left:
+        session.close()
     dist.destroy_process_group()
+    assert not left, "the test has not detached Perseus"

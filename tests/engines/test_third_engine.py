@@ -165,9 +165,10 @@ def test_a_gpu_that_cannot_be_used_ends_no_job_unless_it_is_required(tmp_path, m
     expected = "perseus: GPU 1 fell off the bus. Training continues without Perseus."
     assert [record.getMessage() for record in caplog.records] == [expected]
     required = Trainer()
-    attach_to(TrainerEngine(required), parse_block({**block, "required": True}))
+    session = attach_to(TrainerEngine(required), parse_block({**block, "required": True}))
     with pytest.raises(GpuError, match="fell off the bus"):
         train(required, 1)
+    session.detach()
 
 
 ENDS_WITHOUT_DETACH = """
