@@ -313,7 +313,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """Return the whole model without storage."""
-    with torch.device("meta"):
+    with torch.device("meta"), eager_attention(config):
         model = model_class(config)._from_config(config)
     _check_plan(model)
     return model
@@ -395,17 +395,21 @@ def build_stage(
     _check_data(config, sequence_length, vocabulary)
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
-    if pretrained:
-        if isinstance(source, PretrainedConfig):
-            raise ConfigError(
-                "pretrained: a configuration has no weights to read. Give the model's name on the hub or its folder."
-            )
-        _check_not_quantized(source, config)
-        model = _read_weights(source, config, layers_of_stage, hub=hub, dtype=dtype, seed=seed)
-    else:
-        model = _new(_class_of_stage(model_class(config), layers_of_stage, seed), config, dtype, seed)
-        _with_storage(model, torch.device("cpu"))
-        _initialize(model, seed)
+    try:
+        if pretrained:
+            if isinstance(source, PretrainedConfig):
+                raise ConfigError(
+                    "pretrained: a configuration has no weights to read. Give the model's name on the hub or its "
+                    "folder."
+                )
+            _check_not_quantized(source, config)
+            model = _read_weights(source, config, layers_of_stage, hub=hub, dtype=dtype, seed=seed)
+        else:
+            model = _new(_class_of_stage(model_class(config), layers_of_stage, seed), config, dtype, seed)
+            _with_storage(model, torch.device("cpu"))
+            _initialize(model, seed)
+    except ImportError as error:  # of a package with kernels
+        raise ConfigError(f"{type(config).__name__}: {error}") from error
     if gradient_checkpointing:
         checkpoint_activations(model)
     stage = Stage(model.train(), layers_of_stage(sum(cut)), inputs)

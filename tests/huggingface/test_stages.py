@@ -35,6 +35,7 @@ from transformers import (
     dynamic_module_utils,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.utils import is_flash_attn_2_available
 
 import perseus_ds
 from perseus_ds.errors import ConfigError, PerseusError
@@ -180,6 +181,14 @@ def test_a_model_whose_attention_needs_a_gpu_is_cut_without_one():
     found = perseus_ds.partition(config, stages=2, micro_batches=2, sequence_length=8, gpu="a40")
     assert sum(found.cut) == 4
     assert config._attn_implementation == "for_gpus_only"
+
+
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="FlashAttention is installed")
+def test_a_package_of_kernels_that_is_missing_is_named_and_not_needed_to_find_a_cut():
+    config = tiny("llama", attn_implementation="flash_attention_2")
+    assert perseus_ds.partition(config, stages=2, micro_batches=2, sequence_length=8, gpu="a40").cut
+    with pytest.raises(ConfigError, match=r"LlamaConfig: FlashAttention2 .* doesn't seem to be installed"):
+        build_stage(config, (2, 2), 0)
 
 
 def test_a_layer_that_does_not_run_without_a_gpu_is_an_error_with_its_cause(monkeypatch):
