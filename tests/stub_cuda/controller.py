@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stub_nvml.controller import StubGpu
+
 SOURCE = Path(__file__).with_name("stub_cuda.c")
 LIBRARY = "libcuda.so.1"
 
@@ -87,6 +89,13 @@ class StubCuda:
     def fail(self, *, register: int = 0, write: int = 0) -> None:
         """Make the driver return these error codes, where 0 is success."""
         self.library.stub_fail(register, write)
+
+    def use_gpu(self, gpu: StubGpu, power_w: float) -> None:
+        """Run kernels at the clock of a GPU, and let them draw this power at its top clock [W]."""
+        clock_mhz = ctypes.byref(gpu, StubGpu.locked_clock_mhz.offset)
+        counted_j = ctypes.byref(gpu, StubGpu.counted_j.offset)
+        settings = (float(gpu.clocks_mhz[0]), power_w, gpu.counter_period_s)
+        self.library.stub_use_gpu(clock_mhz, counted_j, *map(ctypes.c_double, settings))
 
     def new_stream(self, device: int = 0) -> int:
         """Return the handle of another stream."""

@@ -1,7 +1,8 @@
 // A stand-in for libcuda.so.1: streams of several devices that process queues, and graphs for capture and replay.
 //
 // It has only the driver functions that marks need. Tests launch work through stub_… functions: kernels that only take
-// time, events, and stores into host memory. Streams run asynchronously on their own threads.
+// time, events, and stores into host memory. Streams run asynchronously on their own threads. Kernels take their nominal
+// time, or run on a GPU of stub_nvml.c (stub_use_gpu): slower at a locked clock, with a power that its counter counts.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -32,6 +33,10 @@ typedef struct {
 
 static __thread int current_device = -1;
 static int fail_register, fail_write;
+static const volatile uint32_t *gpu_clock_mhz; /* 0: not locked */
+static volatile double *gpu_counted_j;
+static double gpu_top_mhz, gpu_power_w, gpu_period_s, uncounted_j;
+static long counted_periods;
 static char *registered;
 static size_t registered_length;
 
@@ -49,10 +54,33 @@ static void append(Queue *queue, Work work) {
     queue->last = &copy->next;
 }
 
+static void sleep_s(double seconds) {
+    struct timespec t = {(time_t)seconds, (long)((seconds - (time_t)seconds) * 1e9)};
+    nanosleep(&t, NULL);
+}
+
+// Runs a kernel of this duration at the top clock. At a lower one it takes longer, at a power that falls with its cube.
+// The counter changes only from one of its periods to the next, as that of stub_nvml.c does.
+static void run_on_gpu(double seconds) {
+    double last_s = now_s();
+    while (seconds > 0) {
+        double speed = *gpu_clock_mhz ? *gpu_clock_mhz / gpu_top_mhz : 1, slice_s = seconds / speed;
+        sleep_s(slice_s < 0.001 ? slice_s : 0.001);
+        double passed_s = now_s() - last_s;
+        last_s += passed_s;
+        seconds -= passed_s * speed;
+        uncounted_j += passed_s * gpu_power_w * speed * speed * speed;
+        if (counted_periods != (long)(last_s / gpu_period_s)) {
+            counted_periods = (long)(last_s / gpu_period_s);
+            *gpu_counted_j += uncounted_j;
+            uncounted_j = 0;
+        }
+    }
+}
+
 static void execute(const Work *work) {
     if (work->kind == DELAY) {
-        struct timespec t = {(time_t)work->seconds, (long)((work->seconds - (time_t)work->seconds) * 1e9)};
-        nanosleep(&t, NULL);
+        gpu_clock_mhz ? run_on_gpu(work->seconds) : sleep_s(work->seconds);
     } else if (work->kind == WAIT) {
         while (!*(volatile int64_t *)work->where) nanosleep(&(struct timespec){0, 1000000}, NULL);
     } else if (work->kind == EVENT) {
@@ -138,6 +166,14 @@ void stub_set_device(int device) { current_device = device; }
 void stub_fail(int on_register, int on_write) {
     fail_register = on_register;
     fail_write = on_write;
+}
+
+void stub_use_gpu(const uint32_t *clock_mhz, double *counted_j, double top_mhz, double power_w, double period_s) {
+    gpu_top_mhz = top_mhz;
+    gpu_power_w = power_w;
+    gpu_period_s = period_s;
+    gpu_counted_j = counted_j;
+    gpu_clock_mhz = clock_mhz;
 }
 
 Stream *stub_stream(int device) {

@@ -106,6 +106,12 @@ class _State(ctypes.Structure):
     )  # fmt: skip
 
 
+def gpus_here() -> Sequence[StubGpu]:
+    """Return the live GPUs that this process finds through the variables of :attr:`StubNvml.environment`."""
+    with open(os.environ[STATE_VARIABLE], "r+b") as file:
+        return _State.from_buffer(mmap.mmap(file.fileno(), 0)).gpus
+
+
 def build(folder: Path) -> Path:
     """Compile the library into a folder and return its path.
 
