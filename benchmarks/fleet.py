@@ -1,7 +1,7 @@
 """Of the energy that a job could have saved, how much did auto mode really save? One figure for a fleet of jobs.
 
     python benchmarks/fleet.py                          # all scenarios, each with its own number of seeds
-    python benchmarks/fleet.py --seeds 1                # all scenarios, 15 minutes of one core
+    python benchmarks/fleet.py --seeds 1                # all scenarios once
     python benchmarks/fleet.py --only quiet "noise 2 %" --seeds 3 --first-seed 10 --json fleet.json
 
 Each scenario is an ordinary job with an ordinary trouble, on SIMULATED GPUs in virtual time: the real server, clients
@@ -19,6 +19,8 @@ the GPUs and virtual time, and not what the server believes.
 - *late* = T_job / T_default - 1 - allowed slowdown. Under a power limit, the oracle's time is allowed.
 
 ``E_default`` and ``E_oracle`` are computed pass by pass (``fleet_reference.py``), with the same noise.
+
+2 000 iterations of two stages take 7 to 15 s of processor time, and 150 iterations of eight stages take 23 s.
 
 A job of fewer than 2 000 iterations is not part of the mean: it is shorter than what its start costs pays for.
 
