@@ -1,8 +1,11 @@
 """Measures time and energy of instructions during training, with one clock per iteration.
 
-Times are those of the instructions as they ran. Energies come from the energy counter: between two refreshes, the
-energy used is blocking power times the elapsed time, plus the sum over all kinds of their power beyond blocking power
-times the time spent in them. The powers are estimated by least squares over all refreshes at all clocks.
+Times are those of the instructions as they ran, on average over iterations, since inputs may differ in length. How much
+iterations vary is estimated from all clocks together, and is part of the error of a row.
+
+Energies come from the energy counter: between two refreshes, the energy used is blocking power times the elapsed time,
+plus the sum over all kinds of their power beyond blocking power times the time spent in them. The powers are estimated
+by least squares over all refreshes at all clocks.
 
 Blocking power, which a GPU draws while it waits for another one, is measured before training while all ranks wait for
 one (:mod:`perseus_ds.client.meeting`), and in the bubbles of these iterations, pooled over ranks. Plans replace the
@@ -32,7 +35,7 @@ from perseus_ds.artifacts.profile import (
     incomplete_clocks,
 )
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.measures import error_of_median
+from perseus_ds.measures import STALL, error_of_median
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.fixed_durations import tails_s
@@ -60,6 +63,8 @@ _UNKNOWN = 1e3
 # Share of its period in which a counter samples power: all of it, or only the last part (a quarter on A100 and H100,
 # arXiv 2312.02741). A share below 1 is assumed only if it reduces the squared residuals by this factor.
 _ALWAYS, _SHARES, _CLEARLY = 1.0, (1.0, 0.5, 0.25, 0.1), 0.5
+# Number of repeated iterations after which it is known how much they vary.
+_ENOUGH_REPEATED = 3
 # Relative difference between blocking powers that is negligible, and number of standard errors above which a difference
 # is significant.
 _AGREES, _SURE = 0.03, 3.0
@@ -203,7 +208,8 @@ class OnlineProfiler:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
         self._state: dict[int, GpuState] = {}
-        self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
+        # By clock and kind, the times of each iteration.
+        self._times_s: dict[tuple[int, Key], list[list[float]]] = defaultdict(list)
         self._seen: dict[int, list[_Part]] = defaultdict(list)
         # By clock and share. An entry stays valid until its clock is used again.
         self._known: dict[tuple[int, float], _Refreshes] = {}
@@ -230,21 +236,23 @@ class OnlineProfiler:
         """
         self._state[clock_mhz] = state
         computed: list[tuple[Span, Key]] = []
-        # By kind: whether an instruction began at the clock, and its time.
-        taken_s: dict[Key, list[tuple[bool, float]]] = defaultdict(list)
-        for spans in iterations:
+        # By kind and iteration, the times of instructions that began at the clock, and of the others.
+        at_the_clock_s: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        before_s: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for number, spans in enumerate(iterations):
             for span in spans:
                 if isinstance(span.operation, Compute):
                     instruction = span.operation.instruction
                     key = instruction.stage, instruction.kind
                     computed.append((span, key))
                     if instruction.kind is not Kind.TAIL:
-                        taken_s[key].append((span.start_s >= reached_s, span.time_s))
+                        found_s = at_the_clock_s if span.start_s >= reached_s else before_s
+                        found_s[key][number].append(span.time_s)
             for stage, time_s in tails_s(spans).items():
-                taken_s[stage, Kind.TAIL].append((True, time_s))
-        for key, found in taken_s.items():
-            at_the_clock = [time_s for is_at_the_clock, time_s in found if is_at_the_clock]
-            self._times_s[clock_mhz, key] += at_the_clock or [time_s for _, time_s in found]
+                at_the_clock_s[stage, Kind.TAIL][number].append(time_s)
+        taken_s = {**before_s, **at_the_clock_s}
+        for key, by_iteration in taken_s.items():
+            self._times_s[clock_mhz, key] += by_iteration.values()
         keys = sorted({*self._keys, *taken_s})
         still_valid = [known for known in self._known if known[0] != clock_mhz and keys == self._keys]
         self._known = {known: self._known[known] for known in still_valid}
@@ -256,6 +264,29 @@ class OnlineProfiler:
     def power_error(self, clock_mhz: int) -> float:
         """Return the relative error of the mean power beyond blocking power at a clock, from the residuals."""
         return self._refreshes(clock_mhz, self._share()).power_error if clock_mhz in self._seen else math.inf
+
+    def time_error(self, clock_mhz: int) -> float:
+        """Return the relative error of times at a clock because iterations vary. Infinite if it is not known yet."""
+        errors = []
+        for (clock, key), by_iteration in self._times_s.items():
+            if clock != clock_mhz or key[1] is Kind.TAIL:
+                continue
+            variation, repeated = self._variation(key)
+            if len(by_iteration) == 1 and repeated < _ENOUGH_REPEATED:
+                return math.inf
+            errors.append(variation / math.sqrt(len(by_iteration)))
+        return statistics.fmean(errors) if errors else 0.0
+
+    def _variation(self, key: Key) -> tuple[float, int]:
+        """Return the relative variation of a kind between iterations at one clock, and the number of repetitions."""
+        squares, repeated = 0.0, 0
+        for (_, of), by_iteration in self._times_s.items():
+            if of == key:
+                times_s = _without_stalls([statistics.median(own) for own in by_iteration])
+                mean_s = statistics.fmean(times_s)
+                squares += sum((time_s / mean_s - 1) ** 2 for time_s in times_s)
+                repeated += len(times_s) - 1
+        return math.sqrt(squares / repeated) if repeated else 0.0, repeated
 
     def use_blocking_power_w(self, power_w: float) -> None:
         """Compute rows from another blocking power [W]."""
@@ -303,15 +334,15 @@ class OnlineProfiler:
         ]
 
     def _row(self, clock_mhz: int, key: Key, power_w: float, power_error: float) -> MeasuredRow:
-        times_s = self._times_s[clock_mhz, key]
-        time_s, error = _typical(times_s)
+        by_iteration = self._times_s[clock_mhz, key]
+        time_s, error = _typical(by_iteration, self._variation(key)[0])
         beyond = 1 - min(1.0, self._blocking_power_w / power_w)
         energy_error = math.hypot(error or 0.0, _LEAST_ERROR, beyond * power_error)
         quality = RowQuality(
             stage=key[0],
             kind=key[1],
             clock_mhz=clock_mhz,
-            samples=len(times_s),
+            samples=sum(map(len, by_iteration)),
             time_relative_error=error,
             temperature_c=self._state[clock_mhz].temperature_c,
             power_state=self._state[clock_mhz].power_state,
@@ -394,11 +425,25 @@ def _weights(moments_s: Floats, variation_s: float) -> Floats:
     return np.asarray(weights - np.outer(begin, begin @ weights) / (begin @ begin))
 
 
-def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
-    """Return the median and its relative standard error (None for fewer than three times)."""
-    median_s = statistics.median(times_s)
-    deviations_s = [time_s - median_s for time_s in times_s]
-    return median_s, error_of_median(deviations_s, len(times_s)) / median_s if len(times_s) > 2 else None
+def _without_stalls(times_s: Sequence[float]) -> list[float]:
+    longest_s = STALL * statistics.median(times_s)
+    return [time_s for time_s in times_s if time_s <= longest_s]
+
+
+def _typical(by_iteration: Sequence[Sequence[float]], variation: float) -> tuple[float, float | None]:
+    """Return the mean over iterations of their median time, and its relative standard error.
+
+    ``variation`` is that between iterations. The error is None for fewer than three times.
+    """
+    medians_s = [statistics.median(times_s) for times_s in by_iteration]
+    mean_s = statistics.fmean(_without_stalls(medians_s))
+    deviations_s = [
+        time_s - median_s for times_s, median_s in zip(by_iteration, medians_s, strict=True) for time_s in times_s
+    ]
+    if len(deviations_s) < 3:
+        return mean_s, None
+    within = error_of_median(deviations_s, len(deviations_s)) / mean_s
+    return mean_s, max(within, variation / math.sqrt(len(medians_s)))
 
 
 def chosen_power_w(alone_w: float, bubbles: WaitingPower | None) -> tuple[float, str | None]:

@@ -134,6 +134,9 @@ _SETTLE_S = 0.05
 # visited more than once for that.
 _REFRESHES = 10
 _KNOWN = 0.05
+# Times at a clock are known with this relative error, which depends on how much iterations vary, such as by the lengths
+# of their inputs. Clocks are visited more than once for that, too.
+_TIMES_KNOWN = 0.04
 _MOST_VISITS = 8
 # Visits with too few refreshes become longer, up to this multiple.
 _LONGEST_VISIT = 8
@@ -292,12 +295,15 @@ class _Measurement:
                 needed = min(2 * needed, _LONGEST_VISIT * first)
             elif missing > 0:
                 needed = self.iterations_with(missing, time_s)
-            elif all(profiler.power_error(clock_mhz) <= _KNOWN for profiler in self._profilers.values()):
+            elif all(self._is_known(profiler, clock_mhz) for profiler in self._profilers.values()):
                 break
             else:
                 needed = max(needed, first)
         else:
             self.rows([clock_mhz])  # raises the error if the power remains unknown
+
+    def _is_known(self, profiler: OnlineProfiler, clock_mhz: int) -> bool:
+        return profiler.power_error(clock_mhz) <= _KNOWN and profiler.time_error(clock_mhz) <= _TIMES_KNOWN
 
     def iterations_with(self, refreshes: int, time_s: float) -> int:
         """Return the number of iterations of ``time_s`` [s] in which counters are refreshed this often."""

@@ -246,3 +246,29 @@ def test_a_clock_at_which_a_rank_has_no_row_has_none():
     rows, incomplete = combine_rows({"rank 0": slow, "rank 1": fast}, 80.0)
     assert [(r.measurement.clock_mhz, r.measurement.time_s) for r in rows] == [(1200, 0.14)]
     assert incomplete == {(0, Kind.FORWARD, 900): ["rank 0"]}
+
+
+def test_times_are_means_over_iterations_and_their_variation_is_part_of_the_error():
+    """As with inputs of two lengths."""
+    profiler, power_w = OnlineProfiler(blocking_power_w=80.0), 300.0
+
+    def add(clock_mhz, *lengths):
+        now_s, iterations = 0.0, []
+        for length in lengths:
+            spans = []
+            for micro_batch in range(8):
+                end_s = now_s + 0.05 * length
+                spans.append(Span(Compute(Instruction(0, Kind.FORWARD, micro_batch)), now_s, end_s))
+                now_s = end_s
+            iterations.append(spans)
+        profiler.add(clock_mhz, iterations, [(at_s, power_w * at_s) for at_s in np.arange(0.0, now_s, 0.1)])
+
+    add(1400, 1.0, 1.25)
+    add(1200, 1.25, 1.0)
+    add(1000, 1.25)
+    assert profiler.time_error(1000) == np.inf, "three repetitions are needed"
+    add(800, 1.0, 1.25, 1.25, 1.0)
+    times = {row.measurement.clock_mhz: (row.measurement.time_s, row.quality) for row in profiler.rows()}
+    assert (times[1400][0], times[800][0]) == pytest.approx((0.05 * 1.125, 0.05 * 1.125))
+    assert 0.1 < profiler.time_error(1000) == times[1000][1].time_relative_error < 0.2
+    assert times[800][1].time_relative_error == pytest.approx(times[1000][1].time_relative_error / 2)

@@ -89,8 +89,10 @@ def test_profile_mode_measures_iterations_of_all_counts_for_one_profile(start):
     assert len(mixed.events(ProfileWritten)) == 1
     found, expected = (StageProfile.load(job.folder) for job in (mixed, alone))
     assert found.info.micro_batches == 8
+    of_both = {row.clock_mhz for row in found.measurements} & {row.clock_mhz for row in expected.measurements}
+    assert len(of_both) > 30
     for row in expected.measurements:
-        if row.kind is not Kind.TAIL:
+        if row.kind is not Kind.TAIL and row.clock_mhz in of_both:
             measured = found.at(row.stage, row.kind, row.clock_mhz)
             assert measured.time_s == pytest.approx(row.time_s, rel=0.02)
             assert measured.energy_j == pytest.approx(row.energy_j, rel=0.06)
