@@ -88,27 +88,6 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     return [*map(problem.plan, choices), *map(problem.evaluate, simple)], bounds
 
 
-def plan_within(network: Network, deadline_s: float) -> FrequencyPlan:
-    """Return a good plan for one deadline, computed quickly.
-
-    It is the rounded optimum of the relaxed problem, or the fastest plan if none meets the deadline. The dwell time is
-    respected as in a frontier.
-    """
-    problem = network.problem
-    fastest_s, slowest_s = problem.t_min_s * (1 + _NEAR), problem.time_s(problem.most_frugal)
-    deadline_s = max(problem.t_min_s, min(deadline_s, slowest_s))
-    relaxed = Relaxation(network).solve(max(deadline_s, fastest_s))
-    descent, own_s = Descent(network), np.array([deadline_s])
-    tables = problem.table, OptionTable(problem.groups, hull_only=True)
-    targets = (round_late(network, table, relaxed.event_s[:, None], own_s) for table in tables)
-    event_s = reduce(partial(_better, descent), [descent.run(target, _FIRST_SWEEPS) for target in targets])
-    options = choose_clocks(network, event_s)
-    if not _is_held(problem):
-        return problem.plan(options[:, 0])
-    price_w = relaxed.flow_w[: network.decisions, None]
-    return _held(network, own_s, problem.table.clock_mhz[options], price_w, own_s)[0]
-
-
 def _held(
     network: Network,
     free_s: Floats,
@@ -116,8 +95,8 @@ def _held(
     price_w: Floats,
     deadline_s: Floats,
     *,
-    simple: Sequence[Clocks] = (),
-    progress: Progress = lambda what, done: None,
+    simple: Sequence[Clocks],
+    progress: Progress,
 ) -> list[FrequencyPlan]:
     """Return plans that respect the dwell time at ascending deadlines, given plans without one.
 
