@@ -110,6 +110,23 @@ def test_where_rows_do_not_tell_the_voltage_error_bars_say_so():
     assert error[450] < 0.03 < error[1110]
 
 
+def test_stages_with_few_rows_have_the_voltage_of_all_stages_in_any_order():
+    few, many = [210, 360, 660, 1365], list(range(210, 1411, 75))
+
+    def error_of_few(*clocks_by_stage):
+        rows = [
+            replace(row, stage=stage)
+            for stage, clocks in enumerate(clocks_by_stage)
+            for row in with_a_power_limit(clocks, limit_w=600.0).measurements
+        ]
+        found = estimate_all(StageProfile(rows), range(210, 1366, 15))
+        return found.info.quality[clocks_by_stage.index(few), Kind.FORWARD, 1110].energy_relative_error
+
+    together = error_of_few(few, many)
+    assert together < 0.7 * error_of_few(few)
+    assert together == pytest.approx(error_of_few(many, few), rel=1e-3)
+
+
 def test_rows_whose_covariance_lapack_cannot_factorise_are_an_error(monkeypatch):
     clocks = DEVICES["a100-sxm"].clocks_mhz[::8]
     monkeypatch.setattr(estimates, "dpotrf", lambda matrix, **options: (matrix, 1))

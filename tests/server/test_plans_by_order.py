@@ -1,5 +1,7 @@
 """Plans for alternating and growing numbers of micro-batches, which share one profile."""
 
+import statistics
+
 import pytest
 from pipelines import one_f_one_b
 from virtual.gpu import AveragingGpu
@@ -96,6 +98,34 @@ def test_profile_mode_measures_iterations_of_all_counts_for_one_profile(start):
             measured = found.at(row.stage, row.kind, row.clock_mhz)
             assert measured.time_s == pytest.approx(row.time_s, rel=0.02)
             assert measured.energy_j == pytest.approx(row.energy_j, rel=0.06)
+
+
+def test_times_of_orders_are_compared_at_default_clocks_if_only_one_runs_under_a_plan(job):
+    train(job, [4] * 70)
+    train(job, [4, 3] * 4)
+    times = job.server.control.kind_times
+    passes_s = sum(job.work_s[0][kind] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    tail_s = job.work_s[0][Kind.TAIL]
+    expected = (3 * passes_s + tail_s) / (4 * passes_s + tail_s)
+    assert times.relative(255) / times.relative(0) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_cost_of_profiling_iterations_of_all_counts_is_relative_to_default_clocks_of_each_count(start):
+    job, counts = start(mode="profile", micro_batches=8), [8, 2, 5, 4] * 12
+    train(job, counts)
+    (written,) = job.events(ProfileWritten)
+    records = [*zip(job.close(), counts, strict=True)]
+    at_default = [(record, count) for record, count in records if record.phase == "observe"]
+    profiled = [(record, count) for record, count in records if record.phase == "profile"][: written.iterations]
+
+    def lost(figure):
+        default = {}
+        for count in set(counts):
+            default[count] = statistics.fmean(getattr(record, figure) for record, of in at_default if of == count)
+        return sum(getattr(record, figure) - default[count] for record, count in profiled)
+
+    assert written.lost_s == pytest.approx(lost("time_s"), abs=0.01 * sum(record.time_s for record, _ in profiled))
+    assert written.lost_j == pytest.approx(lost("energy_j"), abs=0.02 * sum(record.energy_j for record, _ in profiled))
 
 
 def test_an_order_that_comes_seldom_runs_at_default_clocks_and_leaves_nothing(job, capsys):
