@@ -115,4 +115,4 @@ def test_reports_that_wait_while_training_or_the_server_stands_still_are_not_mis
 def test_every_promise_is_kept_under_faults(tmp_path):
     day = HostileDay(tmp_path, seed=2)
     assert day.run(minutes=30) == []
-    assert sum(outcome.times for outcome in day.outcomes.values()) >= 1
+    assert all(outcome.times for outcome in day.outcomes.values()), "each fault must happen"

@@ -51,11 +51,17 @@ class HostileDay:
         self._warnings = 0
 
     def run(self, minutes):
-        """Train this long under faults, then under a permanent one, and return broken guarantees."""
+        """Train this long under faults, of which each happens at least once, then under a permanent one.
+
+        Returns:
+            Broken guarantees.
+        """
         end_s = self.job.time.now_s() + 60.0 * minutes
         is_back = True
-        while is_back and self.job.time.now_s() < end_s:
-            is_back = self._let_happen(self._random.choice(list(self.outcomes)))
+        while is_back and (self.job.time.now_s() < end_s or not all(each.times for each in self.outcomes.values())):
+            fewest = min(outcome.times for outcome in self.outcomes.values())
+            rarest = [cause for cause, outcome in self.outcomes.items() if outcome.times == fewest]
+            is_back = self._let_happen(self._random.choice(rarest))
         self._end_with_a_fault_that_stays()
         return [f"{cause}: {broken}" for cause, outcome in self.outcomes.items() for broken in outcome.broken]
 
