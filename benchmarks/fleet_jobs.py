@@ -322,6 +322,42 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
         self.gpus[rank].begin_work(MEMORY_BOUND if is_memory_bound else COMPUTE_BOUND)
         self.gpus[rank].finish_work(self.work_s[instruction.stage][instruction.kind] * self.slowdowns[rank])
 
+    # Transfers and the end of an iteration hold up the device, not the host that only launches them.
+
+    def _launch(self, rank: int, operation: Any) -> None:
+        if not self.machine.launches:
+            super()._launch(rank, operation)
+            return
+        number, pipeline = self._iterations[rank], self._place(rank)[0]
+
+        def bring() -> None:
+            for transfer in operation.transfers:
+                self._meetings.bring(("device", number, pipeline, transfer), rank, None)
+
+        self._cuda[rank].enqueue(bring)
+
+    def _await(self, rank: int, operation: Any) -> None:
+        if not self.machine.launches:
+            super()._await(rank, operation)
+            return
+        number, pipeline = self._iterations[rank], self._place(rank)[0]
+
+        def wait() -> None:
+            for transfer in operation.transfers:
+                self._meetings.wait(("device", number, pipeline, transfer), 2)
+
+        self._cuda[rank].enqueue(wait)
+
+    def _hold_host(self, rank: int) -> None:
+        name = "device end", self._iterations[rank]
+
+        def wait_for_all() -> None:
+            self._meetings.bring(name, rank, None)
+            self._meetings.wait(name, len(self.gpus))
+
+        self._cuda[rank].enqueue(wait_for_all)
+        super()._hold_host(rank)
+
 
 class _LostServer:
     """A server that receives no message any more, and whose state the next one finds."""

@@ -3,8 +3,12 @@
 Both limits are somewhat beyond the measured figures. The start is a large part of a short job. SIMULATED GPUs.
 """
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 from fleet import SCENARIOS, run
+from fleet_jobs import FleetJob, Machine, State
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
@@ -23,3 +27,19 @@ def test_a_job_saves_most_of_what_it_could_and_is_hardly_late(name, iterations, 
     result = run(BY_NAME[name], seed=1, iterations=iterations)
     assert result.realised >= least_realised
     assert result.late <= most_late
+
+
+def test_a_job_whose_host_only_launches_passes_takes_as_long_as_another():
+    # Ranks wait for transfers of each other in both.
+    assert time_of_ten_iterations(launches=True, waits_for_gpu=True) == pytest.approx(time_of_ten_iterations())
+
+
+def time_of_ten_iterations(**machine):
+    with TemporaryDirectory() as folder:
+        job = FleetJob(Path(folder) / "job", Machine(noise=0.0, **machine), seed=1, first=State(), goal={})
+        for _ in range(10):
+            job.go(State())
+        job.settle()
+        time_s = job.used().time_s - job.start_s
+        job.close()
+    return time_s
