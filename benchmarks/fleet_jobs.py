@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -116,7 +116,7 @@ class Machine:
 
     @property
     def model(self) -> FleetModel:
-        return FleetModel(**vars(DEVICES[self.gpu]), flat_above_mhz=self.flat_above_mhz)
+        return FleetModel(**asdict(DEVICES[self.gpu]), flat_above_mhz=self.flat_above_mhz)
 
     def passes(self) -> Iterator[tuple[int, Kind, float, Workload]]:
         """Yield stage, kind, time at the top clock [s] and workload of each pass."""

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "perseus_ds"
@@ -23,6 +24,7 @@ FOLDERS = [
     "optimizer",
     "gpu",
     "protocol",
+    "savings",
     "measures",
     "planning",
     "artifacts",
@@ -93,3 +95,9 @@ def test_tests_mirror_the_package():
     # A folder may contain nothing but old bytecode.
     folders = {path.name for path in tests.iterdir() if any(path.rglob("*.py"))} - others
     assert folders <= set(FOLDERS)
+
+
+def test_files_of_tests_have_different_names():
+    """They are collected together, and their folders are no packages."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []

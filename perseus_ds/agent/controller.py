@@ -21,6 +21,9 @@ from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _UNKNOWN_MHZ = -1
+# Number of wake-up delays that are stored, number needed for a percentile, and delay that counts as late [s].
+_REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
+_PERCENTILE = 0.9
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before the next attempt after consecutive refusals by the driver. The last one repeats."""
 _PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
@@ -44,6 +47,7 @@ class ClockStatus(NamedTuple):
     skips: int = 0
     asked_mhz: float = math.nan
     reached_mhz: float = math.nan
+    late_s: float = 0.0
     limit_w: float = math.inf
     limit_mhz: float = math.inf
     default_mhz: float = 0.0
@@ -134,6 +138,7 @@ class ClockController:
         self._probes = 0
         self._next_s = 0.0
         self._refusals = 0
+        self._late_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._again_at_s: float | None = None
         self._awaited: Event | None = None
         timebase.thread(self._work, "perseus-clocks").start()
@@ -199,6 +204,16 @@ class ClockController:
         """Report a limit that lowers the clock at default clocks, like a clock that is not reached."""
         self.readback.watch_default_clocks()
         self.wake()
+
+    @property
+    def thread_late_s(self) -> float:
+        """90th percentile of the delay until the thread notices that the GPU has passed an event [s].
+
+        Up to 2 ms count as 0.
+        """
+        late_s = sorted(self._late_s)
+        most_s = late_s[int(_PERCENTILE * (len(late_s) - 1))] if len(late_s) >= _ENOUGH else 0.0
+        return most_s if most_s > _THREAD_LATE_S else 0.0
 
     @property
     def failing_s(self) -> float:
@@ -315,7 +330,14 @@ class ClockController:
 
     def _wait_for(self, event: Event) -> bool:
         """Wait until the GPU has passed an event. Returns False if it was withdrawn."""
-        return self._wait(event, event.query)
+        had_passed = event.query()
+        if not self._wait(event, event.query):
+            return False
+        # Without delay, so that the times of later events are known better.
+        late_s = self._time.now_s() - event.passed_s()
+        if not had_passed:
+            self._late_s.append(late_s)
+        return True
 
     def _handle(self, request: ClockRequest) -> None:
         if self.has_failed:
@@ -444,6 +466,7 @@ class ClockController:
             self.changes,
             self.skips,
             *self.readback.reading,
+            self.thread_late_s,
             limits.power_w,
             limits.clock_mhz,
             self.readback.default_mhz or 0.0,

@@ -168,8 +168,8 @@ class Follower:
         self._to_server = to_server
         self._on_record = on_record
         self._follows = Follows()
-        # By the serial of a message.
-        self._transitions: dict[int, list[ClockTransition]] = {}
+        # By the serial of a message and the number of the order.
+        self._transitions: dict[tuple[int, int], list[ClockTransition]] = {}
         # By the number of an iteration.
         self._serials: dict[int, int] = {}
         self._records: dict[int, IterationRecord] = {}
@@ -355,12 +355,13 @@ class Follower:
 
     def _request(self, follow: Follow, iteration: int, begun: MarkEvent) -> None:
         program = follow.program
-        transitions = self._transitions.get(follow.serial)
+        key = follow.serial, program.number
+        transitions = self._transitions.get(key)
         if transitions is None:
             if len(self._transitions) >= _MOST_TRANSITIONS:
                 self._transitions.clear()
             transitions = plan_transitions(program.clocks_mhz, program.spans_s, program.time_s, self._latencies)
-            self._transitions[follow.serial] = transitions
+            self._transitions[key] = transitions
         clocks = self._clocks
         clock_mhz = transitions[0].clock_mhz if transitions else program.first_mhz
         clocks.request(clock_mhz, begun)

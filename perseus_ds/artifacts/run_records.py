@@ -216,22 +216,17 @@ class PlanJudged(Event):
 
 
 class OrderPlanned(Event):
-    """Separate plans for a frequent number of micro-batches are introduced or given up."""
+    """A number of micro-batches has its own plans, or cannot be planned."""
 
     event: Literal["schedule"] = "schedule"
     order: int = 0
     micro_batches: int | None = None
-    shares_profile: bool = False
     given_up: str | None = None
 
     def in_words(self) -> str:
         if self.given_up:
-            return f"order {self.order} is no longer planned ({self.given_up}): it runs at default clocks"
-        profile = "based on the job's profile" if self.shares_profile else "after their own profile is measured"
-        return (
-            f"iterations with {self.micro_batches} micro-batches are frequent: they get separate plans as order "
-            f"{self.order}, {profile}"
-        )
+            return f"order {self.order} cannot be planned ({self.given_up}): it runs at default clocks"
+        return f"iterations with {self.micro_batches} micro-batches have their own plans, as order {self.order}"
 
 
 class PolicyChanged(Event):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Annotated
@@ -91,28 +90,6 @@ class Situation:
     gpus_per_rank: float = 1
     default_power_w: float = 0.0
     before: Decision | None = None
-
-
-class KindTimes:
-    """Times of recent iterations at default clocks by kind, such as the number of micro-batches."""
-
-    def __init__(self) -> None:
-        self._last: deque[tuple[Hashable, float]] = deque(maxlen=_LAST_KINDS)
-
-    def add(self, kind: Hashable, time_s: float) -> None:
-        """Add an iteration."""
-        self._last.append((kind, time_s))
-
-    def relative(self, kind: Hashable) -> float:
-        """Return the time of iterations of a kind relative to the mean of all, 1 if the kind is unknown."""
-        by_kind: dict[Hashable, list[float]] = defaultdict(list)
-        for of, time_s in self._last:
-            by_kind[of].append(time_s)
-        if kind not in by_kind:
-            return 1.0
-        typical_s = {of: statistics.median(times_s) for of, times_s in by_kind.items()}
-        mean_s = sum(typical_s[of] * len(times_s) for of, times_s in by_kind.items()) / len(self._last)
-        return typical_s[kind] / mean_s
 
 
 class RunStatistics(FileModel):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,31 +32,6 @@ class GpuLimit(NamedTuple):
     rank: int
     power_w: float
     clock_mhz: float
-
-
-Conditions: TypeAlias = tuple[tuple[int, float], ...]
-"""Power limit of each limited rank [W], or 0 if heat slows its GPU down."""
-
-
-class LimitConditions:
-    """Tracks GPU limits, so that only iterations under equal limits are compared.
-
-    A GPU that heat slows down from time to time counts as one condition. Alternating blocks are affected by it equally,
-    and among many GPUs there is always one that begins or ceases to be slow.
-    """
-
-    def __init__(self) -> None:
-        self._time_s = 0.0
-        # By rank, the last time at which heat slowed it down, as the sum of iteration times.
-        self._hot_s: dict[int, float] = {}
-
-    def add(self, time_s: float, limits: Sequence[GpuLimit]) -> Conditions:
-        """Return the conditions of an iteration, given its duration [s] and the limits of GPUs."""
-        self._time_s += time_s
-        self._hot_s |= {limit.rank: self._time_s for limit in limits if math.isfinite(limit.clock_mhz)}
-        self._hot_s = {rank: hot_s for rank, hot_s in self._hot_s.items() if self._time_s - hot_s < _HOT_S}
-        lowered = [(limit.rank, limit.power_w) for limit in limits if math.isfinite(limit.power_w)]
-        return (*lowered, *((rank, 0.0) for rank in sorted(self._hot_s)))
 
 
 @dataclass
@@ -133,7 +108,7 @@ def rank_drift(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], exp
     """Return by how much a rank's instruction times deviate from the profile's, beyond their own variation.
 
     Times of one stage and kind vary about their median. This variation determines the uncertainty of the deviation,
-    which is a fraction.
+    which is a fraction, and negative if instructions are faster.
     """
     ratios: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
@@ -148,7 +123,8 @@ def rank_drift(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], exp
     deviations = [ratio - medians[key] for key, of_kind in ratios.items() for ratio in of_kind if len(of_kind) > 1]
     every = [*chain.from_iterable(ratios.values())]
     unsure = _SURE * error_of_median(deviations or [0.0], len(every))
-    return max(0.0, abs(statistics.median(every) - 1) - unsure)
+    deviation = statistics.median(every) - 1
+    return math.copysign(max(0.0, abs(deviation) - unsure), deviation)
 
 
 @dataclass(frozen=True)
@@ -156,9 +132,9 @@ class JobDrift:
     """Deviation of an iteration of the whole job from the profile, as fractions.
 
     Attributes:
-        typical: Lower median of the pipelines' deviation. A single deviating pipeline is a straggler, which does not
-            require a new profile.
-        most: Deviation of the pipeline that deviates most.
+        typical: Lower median of the pipelines' deviation, negative if instructions are faster. A single deviating
+            pipeline is a straggler, which does not require a new profile.
+        most: Absolute deviation of the pipeline that deviates most.
     """
 
     typical: float
@@ -169,5 +145,6 @@ class JobDrift:
         """Return the deviation of the job, given pipeline and deviation of each measured rank."""
         most: dict[int, float] = {}
         for pipeline, drift in zip(pipelines, drifts, strict=True):
-            most[pipeline] = max(drift, most.get(pipeline, 0.0))
-        return cls(statistics.median_low(most.values()), max(most.values()))
+            most[pipeline] = max(drift, most.get(pipeline, 0.0), key=abs)
+        by_size = sorted(most.values(), key=abs)
+        return cls(by_size[(len(by_size) - 1) // 2], abs(by_size[-1]))

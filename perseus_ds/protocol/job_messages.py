@@ -233,6 +233,7 @@ class RankReport(msgspec.Struct, tag=True, frozen=True):
     reached_mhz: float = math.nan  # clock at the last read-back
     limit_w: float = math.inf  # power limit, if it is lower than profiled
     limit_mhz: float = math.inf  # highest clock that is reached, if it is lower than profiled
+    late_s: float = 0.0  # delay with which the agent follows marks
     default_mhz: float = 0.0  # clock of the busy GPU without a lock; 0 if unknown
     has_failed: bool = False  # the rank has fallen back to default clocks
     refreshes: bytes = b""  # time [s] and energy [J] at each refresh since the last report, as doubles

@@ -28,6 +28,8 @@ PAUSED = -1.0
 """Value of ``idle_since_s`` of a client that requests default clocks immediately."""
 DEFAULT_CLOCKS = 255
 """Number of the program that runs at default clocks."""
+OTHER_ORDERS = 254
+"""Number of the program of all orders with an unknown schedule. The others are numbered from 0."""
 MARKS_OFFSET = 4096
 """Offset of the marks [bytes]. Each position has two words."""
 LENGTH = MARKS_OFFSET + 16 * POSITIONS

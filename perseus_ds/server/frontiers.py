@@ -1,4 +1,4 @@
-"""Frontier of a job: read from a file, kept from an earlier run, or computed during training."""
+"""Frontiers of a job: read from a file, kept from an earlier run, or computed during training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.artifacts.run_records import Failed, OrderPlanned
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
-from perseus_ds.optimizer.worker import OptimizeRequest
+from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
-from perseus_ds.server.iterations import NextPhase, Run
-from perseus_ds.server.job import Job
-from perseus_ds.server.phases import DefaultIterations, ModeContext, default_iteration
+from perseus_ds.server.job import Job, Order
+from perseus_ds.server.phases import ModeContext
+from perseus_ds.server.profiling import share_profile
+from perseus_ds.server.recorder import Recorder
 
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
@@ -129,9 +130,8 @@ def _cache_of(job: Job) -> Path | None:
     return folder if all((folder / name).is_file() for name in _FILES) else None
 
 
-def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
-    """Return the cached frontier of an earlier run of this job, if it still fits."""
-    job = context.job
+def frontier_of_an_earlier_run(job: Job, recorder: Recorder) -> Frontier | None:
+    """Return the cached frontier of an earlier run of a job, if it still fits."""
     try:
         if (source := _cache_of(job)) is None:
             return None
@@ -139,9 +139,9 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
         write_together((job.output_dir / name, (source / name).read_bytes()) for name in _FILES)
         frontier = load_frontier(job, job.output_dir / "frontier.json")
     except (PerseusError, OSError) as error:
-        context.recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
+        recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
-    context.recorder.say(f"using plans profiled by an earlier run ({source})")
+    recorder.say(f"using plans profiled by an earlier run ({source})")
     return frontier
 
 
@@ -154,17 +154,17 @@ def own_frontier(job: Job) -> Frontier | None:
     return None
 
 
-def has_own_profile(context: ModeContext) -> bool:
+def has_own_profile(job: Job, recorder: Recorder) -> bool:
     """Return whether an earlier start of the job has left a complete profile.
 
     An interrupted search of clocks is resumed instead.
     """
-    path, found = context.job.profile_path, False
+    path, found = job.profile_path, False
     with contextlib.suppress(PerseusError, OSError):
         is_complete = path.stat().st_mtime_ns >= path.with_name("measured.csv").stat().st_mtime_ns
-        found = is_complete and StageProfile.load(path).info.job == context.job.profile_key()
+        found = is_complete and StageProfile.load(path).info.job == job.profile_key()
     if found:
-        context.recorder.say(f"using {path}, which this job has measured")
+        recorder.say(f"using {path}, which this job has measured")
     return found
 
 
@@ -176,48 +176,143 @@ def has_frontier_of_an_earlier_run(job: Job) -> bool:
         return False
 
 
-def forget_for_later_runs(context: ModeContext) -> None:
-    """Remove this job from the cache, and mark its profile so that no later start uses it."""
+def forget_for_later_runs(job: Job) -> None:
+    """Remove a job from the cache, and mark its profile so that no later start uses it."""
     with contextlib.suppress(PerseusError, OSError):
-        profile = StageProfile.load(context.job.profile_path)
-        StageProfile(profile.measurements, profile.info.model_copy(update={"job": None})).save(context.job.profile_path)
-    if context.job.config.cache:
+        profile = StageProfile.load(job.profile_path)
+        StageProfile(profile.measurements, profile.info.model_copy(update={"job": None})).save(job.profile_path)
+    if job.config.cache:
         with contextlib.suppress(OSError):
-            shutil.rmtree(cached(context.job.profile_key()))
+            shutil.rmtree(cached(job.profile_key()))
 
 
-def keep_for_later_runs(context: ModeContext) -> None:
+def keep_for_later_runs(job: Job, recorder: Recorder) -> None:
     """Store profile and frontier for the next run of a job in auto mode."""
-    if context.job.config.cache and context.job.config.mode == "auto":
+    if job.config.cache and job.config.mode == "auto":
         try:
-            store(context.job.output_dir, cached(context.job.profile_key()))
+            store(job.output_dir, cached(job.profile_key()))
         except OSError as error:
-            context.recorder.event(Failed(event="cache", error=str(error)))
+            recorder.event(Failed(event="cache", error=str(error)))
 
 
-async def optimise(context: ModeContext, default: DefaultIterations) -> Frontier:
-    """Compute the frontier of the job's profile in another process, with low priority.
+class Planner:
+    """Computes the plans of all orders from the job's profile, one after the other in another process."""
 
-    The iterations at default clocks that run during the computation are added to ``default``.
-    """
-    job = context.job
-    dwell_s = {
-        clock_mhz: max(state.latencies.dwell_s(clock_mhz) for state in job.states) for clock_mhz in job.clocks_mhz()
-    }
-    settings = PlanningSettings(least_dwell_s=dwell_s)
-    request = OptimizeRequest(profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings)
-    worker = context.worker(request, job.output_dir / "optimize.log")
-    has_ended = False
-    try:
-        while not has_ended:
-            run = Run("optimizing", times="all", next_phase=NextPhase("default", worker.remaining_s()))
-            await default_iteration(run, default)
-            has_ended = worker.has_ended()
-    finally:
-        worker.stop()
-    if worker.error:
-        raise PerseusError(f"optimising failed: {worker.error}")
-    frontier = load_frontier(job, job.output_dir / "frontier.json")
-    table = frontier.comparison()
-    context.recorder.say("\n  ".join(["plans and simpler settings, computed from the profile", *table]))
-    return frontier
+    def __init__(self, context: ModeContext) -> None:
+        self._context = context
+        self._has_profile = False
+        self._order: Order | None = None  # that is being planned
+        self._worker: OptimizeWorker | None = None
+
+    def use(self, order: Order, frontier: Frontier) -> None:
+        """Use a frontier for an order."""
+        order.frontier = frontier
+        baseline = frontier.baseline
+        energy_j = baseline.energy_j * self._context.job.gpus_per_rank
+        self._context.state.default.predict(order.number, baseline.time_s, energy_j)
+
+    def use_earlier(self) -> bool:
+        """Use plans or the profile that an earlier start or run of the job has left. Return False without a profile."""
+        first, recorder = self._context.orders.first, self._context.recorder
+        frontier = None
+        if has_own_profile(first.job, recorder):
+            self._has_profile = True
+            frontier = own_frontier(first.job)
+        elif (frontier := frontier_of_an_earlier_run(first.job, recorder)) is not None:
+            self._has_profile = True
+        if frontier is not None:
+            self.use(first, frontier)
+        return self._has_profile
+
+    def begin(self) -> None:
+        """Plan all orders with the profile that has just been measured."""
+        self._has_profile = True
+
+    def forget(self) -> None:
+        """Forget profile and plans, because the profile no longer holds."""
+        self.close()
+        for order in self._context.orders.known:
+            forget_for_later_runs(order.job)
+        self._context.orders.forget_plans()
+        self._has_profile = False
+
+    def keep(self) -> None:
+        """Store plans for later runs of the job."""
+        for order in self._context.orders.planned:
+            keep_for_later_runs(order.job, self._context.recorder)
+
+    def close(self) -> None:
+        """End the computation."""
+        if self._worker is not None:
+            self._worker.stop()
+        self._order = self._worker = None
+
+    def remaining_s(self) -> float | None:
+        """Estimate the time until the present computation ends [s]. None if unknown."""
+        return None if self._worker is None else self._worker.remaining_s()
+
+    def advance(self) -> None:
+        """Take up plans that have been computed, and begin to plan the next order.
+
+        Raises:
+            PerseusError: The first plans of the job cannot be computed.
+        """
+        if self._worker is not None and self._worker.has_ended():
+            self._finish()
+        while self._has_profile and self._worker is None and (order := self._next()) is not None:
+            try:
+                self._plan(order)
+            except (OSError, PerseusError) as error:  # noqa: PERF203
+                self._fail(order, error)
+
+    def _next(self) -> Order | None:
+        """Return the next order to plan: the latest one if it has no plans."""
+        orders = self._context.orders
+        waiting = [order for order in orders.known if order.frontier is None and not order.is_given_up]
+        return orders.latest if orders.latest in waiting else next(iter(waiting), None)
+
+    def _plan(self, order: Order) -> None:
+        job, first = order.job, self._context.orders.first.job
+        if order.number and (frontier := frontier_of_an_earlier_run(job, self._context.recorder)) is not None:
+            self._add(order, frontier)
+            return
+        if order.number and not share_profile(job, first.profile_path):
+            raise PerseusError("some of its passes were not measured")
+        request = OptimizeRequest(
+            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=self._settings()
+        )
+        self._order, self._worker = order, self._context.worker(request, job.output_dir / "optimize.log")
+
+    def _finish(self) -> None:
+        order, worker = self._order, self._worker
+        assert order is not None, "its plans have been computed"
+        assert worker is not None, "it has ended"
+        self.close()
+        if worker.error:
+            self._fail(order, PerseusError(f"optimising failed: {worker.error}"))
+            return
+        frontier = load_frontier(order.job, order.job.output_dir / "frontier.json")
+        if not order.number:
+            table = frontier.comparison()
+            self._context.recorder.say("\n  ".join(["plans and simpler settings, computed from the profile", *table]))
+        self._add(order, frontier)
+
+    def _add(self, order: Order, frontier: Frontier) -> None:
+        self.use(order, frontier)
+        if order.number:
+            micro_batches = order.job.schedule.micro_batches
+            self._context.recorder.announce(OrderPlanned(order=order.number, micro_batches=micro_batches))
+
+    def _fail(self, order: Order, error: Exception) -> None:
+        orders = self._context.orders
+        orders.give_up(order, error)
+        if not any(not each.is_given_up for each in orders.known):
+            raise error
+
+    def _settings(self) -> PlanningSettings:
+        """Return the settings by what is known of the driver. Ranks with slow drivers keep their default clocks."""
+        job = self._context.job
+        job.fix_slow_ranks(self._context.recorder.say)
+        states = [state for rank, state in enumerate(job.states) if rank not in job.fixed_ranks]
+        dwell_s = {clock: max(state.latencies.dwell_s(clock) for state in states) for clock in job.clocks_mhz()}
+        return PlanningSettings(least_dwell_s=dwell_s)

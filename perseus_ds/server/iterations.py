@@ -1,9 +1,9 @@
 """An iteration of the whole job: the run that a mode requests, and the reports of all ranks.
 
-A mode is a coroutine. It awaits the iterations of its kind one by one, and each time specifies what the following
+A mode is a coroutine. It awaits the iterations of the job one by one, and each time specifies what the following
 iterations run::
 
-    seen = await iteration(Run("default", times="all"))
+    seen = await iteration(Run("default"))
 
 This takes effect one or two iterations later. Therefore ``seen.run`` is what the iteration actually ran, or None if
 not all ranks ran the same from its start to its end. Iterations without a known run are not used as evidence.
@@ -11,7 +11,7 @@ not all ranks ran the same from its start to its end. Iterations without a known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import coroutine
@@ -22,9 +22,9 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Span, decode_spans
 from perseus_ds.policy.decisions import Assignment, Forecast
-from perseus_ds.policy.plan_proof import IterationSample
-from perseus_ds.policy.reports import Conditions, JobDrift, JobReport, RankReports
+from perseus_ds.policy.reports import JobDrift, JobReport, RankReports
 from perseus_ds.protocol.job_messages import RankReport, Times
+from perseus_ds.server.job import Order
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,29 @@ class NextPhase:
 
 @dataclass(frozen=True)
 class Plans:
-    """Frequency plans for all pipelines, and the DAG of their schedule."""
+    """Frequency plans of an order for all pipelines, and the DAG of its schedule.
+
+    Attributes:
+        forecast: Prediction for an iteration of the whole job.
+    """
 
     frontier: Frontier
     assignment: Assignment
     dag: Dag
+    forecast: Forecast | None = None
 
     def of_pipeline(self, pipeline: int) -> FrequencyPlan:
         return self.frontier.plans[self.assignment.plans[pipeline]]
+
+    @property
+    def shown_plan(self) -> int:
+        """Index on the frontier of the plan of the first pipeline, that of rank 0."""
+        return self.assignment.plans[0]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Key that identifies the clocks."""
+        return id(self.frontier), self.assignment.number
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,43 +68,48 @@ class Run:
 
     Attributes:
         phase: Name of the phase, as in ``run.jsonl``.
-        clock_mhz: One clock for all instructions of all ranks [MHz]; None for default clocks or plans.
-        plan: Index on the frontier of the plan of rank 0's pipeline; None without one.
-        forecast: Prediction for the whole job; None without a plan.
+        clock_mhz: One clock for all instructions of all ranks in all orders [MHz]; None for default clocks or plans.
+        plans: Plans by the number of an order. All other orders run at ``clock_mhz``.
         times: Times that ranks measure in iterations whose number is a multiple of ``every``.
         otherwise: Times that they measure in all other iterations.
         logs_energy: Whether ranks report each refresh of their energy counters.
         next_phase: None if no other phase is expected.
         status: Values for ``perseus-ds control status``.
-        progress: Returns the progress under plans, to be kept for a later start of the job.
-        block: Sample for a comparison, to which these iterations are added; None if they are not compared.
     """
 
     phase: str
     clock_mhz: int | None = None
-    plans: Plans | None = None
-    plan: int | None = None
-    forecast: Forecast | None = None
+    plans: Mapping[int, Plans] = field(default_factory=dict)
     times: Times = "none"
     every: int = 1
     otherwise: Times = "none"
     logs_energy: bool = False
     next_phase: NextPhase | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
-    progress: Callable[[], dict[str, Any]] | None = None
-    block: IterationSample | None = None
 
-    @cached_property
-    def clocks(self) -> tuple[Any, ...]:
-        """Key that identifies its clocks."""
-        plans = self.plans
-        return self.clock_mhz, plans and (id(plans.frontier), plans.assignment.number)
+    @property
+    def is_planned(self) -> bool:
+        """True if iterations run under plans."""
+        return bool(self.plans)
+
+    @property
+    def is_at_default_clocks(self) -> bool:
+        return not self.plans and self.clock_mhz is None
+
+    def phase_of(self, order: int) -> str:
+        """Return the phase of iterations of an order. Those without plans run at default clocks under the others'."""
+        return "observe" if self.plans and order not in self.plans else self.phase
+
+    def clocks(self, order: int) -> tuple[Any, ...]:
+        """Return a key that identifies the clocks of an order."""
+        plans = self.plans.get(order)
+        return self.clock_mhz, None if plans is None else plans.key
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Key that identifies everything that ranks or records need to distinguish."""
-        measured = self.times, self.every, self.otherwise, self.logs_energy
-        return self.phase, self.clocks, self.plan, measured, id(self.block)
+        plans = tuple((order, plans.key) for order, plans in self.plans.items())
+        return self.phase, self.clock_mhz, plans, self.times, self.every, self.otherwise, self.logs_energy
 
 
 @dataclass(eq=False)
@@ -104,7 +124,7 @@ class Seen:
         contents: Its operations as received, by rank.
         streams: The operations of its order, by rank. Empty if unknown.
         ended: Time of its end [Unix seconds].
-        conditions: Limits of GPUs. Iterations with equal conditions may be compared.
+        order: Its order; None if its schedule is not known.
         drift: Deviation from the profile under plans; None if it was not measured in this iteration.
     """
 
@@ -116,7 +136,7 @@ class Seen:
     contents: Mapping[int, bytes]
     streams: Sequence[Sequence[Any]]
     ended: float
-    conditions: Conditions = ()
+    order: Order | None = None
     drift: JobDrift | None = None
 
     @cached_property
@@ -126,6 +146,13 @@ class Seen:
     @property
     def time_s(self) -> float:
         return self.reports.time_s
+
+    @property
+    def plans(self) -> Plans | None:
+        """Its plans; None if it ran at default clocks, or not all ranks ran the same."""
+        if self.run is None or self.order is None:
+            return None
+        return self.run.plans.get(self.order.number)
 
     def spans(self, rank: int) -> list[Span]:
         """Return the operations of a rank, relative to the iteration's start. Empty if not measured."""
@@ -141,10 +168,10 @@ def iteration(run: Run) -> Generator[Run, Seen, Seen]:
 
 
 async def iteration_of(run: Run) -> Seen:
-    """Wait for the next iteration in which all ranks run ``run``."""
+    """Wait for the next iteration of a known order in which all ranks run ``run``."""
     while True:
         seen = await iteration(run)
-        if seen.run is not None and seen.run.key == run.key:
+        if seen.run is not None and seen.run.key == run.key and seen.streams:
             return seen
 
 

@@ -13,17 +13,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import GpuSettings, ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import Started
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import GpuError, PlanError, ProfileError, ScheduleError
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol.job_messages import JobDescription, LatencyTable, Measured, RankFacts
 
 _COUNTER_PERIOD_S, _COUNTER_SETTLE_S = 1.0, 1.0
 """Defaults for an energy counter that was not measured."""
+# A rank is slow if its clocks change later than the median by this factor and this time [s].
+_MUCH_LATER, _LATE_S = 2.0, 0.015
+_MOST_NAMED = 8
 MOST_PROFILED = 8
 """Maximum number of pipelines that are profiled. More would add little information."""
 
@@ -42,11 +47,16 @@ class RankState:
 
     latencies: LatencyTable = field(default_factory=LatencyTable)
     measured: Measured | None = None
+    late_s: float = 0.0  # delay with which its agent follows marks
     default_mhz: float = 0.0  # clock of its busy GPU while it is not locked; 0 if unknown
     memory_bytes: int = 0  # peak of tensors on its GPU; 0 if unknown
     flops: tuple[tuple[str, int], ...] = ()  # floating-point operations of its passes, on a simulated GPU
     is_here: bool = False  # it follows the server
     has_left: bool = False  # it has stopped following the server
+
+    def least_dwell_s(self, clocks_mhz: Sequence[int]) -> float:
+        """Return the time for which a typical one of these clocks has to be kept, twice its delay [s]."""
+        return 2 * self.late_s + statistics.median(self.latencies.dwell_s(clock_mhz) for clock_mhz in clocks_mhz)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Job:
     facts: tuple[RankFacts, ...]
     places: tuple[Place, ...]
     states: tuple[RankState, ...]
+    fixed_ranks: set[int] = field(default_factory=set)  # their GPUs keep their default clocks
     order: int = 0
 
     @classmethod
@@ -154,7 +165,8 @@ class Job:
         Raises:
             ConfigError: There are fewer than two.
         """
-        common = set.intersection(*(set(facts.clocks_mhz) for facts in self.facts))
+        free = [facts for rank, facts in enumerate(self.facts) if rank not in self.fixed_ranks]
+        common = set.intersection(*(set(facts.clocks_mhz) for facts in free))
         return self.config.profile.clocks_among(sorted(common), self.facts[0].gpu)
 
     def check_clocks(self, clocks_mhz: Sequence[int]) -> None:
@@ -164,10 +176,27 @@ class Job:
             PlanError: A GPU lacks one of them.
         """
         needed_mhz = set(clocks_mhz)
-        for facts in self.facts:
+        for facts in (facts for rank, facts in enumerate(self.facts) if rank not in self.fixed_ranks):
             for clock_mhz in sorted(needed_mhz.difference(facts.clocks_mhz)):
                 raise PlanError(
                     f"Plan does not fit this GPU: {facts.gpu} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
+                )
+
+    def fix_slow_ranks(self, say: Callable[[str], None]) -> None:
+        """Let ranks keep their default clocks from now on if their clocks change much later than those of others.
+
+        One such GPU would otherwise determine how often the clocks of all others may change.
+        """
+        free = [rank for rank in range(self.world_size) if rank not in self.fixed_ranks]
+        clocks_mhz = self.clocks_mhz()
+        dwells_s = {rank: self.states[rank].least_dwell_s(clocks_mhz) for rank in free}
+        usual_s = statistics.median_low(dwells_s.values())
+        for rank, dwell_s in dwells_s.items():
+            if dwell_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S):
+                self.fixed_ranks.add(rank)
+                say(
+                    f"clock changes of rank {rank} take {dwell_s / 2:.2g} s, those of other ranks {usual_s / 2:.2g} s: "
+                    "its GPU keeps its default clock"
                 )
 
     def in_folder(self, folder: str | Path) -> Job:
@@ -272,15 +301,44 @@ def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:
     return found, max(Counter(found).values())
 
 
-def with_permission(job: Job) -> tuple[Job, str]:
-    """Replace auto mode by observe mode if clocks of a rank cannot be set, and return a warning.
+@dataclass(eq=False)
+class Order:
+    """An order with a known schedule.
 
-    A process may lack the permission, and a virtual GPU the clocks.
+    Attributes:
+        number: Number by which ranks and records identify it, the same in every start of the job. That of the order
+            that was declared at the start is 0.
+        job: The job with its schedule and its own output folder.
+        frontier: Its plans; None before they are computed.
+        is_given_up: Whether it cannot be planned.
+    """
+
+    number: int
+    job: Job
+    frontier: Frontier | None = None
+    is_given_up: bool = False
+
+    @cached_property
+    def dag(self) -> Dag:
+        return Dag.build(self.job.schedule)
+
+
+def with_permission(job: Job) -> tuple[Job, str]:
+    """Let ranks whose clocks cannot be set keep their default clocks in auto mode, and return a warning.
+
+    A process may lack the permission, and a virtual GPU the clocks. If this is so on all ranks, the mode becomes
+    observe mode.
     """
     config = job.config
-    problem = next((facts.no_permission for facts in job.facts if facts.no_permission), "")
-    if config.mode != "auto" or not problem:
+    problems = {rank: facts.no_permission for rank, facts in enumerate(job.facts) if facts.no_permission}
+    if config.mode != "auto" or not problems:
         return job, ""
+    problem = next(iter(problems.values()))
+    if len(problems) < job.world_size:
+        ranks = ", ".join(map(str, sorted(problems)[:_MOST_NAMED]))
+        more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        warning = f'{problem} Default clocks are kept on rank {ranks}{more}. With "required": true this is an error.'
+        return replace(job, fixed_ranks=set(problems)), warning
     warning = (
         f"{problem} This job trains at default clocks, and its time and energy are recorded, as in mode "
         '"observe". With "required": true this is an error.'

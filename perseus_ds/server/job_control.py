@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
-from perseus_ds.policy.decisions import KindTimes
 from perseus_ds.policy.policies import (
     AnyOrder,
     Pause,
@@ -88,10 +87,8 @@ class JobControl:
     Attributes:
         steps: Completed steps, including those of earlier starts of the job.
         own_steps: Steps since the server started.
-        progress: Progress under plans, kept from an earlier start or from previous plans until there are plans to run.
         record: Records an event of the job.
         effect_of: Returns the predicted effect of a policy, or None until plans run.
-        kind_times: Times of the last iterations, by order.
     """
 
     def __init__(
@@ -106,18 +103,12 @@ class JobControl:
         self._configured = self._recorded = policy
         self.paused = False
         self.steps = self.own_steps = 0
-        self.progress: Mapping[str, Any] = {}
-        self.kind_times = KindTimes()
         self.record: Callable[[Event], None] = lambda event: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines
         self._job_status = job_status
         self._timebase = timebase
         self._reported: dict[int, tuple[int, float]] = {}  # step and slowdown by pipeline
-
-    def plans_are_dropped(self, progress: Mapping[str, Any]) -> None:
-        """Keep the progress for the plans of another profile. Until then no effect is known."""
-        self.progress, self.effect_of = progress, _not_known
 
     def policy_now(self) -> PolicyConfig:
         """Return the policy in force. A reduction that has ended is replaced by its base policy."""

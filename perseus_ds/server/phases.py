@@ -2,116 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
-from perseus_ds.policy.reports import Conditions
 from perseus_ds.protocol.job_messages import Calibrate, ToRank
-from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
+from perseus_ds.server.iterations import NextPhase, Run, iteration
 from perseus_ds.server.job import Job
 from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.orders import Orders
 from perseus_ds.server.recorder import Recorder
+from perseus_ds.server.state import PlanState
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-SETTLED = 1
-"""Number of iterations ignored after a change of clocks, because the first one begins at the previous clocks."""
 _LONGER = 4
 _LONG_AGO = 20
 
 
 @dataclass(frozen=True)
 class ModeContext:
-    """Context of a job, or of its iterations of one order.
+    """Context of a job's mode.
 
     Attributes:
         send: Sends a message to a rank.
         worker: Computes plans in another process.
-        comparisons: Numbers the comparisons of plans with default clocks, which share a total error probability.
     """
 
     job: Job
+    orders: Orders
+    state: PlanState
     recorder: Recorder
     control: JobControl
     send: Callable[[int, ToRank], None]
     timebase: Timebase = REAL_TIME
     worker: Callable[..., OptimizeWorker] = OptimizeWorker
-    comparisons: Iterator[int] = field(default_factory=itertools.count)
 
     def send_all(self, message: ToRank) -> None:
         """Send a message to all ranks."""
         for rank in range(self.job.world_size):
             self.send(rank, message)
-
-
-class DefaultIterations:
-    """Consecutive iterations at default clocks.
-
-    Attributes:
-        sample: Time and energy of the whole job under the current limits of its GPUs.
-        conditions: Limits of GPUs under which they run.
-        last_s: Time of the last iteration [s]; None before the first.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self.sample = IterationSample(job.counter_period_s())
-        self.conditions: Conditions = ()
-        self._iterations = 0
-        self.last_s: float | None = None
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore iterations of an earlier start of the job."""
-        try:
-            for time_s, energy_j in zip(kept["times_s"], kept["energies_j"], strict=True):
-                self.sample.add(float(time_s), float(energy_j))
-        except (KeyError, TypeError, ValueError):  # of an edited file, or of another version
-            self.sample = IterationSample(self.sample.counter_period_s)
-
-    def remaining_s(self, blocks: int = 1) -> float | None:
-        """Estimate the time until there are enough iterations for ``blocks`` [s]. None before the first."""
-        if self.last_s is None:
-            return None
-        return self.sample.remaining_s(self.last_s, max(0, SETTLED + 1 - self._iterations), blocks)
-
-    def add(self, seen: Seen) -> None:
-        """Add an iteration. If limits of GPUs have changed, the previous ones are discarded."""
-        if seen.conditions != self.conditions:
-            self.conditions, self.sample = seen.conditions, IterationSample(self.sample.counter_period_s)
-            self._iterations = 0
-        self._iterations += 1
-        self.last_s = seen.time_s
-        if self._iterations > SETTLED:
-            self.sample.add_reports(seen.reports)
-
-
-async def measure_default(
-    default: DefaultIterations, say: Callable[[str], None], stops: Callable[[], bool] = lambda: False
-) -> None:
-    """Run iterations at default clocks until plans can be compared with their time and energy.
-
-    They are added to ``default``. Their approximate number is printed as soon as the time of one is known.
-    """
-    is_announced = False
-    while not (default.sample.is_enough or stops()):
-        if default.last_s and not is_announced:
-            is_announced = True
-            left_s = [default.remaining_s(blocks) or 0.0 for blocks in (1, MOST_BLOCKS)]
-            least, most = (max(1, math.ceil(time_s / default.last_s)) for time_s in left_s)
-            say(f"measuring iterations at default clocks, to compare plans with: about {least} to {most}")
-        run = Run("default", times="all", next_phase=NextPhase("run", default.remaining_s()))
-        await default_iteration(run, default)
-
-
-async def default_iteration(run: Run, default: DefaultIterations) -> None:
-    """Wait for the next iteration, and add it if it ran at default clocks."""
-    seen = await iteration(run)
-    if seen.run is not None and seen.run.clocks == run.clocks:
-        default.add(seen)
 
 
 async def observe(iterations: float = math.inf) -> None:
@@ -172,16 +103,3 @@ class BackOff:
         self._last = self._first if is_long_ago or not self._last else _LONGER * self._last
         self._until = step + self._last
         return self._last
-
-
-async def back_off_for(iterations: int, stops: Callable[[], bool]) -> None:
-    """Train at default clocks for a number of iterations, until ``stops()`` or the limits of GPUs change."""
-    conditions: Conditions | None = None
-    run = Run("observe", next_phase=NextPhase("default"))
-    for _ in range(iterations):
-        if stops():
-            break
-        seen = await iteration(run)
-        if conditions not in (None, seen.conditions):
-            break
-        conditions = seen.conditions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from perseus_ds.gpu.energy_counter import Refreshes
 from perseus_ds.measures import Typical
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span
-from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.fixed_durations import (
@@ -40,7 +39,7 @@ from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
 from perseus_ds.server.job import Job
-from perseus_ds.server.phases import SETTLED, ModeContext, observe
+from perseus_ds.server.phases import ModeContext, observe
 from perseus_ds.server.recorder import common_begins_s, known_of_all
 
 _STEADY = 0.02
@@ -53,15 +52,27 @@ class Baseline:
 
     Attributes:
         spans: Operations of the shown pipeline, by rank and iteration.
-        time_s: Mean time of the job's iterations without stalls [s].
+        time_s: Mean time of the job's iterations without stalls [s]. Those of other orders are scaled to the last one.
         energy_j: Their mean energy, of all GPUs [J].
+        passes: Number of passes of a pipeline in such an iteration.
+        of_order: The same of each order that occurred, by its number.
         info: The job, and the durations of operations without a choice of clock.
     """
 
     spans: list[list[list[Span]]]
     time_s: float
     energy_j: float
+    passes: int
+    of_order: Mapping[int, Typical]
     info: ProfileInfo
+
+    def cost_of(self, seen: Seen, passes: int) -> tuple[float, float]:
+        """Return the time [s] and energy [J] at default clocks of an iteration with a number of passes."""
+        own = None if seen.order is None else self.of_order.get(seen.order.number)
+        if own is not None:
+            return own.time_s, own.energy_j or 0.0
+        share = passes / self.passes
+        return share * self.time_s, share * self.energy_j
 
 
 async def warm_up(context: ModeContext) -> Baseline:
@@ -80,8 +91,9 @@ async def warm_up(context: ModeContext) -> Baseline:
         seen = await iteration_of(Run("warm-up", times="all", next_phase=NextPhase("profile", left_s)))
         taken.append(seen)
         if len(taken) >= least:
-            drift = np.abs(seen.ranks.time_s / taken[-2].ranks.time_s - 1)
-            if drift.max() <= _STEADY:
+            before = taken[-2]
+            drift = np.abs(seen.ranks.time_s / before.ranks.time_s - 1)
+            if seen.order is before.order and drift.max() <= _STEADY:
                 break
     # The first iteration allocates memory and exchanges shapes.
     measured = taken[1:]
@@ -94,9 +106,27 @@ async def warm_up(context: ModeContext) -> Baseline:
         ]
         for rank in job.shown
     ]
-    mean = Typical.mean_of([seen.time_s for seen in measured], [seen.reports.energy_j for seen in measured])
+    shares = [_passes(seen, job.shown) / _passes(measured[-1], job.shown) for seen in measured]
+    times_s = [seen.time_s / share for seen, share in zip(measured, shares, strict=True)]
+    energies_j = [seen.reports.energy_j / share for seen, share in zip(measured, shares, strict=True)]
+    mean = Typical.mean_of(times_s, energies_j)
     assert mean is not None, "there are iterations"
-    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, _info(job, spans, measured))
+    passes = _passes(measured[-1], job.shown)
+    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, passes, _by_order(measured), _info(job, spans, measured))
+
+
+def _by_order(iterations: Sequence[Seen]) -> dict[int, Typical]:
+    """Return the mean iteration of each order, by its number."""
+    found: dict[int, list[Seen]] = defaultdict(list)
+    for seen in iterations:
+        if seen.order is not None:
+            found[seen.order.number].append(seen)
+    means = {}
+    for number, of_order in found.items():
+        mean = Typical.mean_of([seen.time_s for seen in of_order], [seen.reports.energy_j for seen in of_order])
+        if mean is not None:
+            means[number] = mean
+    return means
 
 
 def _after_tail_s(job: Job, seen: Seen) -> float:
@@ -111,9 +141,10 @@ def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) 
     tail_s = medians(tail for own in pipeline for spans in own for tail in tails_s(spans).items())
     fixed = replace(fixed_durations(pipeline), tail_s=tail_s)
     if launches_transfers(job.schedule):
-        begins_s = [common_begins_s(job, seen) for seen in measured]
+        declared = [number for number, seen in enumerate(measured) if seen.order is not None and not seen.order.number]
         iterations = (
-            zip([own[number] for own in pipeline], begins, strict=True) for number, begins in enumerate(begins_s)
+            zip([own[number] for own in pipeline], common_begins_s(job, measured[number]), strict=True)
+            for number in declared
         )
         transfer_s = launched_transfer_durations_s(job.schedule, map(passes_of, iterations))
         fixed = replace(fixed, transfer_s=transfer_s)
@@ -171,12 +202,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
     )
     if following == "optimizing":
-        default = IterationSample(job.counter_period_s())
-        compared = math.ceil(default.remaining_s(baseline.time_s, more=SETTLED + 1) / baseline.time_s)
-        recorder.say(
-            f"a plan runs in about {expected + compared} iterations: {expected} to measure the profile, and at least "
-            f"{compared} at default clocks, while plans are computed and to compare them with"
-        )
+        recorder.say(f"a plan runs in about {expected} iterations, and a few more while plans are computed")
 
     def next_phase() -> NextPhase:
         return NextPhase(following, measurement.remaining_s(expected))
@@ -339,13 +365,12 @@ class _Measurement:
             end_s = visit[-1].messages[rank].begun_s + visit[-1].messages[rank].report.time_s
             counter.forget(end_s if math.isfinite(end_s) else 0.0)
         self.iterations += len(visit)
-        usual = _passes(own[-1] for own in self._baseline.spans)
         for seen in visit:
-            found = _passes(seen.spans(rank) for rank in self._shown)
-            share = found / usual if usual else 1.0  # with another number of micro-batches
-            self._shares.append(share)
-            self.lost_s += seen.time_s - share * self._baseline.time_s
-            self.lost_j += seen.reports.energy_j - share * self._baseline.energy_j
+            passes = _passes(seen, self._shown)
+            self._shares.append(passes / self._baseline.passes)
+            default_s, default_j = self._baseline.cost_of(seen, passes)
+            self.lost_s += seen.time_s - default_s
+            self.lost_j += seen.reports.energy_j - default_j
 
     def _add(self, rank: int, clock_mhz: int, visit: Sequence[Seen], tails_s: Sequence[float]) -> None:
         counter = self._counters[rank]
@@ -404,9 +429,10 @@ class _Measurement:
         return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
 
 
-def _passes(ranks: Iterable[Sequence[Span]]) -> int:
-    operations = (span.operation for spans in ranks for span in spans if isinstance(span.operation, Compute))
-    return sum(operation.instruction.kind is not Kind.TAIL for operation in operations)
+def _passes(seen: Seen, ranks: Iterable[int]) -> int:
+    """Return the number of passes of ranks in an iteration, at least 1."""
+    operations = (span.operation for rank in ranks for span in seen.spans(rank) if isinstance(span.operation, Compute))
+    return max(1, sum(operation.instruction.kind is not Kind.TAIL for operation in operations))
 
 
 def pairs(content: bytes) -> list[tuple[float, float]]:

@@ -21,6 +21,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     MOST_FAILED_RANKS,
+    NO_ORDER,
     Event,
     Failed,
     IterationRecord,
@@ -115,14 +116,11 @@ class Recorder:
         self.event(event)
         self.say(plain(event.in_words()))
 
-    def add(self, seen: Seen, run: Run, order: int | None = None) -> None:
-        """Record an iteration, with the number of its order if it has separate plans.
-
-        If ranks ran differently, ``run`` is what rank 0 ran.
-        """
+    def add(self, seen: Seen, run: Run) -> None:
+        """Record an iteration. If ranks ran differently, ``run`` is what rank 0 ran."""
         self._time_s += seen.time_s
         self._compare_limits(self._lasting(seen.ranks.limits))
-        record = self.last = self._of_job(seen, run, order)
+        record = self.last = self._of_job(seen, run)
         self._writer.write(record, may_wait=True)
         if self._has_monitor:
             prefix = "Perseus/simulated" if self._simulated else "Perseus"
@@ -200,7 +198,7 @@ class Recorder:
         self.warn(warning)
         self.event(failed)
 
-    def _of_job(self, seen: Seen, run: Run, order: int | None) -> IterationRecord:
+    def _of_job(self, seen: Seen, run: Run) -> IterationRecord:
         reports = seen.ranks
         energies_j = reports.energy_j
         energy_j = float(energies_j.sum())
@@ -210,15 +208,16 @@ class Recorder:
         elif seen.drift is not None:
             self._drift = seen.drift.most
         failed = np.flatnonzero(reports.failed).tolist()
-        following = run.next_phase
-        forecast = run.forecast if run.forecast is not None and not run.forecast.is_refuted else None
+        order = NO_ORDER if seen.order is None else seen.order.number
+        plans, following = run.plans.get(order), run.next_phase
+        forecast = None if plans is None or plans.forecast is None or plans.forecast.is_refuted else plans.forecast
         return IterationRecord(
             simulated=self._simulated,
             iteration=seen.number,
             ended=round(seen.ended, 3),
-            phase=run.phase,
-            plan=run.plan,
-            order=order,
+            phase=run.phase_of(order),
+            plan=None if plans is None else plans.shown_plan,
+            order=order or None,
             limited=bool(seen.ranks.limits),
             time_s=_rounded(reports.time_s.max()),
             energy_j=_rounded(energy_j) if has_energy else None,
@@ -433,7 +432,7 @@ class TimelineLog:
     def wants(self, run: Run) -> bool:
         """Return whether an iteration with this run is still to be kept."""
         is_full = len(self._file.iterations) == _MOST_SHOWN
-        return run.phase in _SHOWN_PHASES and self._seen[run.phase, run.plan] < _SETTLED and not is_full
+        return run.phase in _SHOWN_PHASES and self._seen[run.phase, _plan_of(run)] < _SETTLED and not is_full
 
     def add(self, seen: Seen, run: Run, job: Job) -> None:
         """Keep an iteration if it is wanted."""
@@ -442,16 +441,18 @@ class TimelineLog:
         spans = [seen.spans(rank) for rank in job.shown]
         if not all(spans):
             return
-        self._seen[run.phase, run.plan] += 1
-        if self._seen[run.phase, run.plan] < _SETTLED:
+        number = _plan_of(run)
+        self._seen[run.phase, number] += 1
+        if self._seen[run.phase, number] < _SETTLED:
             return
         begins_s = common_begins_s(job, seen)
         operations = []
         for place, (own, begin_s) in enumerate(zip(spans, begins_s, strict=True)):
-            plan = None if run.plans is None else run.plans.of_pipeline(job.places[job.shown[place]].pipeline)
+            plans = run.plans.get(0)
+            plan = None if plans is None else plans.of_pipeline(job.places[job.shown[place]].pipeline)
             clocks = {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
             operations.append([entry for span in own for entry in _entries(span, begin_s - min(begins_s), clocks)])
-        iteration = MeasuredIteration(iteration=seen.number, phase=run.phase, plan=run.plan, ranks=operations)
+        iteration = MeasuredIteration(iteration=seen.number, phase=run.phase, plan=number, ranks=operations)
         if self._file.job is not None:
             needed_bytes = known_of_all([job.states[rank].memory_bytes or None for rank in job.shown])
             self._file.job = self._file.job.model_copy(update={"memory_bytes": needed_bytes})
@@ -464,6 +465,12 @@ class TimelineLog:
             except OSError as error:
                 self._works = False
                 self._warn(f"{self._path} cannot be written ({error}); training continues without it")
+
+
+def _plan_of(run: Run) -> int | None:
+    """Return the plan of rank 0's pipeline in the first order. None at other clocks."""
+    plans = run.plans.get(0)
+    return None if plans is None else plans.shown_plan
 
 
 def common_begins_s(job: Job, seen: Seen) -> list[float]:

@@ -1,15 +1,13 @@
-"""Sends the runs that modes request to the ranks, with a program of clocks for each.
+"""Sends the runs that modes request to the ranks, with a program of clocks for each order and rank.
 
-Each message to the ranks (:class:`~perseus_ds.protocol.job_messages.Follow`) has a serial, with which they report what
-they ran.
+Each run has a serial, with which ranks report what they ran.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,57 +15,36 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Times
+from perseus_ds.protocol.layout import OTHER_ORDERS
 from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job import MOST_PROFILED
-from perseus_ds.server.kinds import UNPLANNED, Kind
 from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.recorder import TimelineLog
 
+UNPLANNED = Run("observe", status={"plan": None})
+"""Run at default clocks before there is a mode, or after it has failed."""
 _MOST_RUNS = 512
 _KNOWN_AFTER_S = 5.0
 """Time in which a message reaches all ranks, even on a busy machine."""
 _RESENT_EVERY = 10
 """Number of iterations between two messages to a rank that does not follow the last run."""
+_MOST_PROGRAMS = 4096
 
 
 @dataclass
 class _Sent:
-    """A run that was sent for a kind."""
+    """A run that was sent to the ranks, with the times that they measure."""
 
     serial: int
-    kind: Kind
-    wanted: Run
+    run: Run
     times: Times
     every: int
     from_iteration: int
     shown_after: int
-    programs: dict[Any, Program] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        return (*self.wanted.key, self.times, self.every)
-
-    def follow(self, rank: int, from_iteration: int) -> Follow:
-        """Return the message for a rank, given its first iteration."""
-        wanted, job = self.wanted, self.kind.context.job
-        place = job.places[rank]
-        plan = None if wanted.plans is None else wanted.plans.assignment.plans[place.pipeline]
-        if (program := self.programs.get((plan, place.pipeline_rank))) is None:
-            program = program_of(wanted, self.kind.number, place.pipeline, place.pipeline_rank, job.schedule)
-            self.programs[plan, place.pipeline_rank] = program
-        is_profiled = place.pipeline < MOST_PROFILED
-        return Follow(
-            program,
-            self.serial,
-            from_iteration,
-            from_iteration + self.shown_after,
-            wanted.phase,
-            wanted.plan,
-            self.times if is_profiled else wanted.otherwise,
-            self.every,
-            wanted.otherwise,
-            wanted.logs_energy and is_profiled,
-        )
+    def key(self) -> tuple[object, ...]:
+        return (*self.run.key, self.times, self.every)
 
 
 class RunSender:
@@ -83,7 +60,8 @@ class RunSender:
         self._context = context
         self._timelines = timelines
         self._serial = last_serial
-        self._sent: dict[int, _Sent] = {}  # by the number of the kind
+        self._sent: _Sent | None = None
+        self._programs: dict[tuple[object, ...], Program] = {}
         self._resent_after: dict[int, int] = {}  # an iteration, by rank
         self.known: dict[int, Run] = {0: UNPLANNED}
         self.issued = 0
@@ -97,37 +75,81 @@ class RunSender:
         """
         return self.issued + 2 if self.issued else 1
 
-    def send(self, kind: Kind) -> None:
-        """Send the run that a kind requests to the ranks, for the next iterations that none can have begun."""
-        wanted, before = kind.wanted, self._sent.get(kind.number)
-        times, every = wanted.times, wanted.every
-        if kind.number == 0 and self._timelines.wants(wanted):
+    def send(self, run: Run) -> None:
+        """Send a run to the ranks, for the next iterations that none can have begun."""
+        times, every = run.times, run.every
+        if self._timelines.wants(run):
             times, every = "all", 1
-        if before is not None and before.key == (*wanted.key, times, every):
-            self.known[before.serial] = before.wanted = wanted  # its next phase or status may differ
+        before = self._sent
+        if before is not None and before.key == (*run.key, times, every):
+            self.known[before.serial] = before.run = run  # its next phase or status may differ
             return
-        sent = self._sent[kind.number] = self._new(kind, wanted, times, every)
-        for rank, state in enumerate(self._context.job.states):
-            if state.is_here:
-                self._context.send(rank, sent.follow(rank, sent.from_iteration))
-
-    def _new(self, kind: Kind, run: Run, times: Times, every: int) -> _Sent:
         self._serial += 1
         self.known[self._serial] = run
         if len(self.known) > _MOST_RUNS:
-            kept = {0, *(sent.serial for sent in self._sent.values())}
-            del self.known[next(serial for serial in self.known if serial not in kept)]
+            del self.known[next(serial for serial in self.known if serial)]
         shown_after = max(2, math.ceil(_KNOWN_AFTER_S / self.time_s)) if self.time_s else 2
-        return _Sent(self._serial, kind, run, times, every, self.from_iteration, shown_after)
+        self._sent = _Sent(self._serial, run, times, every, self.from_iteration, shown_after)
+        for rank, state in enumerate(self._context.job.states):
+            if state.is_here:
+                self._send(rank, self._sent, self._sent.from_iteration)
 
     def resend(self, rank: int) -> None:
-        """Send the last run of each kind again to a rank."""
-        for sent in self._sent.values():
-            self._context.send(rank, sent.follow(rank, self.from_iteration))
+        """Send the last run again to a rank."""
+        if self._sent is not None:
+            self._send(rank, self._sent, self.from_iteration)
 
-    def behind(self, kind: Kind, iteration: int, messages: Sequence[RankReport]) -> list[int]:
-        """Return the ranks that did not follow the last run of a kind, and are due to receive it."""
-        sent = self._sent.get(kind.number)
+    def send_order(self, number: int) -> None:
+        """Send the last run of an order that has become known, which ranks do not have yet."""
+        if self._sent is None:
+            return
+        for rank, state in enumerate(self._context.job.states):
+            if state.is_here:
+                follow = self._follow(rank, self._sent, self.from_iteration, number)
+                self._context.send(rank, follow)
+
+    def _send(self, rank: int, sent: _Sent, from_iteration: int) -> None:
+        numbers = [order.number for order in self._context.orders.known] or [0]
+        for number in (*numbers, OTHER_ORDERS):
+            self._context.send(rank, self._follow(rank, sent, from_iteration, number))
+
+    def _follow(self, rank: int, sent: _Sent, from_iteration: int, number: int) -> Follow:
+        run, place = sent.run, self._context.job.places[rank]
+        plans = run.plans.get(number)
+        is_profiled = place.pipeline < MOST_PROFILED
+        return Follow(
+            self._program(rank, run, number),
+            sent.serial,
+            from_iteration,
+            from_iteration + sent.shown_after,
+            run.phase_of(number),
+            None if plans is None else plans.shown_plan,
+            sent.times if is_profiled else run.otherwise,
+            sent.every,
+            run.otherwise,
+            run.logs_energy and is_profiled,
+        )
+
+    def _program(self, rank: int, run: Run, number: int) -> Program:
+        """Return the program of a rank in an order. Each is computed once for all pipelines."""
+        if rank in self._context.job.fixed_ranks:
+            return Program(number)
+        plans = run.plans.get(number)
+        if plans is None:
+            return Program(number, run.clock_mhz)
+        place = self._context.job.places[rank]
+        plan = plans.assignment.plans[place.pipeline]
+        key = number, id(plans.frontier), plan, place.pipeline_rank
+        if key not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            schedule = next(o.job.schedule for o in self._context.orders.known if o.number == number)
+            self._programs[key] = program_of(plans, number, place.pipeline, place.pipeline_rank, schedule)
+        return self._programs[key]
+
+    def behind(self, iteration: int, messages: Sequence[RankReport]) -> list[int]:
+        """Return the ranks that did not follow the last run, and are due to receive it."""
+        sent = self._sent
         if sent is None or iteration <= sent.from_iteration + 1:
             return []
         found = []
@@ -144,28 +166,26 @@ class RunSender:
         serials = {message.serial if message.serial == message.report.serial else -1 for message in messages}
         runs = [self.known.get(serial) for serial in sorted(serials)]
         known = [run for run in runs if run is not None]
-        if len(known) < len(runs) or len({run.clocks for run in known}) > 1:
+        order = messages[0].report.order
+        if len(known) < len(runs) or len({run.clocks(order) for run in known}) > 1:
             return None
         return known[0]
 
 
-def program_of(run: Run, number: int, pipeline: int, rank: int, schedule: Schedule) -> Program:
+def program_of(plans: Plans, number: int, pipeline: int, rank: int, schedule: Schedule) -> Program:
     """Return the clocks of a pipeline's rank in iterations of an order.
 
     Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the
     end of an iteration, they have the clock that the next one starts with.
     """
-    if run.plans is None:
-        return Program(number, run.clock_mhz)
-    plan = run.plans.of_pipeline(pipeline)
-    instructions = run.plans.frontier.instructions[rank]
+    plan = plans.of_pipeline(pipeline)
+    instructions = plans.frontier.instructions[rank]
     own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
     if len(set(own_mhz)) == 1:
         return Program(number, own_mhz[0])
     clock_of = dict(zip(instructions, own_mhz, strict=True))
     clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
-    spans_s = _spans_s(plan, run.plans, stream)
-    return Program(number, own_mhz[0], clocks_mhz, tuple(spans_s), plan.time_s)
+    return Program(number, own_mhz[0], clocks_mhz, tuple(_spans_s(plan, plans, stream)), plan.time_s)
 
 
 def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:

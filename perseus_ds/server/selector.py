@@ -1,42 +1,31 @@
-"""Selects the plan of every pipeline from the policy, the reports and the user's orders."""
+"""Selects the plans of every order from the policy, the reports and the user's orders."""
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import PlanChosen, PolicyChanged, PowerCapChanged
-from perseus_ds.policy.decisions import (
-    MARGIN,
-    Assignment,
-    Decision,
-    PowerCap,
-    RunStatistics,
-    Situation,
-    decide,
-)
+from perseus_ds.measures import STALL
+from perseus_ds.policy.decisions import MARGIN, Assignment, Decision, Forecast, PowerCap, Situation, decide
 from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy, ReducePolicy, without_reduction
-from perseus_ds.server.iterations import Seen
+from perseus_ds.server.iterations import Plans, Seen
+from perseus_ds.server.job import Order
 from perseus_ds.server.job_control import Effect, Straggler
 from perseus_ds.server.phases import ModeContext
 
-logger = logging.getLogger("perseus_ds")
 _APART = 1.06
 _TOGETHER = 1.03
-_IN_A_ROW = 2
+# Number of iterations in a row after which a pipeline counts as a straggler, and after which it no longer does. Lengths
+# of inputs that vary let any pipeline be the slowest one several times in a row.
+_SURE_AFTER, _OVER_AFTER = 5, 2
 # A stretch factor is reduced as soon as a pipeline would delay the others. It is increased only if it is certain and
 # the gain is worth a change of plan.
 _CUT = 0.99
 _RAISE = 1.03
-_SURE_AFTER = 5
 
 
 class StragglerWatch:
@@ -57,23 +46,23 @@ class StragglerWatch:
         """Add an iteration, by each pipeline's own time divided by that of its plan, and return the stretch factors."""
         slowest = max(ratios)
         self._seen.append(tuple(slowest / ratio for ratio in ratios))
-        if len(self._seen) >= _IN_A_ROW:
-            self.stretch_factors = self._next_factors([*self._seen][-_IN_A_ROW:])
+        if len(self._seen) == _SURE_AFTER:
+            self.stretch_factors = self._next_factors()
         return self.stretch_factors
 
-    def _next_factors(self, last: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-        given = self.stretch_factors
-        least, most = _each(min, last), _each(max, last)
+    def _next_factors(self) -> tuple[float, ...]:
+        given, sure = self.stretch_factors, _each(min, self._seen)
         if max(given) == 1:
-            # A different straggler in each of two iterations is noise: no pipeline could be stretched in both.
-            return least if max(least) > _APART else given
+            # A different straggler in each iteration is noise: no pipeline could be stretched in all of them.
+            return sure if max(sure) > _APART else given
+        last = [*self._seen][-_OVER_AFTER:]
+        least, most = _each(min, last), _each(max, last)
         if max(most) < _TOGETHER:
             return (1.0,) * len(least)
         if any(possible < _CUT * factor for possible, factor in zip(most, given, strict=True)):
             return least
-        sure = _each(min, self._seen)
         worth_it = any(possible > _RAISE * factor for possible, factor in zip(sure, given, strict=True))
-        return sure if worth_it and len(self._seen) == _SURE_AFTER else given
+        return sure if worth_it else given
 
 
 def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
@@ -96,56 +85,47 @@ def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
     return None if largest == min(stretch_factors) else Straggler(stretch_factors.index(min(stretch_factors)), largest)
 
 
-class _Progress(FileModel):
-    """Progress kept for a later start of the job. The plan is None if it is for another profile."""
-
-    plan: Annotated[int, Field(ge=0)] | None
-    stretch_factors: tuple[Annotated[float, Field(ge=1)], ...]
-    statistics: RunStatistics
-
-
 class PlanSelector:
     """Decides after every iteration which plans the following ones run.
 
     Attributes:
-        in_force: Assignment of the following iterations.
-        statistics: Ratios of measured to predicted time and power of the last iterations.
-        default_power_w: Power of all GPUs at default clocks, as measured in this job [W]; None if unknown.
+        in_force: Assignment of plans for each order with plans, by the number of the order.
+        is_paused: Whether the job is to run at default clocks.
+        is_capped: Whether default clocks would exceed the power cap in force. Then all iterations run under plans.
+        is_refuted: Whether passes deviate from the profile, so that forecasts by the profile are not to be shown.
     """
 
-    def __init__(self, context: ModeContext, frontier: Frontier) -> None:
-        """Decide on the first assignment, with the progress of an earlier start."""
-        self._kind = context.job.order
-        self._frontier = frontier
-        self._assigned_for: tuple[Any, ...] = ()
-        self._assigned = Assignment()
+    def __init__(self, context: ModeContext) -> None:
+        """Decide on the first assignments, with the state of an earlier start."""
+        self._state = context.state
+        self._orders = context.orders
         self._control = context.control
         self._timebase = context.timebase
         self._recorder = context.recorder
         self._gpus_per_rank = context.job.gpus_per_rank
         self._stragglers = StragglerWatch(1 + max(place.pipeline for place in context.job.places))
-        self.statistics = RunStatistics()
-        self.default_power_w: float | None = None
-        self._lateness = 0.0
-        self._ordered: PolicyConfig = self._control.policy
+        if len(self._state.stretch_factors) == len(self._stragglers.stretch_factors):
+            self._stragglers.stretch_factors = self._state.stretch_factors
+        self._policy: PolicyConfig = self._control.policy
         self._problem = ""
-        self._decision: Decision | None = None
-        self.in_force = Assignment()
+        self._cap: PowerCap | None = None
+        self._decisions: dict[int, Decision] = {}
+        self._assigned_for: dict[int, tuple[Any, ...]] = {}
+        self._plans: dict[int, Plans] = {}
+        self.in_force: dict[int, Assignment] = {}
+        self.is_paused = self.is_capped = self.is_refuted = False
+        self.decide()
         self._control.effect_of = self.effect_of
-        plan = self._restore()
-        if plan is None:
-            self.decide()
-        else:
-            self._adopt(self._assign(plan, paused=self._control.paused, capped=self.default_clocks_exceed_cap()))
 
     def learn(self, seen: Seen) -> None:
         """Update the statistics with an iteration under plans."""
-        plans = seen.run.plans if seen.run is not None else None
-        if plans is None or plans.frontier is not self._frontier:
+        plans = seen.plans
+        if plans is None:
             return
-        promised, ran = self._frontier.plans[plans.assignment.plan], plans.assignment.plans
-        self.statistics.add_stop(seen.messages[0].report.stopped_s)
-        self.statistics.add_iteration(
+        statistics, frontier = self._state.statistics, plans.frontier
+        promised, ran = frontier.plans[plans.assignment.plan], plans.assignment.plans
+        statistics.add_stop(seen.messages[0].report.stopped_s)
+        statistics.add_iteration(
             time_s=seen.time_s,
             energy_j=seen.reports.energy_j,
             promised_time_s=promised.time_s,
@@ -157,24 +137,82 @@ class PlanSelector:
             # itself.
             tail_s = float(seen.ranks.tail_s.min())
             own_s = seen.ranks.by_pipeline(computed_s).tolist()
-            promised_s = [self._frontier.plans[plan].time_s for plan in ran]
-            self._stragglers.update(
-                [(one_s + tail_s) / plan_s for one_s, plan_s in zip(own_s, promised_s, strict=True)]
-            )
+            promised_s = [frontier.plans[plan].time_s for plan in ran]
+            ratios = [(one_s + tail_s) / plan_s for one_s, plan_s in zip(own_s, promised_s, strict=True)]
+            self._state.stretch_factors = self._stragglers.update(ratios)
 
-    def decide(self) -> None:
-        """Decide on the following iterations."""
-        self._adopt(self._choose())
+    def decide(self) -> bool:
+        """Decide on the following iterations, and return whether the goal has changed."""
+        policy = self._control.policy_now()
+        has_changed = policy != self._policy
+        if has_changed:
+            self._policy, self._problem = policy, ""
+        self._control.record_policy()
+        decided = {order: self._decide(policy, order) for order in self._orders.planned}
+        self.is_paused = self._control.paused or any(decision.failed for decision in decided.values())
+        self.is_capped = any(self._exceeds(order, decision.cap) for order, decision in decided.items())
+        for order, decision in decided.items():
+            self._decisions[order.number] = decision
+            self._state.plans[order.number] = decision.plan
+            self._say_problem(decision.problem)
+            self._record_cap(decision.cap)
+            self._assign(order, decision.plan)
+        return has_changed
 
-    def _adopt(self, chosen: Assignment) -> None:
-        """Put an assignment in force, and record it if it differs from the previous one."""
-        if chosen != self.in_force:
-            self.in_force = replace(chosen, number=self.in_force.number + 1)
-            self._recorder.event(PlanChosen.model_validate(self.status()))
+    def _assign(self, order: Order, plan: int) -> None:
+        """Put the assignment for a plan of the policy in force, and record it if it differs from the previous one."""
+        assert order.frontier is not None, "it is planned"
+        factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
+        key = id(order.frontier), plan, factors, self._state.lateness, self.is_paused, self.is_capped
+        if key == self._assigned_for.get(order.number):  # most decisions equal the previous one
+            return
+        self._assigned_for[order.number] = key
+        before = self.in_force.get(order.number)
+        number = 1 if before is None else before.number + 1
+        assignment = Assignment.of(order.frontier, plan, factors, lateness=self._state.lateness)
+        self.in_force[order.number] = replace(assignment, paused=self.is_paused, capped=self.is_capped, number=number)
+        if self.in_force[order.number] != before:
+            self._recorder.event(PlanChosen.model_validate(self.status(order)))
 
-    def status(self) -> dict[str, Any]:
-        """Return the assignment in force as fields of :class:`PlanChosen`."""
-        now = self.in_force
+    def plans(self) -> dict[int, Plans]:
+        """Return the plans in force with their forecasts, by the number of the order."""
+        return {order.number: self._plans_of(order) for order in self._orders.planned}
+
+    def _plans_of(self, order: Order) -> Plans:
+        assert order.frontier is not None, "it is planned"
+        assignment = self.in_force[order.number]
+        forecast = self._forecast(order)
+        known = self._plans.get(order.number)
+        if known is None or known.forecast != forecast or known.assignment is not assignment:
+            known = self._plans[order.number] = Plans(order.frontier, assignment, order.dag, forecast)
+        return known
+
+    def _forecast(self, order: Order) -> Forecast:
+        """Return time and energy at default clocks, and those that the plans promise.
+
+        Default clocks are measured in this job or predicted from the profile. The slowdown and power that plans promise
+        relative to them do not depend on this.
+        """
+        assignment = self.in_force[order.number]
+        default = self._state.default.of(order.number)
+        assert default is not None, "it is predicted at least"
+        time_s = default.time_s * (1 + assignment.promised_slowdown)
+        return Forecast(
+            time_s=time_s,
+            energy_j=time_s * assignment.promised_power * default.power_w,
+            default_time_s=default.time_s,
+            default_energy_j=default.energy_j,
+            stall_s=STALL * time_s,
+            default_measured=default.is_measured,
+            is_refuted=self.is_refuted and not default.is_measured,
+        )
+
+    def status(self, order: Order | None = None) -> dict[str, Any]:
+        """Return the assignment of an order, by default of the latest one, as fields of :class:`PlanChosen`."""
+        shown = order or self._shown
+        if shown is None:
+            return {"plan": None}
+        now = self.in_force[shown.number]
         straggler = straggler_of(now.stretch_factors)
         return {
             "plan": now.plan,
@@ -184,128 +222,99 @@ class PlanSelector:
             "paused": now.paused,
         }
 
-    def effect_of(self, policy: PolicyConfig) -> Effect:
-        """Return the predicted effect of a policy. Thread-safe."""
-        decision = self._decide(policy)
-        time_s, energy_j = self._expected(decision.plan)
-        time_now_s, _ = self._expected(self.in_force.plan)
-        without_s, _ = self._expected(self._decide(without_reduction(policy)).plan)
-        default_w = self._power_at_default_clocks_w
+    @property
+    def _shown(self) -> Order | None:
+        """The order that represents the job: the latest one if it has plans."""
+        latest = self._orders.latest
+        if latest is not None and latest.number in self.in_force and latest.frontier is not None:
+            return latest
+        return next((order for order in self._orders.planned if order.number in self.in_force), None)
+
+    def effect_of(self, policy: PolicyConfig) -> Effect | None:
+        """Return the predicted effect of a policy, or None without plans. Thread-safe."""
+        order = self._shown
+        if order is None:
+            return None
+        decision = self._decide(policy, order)
+        time_s, energy_j = self._expected(order, decision.plan)
+        time_now_s, _ = self._expected(order, self.in_force[order.number].plan)
+        without_s, _ = self._expected(order, self._decide(without_reduction(policy), order).plan)
+        default_w = self._power_at_default_clocks_w(order)
         return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
-    def _choose(self) -> Assignment:
-        control = self._control
-        policy = control.policy_now()
-        if policy != self._ordered:
-            self._ordered, self._problem, self._lateness = policy, "", 0.0
-        control.record_policy()
-        before, self._decision = self._decision, self._decide(policy)
-        decision = self._decision
-        self._record_cap(decision.cap, before.cap if before is not None else None)
+    def _say_problem(self, problem: str) -> None:
+        """Record and print a condition that no plan meets, once."""
         # The part before the first colon has no figures that change at every iteration.
-        if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
-            self._problem = decision.problem
-            self._recorder.event(PolicyChanged(problem=decision.problem))
-            self._recorder.say(decision.problem)
-        return self._assign(
-            decision.plan,
-            paused=control.paused or decision.failed,
-            capped=self._is_capped(decision),
-        )
+        if problem and problem.partition(":")[0] != self._problem.partition(":")[0]:
+            self._problem = problem
+            self._recorder.event(PolicyChanged(problem=problem))
+            self._recorder.say(problem)
 
-    def _record_cap(self, cap: PowerCap | None, before: PowerCap | None) -> None:
+    def _record_cap(self, cap: PowerCap | None) -> None:
         """Record the power cap if it has changed."""
-        if (cap and cap.watts) != (before and before.watts):
+        if (cap and cap.watts) != (self._cap and self._cap.watts):
             self._recorder.event(PowerCapChanged(watts=cap and cap.watts))
+        self._cap = cap
 
-    def _is_capped(self, decision: Decision) -> bool:
-        """Return True if default clocks would exceed the power cap in force."""
-        if decision.cap is None:
+    def _exceeds(self, order: Order, cap: PowerCap | None) -> bool:
+        """Return True if default clocks would exceed a power cap."""
+        if cap is None:
             return False
-        ratio = 1.0 if self.default_power_w else self.statistics.power_ratio
-        return bool(ratio * self._power_at_default_clocks_w > decision.cap.watts * (1 - MARGIN))
+        default = self._state.default.of(order.number)
+        is_measured = default is not None and default.is_measured
+        ratio = 1.0 if is_measured else self._state.statistics.power_ratio
+        return bool(ratio * self._power_at_default_clocks_w(order) > cap.watts * (1 - MARGIN))
 
-    @property
-    def _power_at_default_clocks_w(self) -> float:
-        return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
+    def _power_at_default_clocks_w(self, order: Order) -> float:
+        assert order.frontier is not None, "it is planned"
+        default = self._state.default.of(order.number)
+        if default is not None and default.is_measured:
+            return default.power_w
+        return order.frontier.baseline.mean_power_w * self._gpus_per_rank
 
     def default_clocks_exceed_cap(self) -> bool:
         """Return whether default clocks would exceed the power cap of the current policy."""
         policy = self._control.policy_now()
-        return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
+        if not isinstance(policy, PowerCapPolicy | ReducePolicy):
+            return False
+        return any(self._exceeds(order, self._decide(policy, order).cap) for order in self._orders.planned)
 
-    def _decide(self, policy: PolicyConfig) -> Decision:
+    def _decide(self, policy: PolicyConfig, order: Order) -> Decision:
+        assert order.frontier is not None, "it is planned"
+        statistics, before = self._state.statistics, self._decisions.get(order.number)
+        if before is None and order.number in self._state.plans:  # of an earlier start
+            before = Decision(min(self._state.plans[order.number], len(order.frontier.plans) - 1))
         situation = Situation(
             step=self._control.steps,
             now=self._timebase.date(),
-            time_ratio=self.statistics.time_ratio,
-            power_ratio=self.statistics.power_ratio,
-            stopped_s=self.statistics.stopped_s,
-            relative_time=self._control.kind_times.relative(self._kind),
+            time_ratio=statistics.time_ratio,
+            power_ratio=statistics.power_ratio,
+            stopped_s=statistics.stopped_s,
+            relative_time=self._state.default.relative_time(order.number),
             gpus_per_rank=self._gpus_per_rank,
-            default_power_w=self._power_at_default_clocks_w,
-            before=self._decision,
+            default_power_w=self._power_at_default_clocks_w(order),
+            before=before,
         )
         try:
-            return decide(policy, self._frontier, situation)
+            return decide(policy, order.frontier, situation)
         except Exception as error:  # an order must not stop training
             return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
 
-    def _assign(self, plan: int, **decided: bool) -> Assignment:
-        factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
-        key = plan, factors, self._lateness, decided
-        if key != self._assigned_for:  # most decisions equal the previous one
-            self._assigned_for = key
-            self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
-        return self._assigned
-
     def speed_up(self, late: float) -> bool:
         """Request plans that are faster by a fraction, and return whether there are any."""
-        now = self.in_force
-        faster = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
-        if faster.plans == now.plans:
-            return False
-        self._lateness = (1 + self._lateness) * (1 + late) - 1
-        return True
+        has_faster = False
+        for order in self._orders.planned:
+            assert order.frontier is not None, "it is planned"
+            now = self.in_force[order.number]
+            faster = Assignment.of(order.frontier, now.plan, now.stretch_factors, lateness=late)
+            has_faster |= faster.plans != now.plans
+        if has_faster:
+            self._state.lateness = (1 + self._state.lateness) * (1 + late) - 1
+        return has_faster
 
-    def return_to_policy(self) -> None:
-        """Return to the policy's own plans, which may be slower."""
-        self._lateness = 0.0
-
-    def _expected(self, plan: int) -> tuple[float, float]:
+    def _expected(self, order: Order, plan: int) -> tuple[float, float]:
         """Return time [s] and energy of all GPUs [J] of an iteration, from the profile and measurements."""
-        known, by_profile = self.statistics, self._frontier.plans[plan]
+        assert order.frontier is not None, "it is planned"
+        known, by_profile = self._state.statistics, order.frontier.plans[plan]
         time_s = by_profile.time_s * known.time_ratio
         return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
-
-    def state(self) -> dict[str, Any]:
-        """Return the progress to keep for a later start of the job, as plain values."""
-        return _Progress(
-            plan=self.in_force.plan, stretch_factors=self._stragglers.stretch_factors, statistics=self.statistics
-        ).model_dump(mode="json")
-
-    def state_for_other_plans(self) -> dict[str, Any]:
-        """Return the part of :meth:`state` that is valid for plans of another profile."""
-        stops = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
-        return {**self.state(), "plan": None, "statistics": stops.model_dump(mode="json")}
-
-    def _restore(self) -> int | None:
-        """Restore the result of :meth:`state`. Return the policy's plan at that time, if known."""
-        state = {key: value for key, value in self._control.progress.items() if key != "kept"}
-        self._control.progress = {}
-        if not state:
-            return None
-        try:
-            progress = _Progress.model_validate(state)
-        except ValueError as error:  # saved by another version, or damaged
-            logger.warning("perseus: the progress under plans that was kept cannot be read (%r); it is ignored.", error)
-            return None
-        self.statistics = progress.statistics
-        if len(progress.stretch_factors) == len(self._stragglers.stretch_factors):
-            self._stragglers.stretch_factors = progress.stretch_factors
-        if progress.plan is None:
-            self._decision = None
-            return None
-        plan = min(progress.plan, len(self._frontier.plans) - 1)
-        self._decision = replace(self._decision or Decision(plan), plan=plan)
-        return plan

@@ -40,7 +40,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.policy.policies import AnyOrder, check_deadline, parse_order
-from perseus_ds.policy.reports import LimitConditions, RankReports
+from perseus_ds.policy.reports import RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.job_messages import (
     LatencyTable,
@@ -56,15 +56,16 @@ from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server import modes
 from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
-from perseus_ds.server.iterations import Run, Seen
+from perseus_ds.server.iterations import Mode, Run, Seen
 from perseus_ds.server.job import Job, with_permission
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.kinds import MEASURING, UNPLANNED, Kinds
 from perseus_ds.server.metrics import MetricsReporter
+from perseus_ds.server.orders import Orders
 from perseus_ds.server.output_folder import FolderLock, StateFile, own_folder
 from perseus_ds.server.phases import BackOff, ModeContext
 from perseus_ds.server.recorder import Recorder, TimelineLog
-from perseus_ds.server.runs import RunSender
+from perseus_ds.server.runs import UNPLANNED, RunSender
+from perseus_ds.server.state import PlanState
 from perseus_ds.server.under_plans import drift_of
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -100,6 +101,7 @@ class JobServer:
     """Decides for all ranks of a job.
 
     Attributes:
+        next: Run of the following iterations, as requested by the job's mode.
         has_ended: Whether the job has ended and all records are written.
         is_over: Whether all ranks have left in addition.
     """
@@ -145,7 +147,11 @@ class JobServer:
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
         self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
         self.control.record = self.recorder.event
-        self._context = ModeContext(self.job, self.recorder, self.control, self._send_for_mode, timebase, worker)
+        self.orders = Orders(self.job, self._send_all, self.recorder, reads=config.mode in ("auto", "profile"))
+        self.plan_state = PlanState()
+        self._context = ModeContext(
+            self.job, self.orders, self.plan_state, self.recorder, self.control, self._send_for_mode, timebase, worker
+        )
         self.runs = RunSender(self._context, self._timelines, epoch << 32)  # agents know serials of earlier servers
         self._profiled_limit = msg.SetProfiledLimit(None)
         # By iteration, the reports and operations of the ranks that have sent them.
@@ -153,7 +159,6 @@ class JobServer:
         self._completed = 0
         self._missing_s = 0.0  # time for which reports of ranks have been missing
         self._ticked_s = timebase.now_s()
-        self._conditions = LimitConditions()
         # The number of steps that the engine has done before the first iteration.
         self._steps_before = self.control.steps = first.steps or 0
         self._back_off = BackOff(_FIRST_BACK_OFF)
@@ -161,8 +166,8 @@ class JobServer:
         self.is_over = False
         self.has_ended = False
         self._check()
-        self._kinds = Kinds(self._context, self.runs.send, self.has_failed)
-        self._state: Mapping[str, Any] | None = None  # of an earlier start of the job
+        self._mode: Mode | None = None
+        self.next = UNPLANNED
         if state is not None:
             self._restore(state)
 
@@ -170,9 +175,11 @@ class JobServer:
         kept, issued = state.get("control"), state.get("iteration")
         if state.get("job") != self.job.started().job or not isinstance(kept, Mapping):
             return
-        same_policy = self.control.restore(kept)
-        self.control.progress = state.get("progress") or {} if same_policy else {}
-        self._state = state
+        has_same_policy = self.control.restore(kept)
+        self.orders.restore(state.get("orders") or {})
+        if self.plan_state.load(state.get("plans") or {}) and not has_same_policy:
+            self.plan_state.begin_trial()
+            self.plan_state.resting = 0
         for rank, measured in enumerate(state.get("measured") or ()):
             if measured is not None and rank < self.job.world_size and self.job.states[rank].measured is None:
                 self.job.states[rank].measured = Measured(*measured)
@@ -180,7 +187,6 @@ class JobServer:
         if self._is_renewed and isinstance(issued, int):  # ranks continue to count
             self._completed = issued
             self._steps_before -= issued
-            self._kinds.first_key = state.get("first_order")
         elif (steps := self.job.facts[0].steps) is not None:
             self._steps_before = self.control.steps = steps
 
@@ -215,26 +221,21 @@ class JobServer:
         for note in self._notes:
             self.recorder.say(note)
         self.control.record_policy()
-        self._kinds.begin(self._state)
-
-    @property
-    def next(self) -> Run:
-        """Run of the following iterations, if they are of the latest kind."""
-        return self._kinds.latest.wanted
+        self._mode = modes.mode_of(self._context)
+        self._advance(None)
 
     def state(self) -> dict[str, Any]:
         """Return the state to keep for a later start of the job, as plain values."""
-        progress = self._kinds.progress()
         return {
             "owner": self.job.owner,
             "job": self.job.started().job,
             "iteration": self._completed,
-            "first_order": self._kinds.first_key,
+            "orders": self.orders.state(),
             "measured": [
                 msgspec.structs.astuple(state.measured) if state.measured else None for state in self.job.states
             ],
             "control": self.control.state(),
-            "progress": progress or dict(self.control.progress),
+            "plans": self.plan_state.dump(),
         }
 
     def receive(self, rank: int, message: ToServer) -> None:  # noqa: PLR0912  # one case for each message
@@ -263,7 +264,9 @@ class JobServer:
                 self._send(rank, Say(text, warns=True))
                 self.recorder.event(Recovered(rank=rank))
             case msg.ScheduleRead():
-                self._kinds.add_schedule(rank, message)
+                order = self.orders.add_schedule(rank, message)
+                if order is not None:
+                    self.runs.send_order(order.number)
             case msg.Worked():
                 state.flops = message.passes
             case Measured():
@@ -303,7 +306,7 @@ class JobServer:
         all_left = all(state.has_left for state in self.job.states)
         if not self.has_ended and (all_left or late_s > _LAST_REPORTS_S):
             self.has_ended = True
-            self._kinds.close()
+            self._close_mode()
             self.recorder.close()
             self._send(0, msg.Summarised())
         self.is_over = all_left
@@ -313,7 +316,7 @@ class JobServer:
     def _add_report(self, rank: int, message: RankReport) -> None:
         state, number = self.job.states[rank], message.report.iteration
         self.runs.issued = max(self.runs.issued, message.report.issued)
-        state.default_mhz = message.default_mhz
+        state.late_s, state.default_mhz = message.late_s, message.default_mhz
         state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
             return  # a duplicate, or later than a complete one
@@ -336,8 +339,7 @@ class JobServer:
             self._missing_s = 0.0
             return
         self._missing_s += passed_s
-        at_default = all(kind.wanted.clocks == UNPLANNED.clocks for kind in self._kinds.kinds())
-        if at_default or self._missing_s <= _MISSING_S:
+        if self.next.is_at_default_clocks or self._missing_s <= _MISSING_S:
             return
         reports, _ = self._open[min(self._open)]
         missing = [rank for rank in range(self.job.world_size) if rank not in reports]
@@ -350,41 +352,53 @@ class JobServer:
 
     def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
         first = messages[0].report
-        key = first.key
         run = self.runs.ran(messages)
-        ranks = self._ranks_of(messages)
-        streams = self._kinds.streams_of(key) or (self.job.schedule.ranks if number == 1 else ())
+        order = self.orders.occurs(first.key)
+        streams = self.orders.streams_of(first.key)
         seen = Seen(
             number=self._steps_before + number,
             iteration=number,
             run=run,
-            ranks=ranks,
+            ranks=self._ranks_of(messages),
             messages=messages,
             contents=contents,
             streams=[streams[place.pipeline_rank] for place in self.job.places] if streams else [],
             ended=first.ended,
-            conditions=self._conditions.add(float(ranks.time_s.max()), ranks.limits),
+            order=order,
         )
         self.control.count_step(seen.number)
         self.runs.time_s = seen.time_s
+        if order is not None:
+            self.plan_state.default.count(order.number)
         if run is not None and number % run.every == 0:
             seen.drift = drift_of(self.job, seen)
-        kind, order = self._kinds.route(key)
         recorded = run or self.runs.known.get(first.serial) or UNPLANNED
         if messages[0].has_failed:
             recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan
-        self.recorder.add(seen, recorded, order)
-        if run is not None and run.phase not in MEASURING:
-            forecast = run.forecast
-            slowdown = 1.0 if forecast is None else forecast.time_s / forecast.default_time_s
-            self.control.kind_times.add(order or 0, seen.time_s / slowdown)
-        if run is not None and not order:
+        self.recorder.add(seen, recorded)
+        if run is not None and order is self.orders.first:
             self._timelines.add(seen, run, self.job)
-        if kind is not None:
-            for rank in self.runs.behind(kind, number, messages):
-                self.resend(rank)
-            if not self.has_ended and self._left_s is None:
-                self._kinds.advance(kind, seen)
+        for rank in self.runs.behind(number, messages):
+            self.resend(rank)
+        if not self.has_ended and self._left_s is None:
+            self._advance(seen)
+
+    def _advance(self, seen: Seen | None) -> None:
+        """Pass an iteration to the job's mode, or None to start it, and send the run that it requests."""
+        if self._mode is None:
+            return
+        try:
+            self.next = self._mode.send(seen)  # type: ignore[arg-type]  # None begins it
+        except Exception as error:  # errors of decisions must not stop training
+            self.has_failed(error)
+            return
+        self.runs.send(self.next)
+
+    def _close_mode(self) -> None:
+        """End the mode. Iterations then run at default clocks."""
+        if self._mode is not None:
+            self._mode.close()
+        self._mode, self.next = None, UNPLANNED
 
     def _ranks_of(self, messages: list[RankReport]) -> RankReports:
         def by_rank(figure: str) -> npt.NDArray[np.float64]:
@@ -405,10 +419,14 @@ class JobServer:
             limit_mhz=by_rank("limit_mhz"),
         )
 
+    def _send_all(self, message: ToRank) -> None:
+        for rank in range(self.job.world_size):
+            self._send(rank, message)
+
     def resend(self, rank: int) -> None:
-        """Send all kinds, their runs and requests to a rank, to which a message may have been lost."""
-        self._send(rank, self._kinds.orders)
-        for key in self._kinds.requested:
+        """Send all orders, the run and requests to a rank, to which a message may have been lost."""
+        self._send(rank, self.orders.message())
+        for key in self.orders.requested:
             self._send(rank, msg.ReadSchedule(key))
         self.runs.resend(rank)
         if self._profiled_limit.power_w is not None:
@@ -425,7 +443,9 @@ class JobServer:
         text = str(error).rstrip(".") or type(error).__name__
         iterations = self._back_off.next(self.control.steps)
         self.recorder.fail(Failed(error=str(error)), f"{text}. Training continues at default clocks.")
-        self._kinds.restart(iterations)
+        self._close_mode()
+        self._mode = modes.after_fault(self._context, iterations)
+        self._advance(None)
 
     def fall_behind(self) -> None:
         """Continue at default clocks for some iterations, because reports are not processed in time."""

@@ -20,8 +20,9 @@ class LaterEvent:
         self._clocks, self._time = clocks, now
         self._passed_s = None
 
-    def pass_now(self):
-        self._passed_s = self._time.now_s()
+    def pass_now(self, late_s=0.0):
+        """Pass, and notify the controller after some time [s], as on a busy node."""
+        self._passed_s = self._time.now_s() - late_s
         self._clocks.wake()
 
     def query(self):
@@ -308,6 +309,17 @@ def test_a_clock_that_is_set_after_the_rank_has_fallen_back_is_reset_at_once(clo
     assert clocks.has_failed
     now.sleep(2.0)
     assert gpu.clocks_set == [1200, None]
+
+
+@pytest.mark.parametrize(("late_s", "counts_s"), [(0.001, 0.0), (0.006, 0.006)])
+def test_the_delay_of_a_busy_node_is_measured(clocks, now, event, late_s, counts_s):
+    for number in range(5):
+        later = event()
+        clocks.request((1200, 1410)[number % 2], later)
+        now.sleep(A_WHILE_S)
+        later.pass_now(late_s)
+        now.sleep(A_WHILE_S)
+    assert clocks.thread_late_s == pytest.approx(counts_s, abs=1e-6)
 
 
 def test_an_agent_knows_that_a_clock_may_be_locked_before_it_is(clocks, gpu):

@@ -39,7 +39,7 @@ def test_validate_distinguishes_usable_profiles_from_others(run):
     assert "Plans can be computed" in out
     code, _, err = run("profile", "validate", "--profile", "p", "--blocking-power-w", "5000")
     assert code == 1
-    assert "not above the blocking power" in err
+    assert "do not exceed the blocking power of 5000.0 W" in err
 
 
 def test_merge_combines_stages_and_refuses_another_gpu(run, original):

@@ -298,7 +298,7 @@ def test_patches_after_initialize_are_used(make, block, monkeypatch):
 
 
 def test_batch_sizes_set_between_steps_count(make, block):
-    """The first is set before the first step, as by EasyLLM. Others run at default clocks until they are frequent."""
+    """The first is set before the first step, as by EasyLLM. The schedule of another one is read at once."""
     plain = make(deepspeed.initialize)
     engine = make(perseus={**block, "mode": "auto", "cache": False})
     losses = []
@@ -317,7 +317,7 @@ def test_batch_sizes_set_between_steps_count(make, block):
     found = [(record["order"], record["phase"]) for record in iterations(block)]
     assert {order for order, _ in found[:3]} == {None}
     assert {phase for _, phase in found[:3]} <= {"calibrate", "warm-up"}
-    assert found[3:] == [(255, "observe")] * 3
+    assert [order for order, _ in found[3:]] in ([255, 1, 1], [255, 255, 1])
 
 
 def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(make, block, tmp_path):

@@ -37,7 +37,7 @@ def assert_each_count_has_a_plan(found):
     assert {record["order"] for record in iterations(found, "run")[-10:]} == {None, 1}
     assert len(events(found, "profile")) == 1
     (planned,) = events(found, "schedule")
-    assert (planned["micro_batches"], planned["shares_profile"]) == (2, True)
+    assert planned["micro_batches"] == 2
 
 
 def test_counts_that_alternate_on_deepspeed(tmp_path):

@@ -13,7 +13,6 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.policy.decisions import (
     MARGIN,
     Decision,
-    KindTimes,
     PowerCap,
     RunStatistics,
     Situation,
@@ -133,19 +132,3 @@ def test_a_deadline_slows_down_orders_of_different_lengths_by_the_same_factor(se
     # A plan of this order takes ``relative_time`` times as long as the same plan of the mean iteration.
     mixed = decide(policy, FRONTIER, Situation(0, NOW, time_ratio=relative_time, relative_time=relative_time))
     assert mixed == alone
-
-
-def test_the_time_of_a_kind_is_relative_to_all_kinds_by_how_often_they_come():
-    times = KindTimes()
-    assert times.relative("a") == 1
-    times.add("a", 2.0)
-    assert times.relative("a") == 1
-    for _ in range(30):
-        times.add("a", 2.0)
-        times.add("b", 1.0)
-        times.add("b", 1.0)
-    assert times.relative("a") == pytest.approx(1.5, rel=0.02)
-    assert times.relative("b") == pytest.approx(0.75, rel=0.02)
-    for _ in range(100):
-        times.add("c", 5.0)
-    assert times.relative("a") == 1, "only recent iterations count"

@@ -80,7 +80,7 @@ def test_a_second_order_replaces_the_first_and_its_answer_counts_from_the_policy
     first = job.control.carry_out(order(0.9, duration_s=3600.0))["done"]
     for _ in range(4):
         job.iterate()
-    assert job.selector.in_force.plan > 0
+    assert job.in_force.plan > 0
     second = job.control.carry_out(order(0.9, duration_s=3600.0))["done"]
     assert first.partition("iterations take")[2] == second.partition("iterations take")[2]
     assert job.control.policy.policy == SlowdownPolicy()

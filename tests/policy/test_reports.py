@@ -1,13 +1,12 @@
 """Deviations of instruction times from the profile, and limits of GPUs."""
 
-import math
 import random
 
 import pytest
 
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
-from perseus_ds.policy.reports import GpuLimit, JobDrift, LimitConditions, rank_drift
+from perseus_ds.policy.reports import JobDrift, rank_drift
 
 
 @pytest.mark.parametrize(("spread", "is_drift"), [(0.0, True), (0.02, True), (0.3, False)])
@@ -31,17 +30,3 @@ def test_the_job_drifts_if_half_of_its_pipelines_do_by_their_worst_rank():
 
     assert drift_of(0.0, 0.0, 0.2, 0.2) == (0.0, 0.2)
     assert drift_of(0.1, 0.0, 0.0, 0.2) == (0.1, 0.2)
-
-
-def test_heat_that_comes_and_goes_is_one_condition_and_a_power_limit_is_another_each_time():
-    conditions, draw = LimitConditions(), random.Random(1)
-
-    def hot(*ranks):
-        return conditions.add(1.0, [GpuLimit(rank, math.inf, draw.choice([900, 1100])) for rank in ranks])
-
-    seen = [hot(*(rank for rank in range(1, 11) if draw.random() < 0.3)) for _ in range(3000)]
-    assert len(set(seen)) <= 11, "each GPU is hot once"
-    assert len(set(seen[300:])) == 1
-    assert conditions.add(1.0, [GpuLimit(0, 300.0, math.inf)]) != seen[-1]
-    assert conditions.add(1.0, []) == seen[-1]
-    assert conditions.add(3600.0, []) == (), "an hour later no GPU is hot"

@@ -127,13 +127,14 @@ def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_
     assert job.train_until_compared(len(job.events(PlanJudged)) + 1)[-1].kept
 
 
-def test_a_plan_is_compared_again_under_a_limit_and_when_it_has_gone(compared):
-    for number, limit in enumerate(({"power_w": 380.0}, {}), start=2):
-        compared.gpus[1].limit(**limit)
-        compared.train(3)
-        assert compared.phase == "default", "default clocks must be measured under the same limit"
-        compared.train_until_compared(number)
-    assert len(limits(compared)) == 2
+def test_limits_that_come_and_go_all_the_time_leave_a_good_plan_running(compared):
+    """Blocks under different limits are not compared, so that they are no evidence against it."""
+    phases = []
+    for number in range(12):
+        compared.gpus[1].limit(**({"power_w": 300.0} if number % 2 else {}))
+        phases += compared.train(40)
+    assert [event.kept for event in compared.events(PlanJudged)] == [True]
+    assert phases.count("run") > 0.8 * len(phases)
     records = [record for record in compared.events(IterationRecord) if record.limited]
     assert {record.phase for record in records} >= {"default", "run"}
 

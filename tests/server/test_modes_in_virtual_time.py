@@ -36,16 +36,16 @@ def start(start, request):
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
-    assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
+    assert in_order(phases) == ["warm-up", "profile", "optimizing"]
     assert phases.count("warm-up") == 3 + job.under_way, "the last ones had begun before times were known to be stable"
     job.train_until_compared()
-    job.train(20)
+    job.train(100)
     records = job.close()
     assert [record.iteration for record in records] == list(range(1, len(job.taken) + 1)), "one record per iteration"
     assert {record.clocks_asked_mhz for record in records if record.phase == "warm-up"} == {None}
-    (asked,), (reached,) = records[-1].clocks_asked_mhz, records[-1].clocks_reached_mhz
+    iterations = [record for record in records if record.phase == "run"][-19:]
+    (asked,), (reached,) = iterations[-1].clocks_asked_mhz, iterations[-1].clocks_reached_mhz
     assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
-    iterations = records[-19:]
     profile = StageProfile.load(job.folder)
     (refused,) = [event for event in job.events(ClockRefused) if event.clock_mhz is None]  # at default clocks
     assert profile.info.default_clock_mhz == refused.reached_mhz
@@ -53,9 +53,9 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         expected_s = job.work_s[0][kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
         assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
-    assert {r.phase for r in iterations} == {"run"}
     # What the GPU really used. The counter's readings vary, because its refreshes are 0.1 s apart.
-    energy_j = sum(taken_j for _, _, taken_j in job.taken[-19:]) / 19
+    taken_j = [energy_j for phase, _, energy_j in job.taken if phase == "run"][-19:]
+    energy_j = sum(taken_j) / len(taken_j)
     assert iterations[-1].time_s / iterations[-1].default_time_s == pytest.approx(1.2, abs=0.02)
     assert energy_j == pytest.approx(iterations[0].predicted_energy_j, rel=0.02)
     assert energy_j < 0.9 * iterations[0].default_energy_j
@@ -104,17 +104,19 @@ def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_d
     job = start(mode="run", frontier=frontier, **SLOWER)
     phases = job.train(150)
     records, plans = job.close(), Frontier.load(frontier).plans
-    first, last = records[0], records[-1]
+    first = records[0]
     assert plans[first.plan].time_s <= 1.2 * plans[0].time_s < plans[first.plan + 1].time_s
     assert first.predicted_time_s == pytest.approx(plans[first.plan].time_s)
     turns = in_order(phases)
-    assert turns == ["run", *["default", "run"] * (len(turns) // 2)], "alternating until the verdict"
-    assert 3 <= len(turns) // 2 <= 5
+    assert turns == ["run", "default"] * (len(turns) // 2) + ["run"] * (len(turns) % 2), "alternating, ever more rarely"
+    assert 5 <= len(turns) // 2 <= 7
+    assert phases.count("run") > 0.7 * len(phases)
     (judged,) = job.events(PlanJudged)
     assert judged.kept
     default = [r for r in records if r.phase == "default"]
-    assert judged.slowdown == pytest.approx(last.time_s / default[-1].time_s - 1, abs=0.005)
-    assert (first.default_measured, last.default_measured) == (False, True)
+    planned = [r for r in records if r.phase == "run"][-1]
+    assert judged.slowdown == pytest.approx(planned.time_s / default[-1].time_s - 1, abs=0.005)
+    assert (first.default_measured, planned.default_measured) == (False, True)
 
 
 def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_again_later(start, frontier, capsys):
@@ -148,14 +150,15 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
     assert job.close()[-1].plan == second.plan
 
 
-def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier, monkeypatch):
-    monkeypatch.setattr("perseus_ds.server.under_plans._COMPARED_AGAIN_AFTER", 60)
-    monkeypatch.setattr("perseus_ds.server.under_plans._COMPARED_AGAIN_AFTER_S", 0.0)
+def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier):
     job = start(mode="run", frontier=frontier, **SLOWER)
-    job.train_until_compared(times=3, most=500)
+    job.train_until_compared()
+    job.train(200)
     at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
-    gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 30]
-    assert gaps == [pytest.approx(75, abs=15), pytest.approx(gaps[0] + 60, abs=15)]
+    gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 1]
+    assert all(after > 1.6 * before for before, after in itertools.pairwise(gaps[-4:]))
+    (judged,) = job.events(PlanJudged)
+    assert judged.kept
 
 
 def test_while_passes_deviate_from_the_profile_it_predicts_no_saving(start, frontier):
@@ -167,12 +170,12 @@ def test_while_passes_deviate_from_the_profile_it_predicts_no_saving(start, fron
     facts = job.server.recorder.facts()
     assert (facts.saved, facts.whole) == (None, None)
     job.slowdowns = [1.0]
-    job.train(20)
+    job.train(100)
     ran = [record for record in job.close() if record.phase == "run"]
     known = [record.default_time_s is not None for record in ran]
     assert known[:9] == [True] * 9
     assert known[12:19] == [False] * 7
-    assert known[33:] == [True] * 7
+    assert known[-7:] == [True] * 7
     saved_j = sum(record.default_energy_j - record.energy_j for record in ran[20:] if record.default_energy_j)
     assert job.server.recorder.facts().whole.saved_j == pytest.approx(saved_j)
 
@@ -233,10 +236,10 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job.train(2)
     monkeypatch.setattr("perseus_ds.server.under_plans.rank_drift", lambda *_: 1 / 0)
     job.train_until("observe")
-    records = len(job.train_until("optimizing"))
+    without_plan = len(job.train_until("run"))
+    assert without_plan >= 10
     assert caplog.text.count("division by zero") == 1
-    job.train(1)
-    assert {record.plan for record in job.close()[-records:]} == {None}
+    assert {record.plan for record in job.close()[-without_plan:]} == {None}
     assert len(job.events(ProfileWritten)) == 1, "the profile is complete"
 
 
@@ -282,7 +285,7 @@ def test_each_phase_says_what_follows_and_about_when(start):
     assert follows == {
         "warm-up": "profile",
         "profile": "optimizing",
-        "optimizing": "default",
+        "optimizing": "run",
         "default": "verdict",
         "run": "verdict",
     }
@@ -349,14 +352,15 @@ def test_iterations_of_unequal_times_are_compared_with_the_mean_at_default_clock
         job.slowdowns = [1.3 if number % 4 == 0 else 1.0]
         job.train()
     records = job.close()
-    assert records[-1].default_measured
+    last = [record for record in records if record.phase == "run"][-1]
+    assert last.default_measured
     default = [record for record in records if record.phase == "default"]
     mean_s = statistics.fmean(record.time_s for record in default)
     assert mean_s > 1.05 * statistics.median(record.time_s for record in default)
-    # The first iteration of each block is left out, so the mean is not exactly that of all iterations.
-    assert records[-1].default_time_s == pytest.approx(mean_s, rel=0.02)
+    # The last eight at default clocks count, of which one to three take longer.
+    assert last.default_time_s == pytest.approx(mean_s, rel=0.04)
     mean_j = statistics.fmean(record.energy_j for record in default)
-    assert records[-1].default_energy_j == pytest.approx(mean_j, rel=0.02)
+    assert last.default_energy_j == pytest.approx(mean_j, rel=0.04)
 
 
 def test_the_cost_of_profiling_is_relative_to_the_mean_at_default_clocks(start):
@@ -393,7 +397,7 @@ def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, 
     # Without noise, refreshes of the counter and blocks coincide.
     job = start(mode="auto", gpu={"time_noise": 0.005})
     job.train_until("run")
-    job.train_until("observe", most=200)
+    job.train_until("observe", most=400)
     assert set(job.train(5)) == {"observe"}
     (judged,) = job.events(PlanJudged)
     assert not judged.kept
@@ -404,7 +408,12 @@ def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, 
 
 
 @pytest.fixture
-def second(start, monkeypatch, tmp_path):
+def max_drift():
+    return 10.0
+
+
+@pytest.fixture
+def second(start, monkeypatch, tmp_path, max_drift):
     """Return a job with a cache, in which an earlier job has left its profile and plans."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     block = {"mode": "auto", "cache": True, **SLOWER}
@@ -415,7 +424,7 @@ def second(start, monkeypatch, tmp_path):
     first.train(1)
     first.close()
     assert has_cached(tmp_path)
-    return start("second", max_drift=10.0, **block)
+    return start("second", max_drift=max_drift, **block)
 
 
 def has_cached(folder):
@@ -423,21 +432,20 @@ def has_cached(folder):
 
 
 def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(second, tmp_path):
-    assert in_order(second.train_until("run")) == ["default"]
+    assert second.train_until("run") == []
     second.late_under_plans()
     assert set(second.train_until("observe", most=400)) == {"run", "default"}
     second.close()
     assert has_cached(tmp_path), "the profile is valid, so another policy may save energy"
 
 
-def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(second, tmp_path):
+@pytest.mark.parametrize("max_drift", [0.1])
+def test_a_cached_profile_from_which_passes_deviate_is_replaced_if_its_plan_is_dropped(second, tmp_path):
     second.late_under_plans()
     second.work_s[0][Kind.BACKWARD] *= 1.2
-    phases = second.train_until("observe", most=600)
-    measured = [phase for phase in phases if phase not in ("default", "run")]
-    assert in_order(measured) == ["warm-up", "profile", "optimizing"]
-    second.close()
+    second.train_until("profile", most=600)
     assert not has_cached(tmp_path)
+    assert in_order(second.train_until("run")) == ["profile", "optimizing"]
 
 
 def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start):
@@ -461,13 +469,12 @@ def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_kn
     job.late_under_plans()
     assert "observe" not in job.train_until("profile", most=600)
     assert job.events(PlanJudged)[-1].then == "training continues at default clocks, profiling again"
-    kept = job.server.state()["progress"]
-    assert kept["plan"] is None
-    assert kept["statistics"]["stops"] > 12
-    assert kept["statistics"]["times"] == []
+    kept = job.server.state()["plans"]["statistics"]
+    assert kept["stops"] > 12
+    assert kept["times"] == []
     job.train_until("run")
-    after = job.server.state()["progress"]["statistics"]
-    assert (after["stops"], after["stopped_s"]) == (kept["statistics"]["stops"], kept["statistics"]["stopped_s"])
+    after = job.server.state()["plans"]["statistics"]
+    assert (after["stops"], after["stopped_s"]) == (kept["stops"], kept["stopped_s"])
 
 
 def test_a_job_that_ends_too_early_says_where_it_was(start, capsys):

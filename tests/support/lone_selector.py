@@ -11,11 +11,14 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.policies import SlowdownPolicy
+from perseus_ds.server.frontiers import Planner
 from perseus_ds.server.iterations import Plans, Run
 from perseus_ds.server.job import Place
 from perseus_ds.server.job_control import JobControl
+from perseus_ds.server.orders import Orders
 from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.selector import PlanSelector
+from perseus_ds.server.state import PlanState
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))
@@ -27,30 +30,36 @@ DAG = Dag.build(one_f_one_b(ranks=1, micro_batches=1))
 class Job:
     """Plan selector of a job of one rank."""
 
-    def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), progress=None):  # noqa: B008 - it is frozen
+    def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), state=None):  # noqa: B008 - it is frozen
         self.time = VirtualTime()
         self.control = JobControl(policy, 1, timebase=self.time)
-        self.control.progress = progress or {}
         self.events, self.said = [], []
         self.control.record = self.events.append
-        context = ModeContext(
-            SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),), order=0),
-            SimpleNamespace(event=self.events.append, say=self.said.append),
-            self.control,
-            send=None,
-            timebase=self.time,
-        )
-        self.selector = PlanSelector(context, FRONTIER)
+        self.state = PlanState()
+        self.state.load(state or {})
+        recorder = SimpleNamespace(event=self.events.append, say=self.said.append)
+        job = SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),))
+        orders = Orders(job, send_all=None, recorder=recorder, reads=False)
+        self.order = orders.first
+        context = ModeContext(job, orders, self.state, recorder, self.control, send=None, timebase=self.time)
+        Planner(context).use(self.order, FRONTIER)
+        self.order.dag = DAG
+        self.selector = PlanSelector(context)
+
+    @property
+    def in_force(self):
+        """Assignment of the following iterations."""
+        return self.selector.in_force[0]
 
     def iterate(self, time_ratio=1.0, power_ratio=1.0):
         """Run an iteration and return its plan, or None for default clocks."""
-        ran = self.selector.in_force
+        ran = self.in_force
         plan = FRONTIER.plans[ran.plan]
         time_s = plan.time_s * time_ratio
         power_w = power_ratio * plan.energy_j / plan.time_s
         self.control.count_step(self.control.steps + 1)
-        plans = None if ran.paused else Plans(FRONTIER, ran, DAG)
+        plans = {} if ran.paused else {0: Plans(FRONTIER, ran, DAG)}
         fields = {"time_s": time_s, "energy_j": power_w * time_s}
-        self.selector.learn(seen(fields, number=self.control.steps, run=Run("run", plans=plans)))
+        self.selector.learn(seen(fields, number=self.control.steps, run=Run("run", plans=plans), order=self.order))
         self.selector.decide()
         return None if ran.paused else ran.plan

@@ -8,6 +8,7 @@ from perseus_ds.pipeline.schedule import encode_spans
 from perseus_ds.policy.reports import JobDrift, JobReport, RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.server.iterations import Run, Seen
+from perseus_ds.server.job import Order
 
 USUAL = {
     "time_s": 1.0,
@@ -38,6 +39,7 @@ def seen(
     begun_s=0.0,
     memory_bytes=0,
     drift=None,
+    order=None,
 ):
     """Return an iteration that ranks have reported.
 
@@ -49,8 +51,10 @@ def seen(
         spans: Operations by rank, in the order of execution.
         begun_s: Start on the first rank [s]; each further rank starts 10 ms after the previous one.
         drift: Deviation of all instructions from the profile; None if it was not measured.
+        order: Order of the iteration, by default the first one.
     """
     ranks = range(len(fields))
+    order = Order(0, job=None) if order is None else order
     streams = [tuple(span.operation for span in own) for own in spans or ()]
     places = [{operation: place for place, operation in enumerate(stream)} for stream in streams]
     return Seen(
@@ -70,5 +74,6 @@ def seen(
         },
         streams=streams,
         ended=1000.0 + number,
+        order=order,
         drift=None if drift is None else JobDrift(drift, drift),
     )

@@ -145,7 +145,7 @@ class VirtualJob:
     @property
     def is_under_a_plan(self):
         """True if the next iterations run under a plan and no rank has fallen back."""
-        return self.server.next.plan is not None and not any(map(self.has_fallen_back, range(len(self.gpus))))
+        return self.server.next.is_planned and not any(map(self.has_fallen_back, range(len(self.gpus))))
 
     def has_fallen_back(self, rank):
         return self.agent(rank)._clocks.has_failed

@@ -1,0 +1,81 @@
+"""What default clocks take, by order, from iterations of the job and from the profile."""
+
+import pytest
+
+from perseus_ds.savings import DefaultClocks
+
+
+def test_an_order_takes_the_mean_of_its_own_iterations_without_stalls():
+    found = DefaultClocks()
+    for time_s in (1.0, 1.0, 1.1, 30.0, 1.1):
+        found.add(0, time_s, 100 * time_s)
+    default = found.of(0)
+    assert default.is_measured
+    assert default.time_s == pytest.approx(1.05), "a mean, since means are compared with it"
+    assert default.energy_j == pytest.approx(105)
+    assert default.power_w == pytest.approx(100)
+
+
+def test_an_order_that_was_not_measured_is_predicted_and_scaled_like_those_that_were():
+    found = DefaultClocks()
+    assert found.of(0) is None
+    found.predict(0, 1.0, 100.0)
+    found.predict(1, 2.0, 200.0)
+    assert (found.of(1).time_s, found.of(1).is_measured) == (2.0, False)
+    for _ in range(4):
+        found.add(0, 1.1, 130.0)
+    assert found.of(0).is_measured
+    assert found.of(1).time_s == pytest.approx(2.2)
+    assert found.of(1).energy_j == pytest.approx(260)
+    assert not found.of(1).is_measured
+
+
+def test_if_energies_cannot_be_read_the_time_is_measured_and_the_energy_is_predicted():
+    found = DefaultClocks()
+    found.predict(0, 1.0, 100.0)
+    for _ in range(4):
+        found.add(0, 1.2, float("nan"))
+    assert found.of(0).time_s == pytest.approx(1.2)
+    assert (found.of(0).energy_j, found.of(0).is_measured) == (100.0, False)
+
+
+def test_only_the_last_iterations_count():
+    found = DefaultClocks()
+    for time_s in [2.0] * 40 + [1.0] * 8:
+        found.add(0, time_s, 100.0)
+    assert found.of(0).time_s == 1.0
+
+
+def test_the_relative_time_of_an_order_is_that_to_the_mean_of_the_last_iterations():
+    found = DefaultClocks()
+    assert found.relative_time(0) == 1.0
+    found.predict(0, 1.0, 100.0)
+    found.predict(1, 3.0, 300.0)
+    for _ in range(50):
+        found.count(0)
+        found.count(1)
+    assert found.relative_time(1) == pytest.approx(1.5)
+
+
+def test_measured_iterations_are_saved_and_restored():
+    found, restored = DefaultClocks(), DefaultClocks()
+    for energy_j in (100.0, 101.0, float("nan"), 102.0):
+        found.add(3, 1.5, energy_j)
+    restored.restore(found.state())
+    assert restored.of(3) == found.of(3)
+    restored.restore({"measured": "damaged"})
+    assert restored.of(3) == found.of(3)
+
+
+def test_a_prediction_is_refuted_if_default_clocks_certainly_take_another_time():
+    found = DefaultClocks()
+    found.predict(0, 1.0, 100.0)
+    for time_s in (1.01, 1.011, 1.009, 1.01):
+        found.add(0, time_s, 100.0)
+    assert not found.refutes_prediction(0), "it is right within 2 %"
+    for time_s in (1.2, 0.9, 1.3, 1.0, 1.2, 0.8, 1.1, 1.2):
+        found.add(0, time_s, 100.0)
+    assert not found.refutes_prediction(0), "times vary too much"
+    for time_s in (1.05, 1.051, 1.049, 1.05, 1.05, 1.05, 1.05, 1.05):
+        found.add(0, time_s, 100.0)
+    assert found.refutes_prediction(0)
