@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.policy.decisions import RunStatistics
-from perseus_ds.policy.trial import Trial
+from perseus_ds.policy.trial import Trial, Verdict
 from perseus_ds.savings import DefaultClocks
 
 logger = logging.getLogger("perseus_ds")
@@ -23,6 +23,7 @@ _LONGEST_REST = 10**9
 
 class _Saved(FileModel):
     trial: Trial = Field(default_factory=Trial)
+    announced: Verdict = Verdict.UNKNOWN
     resting: Annotated[int, Field(ge=0)] = 0
     next_rest: Annotated[int, Field(ge=1, le=_LONGEST_REST)] = FIRST_REST
     lateness: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -39,6 +40,7 @@ class PlanState:
 
     Attributes:
         trial: Evidence on the plans that run.
+        announced: The last verdict on them that was recorded and printed.
         resting: Number of iterations at default clocks until plans are tried again; 0 if they run.
         next_rest: Duration of the next rest, in iterations.
         lateness: Fraction by which plans have taken longer than promised, so that faster ones are chosen.
@@ -50,6 +52,7 @@ class PlanState:
     """
 
     trial: Trial = field(default_factory=Trial)
+    announced: Verdict = Verdict.UNKNOWN
     resting: int = 0
     next_rest: int = FIRST_REST
     lateness: float = 0.0
@@ -69,6 +72,7 @@ class PlanState:
     def begin_trial(self) -> None:
         """Try the plans of the goal from the beginning."""
         self.trial.restart()
+        self.announced = Verdict.UNKNOWN
         self.lateness, self.faster_plans = 0.0, 0
 
     def forget_plans(self) -> None:
@@ -82,6 +86,7 @@ class PlanState:
         """Return the state as plain values."""
         return _Saved(
             trial=self.trial,
+            announced=self.announced,
             resting=self.resting,
             next_rest=self.next_rest,
             lateness=self.lateness,
@@ -99,7 +104,8 @@ class PlanState:
         except ValidationError as error:  # saved by another version, or damaged
             logger.warning("perseus: the state of an earlier start cannot be read (%r); it is ignored.", error)
             return False
-        self.trial, self.resting, self.next_rest = saved.trial, saved.resting, saved.next_rest
+        self.trial, self.announced = saved.trial, saved.announced
+        self.resting, self.next_rest = saved.resting, saved.next_rest
         self.lateness, self.faster_plans = saved.lateness, saved.faster_plans
         self.default.restore(saved.default)
         self.statistics, self.stretch_factors, self.plans = saved.statistics, saved.stretch_factors, saved.plans

@@ -102,7 +102,6 @@ class PlanRunner:
         self._has_drifted = self._is_outdated = False
         self._latest_clocks = _Clocks.UNKNOWN
         self._iteration_s: float | None = None
-        self._announced = Verdict.UNKNOWN
         self.selector = PlanSelector(context)
         self._say_beginning()
 
@@ -238,7 +237,7 @@ class PlanRunner:
         """Keep plans or drop them."""
         state = self._state
         if verdict is Verdict.GOOD:
-            if self._announced is not Verdict.GOOD:
+            if state.announced is not Verdict.GOOD:
                 self._announce(verdict, "compared with default clocks again and again, ever more rarely")
                 self._planner.keep()
             if state.trial.is_confirmed:
@@ -274,7 +273,7 @@ class PlanRunner:
 
     def _announce(self, verdict: Verdict, then: str) -> None:
         """Print and record how plans compare with default clocks, and what follows."""
-        self._announced = verdict
+        self._state.announced = verdict
         figures = self._state.trial.figures
         plans = next(iter(self.selector.plans().values()))
         forecast = plans.forecast
@@ -315,7 +314,7 @@ class PlanRunner:
         """Return what follows: the first verdict on plans while it is not known, or plans after a rest."""
         if phase == "observe":
             return NextPhase("run", self._state.resting * (self._iteration_s or 0.0) or None)
-        if phase == "pause" or self.selector.is_capped or self._announced is not Verdict.UNKNOWN:
+        if phase == "pause" or self.selector.is_capped or self._state.announced is not Verdict.UNKNOWN:
             return None
         return NextPhase("verdict")
 

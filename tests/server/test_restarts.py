@@ -1,6 +1,7 @@
 """Restarts: what a replaced server, a job that is started again and another job take up from files."""
 
 import pwd
+from collections import Counter
 
 import pytest
 from virtual.job import SLOWER
@@ -70,6 +71,36 @@ def test_a_server_that_takes_the_place_of_a_killed_one_runs_the_plan_and_counts_
     numbers = [record.iteration for record in job.close()]
     assert numbers == sorted(numbers)
     assert numbers[-1] == len(job.taken)
+
+
+def trained_until_100(job, at, how):
+    """Restart a job or replace its server after an iteration, and train on until iteration 100."""
+    job.train(at)
+    getattr(job, how)()
+    job.train(100 - at)
+
+
+@pytest.mark.parametrize("how", ["renew", "restart"])
+@pytest.mark.parametrize(
+    "iterations",
+    [
+        pytest.param([5, 13, 33], id="some"),
+        pytest.param(range(1, 90), marks=pytest.mark.extended, id="every iteration"),
+    ],
+)
+def test_a_job_continues_its_profile_and_its_trial_from_wherever_it_was_interrupted(start, how, iterations):
+    undisturbed = start("undisturbed", mode="auto", **SLOWER)
+    undisturbed.train(100)
+    usual = Counter(phase for phase, _, _ in undisturbed.taken)
+    for at in iterations:
+        job = start(f"interrupted-{at}", mode="auto", **SLOWER)
+        trained_until_100(job, at, how)
+        assert len(job.events(ProfileWritten)) == 1, at
+        assert {event.kept for event in job.events(PlanJudged)} == {True}, at
+        phases = Counter(phase for phase, _, _ in job.taken)
+        assert phases["profile"] <= usual["profile"] + 6, f"{at}: measured clocks are not measured again"
+        assert phases["default"] <= usual["default"] + 13, f"{at}: at most two blocks more"
+        job.close()
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
