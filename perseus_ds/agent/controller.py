@@ -7,6 +7,7 @@ time of the driver, not waits for the GPU.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,9 +22,8 @@ from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _UNKNOWN_MHZ = -1
-# Number of wake-up delays that are stored, number needed for a percentile, and delay that counts as late [s].
+# Number of wake-up delays that are stored, number needed for a median, and delay that counts as late [s].
 _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
-_PERCENTILE = 0.9
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before the next attempt after consecutive refusals by the driver. The last one repeats."""
 _PROBED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
@@ -207,13 +207,12 @@ class ClockController:
 
     @property
     def thread_late_s(self) -> float:
-        """90th percentile of the delay until the thread notices that the GPU has passed an event [s].
+        """Median delay until the thread notices that the GPU has passed an event [s].
 
-        Up to 2 ms count as 0.
+        It does not depend on single events that pass while the thread waits for the driver. Up to 2 ms count as 0.
         """
-        late_s = sorted(self._late_s)
-        most_s = late_s[int(_PERCENTILE * (len(late_s) - 1))] if len(late_s) >= _ENOUGH else 0.0
-        return most_s if most_s > _THREAD_LATE_S else 0.0
+        typical_s = statistics.median(self._late_s) if len(self._late_s) >= _ENOUGH else 0.0
+        return typical_s if typical_s > _THREAD_LATE_S else 0.0
 
     @property
     def failing_s(self) -> float:

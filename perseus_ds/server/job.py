@@ -54,9 +54,14 @@ class RankState:
     is_here: bool = False  # it follows the server
     has_left: bool = False  # it has stopped following the server
 
-    def least_dwell_s(self, clocks_mhz: Sequence[int]) -> float:
-        """Return the time for which a typical one of these clocks has to be kept, twice its delay [s]."""
-        return 2 * self.late_s + statistics.median(self.latencies.dwell_s(clock_mhz) for clock_mhz in clocks_mhz)
+    def delay_s(self, clocks_mhz: Sequence[int]) -> float:
+        """Return the time from a mark until the GPU typically runs at one of these clocks at the earliest [s].
+
+        A clock that a limit keeps the GPU from reaching seems to have a long latency, so the shortest ones count.
+        """
+        from_below_s = [self.latencies.soonest_s(clock_mhz, rises=True) for clock_mhz in clocks_mhz]
+        from_above_s = [self.latencies.soonest_s(clock_mhz, rises=False) for clock_mhz in clocks_mhz]
+        return self.late_s + min(statistics.median(from_below_s), statistics.median(from_above_s))
 
 
 @dataclass(frozen=True)
@@ -189,14 +194,14 @@ class Job:
         """
         free = [rank for rank in range(self.world_size) if rank not in self.fixed_ranks]
         clocks_mhz = self.clocks_mhz()
-        dwells_s = {rank: self.states[rank].least_dwell_s(clocks_mhz) for rank in free}
-        usual_s = statistics.median_low(dwells_s.values())
-        for rank, dwell_s in dwells_s.items():
-            if dwell_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S):
+        delays_s = {rank: self.states[rank].delay_s(clocks_mhz) for rank in free}
+        usual_s = statistics.median_low(delays_s.values())
+        for rank, delay_s in delays_s.items():
+            if delay_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S):
                 self.fixed_ranks.add(rank)
                 say(
-                    f"clock changes of rank {rank} take {dwell_s / 2:.2g} s, those of other ranks {usual_s / 2:.2g} s: "
-                    "its GPU keeps its default clock"
+                    f"clock changes of rank {rank} take {delay_s:.2g} s, those of other ranks {usual_s:.2g} s: its GPU "
+                    "keeps its default clock"
                 )
 
     def in_folder(self, folder: str | Path) -> Job:
