@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError
@@ -73,11 +73,6 @@ class DefaultClocks:
         known.append(_Measured(time_s, energy_j if math.isfinite(energy_j) and energy_j > 0 else None))
         self._found.clear()
 
-    def clear(self) -> None:
-        """Forget all iterations, because the job has changed."""
-        self._measured.clear()
-        self._found.clear()
-
     def of(self, order: int) -> Default | None:
         """Return what an order takes, or None if that is unknown."""
         if order not in self._found:
@@ -100,8 +95,7 @@ class DefaultClocks:
         known = self._measured.get(order, ())
         if len(known) < _FEWEST:
             return None
-        longest_s = STALL * statistics.median(one.time_s for one in known)
-        found = [one for one in known if one.time_s <= longest_s]
+        found = _without_stalls(known)
         energies_j = [one.energy_j for one in found if one.energy_j is not None]
         energy_j = statistics.fmean(energies_j) if energies_j else None
         return _Measured(statistics.fmean(one.time_s for one in found), energy_j)
@@ -111,9 +105,7 @@ class DefaultClocks:
         predicted, known = self._predicted.get(order), self._measured.get(order, ())
         if predicted is None or len(known) < _FEWEST:
             return False
-        times_s = [one.time_s for one in known]
-        longest_s = STALL * statistics.median(times_s)
-        found_s = [time_s for time_s in times_s if time_s <= longest_s]
+        found_s = [one.time_s for one in _without_stalls(known)]
         error_s = statistics.stdev(found_s) / math.sqrt(len(found_s)) if len(found_s) > 1 else math.inf
         off_s = abs(statistics.fmean(found_s) - predicted.time_s)
         return off_s > _OFF * predicted.time_s + _SURE * error_s
@@ -155,6 +147,11 @@ class DefaultClocks:
             return
         for order, known in saved.measured.items():
             self._measured[order] = deque((_Measured(*one) for one in known), maxlen=_KEPT)
+
+
+def _without_stalls(known: Collection[_Measured]) -> list[_Measured]:
+    longest_s = STALL * statistics.median(one.time_s for one in known)
+    return [one for one in known if one.time_s <= longest_s]
 
 
 def _mean_or_1(values: Iterable[float]) -> float:

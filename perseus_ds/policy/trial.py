@@ -136,12 +136,6 @@ class Block:
         """True if it is still not complete after many iterations."""
         return self._seen >= _GIVEN_UP_AFTER and self._seen_s >= _TIMES_AS_LONG * self._least_s
 
-    def remaining_s(self, iteration_s: float) -> float:
-        """Return the approximate time until it is complete, given the time of an iteration [s]."""
-        counted, _ = self._relative()
-        rest_s = self._least_s - sum(one.time_s for one in counted)
-        return max((FEWEST_ITERATIONS - len(counted)) * iteration_s, rest_s, 0.0)
-
     @property
     def level(self) -> Level:
         """The level of a complete block."""

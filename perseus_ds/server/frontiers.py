@@ -306,7 +306,7 @@ class Planner:
     def _fail(self, order: Order, error: Exception) -> None:
         orders = self._context.orders
         orders.give_up(order, error)
-        if not any(not each.is_given_up for each in orders.known):
+        if all(each.is_given_up for each in orders.known):
             raise error
 
     def _settings(self) -> PlanningSettings:
