@@ -126,8 +126,13 @@ class CapturedIteration:
 
     def __init__(self, clocks: AgentClocks, times: GraphTimes) -> None:
         self.instructions: list[Instruction] = []
+        self.tokens = 0
         self.times = times
         self._clocks = clocks
+
+    def add_tokens(self, count: int) -> None:
+        """Count tokens in the inputs of each replay."""
+        self.tokens += count
 
     @contextmanager
     def operation(self, operation: Operation, inputs: Hashable = None) -> Iterator[None]:

@@ -119,6 +119,7 @@ class PerseusRuntime:
         self._unread: set[int] = set()
         self._number = DEFAULT_CLOCKS
         self._key = 0
+        self._tokens = 0
         self._unsent: deque[_Ran] = deque(maxlen=_MOST_UNSENT)
         self._last_end: DeviceEvent | None = None  # of the last iteration with a report
         # Iterations from which messages about the first order are shown, and whether no measurements are left then.
@@ -243,6 +244,7 @@ class PerseusRuntime:
         self._number = self._numbers.get(self._key, self._others)
         self.follow = self._following(iteration)
         self._hooks.start_iteration(self.follow, iteration, self._stream)
+        self._tokens = 0
         self._in_iteration = True
         try:
             yield
@@ -264,6 +266,7 @@ class PerseusRuntime:
             stopped_s=0.0,
             ended=time.time(),
             samples=samples,
+            tokens=self._tokens,
             is_calibrated=self._is_calibrated,
         )
         self._unsent.append(_Ran(finished, self.follow, self._stream, report))
@@ -292,6 +295,10 @@ class PerseusRuntime:
         around = self._hooks.around(operation)
         return around if self.simulated is None else self.simulated.within(around, operation, inputs)
 
+    def add_tokens(self, count: int) -> None:
+        """Count tokens in the inputs of the current iteration, which only ranks with the first stage know."""
+        self._tokens += count
+
     def capture(self) -> CapturedIteration | None:
         """Return the recorder for an iteration that is being captured into a CUDA graph.
 
@@ -303,6 +310,7 @@ class PerseusRuntime:
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
         """Execute the passes of the current iteration by replaying the graph of a captured one."""
         self._send_reports()
+        self.add_tokens(captured.tokens)
         return self._hooks.replay(captured, replay)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:

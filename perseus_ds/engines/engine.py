@@ -199,6 +199,7 @@ class Session:
         runtime: Perseus on this rank. None before the engine has trained.
         operation: Context of one operation of an iteration, as :meth:`PerseusRuntime.operation`. Engines report all
             operations, whether they are timed or not. A no-op outside of the passes of an iteration.
+        add_tokens: Counts tokens in the inputs of an iteration. Engines that know them call it on the first stage.
         checked: Whether :func:`check_before_training` was called.
     """
 
@@ -209,6 +210,7 @@ class Session:
         self.runtime: PerseusRuntime | None = None
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self.operation: Callable[..., AbstractContextManager[None]] = _no_operation
+        self.add_tokens: Callable[[int], None] = _no_tokens
         self._open: ExitStack | None = None  # the iteration
         self._captured: ExitStack | None = None  # the one that is being captured
         self._graphs = CudaGraphs()
@@ -326,7 +328,7 @@ class Session:
             iteration.callback(self._leave)
             iteration.enter_context(runtime.iteration(samples, order, read or self.engine.read))
             self._open = iteration
-            self.operation = runtime.operation
+            self.operation, self.add_tokens = runtime.operation, runtime.add_tokens
             yield
             self._open = iteration.pop_all()
 
@@ -384,7 +386,7 @@ class Session:
             self.runtime.close()
 
     def _leave(self) -> None:
-        self._open, self.operation = None, _no_operation
+        self._open, self.operation, self.add_tokens = None, _no_operation, _no_tokens
 
     @contextmanager
     def _capture(self, order: Hashable, read: Callable[[], Schedule] | None) -> Iterator[None]:
@@ -396,12 +398,12 @@ class Session:
                 logger.warning("perseus: %s.", _NOT_CAPTURED)
             yield
             return
-        self.operation = captured.operation
+        self.operation, self.add_tokens = captured.operation, captured.add_tokens
         try:
             with ExitStack() as self._captured:
                 yield
         finally:
-            self._captured, self.operation = None, _no_operation
+            self._captured, self.operation, self.add_tokens = None, _no_operation, _no_tokens
 
         def run_replay(replay: Run) -> Any:
             if runtime is not self.runtime:  # the graph writes its marks into memory that is no longer read
@@ -442,6 +444,18 @@ class Session:
 
 def _no_operation(operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
     return NOTHING
+
+
+def _no_tokens(count: int) -> None:
+    """Count no tokens, outside of the passes of an iteration."""
+
+
+def token_ids(inputs: Iterable[Any]) -> int:
+    """Return the number of token ids in the first of some tensors. 0 if it holds anything else."""
+    first = next((each for each in inputs if isinstance(each, torch.Tensor)), None)
+    if first is None or first.dim() != 2 or first.is_floating_point():
+        return 0
+    return first.numel()
 
 
 def sessions() -> list[Session]:

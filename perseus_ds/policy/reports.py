@@ -49,6 +49,7 @@ class RankReports:
         tail_s: Duration of its tail, including waits [s]. 0 if unknown.
         limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
         limit_mhz: Highest clock of its GPU under another limit, such as heat [MHz]. Infinite without one.
+        tokens: Tokens in the inputs of its pipeline, if the rank reads them. 0 if unknown.
     """
 
     pipeline: npt.NDArray[np.int64]
@@ -63,6 +64,7 @@ class RankReports:
     tail_s: Floats
     limit_w: Floats
     limit_mhz: Floats
+    tokens: Floats
 
     def by_pipeline(self, of_ranks: Floats) -> Floats:
         """Return the largest value of each pipeline, shape (pipelines,)."""

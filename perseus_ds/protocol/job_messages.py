@@ -214,6 +214,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     issued: int = 0  # number of the last iteration that the host has begun
     ended: float = 0.0  # end for the host [Unix seconds]
     samples: int = 0  # that the job has processed after it
+    tokens: int = 0  # in its inputs, as far as this rank reads them; 0 if unknown
     computed_s: float = 0.0  # from the start to the end of the last pass; 0 if not measured
     tail_s: float = 0.0  # duration of the tail, waiting included; 0 if not measured
     memory_bytes: int = 0  # peak of tensors on the GPU; 0 if unknown or not read in this iteration

@@ -14,7 +14,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 8
+VERSION = 9
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""

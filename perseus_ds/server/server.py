@@ -417,6 +417,7 @@ class JobServer:
             tail_s=by_rank("report.tail_s"),
             limit_w=by_rank("limit_w"),
             limit_mhz=by_rank("limit_mhz"),
+            tokens=by_rank("report.tokens"),
         )
 
     def _send_all(self, message: ToRank) -> None:

@@ -13,7 +13,7 @@ from perseus_ds.server.job import Order
 USUAL = {
     "time_s": 1.0,
     "energy_j": 100.0,
-    **dict.fromkeys(("clock_changes", "clock_skips", "failed", "computed_s", "tail_s"), 0.0),
+    **dict.fromkeys(("clock_changes", "clock_skips", "failed", "computed_s", "tail_s", "tokens"), 0.0),
     **dict.fromkeys(("asked_mhz", "reached_mhz"), math.nan),
     **dict.fromkeys(("limit_w", "limit_mhz"), math.inf),
 }

@@ -29,6 +29,7 @@ from perseus_ds.engines.engine import (
     report_disabled,
     reported_once,
     require,
+    token_ids,
 )
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
@@ -185,15 +186,18 @@ class DeepSpeedEngine(Engine):
             return NOTHING
         operation = operations[0]
         if isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
-            return self._session.operation(operation, self._input_shapes(command.kwargs))
+            inputs = self._inputs_of(command.kwargs)
+            if operation.instruction.stage == 0:
+                self._session.add_tokens(token_ids(inputs))
+            return self._session.operation(operation, tuple([tensor.shape for tensor in inputs]))
         return self._session.operation(operation)
 
-    def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
-        """Return the shapes of a command's inputs. Empty if the engine stores them in an unknown way."""
+    def _inputs_of(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a command reads. Empty if the engine stores them in an unknown way."""
         try:
             inputs = self._engine.pipe_buffers["inputs"][arguments["buffer_id"]]
             tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
-            return tuple([tensor.shape for tensor in tensors if isinstance(tensor, torch.Tensor)])
+            return tuple([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
         except (AttributeError, IndexError, KeyError, TypeError):
             return ()
 

@@ -128,6 +128,7 @@ class MegatronEngine(Engine):
         self._pp_group: Any = None
         self._micro_batch_size: int | None = None
         self._inputs: Hashable = None
+        self._tokens = 0  # of a micro-batch, 0 if unknown
         self._warned: set[str] = set()
 
     @property
@@ -244,6 +245,8 @@ class MegatronEngine(Engine):
         # Passes that recompute other layers do other work, as those on inputs of other shapes.
         recomputation = repr([getattr(self._config, name, None) for name in _RECOMPUTATION])
         shape = kwargs["seq_length"], kwargs["micro_batch_size"]
+        has_other_lengths = getattr(self._config, "variable_seq_lengths", False)
+        self._tokens = 0 if has_other_lengths else kwargs["seq_length"] * kwargs["micro_batch_size"]
         self._inputs = shape, kwargs.get("decoder_seq_length"), recomputation
         if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
             problem = f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
@@ -351,6 +354,8 @@ class MegatronEngine(Engine):
             yield
             return
         self._position += 1
+        if kind is Kind.FORWARD and instruction is not None and instruction.stage == 0:
+            self._session.add_tokens(self._tokens)
         with self._session.operation(operation, self._inputs if kind else None):
             yield
         if self._position == len(self._expected):

@@ -35,6 +35,7 @@ from perseus_ds.engines.engine import (
     report_disabled,
     reported_once,
     require,
+    token_ids,
 )
 from perseus_ds.engines.torch_pipelining.order import (
     KINDS,
@@ -263,6 +264,8 @@ class TorchSchedule(Engine):
         return self._digest
 
     def _forward(self, stage: Any, method: Method, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if stage.is_first:
+            self._session.add_tokens(token_ids(_inputs_of(*args, **kwargs)))
         with ExitStack() as scope:
             scope.enter_context(self._pass(stage, Kind.FORWARD, fwd_chunk_id))
             result = method(fwd_chunk_id, *args, **kwargs)
@@ -340,6 +343,11 @@ class TorchSchedule(Engine):
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _inputs_of(args: Any = (), kwargs: Mapping[str, Any] | None = None, *_: Any, **__: Any) -> list[Any]:
+    """Return the inputs of a stage among the arguments of torch's ``forward_one_chunk``."""
+    return [*args, *(kwargs or {}).values()]
 
 
 def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list[Part] | None:

@@ -13,6 +13,7 @@ import perseus_ds
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.protocol.job_messages import Report
 from perseus_ds.protocol.layout import PAUSED
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -179,3 +180,34 @@ def test_graphs_of_parts_of_a_pass_change_nothing(make, cuda, tmp_path):
     kinds = [span.operation.instruction.kind for span in spans if isinstance(span.operation, Compute)]
     assert kinds == 3 * [Kind.FORWARD] + 3 * [Kind.BACKWARD]
     assert recorded(trainer, tmp_path) == ["observe"] * 2
+
+
+class TokenStage(nn.Module):
+    def __init__(self, cuda):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(10, WIDTH), Layer(cuda)
+
+    def forward(self, ids):
+        return self.layer(self.embedding(ids))
+
+
+def test_tokens_are_counted_in_steps_and_in_replays(cuda, tmp_path, monkeypatch):
+    stage = PipelineStage(TokenStage(cuda), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    perseus_ds.attach(schedule, {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path)})
+    reports = []
+    ids, target = torch.ones(MICRO_BATCHES * ROWS, 7, dtype=torch.long), torch.ones(MICRO_BATCHES * ROWS, 7, WIDTH)
+    schedule.step(ids, target=target)
+    clocks = schedule.perseus.runtime.clocks
+    send = clocks.send
+    monkeypatch.setattr(clocks, "send", lambda message: (reports.append(message), send(message)))
+    schedule.step(ids[:, :5], target=target[:, :5])
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        schedule.step(ids, target=target)
+    graph.replay()
+    graph.replay()
+    perseus_ds.detach(schedule)
+    found = {message.iteration: message.tokens for message in reports if isinstance(message, Report)}
+    rows = MICRO_BATCHES * ROWS
+    assert found == {1: 7 * rows, 2: 5 * rows, 3: 7 * rows, 4: 7 * rows}

@@ -54,6 +54,7 @@ class VirtualJob:
     Attributes:
         work_s: Time of each kind of instruction at the top clock, by stage [s].
         slowdowns: Factor on the times of each rank.
+        tokens: Tokens in the inputs of a micro-batch, by pipeline, which the engine reports.
         wait_s: Time for which the GPU is idle before each pass [s].
         schedule: The schedule that the ranks execute.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
@@ -108,6 +109,7 @@ class VirtualJob:
         self.schedule = schedule or one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
         ranks = pipelines * len(self.schedule.ranks)
         self.slowdowns = [1.0] * ranks
+        self.tokens = [0] * pipelines
         self.worker = WorkerAtOnce
         self.taken = []
         self.read = 0
@@ -374,6 +376,8 @@ class VirtualJob:
             kind = operation.instruction.kind if isinstance(operation, Compute) else None
             if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
                 self.idle(rank, self.wait_s)
+            if kind is Kind.FORWARD and operation.instruction.stage == 0:
+                self.sessions[rank].add_tokens(self.tokens[self._place(rank)[0]])
             with around(operation):
                 if kind is not None:
                     self.work(rank, operation.instruction)
