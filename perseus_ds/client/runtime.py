@@ -37,6 +37,7 @@ from perseus_ds.errors import GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule, Span, encode_spans
 from perseus_ds.protocol import job_messages as msg
+from perseus_ds.protocol import places
 from perseus_ds.protocol.job_messages import Follow, Follows, Program, Report, decode_welcome
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.protocol.messages import Connect
@@ -156,7 +157,8 @@ class PerseusRuntime:
                 monitor=facts.monitor,
                 memory_bytes=lambda: peak_memory_bytes(facts.device),
             )
-            clocks.follow(Connect(rank, answer.address, answer.server_key, answer.public_key, answer.secret_key))
+            address = places.from_this_node(answer.address)
+            clocks.follow(Connect(rank, address, answer.server_key, answer.public_key, answer.secret_key))
             welcome = decode_welcome(answer.answer)
             if welcome.measures_power:
                 place, ranks = facts.pipeline.index(rank), len(facts.pipeline)

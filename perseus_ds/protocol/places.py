@@ -98,6 +98,18 @@ def is_ipv6(address: str) -> bool:
     return "[" in address
 
 
+def from_this_node(address: str) -> str:
+    """Return an address such as ``tcp://node-1:4711`` with brackets if this node knows its name only by IPv6."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if is_ipv6(address):
+        return address
+    with contextlib.suppress(OSError):  # an unknown name remains one
+        families = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        if families == {socket.AF_INET6}:
+            return f"tcp://[{host}]:{port}"
+    return address
+
+
 def cgroups() -> str:
     """Return a text that identifies the control groups of this process, which determine its GPUs."""
     try:

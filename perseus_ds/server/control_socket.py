@@ -29,7 +29,7 @@ import zmq
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.policy.policies import AnyOrder, parse_order
-from perseus_ds.protocol.places import boot_id, is_ipv6
+from perseus_ds.protocol.places import boot_id, from_this_node, is_ipv6
 
 ADDRESS_FILE, KEY_FILE = "control.json", "control.key"
 CONTROL = b"control"
@@ -177,12 +177,13 @@ def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
             f"{path}: the key for orders from other nodes cannot be read ({error}). Only the owner of the job can read "
             "it. Otherwise run this on the node of rank 0."
         ) from None
+    address = from_this_node(remote.address)
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
         connection.setsockopt(zmq.LINGER, 0)
-        connection.setsockopt(zmq.IPV6, is_ipv6(remote.address))
+        connection.setsockopt(zmq.IPV6, is_ipv6(address))
         connection.curve_serverkey = remote.server_key.encode()
         connection.curve_publickey, connection.curve_secretkey = remote.public_key.encode(), remote.secret_key.encode()
-        connection.connect(remote.address)
+        connection.connect(address)
         connection.send_multipart([CONTROL, json.dumps(order).encode()])
         if not connection.poll(int(1000 * _TIMEOUT_S)):
             raise ConfigError(

@@ -122,3 +122,32 @@ def test_agents_of_other_jobs_gpus_and_ports_have_other_names(monkeypatch):
         names.add(places.agent_name())
         assert places.agent_name() in names
     assert len(names) == 5
+
+
+EXCHANGE = """
+import zmq
+from perseus_ds.protocol import places
+with zmq.Context() as context, context.socket(zmq.ROUTER) as server, context.socket(zmq.DEALER) as agent:
+    server.setsockopt(zmq.IPV6, 1)
+    agent.setsockopt(zmq.LINGER, 0)
+    port = server.bind_to_random_port("tcp://*")
+    address = places.from_this_node(f"tcp://node-6:{port}")
+    agent.setsockopt(zmq.IPV6, places.is_ipv6(address))
+    agent.connect(address)
+    agent.send(b"a message")
+    assert server.poll(20_000), address
+"""
+
+
+def test_a_name_that_has_only_an_address_of_ipv6_is_looked_up_as_such(tmp_path):
+    """In a network with such an address, and with a name for it: ZeroMQ looks names up as IPv4 otherwise."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\nfd00::2 node-6\n")
+    prepare = f"mount --bind {tmp_path}/hosts /etc/hosts && ip link set lo up && ip -6 address add fd00::2/64 dev lo"
+    as_root = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    run = f'{prepare} && exec "{sys.executable}" -c "$0"'
+    subprocess.run(["unshare", "--mount", "--net", *as_root, "sh", "-c", run, EXCHANGE], check=True)
+
+
+@pytest.mark.parametrize("address", ["tcp://localhost:4711", "tcp://[::1]:4711", "tcp://no-such-node.invalid:4711"])
+def test_other_names_and_addresses_stay_as_they_are(address):
+    assert places.from_this_node(address) == address
