@@ -66,18 +66,21 @@ class PlanState:
         """Let plans rest, and return the number of iterations. The next rest is longer."""
         self.resting = self.next_rest
         self.next_rest = min(_LONGER * self.next_rest, _LONGEST_REST)
-        self.begin_trial()
+        self._forget_lateness()
         return self.resting
 
     def begin_trial(self) -> None:
-        """Try the plans of the goal from the beginning."""
+        """Try the plans of the goal from the beginning. Late ones still take longer than promised."""
         self.trial.restart()
         self.announced = Verdict.UNKNOWN
+
+    def _forget_lateness(self) -> None:
+        self.begin_trial()
         self.lateness, self.faster_plans = 0.0, 0
 
     def forget_plans(self) -> None:
         """Forget what was learnt under plans of a profile that is no longer used."""
-        self.begin_trial()
+        self._forget_lateness()
         self.resting = 0
         self.statistics = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
         self.plans.clear()

@@ -150,6 +150,17 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
     assert job.close()[-1].plan == second.plan
 
 
+def test_a_plan_that_was_late_does_not_run_again_after_a_reduction_of_power(start, frontier):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
+    job.late_under_plans(by_s=0.015)
+    late, kept = job.train_until_compared(times=2)
+    job.control(command="reduce", power_fraction=0.95, duration_s=10.0)
+    job.train(30)
+    plans = [record.plan for record in job.close()[-30:] if record.plan is not None]
+    assert kept.plan in plans
+    assert late.plan not in plans
+
+
 def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier):
     job = start(mode="run", frontier=frontier, **SLOWER)
     job.train_until_compared()
