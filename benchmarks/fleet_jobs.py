@@ -233,6 +233,10 @@ class FleetGpu(FaultyGpu):  # type: ignore[misc]
         self.lowest_mhz = min(self.lowest_mhz, clock_mhz)
 
 
+TOKENS = 4096
+"""Tokens of a micro-batch of usual length."""
+
+
 class FleetJob(VirtualJob):  # type: ignore[misc]
     """A job of a machine under ``"mode": "auto"``.
 
@@ -280,6 +284,7 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
             own = state.slow[rank] if state.slow else 1.0
             length = state.lengths[rank // stages] if state.lengths else 1.0
             self.slowdowns[rank] = state.factor * own * length
+            self.tokens[rank // stages] = round(TOKENS * length) if state.lengths else 0
             if (rank in state.hot) != (rank in self.state.hot) or not self.history:
                 gpu.limit(clock_mhz=HOT_MHZ if rank in state.hot else None)
             gpu.change_delay_s = machine.change_delay_s if state.change_delay_s is None else state.change_delay_s

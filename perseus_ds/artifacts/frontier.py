@@ -86,6 +86,7 @@ class Provenance(FileModel):
 
     schedule: Text
     micro_batches: MicroBatchCount
+    tokens_per_micro_batch: Annotated[float, Field(gt=0)] | None = None
     stages: StageCount
     blocking_power_w: Power
     least_dwell_s: Duration = 0.0

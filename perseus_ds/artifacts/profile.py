@@ -160,6 +160,7 @@ class ProfileInfo(FileModel):
     tensor_parallel: Count | None = None
     micro_batches: MicroBatchCount | None = None
     micro_batch_size: Count | None = None
+    tokens_per_micro_batch: Annotated[float, Field(gt=0)] | None = None
     model: Text | None = None
     job: Text | None = None
     versions: dict[Text, Text] = Field(default_factory=dict)

@@ -67,6 +67,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
         provenance=Provenance(
             schedule=schedule.name,
             micro_batches=schedule.micro_batches,
+            tokens_per_micro_batch=info.tokens_per_micro_batch,
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
             least_dwell_s=problem.settings.longest_dwell_s,

@@ -3,8 +3,8 @@
 Definitions:
 
 - A *block* is a number of consecutive iterations, all at default clocks or all under plans. Its level is their mean
-  time and energy, each relative to those of default clocks for the order of the iteration. Iterations that contain a
-  stall (``measures.py``) are left out of all blocks.
+  time and energy, each relative to those of default clocks for the order and the inputs of the iteration. Iterations
+  that contain a stall (``measures.py``) are left out of all blocks.
 - A *pair* compares the blocks under plans between two blocks at default clocks with their neighbours: the first with
   the block before it, the last with the block after it. So a steady drift of the job cancels. Neighbours under
   different limits of GPUs are not compared, and a pair without comparable neighbours is no evidence.
@@ -36,7 +36,7 @@ from scipy.special import stdtrit
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import Floats
 from perseus_ds.measures import STALL
-from perseus_ds.savings import DefaultClocks
+from perseus_ds.savings import DefaultClocks, Size
 
 TOLERANCE = 0.01
 """Accepted lateness of a plan as a fraction, because clock changes take effect with a small delay."""
@@ -72,12 +72,14 @@ class BlockIteration(NamedTuple):
         time_s: Its time [s].
         energies_j: Energy of each rank's GPU [J], NaN if it cannot be read, shape (ranks,).
         promised_slowdown: Slowdown that its plans promise, as a fraction.
+        size: Size of its inputs. None if it is unknown.
     """
 
     order: int
     time_s: float
     energies_j: Floats
     promised_slowdown: float = 0.0
+    size: Size | None = None
 
 
 class Block:
@@ -114,7 +116,7 @@ class Block:
         """Return the iterations without stalls, and their times relative to default clocks."""
         times = []
         for iteration in self.iterations:
-            default = self._default.of(iteration.order)
+            default = self._default.of(iteration.order, iteration.size)
             if default is None:
                 return [], []
             times.append(iteration.time_s / default.time_s)
@@ -142,7 +144,7 @@ class Block:
         counted, _ = self._relative()
         default_s = default_j = 0.0
         for one in counted:
-            default = self._default.of(one.order)
+            default = self._default.of(one.order, one.size)
             assert default is not None, "it is complete"
             default_s += default.time_s
             default_j += default.energy_j

@@ -1,7 +1,9 @@
 """Measures time and energy of instructions during training, with one clock per iteration.
 
-Times are those of the instructions as they ran, on average over iterations, since inputs may differ in length. How much
-iterations vary is estimated from all clocks together, and is part of the error of a row.
+Times are those of the instructions as they ran, on average over iterations. Inputs may differ in length: a time is
+proportional to a power of the number of tokens, which is fitted to the iterations at each clock, and rows are those for
+the same number of tokens at all clocks. How much iterations vary beyond that is estimated from all clocks together, and
+is part of the error of a row.
 
 Energies come from the energy counter: between two refreshes, the energy used is blocking power times the elapsed time,
 plus the sum over all kinds of their power beyond blocking power times the time spent in them. The powers are estimated
@@ -39,6 +41,7 @@ from perseus_ds.measures import STALL, error_of_median
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.fixed_durations import tails_s
+from perseus_ds.savings import exponent
 
 # Error of the time of a refresh [s], and lower bound of the relative variation of power between instructions. A larger
 # variation shows in the residuals.
@@ -208,8 +211,9 @@ class OnlineProfiler:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
         self._state: dict[int, GpuState] = {}
-        # By clock and kind, the times of each iteration.
-        self._times_s: dict[tuple[int, Key], list[list[float]]] = defaultdict(list)
+        # By clock and kind, the relative size of the inputs of each iteration, and its times.
+        self._ran: dict[tuple[int, Key], list[tuple[float, list[float]]]] = defaultdict(list)
+        self._exponents: dict[Key, float] = {}
         self._seen: dict[int, list[_Part]] = defaultdict(list)
         # By clock and share. An entry stays valid until its clock is used again.
         self._known: dict[tuple[int, float], _Refreshes] = {}
@@ -222,6 +226,7 @@ class OnlineProfiler:
         state: GpuState = GpuState(),  # noqa: B008  # immutable
         *,
         reached_s: float = -math.inf,
+        sizes: Sequence[float] = (),
     ) -> None:
         """Add consecutive iterations at one clock.
 
@@ -233,6 +238,7 @@ class OnlineProfiler:
             readings: Time [s] and value [J] of each refresh of the energy counter during the iterations.
             state: State of the GPU at the end.
             reached_s: Time at which the GPU reached the clock.
+            sizes: Size of the inputs of each iteration, relative to that of the rows. By default, all are 1.
         """
         self._state[clock_mhz] = state
         computed: list[tuple[Span, Key]] = []
@@ -252,7 +258,9 @@ class OnlineProfiler:
                 at_the_clock_s[stage, Kind.TAIL][number].append(time_s)
         taken_s = {**before_s, **at_the_clock_s}
         for key, by_iteration in taken_s.items():
-            self._times_s[clock_mhz, key] += by_iteration.values()
+            ran = [(sizes[number] if sizes else 1.0, times_s) for number, times_s in by_iteration.items()]
+            self._ran[clock_mhz, key] += ran
+        self._exponents = {key: self._exponent(key) for _, key in self._ran}
         keys = sorted({*self._keys, *taken_s})
         still_valid = [known for known in self._known if known[0] != clock_mhz and keys == self._keys]
         self._known = {known: self._known[known] for known in still_valid}
@@ -268,21 +276,32 @@ class OnlineProfiler:
     def time_error(self, clock_mhz: int) -> float:
         """Return the relative error of times at a clock because iterations vary. Infinite if it is not known yet."""
         errors = []
-        for (clock, key), by_iteration in self._times_s.items():
+        for clock, key in self._ran:
             if clock != clock_mhz or key[1] is Kind.TAIL:
                 continue
+            by_iteration = self._times_s(clock, key)
             variation, repeated = self._variation(key)
             if len(by_iteration) == 1 and repeated < _ENOUGH_REPEATED:
                 return math.inf
             errors.append(variation / math.sqrt(len(by_iteration)))
         return statistics.fmean(errors) if errors else 0.0
 
+    def _times_s(self, clock_mhz: int, key: Key) -> list[list[float]]:
+        """Return the times of a kind in each iteration at a clock, as for inputs of the size of the rows [s]."""
+        power = -self._exponents[key]
+        return [[time_s * size**power for time_s in times_s] for size, times_s in self._ran[clock_mhz, key]]
+
+    def _exponent(self, key: Key) -> float:
+        """Return the power of the size to which the times of a kind are proportional."""
+        by_clock = (ran for (_, of), ran in self._ran.items() if of == key)
+        return exponent([(size, statistics.median(times_s)) for size, times_s in ran] for ran in by_clock)
+
     def _variation(self, key: Key) -> tuple[float, int]:
         """Return the relative variation of a kind between iterations at one clock, and the number of repetitions."""
         squares, repeated = 0.0, 0
-        for (_, of), by_iteration in self._times_s.items():
+        for clock_mhz, of in self._ran:
             if of == key:
-                times_s = _without_stalls([statistics.median(own) for own in by_iteration])
+                times_s = _without_stalls([statistics.median(own) for own in self._times_s(clock_mhz, key)])
                 mean_s = statistics.fmean(times_s)
                 squares += sum((time_s / mean_s - 1) ** 2 for time_s in times_s)
                 repeated += len(times_s) - 1
@@ -330,11 +349,11 @@ class OnlineProfiler:
             self._row(clock_mhz, key, float(power_w[number]), refreshes[clock_mhz].power_error)
             for clock_mhz, power_w in sorted(powers_w.items())
             for number, key in enumerate(self._keys)
-            if self._times_s[clock_mhz, key] and power_w[number] > 0
+            if (clock_mhz, key) in self._ran and power_w[number] > 0
         ]
 
     def _row(self, clock_mhz: int, key: Key, power_w: float, power_error: float) -> MeasuredRow:
-        by_iteration = self._times_s[clock_mhz, key]
+        by_iteration = self._times_s(clock_mhz, key)
         time_s, error = _typical(by_iteration, self._variation(key)[0])
         beyond = 1 - min(1.0, self._blocking_power_w / power_w)
         energy_error = math.hypot(error or 0.0, _LEAST_ERROR, beyond * power_error)

@@ -209,7 +209,8 @@ class Planner:
         order.frontier = frontier
         baseline = frontier.baseline
         energy_j = baseline.energy_j * self._context.job.gpus_per_rank
-        self._context.state.default.predict(order.number, baseline.time_s, energy_j)
+        size = frontier.provenance.tokens_per_micro_batch
+        self._context.state.default.predict(order.number, baseline.time_s, energy_j, size)
 
     def use_earlier(self) -> bool:
         """Use plans or the profile that an earlier start or run of the job has left. Return False without a profile."""

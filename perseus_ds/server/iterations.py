@@ -24,6 +24,7 @@ from perseus_ds.pipeline.schedule import Span, decode_spans
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobDrift, JobReport, RankReports
 from perseus_ds.protocol.job_messages import RankReport, Times
+from perseus_ds.savings import Size
 from perseus_ds.server.job import Order
 
 
@@ -146,6 +147,17 @@ class Seen:
     @property
     def time_s(self) -> float:
         return self.reports.time_s
+
+    @cached_property
+    def tokens(self) -> list[float]:
+        """Tokens of a micro-batch in the inputs of each pipeline. 0 if unknown."""
+        micro_batches = self.order.job.schedule.micro_batches if self.order is not None else 1
+        return [tokens / micro_batches for tokens in self.ranks.by_pipeline(self.ranks.tokens).tolist()]
+
+    @property
+    def size(self) -> Size | None:
+        """Size of its inputs. None if it is unknown."""
+        return Size.of(self.tokens)
 
     @property
     def plans(self) -> Plans | None:

@@ -55,6 +55,7 @@ class Baseline:
         time_s: Mean time of the job's iterations without stalls [s]. Those of other orders are scaled to the last one.
         energy_j: Their mean energy, of all GPUs [J].
         passes: Number of passes of a pipeline in such an iteration.
+        tokens: Tokens of a micro-batch. None if they are unknown.
         of_order: The same of each order that occurred, by its number.
         info: The job, and the durations of operations without a choice of clock.
     """
@@ -63,6 +64,7 @@ class Baseline:
     time_s: float
     energy_j: float
     passes: int
+    tokens: float | None
     of_order: Mapping[int, Typical]
     info: ProfileInfo
 
@@ -112,7 +114,10 @@ async def warm_up(context: ModeContext) -> Baseline:
     mean = Typical.mean_of(times_s, energies_j)
     assert mean is not None, "there are iterations"
     passes = _passes(measured[-1], job.shown)
-    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, passes, _by_order(measured), _info(job, spans, measured))
+    tokens = [seen.size.mean for seen in measured if seen.size is not None]
+    usual = statistics.geometric_mean(tokens) if len(tokens) == len(measured) else None
+    info = _info(job, spans, measured).model_copy(update={"tokens_per_micro_batch": usual})
+    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, passes, usual, _by_order(measured), info)
 
 
 def _by_order(iterations: Sequence[Seen]) -> dict[int, Typical]:
@@ -273,7 +278,7 @@ class _Measurement:
 
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:
         job = context.job
-        self._ranks, self._shown = job.profiled, job.shown
+        self._ranks, self._shown, self._places = job.profiled, job.shown, job.places
         self._baseline = baseline
         self._period_s, self._settle_s = job.counter_period_s(), job.counter_settle_s()
         power_w = baseline.info.blocking_power_w or 0.0
@@ -386,8 +391,19 @@ class _Measurement:
             begun_s = seen.messages[rank].begun_s
             found = with_tail(seen.spans(rank), tail_s)
             spans.append([Span(span.operation, begun_s + span.start_s, begun_s + span.end_s) for span in found])
-        self._profilers[rank].add(clock_mhz, spans, readings, counter.state, reached_s=reached_s)
+        self._profilers[rank].add(
+            clock_mhz, spans, readings, counter.state, reached_s=reached_s, sizes=self._sizes(rank, visit)
+        )
         self._refreshes[rank, clock_mhz] += len(readings)
+
+    def _sizes(self, rank: int, visit: Sequence[Seen]) -> list[float]:
+        """Return the sizes of a rank's inputs in iterations, relative to the usual one. 1 if they are unknown."""
+        pipeline, usual = self._places[rank].pipeline, self._baseline.tokens
+        sizes = []
+        for seen in visit:
+            tokens = seen.tokens[pipeline]
+            sizes.append(tokens / usual if usual is not None and tokens > 0 else 1.0)
+        return sizes
 
     def rows(self, clocks: Sequence[int]) -> dict[str, list[MeasuredRow]]:
         """Return all rows measured so far, by rank.

@@ -371,7 +371,7 @@ class JobServer:
         if order is not None:
             self.plan_state.default.count(order.number)
         if run is not None and number % run.every == 0:
-            seen.drift = drift_of(self.job, seen)
+            seen.drift = drift_of(self.job, seen, self.plan_state.default)
         recorded = run or self.runs.known.get(first.serial) or UNPLANNED
         if messages[0].has_failed:
             recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan

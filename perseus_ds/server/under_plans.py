@@ -13,6 +13,7 @@ from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.policy.reports import JobDrift, rank_drift
 from perseus_ds.policy.trial import Block, BlockIteration, Limits, Verdict, compare
 from perseus_ds.protocol.job_messages import Times
+from perseus_ds.savings import DefaultClocks
 from perseus_ds.server.frontiers import Planner
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 from perseus_ds.server.job import Job
@@ -52,7 +53,7 @@ class _Clocks(Enum):
         return cls.PLANNED if seen.run.is_planned else cls.DEFAULT
 
 
-def drift_of(job: Job, seen: Seen) -> JobDrift | None:
+def drift_of(job: Job, seen: Seen, default: DefaultClocks) -> JobDrift | None:
     """Compare the instructions of an iteration under plans with the profile. None if they were not measured."""
     plans = seen.plans
     if plans is None or not plans.frontier.instruction_times_s:
@@ -67,6 +68,7 @@ def drift_of(job: Job, seen: Seen) -> JobDrift | None:
         elif spans := seen.spans(rank):
             clocks = dict(zip(instructions, clocks_mhz, strict=True))
             drift = rank_drift(spans, clocks, plans.frontier.instruction_times_s)
+            drift = (1 + drift) / default.time_factor(seen.tokens[place.pipeline]) - 1
         else:
             continue
         pipelines.append(place.pipeline)
@@ -159,7 +161,7 @@ class PlanRunner:
             self._add(block, seen, before)
         if not is_planned:
             for one in block.iterations:
-                self._state.default.add(one.order, one.time_s, float(one.energies_j.sum()))
+                self._state.default.add(one.order, one.time_s, float(one.energies_j.sum()), one.size)
         return block
 
     def _add(self, block: Block, seen: Seen, before: _Clocks) -> None:
@@ -181,7 +183,7 @@ class PlanRunner:
         assert order is not None, "it has plans"
         # Plans that promise to be faster than default clocks need not be.
         promised = 0.0 if plans is None else max(0.0, plans.assignment.promised_slowdown)
-        block.add(BlockIteration(order.number, seen.time_s, seen.ranks.energy_j, promised), _limits(seen))
+        block.add(BlockIteration(order.number, seen.time_s, seen.ranks.energy_j, promised, seen.size), _limits(seen))
 
     async def _rest(self) -> None:
         """Train at default clocks until plans are tried again."""

@@ -248,27 +248,42 @@ def test_a_clock_at_which_a_rank_has_no_row_has_none():
     assert incomplete == {(0, Kind.FORWARD, 900): ["rank 0"]}
 
 
+def add_lengths(profiler, clock_mhz, *lengths, known=False, exponent=1.0):
+    """Add iterations with inputs of these relative lengths, whose times are proportional to a power of them."""
+    now_s, iterations, power_w = 0.0, [], 300.0
+    for length in lengths:
+        spans = []
+        for micro_batch in range(8):
+            end_s = now_s + 0.05 * 1400 / clock_mhz * length**exponent
+            spans.append(Span(Compute(Instruction(0, Kind.FORWARD, micro_batch)), now_s, end_s))
+            now_s = end_s
+        iterations.append(spans)
+    readings = [(at_s, power_w * at_s) for at_s in np.arange(0.0, now_s, 0.1)]
+    profiler.add(clock_mhz, iterations, readings, sizes=lengths if known else ())
+
+
+def times_of(profiler):
+    return {row.measurement.clock_mhz: (row.measurement.time_s, row.quality) for row in profiler.rows()}
+
+
 def test_times_are_means_over_iterations_and_their_variation_is_part_of_the_error():
-    """As with inputs of two lengths."""
-    profiler, power_w = OnlineProfiler(blocking_power_w=80.0), 300.0
-
-    def add(clock_mhz, *lengths):
-        now_s, iterations = 0.0, []
-        for length in lengths:
-            spans = []
-            for micro_batch in range(8):
-                end_s = now_s + 0.05 * length
-                spans.append(Span(Compute(Instruction(0, Kind.FORWARD, micro_batch)), now_s, end_s))
-                now_s = end_s
-            iterations.append(spans)
-        profiler.add(clock_mhz, iterations, [(at_s, power_w * at_s) for at_s in np.arange(0.0, now_s, 0.1)])
-
-    add(1400, 1.0, 1.25)
-    add(1200, 1.25, 1.0)
-    add(1000, 1.25)
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    add_lengths(profiler, 1400, 1.0, 1.25)
+    add_lengths(profiler, 1200, 1.25, 1.0)
+    add_lengths(profiler, 1000, 1.25)
     assert profiler.time_error(1000) == np.inf, "three repetitions are needed"
-    add(800, 1.0, 1.25, 1.25, 1.0)
-    times = {row.measurement.clock_mhz: (row.measurement.time_s, row.quality) for row in profiler.rows()}
-    assert (times[1400][0], times[800][0]) == pytest.approx((0.05 * 1.125, 0.05 * 1.125))
+    add_lengths(profiler, 800, 1.0, 1.25, 1.25, 1.0)
+    times = times_of(profiler)
+    assert (times[1400][0], times[800][0]) == pytest.approx((0.05 * 1.125, 0.05 * 1.75 * 1.125))
     assert 0.1 < profiler.time_error(1000) == times[1000][1].time_relative_error < 0.2
     assert times[800][1].time_relative_error == pytest.approx(times[1000][1].time_relative_error / 2)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5])
+def test_times_are_those_of_one_size_if_the_sizes_of_inputs_are_known(exponent):
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    for clock_mhz, *lengths in ((1400, 1.0, 1.25), (1200, 1.25, 1.25, 0.8), (1000, 1.25), (800, 0.8, 0.8)):
+        add_lengths(profiler, clock_mhz, *lengths, known=True, exponent=exponent)
+    for clock_mhz, (time_s, quality) in times_of(profiler).items():
+        assert time_s == pytest.approx(0.05 * 1400 / clock_mhz, rel=0.01)
+        assert quality.time_relative_error < 0.01

@@ -19,6 +19,7 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
         ("200 iterations", 200, 0.70, 0.036),
         ("a counter fails", 400, 0.82, 0.02),
         ("restart every 250", 500, 0.86, 0.018),
+        ("many lengths", 500, 0.74, 0.025),
         pytest.param("server killed every 150", 400, 0.80, 0.021, marks=pytest.mark.extended),
         pytest.param("flat tail", 400, 0.82, 0.023, marks=pytest.mark.extended),
     ],

@@ -128,7 +128,7 @@ class MegatronEngine(Engine):
         self._pp_group: Any = None
         self._micro_batch_size: int | None = None
         self._inputs: Hashable = None
-        self._tokens = 0  # of a micro-batch, 0 if unknown
+        self._tokens: int | None = 0  # of a micro-batch, None if their number varies
         self._warned: set[str] = set()
 
     @property
@@ -245,8 +245,8 @@ class MegatronEngine(Engine):
         # Passes that recompute other layers do other work, as those on inputs of other shapes.
         recomputation = repr([getattr(self._config, name, None) for name in _RECOMPUTATION])
         shape = kwargs["seq_length"], kwargs["micro_batch_size"]
-        has_other_lengths = getattr(self._config, "variable_seq_lengths", False)
-        self._tokens = 0 if has_other_lengths else kwargs["seq_length"] * kwargs["micro_batch_size"]
+        varies = getattr(self._config, "variable_seq_lengths", False)
+        self._tokens = None if varies else kwargs["seq_length"] * kwargs["micro_batch_size"]
         self._inputs = shape, kwargs.get("decoder_seq_length"), recomputation
         if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
             problem = f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
@@ -289,7 +289,11 @@ class MegatronEngine(Engine):
     def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(method, args, kwargs)
         forward = given("vp_stage") or 0, given("current_microbatch"), given("input_tensor")
-        return self._pass(functools.partial(method, *args, **kwargs), forward, None, lambda found: (found[0], None))
+        run = functools.partial(method, *args, **kwargs)
+        found = self._pass(run, forward, None, lambda found: (found[0], None))
+        if self._tokens is None and self._is_in_first_stage:
+            self._session.add_tokens(_tokens_in_activations(found[0]))
+        return found
 
     def _backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(method, args, kwargs)
@@ -354,12 +358,18 @@ class MegatronEngine(Engine):
             yield
             return
         self._position += 1
-        if kind is Kind.FORWARD and instruction is not None and instruction.stage == 0:
+        if kind is Kind.FORWARD and self._tokens is not None and self._is_in_first_stage:
             self._session.add_tokens(self._tokens)
         with self._session.operation(operation, self._inputs if kind else None):
             yield
         if self._position == len(self._expected):
             self._session.begin_tail(int(self._pp_group.rank()))
+
+    @property
+    def _is_in_first_stage(self) -> bool:
+        """True if the pass that has begun last belongs to the first stage."""
+        operation = self._expected[self._position - 1] if self._position else None
+        return isinstance(operation, Compute) and operation.instruction.stage == 0
 
     def _surround_optimizers(self) -> None:
         """Let iterations end with the step of Megatron's optimizers, including newly defined classes."""
@@ -386,6 +396,12 @@ class MegatronEngine(Engine):
         if message not in self._warned and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning("perseus: %s.", message)
         self._warned.add(message)
+
+
+def _tokens_in_activations(outputs: Any) -> int:
+    """Return the number of tokens in the outputs of a stage, of shape (sequence, batch, hidden). 0 if unknown."""
+    first = outputs[0] if isinstance(outputs, list) and outputs else outputs
+    return first.shape[0] * first.shape[1] if isinstance(first, torch.Tensor) and first.dim() == 3 else 0
 
 
 def _kind_of(forward: Forward | None, backward: Backward | None) -> tuple[Kind, int | None]:
