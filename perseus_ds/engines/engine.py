@@ -188,12 +188,41 @@ class CudaGraphs:
         return run() if (around := self._around.get(graph)) is None else around(run)
 
 
+@dataclasses.dataclass
+class _PlannedEngine:
+    """The engine of this process that is measured and planned, for one that waits until it is closed or dropped.
+
+    Attributes:
+        session: Its session. The engine that waits does not keep it.
+        ended: Set when the session is closed.
+        waited: Number of iterations that the other engine has trained since.
+    """
+
+    session: weakref.ref[Session]
+    ended: threading.Event
+    waited: int = 0
+
+    def is_over(self) -> bool:
+        """Return whether it no longer trains, which all ranks find at the same iteration. Called once per iteration.
+
+        An engine that was dropped is freed by a collection of garbage, at other times on other ranks. It is therefore
+        only looked for after a collection here, which takes time and is done ever more rarely.
+        """
+        if self.ended.is_set():
+            return True
+        self.waited += 1
+        if self.waited & (self.waited - 1):  # not a power of two
+            return False
+        gc.collect()
+        return self.session() is None
+
+
 class Session:
     """Perseus on one engine, as ``engine.perseus``.
 
     The runtime is created at the first training iteration, because only then is the schedule final. Earlier requests
     are stored until then. Of several engines in a process, the first that trains is measured and planned. The others
-    run at default clocks until it is detached.
+    run at default clocks until it is detached, closed or dropped.
 
     Attributes:
         runtime: Perseus on this rank. None before the engine has trained.
@@ -215,9 +244,8 @@ class Session:
         self._captured: ExitStack | None = None  # the one that is being captured
         self._graphs = CudaGraphs()
         self._closed = False
-        # Set by detach(), which all ranks call together. Another engine that waits for it keeps only the event.
-        self._detached = threading.Event()
-        self._waits_for: threading.Event | None = None
+        self._ended = threading.Event()
+        self._waits_for: _PlannedEngine | None = None
         self._at_exit = functools.partial(_end_with_process, weakref.ref(self), os.getpid())
         weakref.finalize(self, self._graphs.remove).atexit = False
         _SESSIONS.add(self)
@@ -278,15 +306,15 @@ class Session:
         """
         if self.runtime is not None or self._closed:
             return self.runtime
-        if self._waits_for is not None and not self._waits_for.is_set():
+        if self._waits_for is not None and not self._waits_for.is_over():
             return None
         if (first := _measured_session()) is not None:
-            self._waits_for = first._detached
+            self._waits_for = _PlannedEngine(weakref.ref(first), first._ended)
             models = first.engine.model, self.engine.model
             if dist.get_rank() == 0:
                 logger.warning(
                     "perseus: this process trains two engines, %s and %s. The second is measured and planned once the "
-                    "first is detached.",
+                    "first is detached, closed or dropped.",
                     *models,
                 )
             decline(f"rank {dist.get_rank()} still trains a {models[0]} with Perseus, which other ranks have dropped")
@@ -375,11 +403,11 @@ class Session:
             self.end_iteration()
         finally:
             self.close()
-            self._detached.set()
 
     def close(self) -> None:
-        """Reset the clock and stop. May be called repeatedly."""
+        """Reset the clock and stop. May be called repeatedly. All ranks call this together."""
         self._closed = True
+        self._ended.set()
         self._graphs.remove()
         atexit.unregister(self._at_exit)
         if self.runtime is not None:

@@ -4,6 +4,7 @@ A schedule that cannot be planned is an error, or trains at default clocks.
 """
 
 import copy
+import gc
 import weakref
 from collections import Counter
 from enum import Enum
@@ -361,19 +362,20 @@ def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block,
     assert losses[1:] == losses[:1] * 2
 
 
-def test_a_schedule_that_is_dropped_is_freed_and_the_next_one_is_planned(block):
-    def trained(number):
-        schedule = ScheduleGPipe(
-            PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss
-        )
-        perseus_ds.attach(schedule, {**block, "output_dir": f"{block['output_dir']}{number}"})
-        train(schedule, steps=2)
-        return schedule
+def attached(block, number):
+    """Return a schedule that nothing else keeps, with Perseus."""
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    return perseus_ds.attach(schedule, {**block, "output_dir": f"{block['output_dir']}{number}"})
 
-    first = trained(1)
+
+def test_a_schedule_that_is_dropped_is_freed_and_the_next_one_is_planned(block):
+    first = attached(block, 1)
+    train(first, steps=2)
     model, runtime = weakref.ref(first._stage.submod), first.perseus.runtime
     del first
-    second = trained(2)  # frees the first
+    second = attached(block, 2)
+    train(second, steps=2)  # frees the first
     assert model() is None
     assert runtime._closed
     assert second.perseus.runtime is not None
@@ -381,19 +383,40 @@ def test_a_schedule_that_is_dropped_is_freed_and_the_next_one_is_planned(block):
     perseus_ds.detach(second)
 
 
-def test_a_second_schedule_is_planned_once_the_first_is_detached(make, block, caplog):
-    schedules = [make(), make()]
-    for number, schedule in enumerate(schedules):
-        perseus_ds.attach(schedule, {**block, "output_dir": f"{block['output_dir']}{number}"})
-    first, second = schedules
-    for _ in range(2):
+@pytest.mark.parametrize("end", ["detached", "closed", "dropped"])
+def test_a_second_schedule_is_planned_once_the_first_no_longer_trains(block, caplog, end):
+    first, second = attached(block, 1), attached(block, 2)
+    for _ in range(3):
         train(first)
         train(second)
     assert second.perseus.runtime is None
     assert caplog.text.count("trains two engines") == 1
-    perseus_ds.detach(first)
+    if end == "detached":
+        perseus_ds.detach(first)
+    elif end == "closed":  # as DeepSpeed's destroy() does
+        first.perseus.close()
+    del first
+    iterations = 0
+    while second.perseus.runtime is None and iterations < 10:
+        train(second)
+        iterations += 1
+    # Garbage is collected after 1, 2, 4, 8 … iterations of waiting, on all ranks alike.
+    assert iterations == (2 if end == "dropped" else 1)
+    perseus_ds.detach(second)
+
+
+def test_an_engine_that_waits_does_not_find_at_another_iteration_than_other_ranks_that_the_first_was_freed(block):
+    """Garbage may be collected on one rank only."""
+    first, second = attached(block, 1), attached(block, 2)
+    train(first)
+    train(second, steps=3)
+    session = weakref.ref(first.perseus)
+    del first
+    gc.collect()
+    assert session() is None
     train(second)
-    assert second.perseus.runtime is not None
+    assert second.perseus.runtime is None
+    perseus_ds.detach(second)
 
 
 def test_a_schedule_that_other_ranks_have_dropped_is_an_error_of_theirs_without_a_wait(make, block, monkeypatch):
