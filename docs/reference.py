@@ -71,8 +71,8 @@ def commands() -> str:
         "mkdir -p ~/.local/share/bash-completion/completions",
         "perseus-ds --tyro-write-completion bash ~/.local/share/bash-completion/completions/perseus-ds",
         "```\n",
-        "The exit status is 0 for success, and 2 for any error. Three commands answer a question, `doctor`, `verify`",
-        "and `profile validate`. They return 1 if the answer is no. As usual in shells, it is 130 if interrupted, and",
+        "The exit status is 0 for success, and 2 for any error. Two commands answer a question, `doctor` and",
+        "`profile validate`. They return 1 if the answer is no. As usual in shells, it is 130 if interrupted, and",
         "141 if the reader of the output has gone, as with `| head`.",
     ]
     for command in COMMANDS:

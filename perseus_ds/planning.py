@@ -24,8 +24,6 @@ class PlanningSettings:
     """number of deadlines, from T_min to T*, for which the exact solver computes a plan"""
     least_dwell_s: DwellTimes = 0.0
     """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]"""
-    certificates: bool = False
-    """also write certificates.npz, the proofs of the lower bounds, for perseus-ds verify"""
 
     @property
     def longest_dwell_s(self) -> float:
@@ -60,7 +58,3 @@ class PlanningSettings:
             )
         if not 2 <= self.plans <= MOST_PLANS:
             raise ConfigError(f"plans={self.plans}: expected 2, one for T_min and one for T*, to {MOST_PLANS}.")
-        if self.certificates and self.solver != "exact":
-            raise ConfigError(
-                "certificates=True: only the exact solver proves bounds. Use that solver, or no certificates."
-            )

@@ -29,7 +29,8 @@ OUR_MODELS = (
     CheckResult,
     Figure,
 )
-PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))
+FOLDERS_OF_PAGES = (".", "docs", "docs/*", "benchmarks", "examples/*")
+PAGES = sorted(page for folder in FOLDERS_OF_PAGES for page in ROOT.glob(f"{folder}/*.md"))
 
 
 def headings(page: Path) -> set[str]:

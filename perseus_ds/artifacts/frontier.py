@@ -22,8 +22,6 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
-from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
-from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.io import (
     FileModel,
     check_json_size,
@@ -134,7 +132,6 @@ class Frontier:
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule for which the plans were made, or None if the file does not contain it.
         alternatives: Simple alternatives to the plans, computed for reports and not by jobs.
-        certificates: Proofs of the plans' lower bounds, if they were requested when the plans were computed.
     """
 
     plans: tuple[FrequencyPlan, ...]
@@ -144,7 +141,6 @@ class Frontier:
     instruction_times_s: ClockTimes = field(default_factory=dict)
     schedule: Schedule | None = field(default=None, repr=False)
     alternatives: tuple[Alternative, ...] = ()
-    certificates: Certificates | None = field(default=None, compare=False, repr=False)
 
     @property
     def t_star_s(self) -> float:
@@ -237,7 +233,7 @@ class Frontier:
         return self.plans[index - 1] if index else None
 
     def save(self, directory: Path | str) -> Path:
-        """Write ``frontier.json``, ``frontier.csv`` and any certificates, and return the path of ``frontier.json``.
+        """Write ``frontier.json`` and ``frontier.csv``, and return the path of the former.
 
         Raises:
             FrontierError: If a number is beyond the limits of the format, or the file would be too large.
@@ -245,7 +241,7 @@ class Frontier:
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        path, proofs = directory / "frontier.json", directory / CERTIFICATES
+        path = directory / "frontier.json"
         try:
             contents = (self._file().model_dump_json() + "\n").encode()
             check_json_size(contents)
@@ -253,12 +249,7 @@ class Frontier:
             raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
         except ValueError as error:
             raise FrontierError(f"{path}: it would have {error}. Compute fewer plans.") from None
-        files: list[tuple[Path, str | bytes]] = []
-        if self.certificates is not None:
-            files = [(proofs, self.certificates.to_bytes())]
-        files += [(directory / "frontier.csv", self._csv()), (path, contents)]
-        # Without new certificates, those of an older frontier are removed.
-        write_together(files, outdated=[] if self.certificates else [proofs])
+        write_together([(directory / "frontier.csv", self._csv()), (path, contents)])
         return path
 
     @classmethod

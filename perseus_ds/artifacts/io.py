@@ -40,7 +40,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     write_together([(path, content)])
 
 
-def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable[Path] = ()) -> None:
+def write_together(files: Iterable[tuple[Path, str | bytes]]) -> None:
     """Write files that belong together, either all of them or none, each as by :func:`write_atomically`.
 
     The file without which the others are not read comes last: it does not exist while the others are replaced, so that
@@ -68,8 +68,6 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
         for temporary, _ in temporaries:
             temporary.unlink(missing_ok=True)
         raise
-    for path in outdated:
-        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -274,10 +274,6 @@ class ClockOptions:
         """Return the effective energies, ``energy - blocking power * time`` [J]."""
         return self.energy_j - blocking_power_w * self.time_s
 
-    def times(self, factor: float) -> ClockOptions:
-        """Return the clocks with the time and energy at each multiplied by a factor."""
-        return ClockOptions(self.clock_mhz, factor * self.time_s, factor * self.energy_j)
-
     def pareto(self, blocking_power_w: float) -> ClockOptions:
         """Return the Pareto-optimal options in time and effective energy, the fastest first."""
         cost = self.effective_energy_j(blocking_power_w)

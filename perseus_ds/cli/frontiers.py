@@ -1,4 +1,4 @@
-"""``perseus-ds optimize``, ``verify``, ``export`` and ``import``: frontiers of frequency plans."""
+"""``perseus-ds optimize``, ``export`` and ``import``: frontiers of frequency plans."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from tyro.conf import Positional
 from perseus_ds.cli.values import (
     BlockingPower,
     OptionalCount,
-    OptionalPath,
     ProfilePath,
     ScheduleName,
-    Text,
 )
-from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.units import percent, plain
 
@@ -55,58 +52,6 @@ class Optimize(PlanningSettings):
             frontier = optimize(schedule, profile, self, progress=progress)
             frontier = with_alternatives(frontier, schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verify:
-    """Check time, energy and lower bound of every plan of a frontier, without the solver.
-
-    This needs the certificates that "perseus-ds optimize --certificates" writes.
-    """
-
-    examples = ("perseus-ds verify perseus/frontier",)
-
-    frontier: Positional[Path]
-    """frontier.json or its folder"""
-    profile: OptionalPath = None
-    """profile.csv or its folder; by default in the frontier's folder, or at the path that the frontier names"""
-    certificates: OptionalPath = None
-    """certificates.npz; by default in the folder of frontier.json"""
-    schedule: Text = None
-    """1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates"""
-
-    def execute(self) -> int:
-        from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
-        from perseus_ds.cli.inputs import answer_no, folder_of, path_in_errors, schedule_for
-        from perseus_ds.optimizer.bounds import verify
-        from perseus_ds.report.sources import find_sources
-
-        folder = folder_of(self.frontier)
-        path = self.certificates or folder / FILE_NAME
-        certificates = Certificates.load(path)
-        found = find_sources(folder, frontier=self.frontier, profile=self.profile)
-        frontier, profile = found.frontier, found.profile
-        if frontier is None or profile is None:
-            raise ConfigError(f"{folder}: {' '.join(found.missing)}")
-        if self.schedule is not None:
-            made = frontier.provenance
-            expected = schedule_for(
-                profile, schedule=self.schedule, stages=made.stages, micro_batches=made.micro_batches
-            )
-            if expected.ranks != certificates.schedule.ranks:
-                return answer_no("verify", f"{path}: its schedule is not that of --schedule {self.schedule}.")
-        with path_in_errors(self.profile or folder):
-            try:
-                worst_gap = verify(frontier, certificates, profile)
-            except FrontierError as error:
-                return answer_no("verify", f"{self.frontier}: {error}")
-        print(
-            f"{len(frontier.plans)} plans verified: time and energy of each follow from the profile's rows, and each "
-            f"lower bound is proven by its certificate; the worst plan is {worst_gap:.3%} above its bound."
-        )
-        if self.schedule is None:
-            print(f"The schedule is that of {path.name} ({certificates.schedule.name}); use --schedule to compare it.")
         return 0
 
 
@@ -169,12 +114,9 @@ class Import:
 
 def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
     """Save a frontier with the path of its profile, and return a summary to print."""
-    from perseus_ds.artifacts.certificates import FILE_NAME
-
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
     path = replace(frontier, provenance=provenance).save(out)
-    more = f"\nWritten: {path.with_name(FILE_NAME)}" if frontier.certificates else ""
-    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}{more}"
+    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}"
 
 
 def frontier_summary(frontier: Frontier) -> str:

@@ -30,7 +30,6 @@ class Command(Protocol):
 # Module and class of each command.
 COMMANDS = {
     "optimize": "frontiers:Optimize",
-    "verify": "frontiers:Verify",
     "profile show": "profile:Show",
     "profile compare": "profile:Compare",
     "profile validate": "profile:Validate",

@@ -52,9 +52,7 @@ def solve(problem: Problem, progress: Progress = lambda what, done: None) -> Fro
     if settings.solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, progress), settings.solver)
     found, bounds = solve_exact(problem, progress)
-    plans, certificates = bounds.certify(drop_dominated(found))
-    frontier = frontier_of(problem, plans, settings.solver)
-    return replace(frontier, certificates=certificates if settings.certificates else None)
+    return frontier_of(problem, bounds.with_bounds(drop_dominated(found)), settings.solver)
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:

@@ -8,10 +8,8 @@ variables that finish times of all DAG nodes would have.
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate, chain
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from perseus_ds.optimizer.problem import Floats, Problem
 from perseus_ds.pipeline.dag import Level, levels
@@ -24,25 +22,25 @@ class Network:
         tail: Shape (arcs,): event at which each arc starts. The first ``len(problem.node)`` arcs are the decisions, in
             their order. The others are fixed durations and plain precedences.
         head: Shape (arcs,): event at which each arc ends.
+        work: Shape (arcs,): the node of the DAG that each arc represents, or -1 for a plain precedence.
         least_s: Shape (arcs,): minimum duration of each arc [s].
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._built = _Builder(problem)
+        built = _Builder(problem)
         # Names sort as start, inner events, end; see _Builder.
-        names, ends = np.unique(np.array([self._built.tail, self._built.head]), return_inverse=True)
+        names, ends = np.unique(np.array([built.tail, built.head]), return_inverse=True)
         tail, head = ends.reshape(2, -1)
         self.events = len(names)
-        work = np.array(self._built.work, dtype=np.intp)
+        work = np.array(built.work, dtype=np.intp)
         decision = np.where(work >= 0, problem.decision_of[work], -1)
         # Stable sort: the decisions in their order, then the other arcs as generated, which is topological.
         order = np.argsort(np.where(decision >= 0, decision, len(work)), kind="stable")
         # The index of each arc, in the order in which the arcs were generated.
         self._topological = np.argsort(order)
-        self.tail, self.head = tail[order], head[order]
-        least_s = np.where(work >= 0, problem.durations_s(problem.fastest)[work], 0.0)
-        self.least_s = least_s[order]
+        self.tail, self.head, self.work = tail[order], head[order], work[order]
+        self.least_s = np.where(self.work >= 0, problem.durations_s(problem.fastest)[self.work], 0.0)
 
     @property
     def decisions(self) -> int:
@@ -82,42 +80,6 @@ class Network:
             result[level.nodes] = np.minimum.reduceat(start, level.first, axis=0)
         return result
 
-    def dag_flow(self, flow: Floats) -> tuple[Floats, Floats]:
-        """Convert a flow over the arcs to flows over the DAG's edges, and into its nodes without predecessors.
-
-        Edges are in the order of ``dag.predecessors``. The second flow has an element for every node.
-        """
-        edges, source = self._dag_flow_matrices
-        return edges @ flow, source @ flow
-
-    @cached_property
-    def _dag_flow_matrices(self) -> tuple[csr_array, csr_array]:
-        before, built = self.problem.dag.predecessors, self._built
-        first = [0, *accumulate(map(len, before))]
-        # The arcs whose flows pass through each node.
-        through: list[list[int]] = [[] for _ in before]
-        for arc, node in enumerate(built.work):
-            if node >= 0:
-                through[node] = [arc]
-        for node, arc in built.to_end.items():
-            through[node] = [arc]
-        edges: list[list[int]] = [[] for _ in range(first[-1])]
-        for node in range(len(before) - 1, -1, -1):
-            for edge, other in enumerate(before[node], first[node]):
-                arc = built.edge_arc[edge]
-                # Without an arc, the edge carries the whole flow of the node or of its predecessor.
-                edges[edge] = [arc] if arc >= 0 else through[node] if len(before[node]) == 1 else through[other]
-                if built.instant[other]:
-                    through[other] = through[other] + edges[edge]
-        source = [[] if preceding else arcs for preceding, arcs in zip(before, through, strict=True)]
-        return self._sums_of(edges), self._sums_of(source)
-
-    def _sums_of(self, lists: list[list[int]]) -> csr_array:
-        """Return the matrix with a row for each list that sums its arcs, numbered as they were generated."""
-        columns = self._topological[np.fromiter(chain.from_iterable(lists), np.intp)]
-        begins = [0, *accumulate(map(len, lists))]
-        return csr_array((np.ones(len(columns)), columns, begins), shape=(len(lists), len(self.tail)))
-
 
 class _Builder:
     """Names events and lists arcs so that an event's incoming arcs precede its outgoing ones.
@@ -127,8 +89,6 @@ class _Builder:
     Attributes:
         tail, head: Start and end event of each arc.
         work: The node of the DAG that each arc represents, or -1 for a plain precedence.
-        edge_arc: For each edge of the DAG, the arc that carries it, or -1.
-        to_end: By node, the arcs to the end from nodes that take no time.
         instant: For each node, whether it takes no time.
     """
 
@@ -142,8 +102,6 @@ class _Builder:
         self.tail: list[int] = []
         self.head: list[int] = []
         self.work: list[int] = []
-        self.edge_arc: list[int] = []
-        self.to_end: dict[int, int] = {}
         self.end = [0] * len(dag.nodes)
         for node in range(len(dag.nodes)):
             self._add(node)
@@ -153,14 +111,11 @@ class _Builder:
         # A node with a single predecessor can start as soon as that ends and take longer instead, without loss.
         start = 0 if not before else self.end[before[0]] if len(before) == 1 else 2 * node + 1
         for other in before:
-            carried = self.end[other] != start
-            self.edge_arc.append(len(self.tail) if carried else -1)
-            if carried:
+            if self.end[other] != start:
                 self._arc(self.end[other], start, -1)
         if self.instant[node]:
             self.end[node] = start
             if not after:
-                self.to_end[node] = len(self.tail)
                 self._arc(self.end[node], self.last, -1)
             return
         # A node with a single successor can end when that starts, without loss.

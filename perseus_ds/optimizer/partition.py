@@ -38,7 +38,7 @@ from scipy.optimize import linprog
 from perseus_ds.artifacts.profile import ClockOptions, Measurement, ProfileInfo, StageProfile
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer import solve
-from perseus_ds.optimizer.bounds import Verifier
+from perseus_ds.optimizer.bounds import ending_w
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Corners, Floats, Problem
 from perseus_ds.optimizer.relaxation import Relaxation
@@ -453,12 +453,14 @@ class _Search:
         return result
 
     def _price_w(self, shares: Floats, deadline_s: float) -> Floats:
-        """Return the price of a second of each node and, as the last element, of the iteration [W]."""
+        """Return the price of a second of each node that takes time and, as the last element, of the iteration [W]."""
         problem = Problem(self.dag, self.costs.profile(shares), PlanningSettings())
         network = Network(problem)
         relaxed = Relaxation(network).solve(max(deadline_s, problem.t_min_s) * (1 + _LATER))
-        prices_w, end_w = Verifier(problem).prices_w(*network.dag_flow(np.maximum(relaxed.flow_w, 0.0)))
-        return np.append(prices_w, end_w)
+        flow_w = np.maximum(relaxed.flow_w, 0.0)
+        takes_time = network.work >= 0
+        prices_w = np.bincount(network.work[takes_time], flow_w[takes_time], len(self.dag.nodes))
+        return np.append(prices_w, ending_w(network, flow_w))
 
     def _priced(self, price_w: Floats, deadline_s: float, time_bound_s: float) -> tuple[float, Floats]:
         """Return the energy bound at these prices: a constant, and sums over layers by stage [J]."""

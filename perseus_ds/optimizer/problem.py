@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ logger = logging.getLogger("perseus_ds")
 
 @dataclass(frozen=True)
 class InstructionGroup:
-    """The instructions of one (stage, kind) and factor, which share their options.
+    """The instructions of one (stage, kind), which share their options.
 
     Throughout the optimiser, options are sorted by rising time and falling effective energy, the fastest first.
 
@@ -48,13 +48,6 @@ class InstructionGroup:
     options: ClockOptions
     cost_j: Floats
 
-    def times(self, factor: float) -> InstructionGroup:
-        """Return the group with the time and energy at each clock multiplied by a factor."""
-        if factor == 1.0:
-            return self
-        measured, options = self.measured.times(factor), self.options.times(factor)
-        return InstructionGroup(self.stage, self.kind, measured, options, factor * self.cost_j)
-
 
 class Problem:
     """The choice of clocks for one iteration of one pipeline.
@@ -69,22 +62,14 @@ class Problem:
 
     Attributes:
         settings: The settings, with the profile's blocking power if none was given.
-        groups: One group for each (stage, kind) in the profile, and each factor.
+        groups: One group for each (stage, kind) of the schedule.
         node: Shape (n,): DAG node of each decision.
         group: Shape (n,): index into ``groups`` of each decision.
         fixed_s: Shape (nodes of the DAG,): duration of nodes without a clock to choose, otherwise 0 [s].
     """
 
-    def __init__(
-        self,
-        dag: Dag,
-        profile: StageProfile,
-        settings: PlanningSettings,
-        factors: Mapping[Instruction, float] | None = None,
-    ) -> None:
+    def __init__(self, dag: Dag, profile: StageProfile, settings: PlanningSettings) -> None:
         """Set up the problem.
-
-        ``factors`` has time and energy of instructions relative to their rows, 1 without an entry.
 
         Raises:
             ConfigError: If blocking power is unknown or a setting is out of range.
@@ -102,9 +87,7 @@ class Problem:
         self.settings.check()
         self.blocking_power_w = power_w
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
-        self._factors = factors or {}
-        unscaled: dict[tuple[int, Kind], InstructionGroup] = {}
-        index: dict[tuple[int, Kind, float], int] = {}
+        index: dict[tuple[int, Kind], int] = {}
         groups: list[InstructionGroup] = []
         node, group = [], []
         for number, dag_node in enumerate(dag.nodes):
@@ -114,14 +97,11 @@ class Problem:
             key = (work.stage, work.kind)
             if work.kind is Kind.TAIL and key not in profile.keys:
                 continue
-            if key not in unscaled:
-                unscaled[key] = _group(profile, *key, power_w)
-            factor = self._factors.get(work, 1.0)
-            if (*key, factor) not in index:
-                index[(*key, factor)] = len(groups)
-                groups.append(unscaled[key].times(factor))
+            if key not in index:
+                index[key] = len(groups)
+                groups.append(_group(profile, *key, power_w))
             node.append(number)
-            group.append(index[(*key, factor)])
+            group.append(index[key])
             self.fixed_s[number] = 0.0
         self.groups = tuple(groups)
         self.node = np.array(node, dtype=np.intp)
@@ -211,9 +191,8 @@ class Problem:
         time_s, energy_j = np.empty((2, len(self.node)))
         for decisions, stream, clocks in zip(self.rank_decisions, self.instructions, clocks_mhz, strict=True):
             rows = [self.profile.at(i.stage, i.kind, clock) for i, clock in zip(stream, clocks, strict=True)]
-            factors = np.array([self._factors.get(instruction, 1.0) for instruction in stream])
-            time_s[decisions] = factors * [row.time_s for row in rows]
-            energy_j[decisions] = factors * [row.energy_j for row in rows]
+            time_s[decisions] = [row.time_s for row in rows]
+            energy_j[decisions] = [row.energy_j for row in rows]
         return time_s, energy_j
 
     def iteration(self, time_s: Floats, cost_j: Floats) -> tuple[float, float]:

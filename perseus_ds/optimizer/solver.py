@@ -25,7 +25,6 @@ from perseus_ds.optimizer.search import (
     options_at,
     round_late,
     splice,
-    with_rhythms,
 )
 
 _deadline_s = attrgetter("deadline_s")
@@ -38,10 +37,6 @@ _SAME = 1e-9
 _FIRST_SWEEPS, _LATER_SWEEPS = 2, 3
 _TURNS = (2, 3, 4, 5)
 """Periods, in micro-batches, of the alternating relaxed optima from which plans are also searched."""
-_DISTANCES = (4, -4, 2, -2, 1, -1)
-"""Plans are also searched from the plans this many deadlines later or earlier, with their times scaled."""
-_WORTH_IT = 5e-6
-"""This search ends once an attempt saves less than this fraction of the energy of all plans."""
 _LONG = 20_000
 """In iterations of at least this many instructions, plans are searched at the solved deadlines only."""
 _LONG_PLANS = 12
@@ -238,20 +233,10 @@ def _round(network: Network, targets_s: Sequence[Floats], deadline_s: Floats, pr
         progress("clocks", number / (2 * len(starts)))
         rounded_s.append(descent.run(round_late(network, table, target_s, deadline_s), _FIRST_SWEEPS))
     best_s = reduce(partial(_better, descent), reversed(rounded_s))
-    mixed_s = with_rhythms(network, best_s, deadline_s)
-    best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)
         mixed, start_s = _mixtures(network, best_s, deadline_s, deadline_s, slow_first=slow_first)
         best_s[:, mixed] = _better(descent, descent.run(start_s, _LATER_SWEEPS), best_s[:, mixed])
-    for distance in _DISTANCES:
-        other = np.clip(np.arange(len(deadline_s)) + distance, 0, len(deadline_s) - 1)
-        target_s = best_s[:, other] * (deadline_s / deadline_s[other])
-        better_s = _better(descent, descent.run(round_late(network, hull, target_s, deadline_s), _LATER_SWEEPS), best_s)
-        saved = 1 - descent.cost_j(better_s).sum() / descent.cost_j(best_s).sum()
-        best_s = better_s
-        if saved < _WORTH_IT:
-            break
     progress("clocks", 1.0)
     return best_s
 

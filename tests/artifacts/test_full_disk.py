@@ -13,7 +13,7 @@ PROFILE = synthetic_profile(2, blocking_power_w=80.0, micro_batches=3)
 
 @pytest.fixture(scope="module")
 def frontier():
-    return optimize(one_f_one_b(2, 3), PROFILE, plans=4, certificates=True)
+    return optimize(one_f_one_b(2, 3), PROFILE, plans=4)
 
 
 def contents(folder):
@@ -64,4 +64,4 @@ def test_new_and_old_files_are_never_read_together(tmp_path, frontier, monkeypat
         PROFILE.save(tmp_path / "profile.csv")
         frontier.save(tmp_path)
         monkeypatch.setattr("os.replace", move_and_record)
-    assert seen == [False] * 5
+    assert seen == [False] * 4

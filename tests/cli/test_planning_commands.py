@@ -1,4 +1,4 @@
-"""``perseus-ds optimize``, ``verify``, ``export``, ``import``, ``schedules``, ``plot`` and ``report`` on files."""
+"""``perseus-ds optimize``, ``export``, ``import``, ``schedules``, ``plot`` and ``report`` on files."""
 
 import csv
 import json
@@ -18,11 +18,11 @@ from perseus_ds.pipeline.commands import read_schedule
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with a profile and a frontier with certificates in "p", and plans for Zeus in "plans"."""
+    """A folder with a profile and a frontier in "p", and plans for Zeus in "plans"."""
     folder = tmp_path_factory.mktemp("made")
     profile = synthetic_profile(2, simulated=True, gpu="A100 (simulated)", blocking_power_w=80.0, micro_batches=4)
     profile.save(folder / "p" / "profile.csv")
-    frontier = optimize(one_f_one_b(2, 4), profile, plans=8, certificates=True)
+    frontier = optimize(one_f_one_b(2, 4), profile, plans=8)
     frontier.save(folder / "p")
     export_zeus(frontier, folder / "plans")
     return folder
@@ -34,11 +34,10 @@ def files(made, tmp_path):
 
 
 def test_profile_json_has_the_defaults(run):
-    code, out, _ = run("optimize", "--profile", "p/profile.csv", "--out", "f", "--certificates", "--plans", "6")
+    code, out, _ = run("optimize", "--profile", "p/profile.csv", "--out", "f", "--plans", "6")
     assert code == 0
     assert "for 2 stages and 4 micro-batches" in out
     assert "SIMULATED" in out
-    assert "Written: f/certificates.npz" in out
     frontier = Frontier.load("f")
     assert (frontier.provenance.blocking_power_w, frontier.provenance.simulated) == (80.0, True)
     assert frontier.provenance.profile == "p/profile.csv"
@@ -57,7 +56,6 @@ def test_profile_json_has_the_defaults(run):
         (["p", "--stages", "3"], "p: The schedule has 3 stages, the profile 2"),
         (["p", "--schedule", "dualpipev", "--stages", "1"], "--stages 1: dualpipev puts 2 stages on every rank"),
         (["p", "--schedule", "os:path.join"], "schedule os:path.join: not found"),
-        (["p", "--solver", "lowtime", "--certificates"], "only the exact solver proves bounds"),
     ],
 )
 def test_inputs_that_do_not_fit_are_an_error_and_nothing_is_written(run, words, message):
@@ -66,26 +64,6 @@ def test_inputs_that_do_not_fit_are_an_error_and_nothing_is_written(run, words, 
     assert code == 2
     assert message in err
     assert not Path("f").exists()
-
-
-def test_a_frontier_is_verified_and_a_claim_that_does_not_hold_is_named(run):
-    for words in (["p"], ["--frontier", "p/frontier.json", "--schedule", "1f1b", "--profile", "p/profile.csv"]):
-        code, out, _ = run("verify", *words)
-        assert code == 0
-        assert "plans verified: time and energy of each follow from the profile's rows" in out
-    code, _, err = run("verify", "p", "--schedule", "pipelines:GPipe")
-    assert code == 1
-    assert "its schedule is not that of --schedule pipelines:GPipe" in err
-    raw = json.loads(Path("p/frontier.json").read_text())
-    raw["plans"][1]["lower_bound_j"] *= 1.001
-    Path("p/frontier.json").write_text(json.dumps(raw))
-    code, _, err = run("verify", "p")
-    assert code == 1
-    assert err.startswith("perseus-ds verify: p: plan 1: the frontier states a lower bound of")
-    Path("p/certificates.npz").unlink()
-    code, _, err = run("verify", "p")
-    assert code == 2
-    assert "p/certificates.npz: no such file" in err
 
 
 def test_plot_finds_the_files_of_a_folder(run):
@@ -123,14 +101,14 @@ def save(monkeypatch, tmp_path):
 
 def test_commands_use_the_schedule_in_the_files_and_import_no_class_named_there(run, save):
     save()
-    assert run("optimize", "p", "--out", "p/f", "--plans", "6", "--certificates")[0] == 0
+    assert run("optimize", "p", "--out", "p/f", "--plans", "6")[0] == 0
     frontier = Frontier.load("p/f")
     assert frontier.schedule.ranks == read_schedule(GPipe, ranks=2, micro_batches=3).ranks
     assert frontier.provenance.schedule == "of_a_file:Schedule"
     for path in Path("p").glob("*.json"):
         if path.name != "profile.json":
             path.unlink()
-    for words in (["verify", "p/f"], ["plot", "p/f"], ["trace", "p"], ["report", "p"], ["profile", "validate", "p"]):
+    for words in (["plot", "p/f"], ["trace", "p"], ["report", "p"], ["profile", "validate", "p"]):
         code, out, err = run(*words)
         assert code == 0, err
         assert "Timelines of the plans" not in out

@@ -1,25 +1,18 @@
 """Files of each format that a command reads, and damaged copies of them."""
 
 import copy
-import io
 import json
-import zipfile
 from pathlib import Path
 
-import numpy as np
 from hypothesis import strategies as st
 from run_folders import PLANS, make_evidence, make_job, write_auto_run
 
-from perseus_ds.artifacts.certificates import FILE_NAME
 from perseus_ds.artifacts.frontier import export_zeus
 
 FOLDER, PLAN, CONTROL = "run", "plans/freqs_pipeline_00003.py", "run/control.json"
 EVIDENCE = "evidence/evidence.json"
 FILES = (
-    *(
-        f"run/{name}"
-        for name in ("profile.csv", "profile.json", "frontier.json", FILE_NAME, "run.jsonl", "timeline.json")
-    ),
+    *(f"run/{name}" for name in ("profile.csv", "profile.json", "frontier.json", "run.jsonl", "timeline.json")),
     *(PLAN, CONTROL, EVIDENCE),
 )
 
@@ -34,17 +27,6 @@ _TEXTS = [
     *("9" * 5000, "1e400", "NaN", "null", "[" * 100_000, '{"a":' * 100_000, "-" * 10_000, "(" * 10_000, "\x00", "\r"),
     *('"\\ud800"', "\udc00", "\n", ",", '"', "'''", "\x1b[2J", "\u2028", "0" * 100, "." * 100, "#", "\t"),
 ]
-_HEADERS = [
-    b"\x93NUMPY\x01\x00\x76\x00" + text.encode().ljust(117) + b"\n"
-    for text in (
-        "{'descr': '<i8', 'fortran_order': False, 'shape': (",
-        "{'descr', []}",
-        "{1: 2, 'a': 3}",
-        "{'descr': '<f8', 'fortran_order': False, 'shape': (999999999999, 999999999999), }",
-        "{'descr': '<f8', 'fortran_order': False, 'shape': (0, 999999999999), }",
-        "{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }",
-    )
-]
 BYTES = [b"", b"\x00", b"\xff\xfe", b"\x80", *(text.encode("utf-8", "surrogatepass") for text in _TEXTS)]
 
 
@@ -52,9 +34,7 @@ def write_corpus(folder: Path) -> None:
     """Write the valid files."""
     job = make_job()
     write_auto_run(folder / FOLDER, job)
-    assert job.frontier.certificates is not None
     assert len(job.frontier.plans) > PLANS // 2
-    (folder / FOLDER / FILE_NAME).write_bytes(job.frontier.certificates.to_bytes())
     export_zeus(job.frontier, folder / "plans")
     (folder / CONTROL).write_text(json.dumps({"socket": str(folder / "nobody.sock"), "pid": 1}) + "\n")
     (folder / EVIDENCE).parent.mkdir()
@@ -70,8 +50,6 @@ def damaged(name: str, content: bytes) -> st.SearchStrategy[bytes]:
         ways.append(_lines_changed(content.splitlines(), _json_changed))
     elif name.endswith(".csv"):
         ways.append(_lines_changed(content.splitlines(), lambda line: _cells_changed(line.decode().split(","))))
-    elif name.endswith(".npz"):
-        ways += [_arrays_changed(content), _members_changed(content)]
     else:
         ways.append(_cells_changed(content.decode().split(",")))
     return st.one_of(*ways)
@@ -133,45 +111,3 @@ def _cells_changed(draw: st.DrawFn, cells: list[str]) -> bytes:
     cells = list(cells)
     cells[draw(st.integers(0, len(cells) - 1))] = str(draw(st.sampled_from(HOSTILE)))[:6000]
     return ",".join(cells).encode("utf-8", "surrogatepass")
-
-
-@st.composite
-def _arrays_changed(draw: st.DrawFn, content: bytes) -> bytes:
-    with np.load(io.BytesIO(content)) as file:
-        arrays = {name: file[name].copy() for name in file.files}
-    name = draw(st.sampled_from(sorted(arrays)))
-    array = arrays[name]
-    match draw(st.sampled_from(["value", "shape", "type", "schedule", "remove"])):
-        case "value" if array.size:
-            place = draw(st.integers(0, array.size - 1))
-            with np.errstate(all="ignore"):
-                array.reshape(-1)[place] = np.array(draw(st.sampled_from([-1, 0, 1e300, np.nan, np.inf, 255]))).astype(
-                    array.dtype
-                )
-        case "shape" if array.ndim:
-            arrays[name] = array[: draw(st.integers(0, 2))]
-        case "type":
-            arrays[name] = array.astype("float32")
-        case "remove":
-            del arrays[name]
-        case _:
-            text = draw(_json_changed(arrays["schedule"].tobytes()))
-            arrays["schedule"] = np.frombuffer(text, dtype=np.uint8)
-    data = io.BytesIO()
-    np.savez(data, **arrays)
-    return data.getvalue()
-
-
-@st.composite
-def _members_changed(draw: st.DrawFn, content: bytes) -> bytes:
-    """Change the bytes of an array, including its header, with valid checksums of the archive."""
-    data, chosen = io.BytesIO(), draw(st.sampled_from(sorted(zipfile.ZipFile(io.BytesIO(content)).namelist())))
-    compression = draw(st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(data, "w", compression) as new:
-        for name in old.namelist():
-            array = old.read(name)
-            if name == chosen:
-                shown = draw(st.sampled_from([_bytes_changed(array[:128]), st.sampled_from(_HEADERS)]))
-                array = draw(shown) + array[128:]
-            new.writestr(name, array)
-    return draw(_bytes_changed(data.getvalue())) if draw(st.integers(0, 3)) == 0 else data.getvalue()

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.evidence import Evidence
 from perseus_ds.artifacts.frontier import Frontier, read_zeus
 from perseus_ds.artifacts.profile import StageProfile
@@ -41,8 +40,7 @@ _MOST_GROWTH_BYTES = 500 * 2**20
 RUN, OUT = Path(corpus.FOLDER), Path("out")
 PROFILE, FRONTIER = RUN / "profile.csv", RUN / "frontier.json"
 
-_OPTIMIZE = ("optimize", {"profile": PROFILE, "out": OUT, "plans": 4, "certificates": True})
-_VERIFY = ("verify", {"frontier": FRONTIER})
+_OPTIMIZE = ("optimize", {"profile": PROFILE, "out": OUT, "plans": 4})
 _REPORT = ("report", {"run": RUN, "out": OUT / "report.html"})
 _TRACE = ("trace", {"run": RUN, "out": OUT / "trace.json"})
 _IMPORT = ("import", {"plans": Path("plans"), "profile": PROFILE, "out": OUT})
@@ -57,10 +55,9 @@ _PARTITION = ("partition", {"model": str(RUN)})
 _STATUS = ("control status", {"run": RUN})
 _WATCH = [("watch", {"run": RUN, "once": True, "json": as_json}) for as_json in (False, True)]
 COMMANDS = {
-    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT, _PARTITION],
-    "run/profile.json": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT, _PARTITION],
-    "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _VERIFY, _REPORT, _TRACE],
-    "run/certificates.npz": [_VERIFY],
+    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _IMPORT, _REPORT, _PARTITION],
+    "run/profile.json": [_OPTIMIZE, *_PROFILE, _IMPORT, _REPORT, _PARTITION],
+    "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _REPORT, _TRACE],
     "run/run.jsonl": [_REPORT, _TRACE, *_WATCH, ("compare", {"runs": [RUN], "out": OUT / "comparison.html"})],
     "run/timeline.json": [_REPORT, _TRACE, *_WATCH, _PARTITION],
     corpus.PLAN: [_IMPORT],
@@ -72,7 +69,6 @@ READERS = {
     "run/profile.csv": StageProfile.load,
     "run/profile.json": lambda path: StageProfile.load(path.with_suffix(".csv")),
     "run/frontier.json": Frontier.load,
-    "run/certificates.npz": Certificates.load,
     "run/run.jsonl": read_history,
     "run/timeline.json": TimelineFile.load,
     corpus.PLAN: read_zeus,

@@ -1,5 +1,6 @@
 """The interior-point method finds HiGHS's optimum, on pipelines and on arbitrary DAGs."""
 
+import numpy as np
 import pytest
 from highs import highs_saving_j, our_saving_j
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Problem
 from perseus_ds.optimizer.relaxation import Relaxation
+from perseus_ds.optimizer.search import durations_at
 from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.dag import Dag, Node
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -66,6 +68,16 @@ def test_both_choose_an_iteration_time_of_the_same_cost(dag, waiting_w):
     ours_j = our_saving_j(relaxation, relaxed, waiting_w)
     scale_j = relaxation.fastest_j + waiting_w * problem.t_min_s
     assert ours_j == pytest.approx(highs_saving_j(relaxation, 0.0, waiting_w=waiting_w), abs=1e-6 * scale_j)
+
+
+@settings(deadline=None, max_examples=60)
+@given(random_dags() | st.sampled_from(PIPELINES).map(Dag.build), st.integers(0, 10_000))
+def test_the_network_of_events_takes_as_long_as_the_dag(dag, seed):
+    network = relaxation_of(dag).network
+    problem, rng = network.problem, np.random.default_rng(seed)
+    choice = rng.integers(problem.fastest, problem.most_frugal + 1)
+    duration_s = durations_at(network, choice[:, None])[:, 0]
+    assert network.earliest_s(duration_s)[-1] == pytest.approx(problem.time_s(choice), rel=1e-12)
 
 
 @pytest.mark.parametrize("slowdown", [1.0201, 1.06, 1.15])

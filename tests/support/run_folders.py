@@ -46,7 +46,7 @@ def make_job() -> Job:
         layout=Layout(engine="megatron", stages=[[Part(kind=kind) for kind in kinds] for kinds in PARTS]),
     )
     schedule = one_f_one_b(RANKS, MICRO_BATCHES)
-    return Job(profile, optimize(schedule, profile, plans=PLANS, certificates=True), Dag.build(schedule))
+    return Job(profile, optimize(schedule, profile, plans=PLANS), Dag.build(schedule))
 
 
 def write_auto_run(folder: Path, job: Job, *, is_compared: bool = False, number: int = 2) -> None:
