@@ -335,6 +335,11 @@ class PerseusRuntime:
         if self._is_rank_0 and not self._closed:
             self.clocks.send(msg.Steps(self.clocks.memory.iteration, steps))
 
+    def add_steps(self, steps: int) -> None:
+        """Count steps without an iteration, or, if negative, iterations that belong to the step of the next one."""
+        if self._is_rank_0 and not self._closed:
+            self.clocks.send(msg.MoreSteps(self.clocks.memory.iteration - self._in_iteration, steps))
+
     def close(self) -> None:
         """Restore the default clock and stop Perseus.
 

@@ -295,8 +295,19 @@ class Session:
         self._when_started(lambda runtime: runtime.command({"command": "straggler", **report}))
 
     def set_steps(self, steps: int) -> None:
-        """Report the number of finished training steps, for example after a checkpoint was loaded."""
+        """Report the number of finished training steps, for example after a checkpoint was loaded.
+
+        Only the call on rank 0 has an effect. DeepSpeed and Megatron-LM report it themselves. Otherwise, a job that is
+        started again continues to count from the step at which it was stopped.
+        """
         self._when_started(lambda runtime: runtime.set_steps(steps))
+
+    def add_steps(self, steps: int) -> None:
+        """Count steps that are not reported as iterations, or, if negative, iterations that are no step of their own.
+
+        Engines call it. An iteration counts as one step otherwise.
+        """
+        self._when_started(lambda runtime: runtime.add_steps(steps))
 
     def start(self) -> PerseusRuntime | None:
         """Create the runtime, unless it exists. All ranks call this together, with a known schedule.

@@ -72,6 +72,7 @@ class Situation:
 
     Attributes:
         step: Number of finished steps, including those before a checkpoint.
+        iterations_per_step: Number of iterations of a step.
         time_ratio: Measured divided by predicted iteration time.
         power_ratio: Measured divided by predicted power.
         stopped_s: Time between iterations [s].
@@ -90,6 +91,7 @@ class Situation:
     gpus_per_rank: float = 1
     default_power_w: float = 0.0
     before: Decision | None = None
+    iterations_per_step: float = 1.0
 
 
 class RunStatistics(FileModel):
@@ -268,7 +270,7 @@ def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
 
 
 def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:
-    left = policy.total_steps - situation.step
+    left = (policy.total_steps - situation.step) * situation.iterations_per_step
     if left <= 0:
         return Decision(len(frontier.plans) - 1)
     seconds = (policy.finish_by - situation.now).total_seconds()
@@ -287,7 +289,7 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         return Decision(0)
     return Decision(
         0,
-        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take at least {needed_s:.0f} s, "
+        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left:.0f} iterations take at least {needed_s:.0f} s, "
         f"{max(0.0, seconds):.0f} s remain. Running the fastest plan",
     )
 

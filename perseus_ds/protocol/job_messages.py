@@ -272,6 +272,13 @@ class Steps(msgspec.Struct, tag=True, frozen=True):
     steps: int
 
 
+class MoreSteps(msgspec.Struct, tag=True, frozen=True):
+    """A correction of the number of training steps, because iterations are not always steps."""
+
+    after: int  # the last iteration to which it does not apply
+    steps: int  # without a reported iteration; negative for iterations that belong to the next one's step
+
+
 class Command(msgspec.Struct, tag=True, frozen=True):
     """An order of the user as JSON, as ``perseus-ds control`` sends it."""
 
@@ -364,7 +371,7 @@ class Left(msgspec.Struct, tag=True, frozen=True):
 ToRank: TypeAlias = (
     Follow | Orders | ReadSchedule | Calibrate | Say | Observed | Summarised | WatchDefaultClocks | SetProfiledLimit
 )
-FromClient: TypeAlias = Spans | Report | ScheduleRead | Worked | Measured | Steps | Command | Left
+FromClient: TypeAlias = Spans | Report | ScheduleRead | Worked | Measured | Steps | MoreSteps | Command | Left
 """Messages of a client, which its agent forwards or completes."""
 ToServer: TypeAlias = FromClient | RankReport | RankFailed | RankRecovered | ClockRefused | LatencyTable | Joined
 

@@ -86,7 +86,7 @@ class JobControl:
 
     Attributes:
         steps: Completed steps, including those of earlier starts of the job.
-        own_steps: Steps since the server started.
+        own_steps: Iterations since the server started.
         record: Records an event of the job.
         effect_of: Returns the predicted effect of a policy, or None until plans run.
     """
@@ -103,6 +103,7 @@ class JobControl:
         self._configured = self._recorded = policy
         self.paused = False
         self.steps = self.own_steps = 0
+        self._shared = 0  # iterations that belong to the step of the next one
         self.record: Callable[[Event], None] = lambda event: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines
@@ -126,6 +127,16 @@ class JobControl:
         """Count a completed step."""
         self.steps = step
         self.own_steps += 1
+
+    def add_steps(self, steps: int) -> None:
+        """Count steps without an iteration, or, if negative, iterations that belong to the step of the next one."""
+        self.steps += steps
+        self._shared += max(0, -steps)
+
+    @property
+    def iterations_per_step(self) -> float:
+        """Number of iterations of a training step, which is above 1 if gradients are accumulated over several."""
+        return self.own_steps / max(1, self.own_steps - self._shared) if self.own_steps else 1.0
 
     def straggler(self) -> Straggler | None:
         """Return the slowest reported straggler that is in effect, if any."""

@@ -286,6 +286,7 @@ class PlanSelector:
             before = Decision(min(self._state.plans[order.number], len(order.frontier.plans) - 1))
         situation = Situation(
             step=self._control.steps,
+            iterations_per_step=self._control.iterations_per_step,
             now=self._timebase.date(),
             time_ratio=statistics.time_ratio,
             power_ratio=statistics.power_ratio,

@@ -159,8 +159,10 @@ class JobServer:
         self._completed = 0
         self._missing_s = 0.0  # time for which reports of ranks have been missing
         self._ticked_s = timebase.now_s()
-        # The number of steps that the engine has done before the first iteration.
-        self._steps_before = self.control.steps = first.steps or 0
+        # Pairs of an iteration, and the difference between steps and iterations after it.
+        self._step_offsets: deque[tuple[int, int]] = deque(maxlen=_MOST_OPEN)
+        self.control.steps = first.steps or 0
+        self._step_offsets.append((0, self.control.steps))
         self._back_off = BackOff(_FIRST_BACK_OFF)
         self._left_s: float | None = None
         self.is_over = False
@@ -183,12 +185,11 @@ class JobServer:
         for rank, measured in enumerate(state.get("measured") or ()):
             if measured is not None and rank < self.job.world_size and self.job.states[rank].measured is None:
                 self.job.states[rank].measured = Measured(*measured)
-        self._steps_before = self.control.steps
         if self._is_renewed and isinstance(issued, int):  # ranks continue to count
             self._completed = issued
-            self._steps_before -= issued
         elif (steps := self.job.facts[0].steps) is not None:
-            self._steps_before = self.control.steps = steps
+            self.control.steps = steps
+        self._step_offsets.append((self._completed, self.control.steps - self._completed))
 
     def _check(self) -> None:
         config = self.job.config
@@ -272,8 +273,12 @@ class JobServer:
             case Measured():
                 state.measured = _with_what_is_kept(message, state.measured)
             case msg.Steps():
-                self._steps_before = message.steps - message.after
+                self._step_offsets.append((message.after, message.steps - message.after))
                 self.control.steps = message.steps
+            case msg.MoreSteps():
+                _, offset = self._step_offsets[-1]
+                self._step_offsets.append((message.after, offset + message.steps))
+                self.control.add_steps(message.steps)
             case msg.Command():
                 try:
                     self.control.carry_out(parse_order(json.loads(message.content)))
@@ -350,13 +355,21 @@ class JobServer:
         """Discard reports of iterations up to ``number``. No more reports of earlier ones are expected."""
         self._open = {each: found for each, found in self._open.items() if each > number}
 
+    def _step_of(self, iteration: int) -> int:
+        """Return the training step of an iteration. Reports may arrive after a later correction of the count."""
+        found = self._step_offsets[0][1]
+        for after, offset in self._step_offsets:
+            if after < iteration:
+                found = offset
+        return iteration + found
+
     def _complete(self, number: int, messages: list[RankReport], contents: Mapping[int, bytes]) -> None:
         first = messages[0].report
         run = self.runs.ran(messages)
         order = self.orders.occurs(first.key)
         streams = self.orders.streams_of(first.key)
         seen = Seen(
-            number=self._steps_before + number,
+            number=self._step_of(number),
             iteration=number,
             run=run,
             ranks=self._ranks_of(messages),

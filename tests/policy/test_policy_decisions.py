@@ -56,6 +56,13 @@ def test_a_deadline_takes_the_slowest_plan_that_still_makes_it(step, seconds_per
             assert PLANS[decision.plan + 1].time_s * ratio + stopped_s > in_reserve_s * (1 - 1e-5)
 
 
+def test_a_step_of_several_iterations_takes_as_long_as_all_of_them():
+    """Gradients that are accumulated over calls of ``step()`` of a torch schedule are one training step."""
+    policy = DeadlinePolicy(name="deadline", finish_by=NOW + timedelta(seconds=400 * PLANS[9].time_s), total_steps=100)
+    plans = [decide(policy, FRONTIER, Situation(0, NOW, iterations_per_step=number)).plan for number in (1.0, 4.0, 8.0)]
+    assert plans == [29, 8, 0]
+
+
 @given(st.floats(50, 1000), st.integers(1, 8), st.floats(0.8, 1.2))
 def test_a_power_cap_takes_the_fastest_plan_under_it(watts, gpus, ratio):
     situation = Situation(0, NOW, gpus_per_rank=gpus, power_ratio=ratio)

@@ -130,6 +130,8 @@ class MegatronEngine(Engine):
         self._inputs: Hashable = None
         self._tokens: int | None = 0  # of a micro-batch, None if their number varies
         self._warned: set[str] = set()
+        # Number of finished steps according to Megatron-LM before the last iteration. None if it was not found.
+        self._steps: int | None = None
 
     @property
     def model(self) -> str:
@@ -147,6 +149,7 @@ class MegatronEngine(Engine):
             device=device,
             fingerprint=fingerprint(self._model, self._inputs),
             micro_batch_size=self._micro_batch_size,
+            steps=self._steps,
             engine="megatron",
             parts={stage: found for stage, found in parts.items() if found is not None},
             tied=any(getattr(unwrapped(chunk), "share_embeddings_and_output_weights", False) for chunk in self._model),
@@ -210,9 +213,14 @@ class MegatronEngine(Engine):
         if kwargs.get("forward_only"):
             with self._session.evaluation():
                 return method(*args, **kwargs)
+        if self._is_of_another_model(kwargs["model"]):
+            self._session.end_iteration()
+            with self._session.paused():
+                return method(*args, **kwargs)
         with reported_once():
             if not self._prepare(kwargs):
                 return method(*args, **kwargs)
+        self._find_steps()
         chunks = len(self._model)
         group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
         order = (name, kwargs["num_microbatches"], chunks, group_size)
@@ -259,12 +267,38 @@ class MegatronEngine(Engine):
         self._surround_optimizers()
         return True
 
+    def _is_of_another_model(self, model: Any) -> bool:
+        """Return whether an iteration trains another model than the first one of the process, as a critic."""
+        first = model[0] if isinstance(model, list) else model
+        if not self._model or first is self._model[0]:
+            return False
+        self._warn(
+            f"this process trains a {type(unwrapped(self._model[0])).__name__} and a {type(unwrapped(first)).__name__}. "
+            "Clocks are planned for the one that trained first. Iterations of the other one run at default clocks and "
+            "are not counted"
+        )
+        return True
+
+    def _find_steps(self) -> None:
+        """Read the number of finished steps from Megatron-LM, which continues that of a checkpoint."""
+        arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+        found = getattr(arguments, "curr_iteration", getattr(arguments, "iteration", None))
+        if not isinstance(found, int):
+            return
+        if self._steps is not None and found != self._steps + 1:  # iterations were skipped or repeated
+            self._session.set_steps(found)
+        self._steps = found
+
     def _first_iteration(self, order: tuple[str, int, int, int | None], train: Callable[[], V]) -> V:
         """Train at default clocks, and record the order."""
         if self._session.is_captured:
             self._warn(_CAPTURED_FIRST)
             return train()
         self._session.end_iteration()
+        if self._steps is None:  # it is no iteration of the session
+            self._session.add_steps(1)
+        elif self._session.runtime is not None:
+            self._session.set_steps(self._steps + 1)
         self._order = order
         self._recorder = recorder = OrderRecorder(self._pp_group.rank(), self._pp_group.size())
         try:

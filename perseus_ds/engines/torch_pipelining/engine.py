@@ -172,6 +172,8 @@ class TorchSchedule(Engine):
         self._is_tail = False
         self._optimizer_steps = 0
         self._last_optimizer_step: int | None = None
+        # Iterations since the last optimizer step. They accumulate gradients, and are one training step.
+        self._accumulated = 0
         self._optimizer_hook: RemovableHandle | None = None
 
     @property
@@ -239,6 +241,8 @@ class TorchSchedule(Engine):
                 return step(*args, **kwargs)
         if self._is_tail and self._last_optimizer_step is None and self._optimizer_steps:
             self._last_optimizer_step = self._optimizer_steps
+        if self._is_tail and not self._optimizer_steps:
+            self._accumulated += 1
         self._is_tail = False
         self._until_loss = None
         self._surround_custom_functions()
@@ -252,6 +256,9 @@ class TorchSchedule(Engine):
 
     def _optimizer_has_stepped(self) -> None:
         self._optimizer_steps += 1
+        if self._is_tail and self._accumulated:
+            self._session.add_steps(-self._accumulated)
+            self._accumulated = 0
         if self._is_tail and self._optimizer_steps == self._last_optimizer_step:
             self._session.end_iteration()
 

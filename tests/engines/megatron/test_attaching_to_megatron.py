@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ def _megatron(process_group, monkeypatch):
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     yield
     perseus_ds.detach(megatron.core)
+    MODELS.clear()
 
 
 def group(rank, ranks):
@@ -116,6 +118,10 @@ def forward_step(data, part):
     return part(inputs), lambda output: (output.mean(), {})
 
 
+# The models of a test: parts by the name of the model, the rank and the number of its chunks.
+MODELS = {}
+
+
 def train(
     rank,
     ranks,
@@ -126,6 +132,7 @@ def train(
     communicator=Communicator,
     function=None,
     forward_only=False,
+    model="actor",
     **more,
 ):
     """Run an iteration as a rank of a pipeline, and return the result of Megatron's schedule."""
@@ -141,7 +148,9 @@ def train(
     for name, value in more.items():
         setattr(config, name, value)
     own, one = group(rank, ranks), group(0, 1)
-    parts = [Part(config) for _ in range(chunks)]
+    parts = MODELS.setdefault((model, rank, chunks), [Part(config) for _ in range(chunks)])
+    for part in parts:
+        part.config = config
     schedule = NAMES[2] if chunks > 1 else NAMES[1]
     return (function or getattr(schedules, schedule))(
         forward_step_func=forward_step,
@@ -501,3 +510,49 @@ def test_ranks_that_run_in_step_count_as_one_pipeline(
         assert {pipelines[other] for other in others} == {pipelines[rank]}
     places = {(pipelines[rank], rank // (ranks // pipeline)) for rank in range(ranks)}
     assert len(places) == len({frozenset(others) for others in in_step.values()})
+
+
+@pytest.fixture
+def pipeline(alone, monkeypatch):
+    """The ``perseus`` block of a job whose only rank trains a pipeline of one stage."""
+    monkeypatch.setattr(megatron_engine, "ranks_of", lambda group: (0,))
+    monkeypatch.setattr(MegatronEngine, "_copies", lambda engine: (0,))
+    return alone
+
+
+def test_of_two_models_that_train_in_turn_the_first_is_planned(pipeline, caplog):
+    """As actor and critic do."""
+    perseus_ds.attach(megatron.core, pipeline)
+    session = megatron.core.perseus
+    for _ in range(4):
+        train(0, 1, 4)
+        train(0, 1, 4, model="critic")
+    memory = session.runtime.clocks.memory
+    assert memory.iteration == 3, "the first one recorded the order"
+    assert len(session.engine._orders) == 1
+    assert session._open is None, "the iteration of the first ends before that of the second"
+    assert caplog.text.count("this process trains a Part and a Part") == 1
+
+
+def steps_of(block):
+    """Return the step of each recorded iteration."""
+    return [record["iteration"] for record in run_log.iterations(run_log.records(Path(block["output_dir"])))]
+
+
+def test_iterations_that_record_an_order_count_as_steps(pipeline):
+    perseus_ds.attach(megatron.core, pipeline)
+    for micro_batches in (4, 4, 4, 2, 2, 4):
+        train(0, 1, micro_batches)
+    perseus_ds.detach(megatron.core)
+    assert steps_of(pipeline) == [2, 3, 5, 6]
+
+
+def test_the_step_is_that_of_megatron_which_continues_a_checkpoint(pipeline, monkeypatch):
+    arguments = SimpleNamespace(iteration=100)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=arguments))
+    perseus_ds.attach(megatron.core, pipeline)
+    for step in (100, 101, 102, 103, 110, 111):  # six steps were skipped
+        arguments.curr_iteration = step
+        train(0, 1, 2 if step == 103 else 4)
+    perseus_ds.detach(megatron.core)
+    assert steps_of(pipeline) == [102, 103, 111, 112]

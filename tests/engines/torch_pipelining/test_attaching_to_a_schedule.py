@@ -362,6 +362,21 @@ def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block,
     assert losses[1:] == losses[:1] * 2
 
 
+def test_iterations_that_accumulate_gradients_are_one_training_step_and_a_checkpoint_sets_its_number(make, block):
+    schedule = make()
+    optimizer = torch.optim.SGD(schedule._stage.submod.parameters(), lr=0.0)
+    perseus_ds.attach(schedule, block)
+    schedule.perseus.set_steps(100)  # a checkpoint was loaded
+    for _ in range(3):
+        train(schedule, steps=2)
+        optimizer.step()
+    train(schedule)
+    schedule.perseus.set_steps(50)  # an earlier one was loaded
+    train(schedule)
+    perseus_ds.detach(schedule)
+    assert [record["iteration"] for record in iterations(block)] == [101, 101, 102, 102, 103, 103, 104, 51]
+
+
 def attached(block, number):
     """Return a schedule that nothing else keeps, with Perseus."""
     stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
