@@ -1,8 +1,17 @@
-"""Finds plans at measured clocks by rounding the relaxed optimum and local search.
+"""Finds plans at measured clocks by rounding a relaxed optimum and by local search.
 
-A set of plans is represented by the times of all events, shape (events, plans): each instruction runs at the slowest
-clock that fits between its events. Event times with at least the minimum duration on every arc are a plan that meets
-its deadline. Local search moves one event after the other to the time at which the adjacent instructions cost least.
+Words:
+
+- a *decision* is an instruction with a clock to choose; its *options* are its clocks, sorted from the fastest one;
+- *event times* have shape (events, plans): the time of each event of the network in several plans, searched together;
+- the *window* of an arc is the time between its two events.
+
+Event times represent plans: each instruction runs at the slowest clock that fits into its window. If each window is at
+least the minimum duration of its arc, the plan meets its deadline, which is the time of the last event.
+
+:func:`round_late` makes such event times from those of a relaxed optimum, and :func:`splice` from two plans.
+:class:`Descent` improves them: it moves one event after the other to the time at which the adjacent instructions cost
+least.
 """
 
 from __future__ import annotations
@@ -18,6 +27,10 @@ _SNAP = 2e-5
 """An error of the relaxed times up to this fraction of a typical instruction does not cause a faster clock."""
 _REACH = 4
 """An instruction is tried at up to this many options faster and slower than its present one."""
+_BISECTIONS = 10
+"""Number of bisections of the time at which one plan continues as another one."""
+_EQUAL_J = 1e-9
+"""Costs with a smaller difference are treated as equal [J]."""
 
 
 def evenly(count: int, most: int) -> Indices:
@@ -26,9 +39,9 @@ def evenly(count: int, most: int) -> Indices:
 
 
 def options_at(network: Network, event_s: Floats) -> Indices:
-    """Return the option of every decision, shape (decisions, plans)."""
-    n = network.decisions
-    window_s = event_s[network.head[:n]] - event_s[network.tail[:n]]
+    """Return the slowest option of every decision that fits between its events, shape (decisions, plans)."""
+    decisions = slice(network.decisions)
+    window_s = event_s[network.head[decisions]] - event_s[network.tail[decisions]]
     return network.problem.table.longest_within(network.problem.group[:, None], window_s)
 
 
@@ -43,26 +56,33 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
     """Choose clocks, from last to first, so that instructions start at their target or later.
 
     The part of its window that an instruction cannot use is added to the window of the previous one, so that little is
-    lost along a path even if clocks are coarse. Targets, the event times of relaxed optima, and the resulting event
-    times have shape (events, plans).
+    lost along a path even if clocks are coarse.
+
+    Args:
+        network: The network.
+        table: The options to choose from.
+        target_s: Shape (events, plans): event times of relaxed optima [s].
+        deadline_s: Shape (plans,) [s].
+
+    Returns:
+        Event times, shape (events, plans) [s].
     """
-    n = network.decisions
     group = network.problem.group[:, None]
     earliest_s = network.earliest_s(network.least_s)
-    target_s = np.maximum(target_s - _SNAP * float(network.least_s[:n].mean()), earliest_s[:, None])
+    typical_s = float(network.least_s[: network.decisions].mean())
+    target_s = np.maximum(target_s - _SNAP * typical_s, earliest_s[:, None])
     result = np.zeros_like(target_s)
     result[-1] = deadline_s
     for level in network.backward:
         arcs = level.edges
-        least_s = network.least_s[arcs][:, None]
-        end_s = result[level.others]
-        begin_s = end_s - least_s
-        chosen = arcs < n
-        decisions = arcs[chosen]
+        end_s = result[level.others]  # shape (arcs of the level, plans)
+        begin_s = end_s - network.least_s[arcs][:, None]
+        is_decision = arcs < network.decisions
+        decisions = arcs[is_decision]
         if len(decisions):
-            window_s = end_s[chosen] - target_s[network.tail[decisions]]
+            window_s = end_s[is_decision] - target_s[network.tail[decisions]]
             options = table.longest_within(group[decisions], window_s)
-            begin_s[chosen] = end_s[chosen] - table.time_s[options]
+            begin_s[is_decision] = end_s[is_decision] - table.time_s[options]
         result[level.nodes] = np.minimum.reduceat(begin_s, level.first, axis=0)
     result[0] = 0.0
     return result
@@ -75,58 +95,87 @@ def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats,
     plans, executing a part of the iteration as in each of them is often better than one plan throughout. The time of
     the change is the latest (or earliest) one that meets the deadline.
 
-    Durations in both plans have shape (arcs, plans), and the resulting event times (events, plans).
+    Args:
+        network: The network.
+        slow_s: Shape (arcs, plans): durations in the slower plans [s].
+        fast_s: Shape (arcs, plans): durations in the faster plans [s].
+        deadline_s: Shape (plans,) [s].
+        slow_first: Whether the iteration begins as the slower plan.
+
+    Returns:
+        Event times, shape (events, plans) [s].
     """
     order = network.position if slow_first else 1.0 - network.position
-    low, high = np.full(len(deadline_s), -1e-9), np.full(len(deadline_s), 1.0)
-    for _ in range(10):
+
+    def durations_s(change: Floats) -> Floats:
+        """Return durations, with the slower plan up to a relative time, shape (arcs, plans) [s]."""
+        return np.where(order[:, None] <= change, slow_s, fast_s)
+
+    low = np.full(len(deadline_s), -1e-9)
+    high = np.full(len(deadline_s), 1.0)
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        duration_s = np.where(order[:, None] <= middle, slow_s, fast_s)
-        fits = network.earliest_s(duration_s)[-1] <= deadline_s
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    duration_s = np.where(order[:, None] <= low, slow_s, fast_s)
-    result = network.latest_s(duration_s, deadline_s)
+        fits = network.earliest_s(durations_s(middle))[-1] <= deadline_s
+        low = np.where(fits, middle, low)
+        high = np.where(fits, high, middle)
+    result = network.latest_s(durations_s(low), deadline_s)
     result[0] = 0.0
     return result
 
 
 @dataclass(frozen=True)
 class _Arcs:
-    """The arcs on one side of several events, padded to the same number of arcs.
+    """The arcs on one side of several events, in rows that are padded to the same number of columns.
 
     Attributes:
-        other: Shape (events, width): the event at the arc's other end.
-        least_s: Shape (events, width, 1): minimum duration, -inf for padding.
-        decision: Indices (event, column) of the arcs that have a clock to choose.
-        group: The groups of these arcs.
+        other: Shape (events, columns): the event at the arc's other end.
+        least_s: Shape (events, columns, 1): minimum duration, -inf for padding [s].
+        row, column: Shape (decisions,): where the arcs with a clock to choose are.
+        group: Shape (decisions,): the groups of these arcs.
     """
 
     other: Indices
     least_s: Floats
-    decision: tuple[Indices, Indices]
+    row: Indices
+    column: Indices
     group: Indices
+
+    @property
+    def most_decisions(self) -> int:
+        """Number of columns that contain decisions, which come first in each row."""
+        return int(self.column.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Events without arcs between them, which are moved together, with the arcs that end and begin at them."""
+
+    events: Indices
+    before: _Arcs
+    after: _Arcs
 
 
 class Descent:
-    """Improves sets of plans by moving events. Those of one level have no arcs between them and are moved together."""
+    """Improves event times by moving one level of events after the other."""
 
     def __init__(self, network: Network) -> None:
-        self.network, self.table = network, network.problem.table
+        self._network, self._table = network, network.problem.table
         ins: list[list[int]] = [[] for _ in range(network.events)]
         outs: list[list[int]] = [[] for _ in range(network.events)]
         for arc, (tail, head) in enumerate(zip(network.tail.tolist(), network.head.tolist(), strict=True)):
             ins[head].append(arc)
             outs[tail].append(arc)
-        self._levels = []
+        self._levels: list[_Level] = []
         for level in network.forward:
             events = level.nodes[level.nodes != network.events - 1]
             if len(events):
-                before = self._arcs([ins[e] for e in events], network.tail)
-                self._levels.append((events, before, self._arcs([outs[e] for e in events], network.head)))
+                before = self._arcs([ins[event] for event in events], network.tail)
+                after = self._arcs([outs[event] for event in events], network.head)
+                self._levels.append(_Level(events, before, after))
 
     def cost_j(self, event_s: Floats) -> Floats:
         """Return the effective energy of each plan, shape (plans,) [J]."""
-        cost_j: Floats = self.table.cost_j[options_at(self.network, event_s)].sum(axis=0)
+        cost_j: Floats = self._table.cost_j[options_at(self._network, event_s)].sum(axis=0)
         return cost_j
 
     def run(self, event_s: Floats, sweeps: int) -> Floats:
@@ -136,65 +185,81 @@ class Descent:
         """
         event_s = event_s.copy()
         for sweep in range(sweeps):
-            forward = sweep % 2 == 0
-            for events, before, after in self._levels if forward else reversed(self._levels):
-                event_s[events] = self._best(event_s, events, before, after, forward)
+            is_forward = sweep % 2 == 0
+            for level in self._levels if is_forward else reversed(self._levels):
+                event_s[level.events] = self._best_s(event_s, level, early=is_forward)
         return event_s
 
-    def _best(self, event_s: Floats, events: Indices, before: _Arcs, after: _Arcs, early: bool) -> Floats:
-        """Return the best times of some events, the earliest or the latest of equally good ones."""
-        begin_s, end_s, now_s = event_s[before.other], event_s[after.other], event_s[events][:, None]
-        low_s = (begin_s + before.least_s).max(axis=1)[:, None]
-        high_s = np.maximum((end_s - after.least_s).min(axis=1)[:, None], low_s)
-        tried_s = np.concatenate([now_s, low_s, high_s, *self._neighbours(begin_s, now_s, before)], axis=1)
+    def _best_s(self, event_s: Floats, level: _Level, *, early: bool) -> Floats:
+        """Return the best times of a level's events, the earliest or the latest of equally good ones.
+
+        Tried are the present times, the earliest and the latest possible ones, and those at which an instruction before
+        the event would end at another clock.
+        """
+        before, after = level.before, level.after
+        begin_s = event_s[before.other]  # shape (events, arcs before, plans)
+        end_s = event_s[after.other]  # shape (events, arcs after, plans)
+        now_s = event_s[level.events][:, None]  # shape (events, 1, plans), as the next two
+        low_s = (begin_s + before.least_s).max(axis=1, keepdims=True)
+        high_s = (end_s - after.least_s).min(axis=1, keepdims=True)
+        high_s = np.maximum(high_s, low_s)
+        others_s = self._ends_at_other_clocks(begin_s, now_s, before)
+        tried_s = np.concatenate([now_s, low_s, high_s, *others_s], axis=1)  # shape (events, tried, plans)
         np.clip(tried_s, low_s, high_s, out=tried_s)
         cost_j = self._cost_j(tried_s[:, None] - begin_s[:, :, None], before)
         cost_j += self._cost_j(end_s[:, :, None] - tried_s[:, None], after)
-        equal = cost_j <= cost_j.min(axis=1, keepdims=True) + 1e-9
-        best_s: Floats = np.where(equal, tried_s, np.inf).min(1) if early else np.where(equal, tried_s, -np.inf).max(1)
+        is_best = cost_j <= cost_j.min(axis=1, keepdims=True) + _EQUAL_J
+        best_s: Floats
+        if early:
+            best_s = np.where(is_best, tried_s, np.inf).min(axis=1)
+        else:
+            best_s = np.where(is_best, tried_s, -np.inf).max(axis=1)
         return best_s
 
-    def _neighbours(self, begin_s: Floats, now_s: Floats, before: _Arcs) -> list[Floats]:
-        """Return times at which an earlier instruction would end at a clock near its own."""
-        row, column = before.decision
-        if not len(row):
+    def _ends_at_other_clocks(self, begin_s: Floats, now_s: Floats, before: _Arcs) -> list[Floats]:
+        """Return the times at which instructions before the events would end at clocks near their own.
+
+        There is an array for each column with decisions, shape (events, clocks tried, plans) [s].
+        """
+        if not len(before.row):
             return []
-        begin_s = begin_s[row, column]
+        begin_s = begin_s[before.row, before.column]  # shape (decisions, plans)
         group = before.group[:, None]
-        present = self.table.longest_within(group, now_s[row, 0] - begin_s)[:, None]
-        steps = np.arange(-_REACH, _REACH + 1)[None, :, None]
-        options = np.clip(present + steps, self.table.begin[group][:, :, None], self.table.last[group][:, :, None])
+        present = self._table.longest_within(group, now_s[before.row, 0] - begin_s)
+        steps = np.arange(-_REACH, _REACH + 1)
+        options = present[:, None] + steps[None, :, None]  # shape (decisions, clocks tried, plans)
+        options = np.clip(options, self._table.begin[group][:, :, None], self._table.last[group][:, :, None])
         result = []
-        for number in range(int(column.max()) + 1):
+        for column in range(before.most_decisions):
             # Events without a decision in this column try their present time again.
-            tried_s = np.repeat(now_s, 2 * _REACH + 1, axis=1)
-            here = column == number
-            tried_s[row[here]] = begin_s[here][:, None] + self.table.time_s[options[here]]
+            tried_s = np.repeat(now_s, len(steps), axis=1)
+            here = before.column == column
+            tried_s[before.row[here]] = begin_s[here][:, None] + self._table.time_s[options[here]]
             result.append(tried_s)
         return result
 
     def _cost_j(self, window_s: Floats, arcs: _Arcs) -> Floats:
-        """Return the sum of the arcs' costs in windows of shape (events, width, tried, plans)."""
-        row, column = arcs.decision
-        result = np.zeros((len(window_s), *window_s.shape[2:]))
-        window_s = window_s[row, column]
-        options = self.table.longest_within(arcs.group[:, None, None], window_s)
-        # An event may have several such arcs, but at most one in each column.
-        cost_j = self.table.cost_j[options]
-        for number in range(int(column.max(initial=-1)) + 1):
-            here = column == number
-            result[row[here]] += cost_j[here]
+        """Return the costs of arcs in windows of shape (events, columns, tried, plans), summed over columns [J]."""
+        events, _, tried, plans = window_s.shape
+        result = np.zeros((events, tried, plans))
+        options = self._table.longest_within(arcs.group[:, None, None], window_s[arcs.row, arcs.column])
+        cost_j = self._table.cost_j[options]  # shape (decisions, tried, plans)
+        # An event may have several decisions, but at most one in each column.
+        for column in range(arcs.most_decisions):
+            here = arcs.column == column
+            result[arcs.row[here]] += cost_j[here]
         return result
 
-    def _arcs(self, lists: list[list[int]], ends: Indices) -> _Arcs:
-        width = max(len(arcs) for arcs in lists)
-        padded = np.full((len(lists), width), -1, dtype=np.intp)
-        for row, arcs in enumerate(lists):
-            # Decisions come first, so that few columns contain any.
-            padded[row, : len(arcs)] = sorted(arcs)
+    def _arcs(self, arcs_of: list[list[int]], ends: Indices) -> _Arcs:
+        """Return the given arcs of each event, whose other ends are in ``ends``."""
+        columns = max(len(arcs) for arcs in arcs_of)
+        padded = np.full((len(arcs_of), columns), -1, dtype=np.intp)
+        for number, arcs in enumerate(arcs_of):
+            # Decisions have the lowest numbers, so that few columns contain any.
+            padded[number, : len(arcs)] = sorted(arcs)
         exists = padded >= 0
         # Padding repeats the first arc's other end and is never binding.
         other = ends[np.where(exists, padded, padded[:, :1])]
-        least_s = np.where(exists, self.network.least_s[padded], -np.inf)[:, :, None]
-        rows, columns = np.nonzero(exists & (padded < self.network.decisions))
-        return _Arcs(other, least_s, (rows, columns), self.network.problem.group[padded[rows, columns]])
+        least_s = np.where(exists, self._network.least_s[padded], -np.inf)[:, :, None]
+        row, column = np.nonzero(exists & (padded < self._network.decisions))
+        return _Arcs(other, least_s, row, column, self._network.problem.group[padded[row, column]])

@@ -17,7 +17,8 @@ from perseus_ds.optimizer.bounds import Bounds, Tangent
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Clocks, Floats, Indices, OptionTable, Problem, Progress
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
-from perseus_ds.optimizer.runs import HeldPlan, RunSearch, choose_clocks, dwell_ladder, searched_of
+from perseus_ds.optimizer.run_choice import choose_clocks
+from perseus_ds.optimizer.runs import FreePlan, HeldPlan, RunSearch, dwell_ladder, searched_of
 from perseus_ds.optimizer.search import (
     Descent,
     durations_at,
@@ -113,7 +114,7 @@ def _held(
     held: list[Clocks] = []
     for number, dwell_s in enumerate(ladder):
         search = RunSearch(network, dwell_s)
-        own = [(search.sequences(clocks), prices_w) for clocks, prices_w in begun]
+        own = [FreePlan(search.sequences(clocks), price_w) for clocks, price_w in begun]
 
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))

@@ -15,7 +15,8 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.alternatives import simple_plans
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import problem_for
-from perseus_ds.optimizer.runs import RunSearch, best_runs
+from perseus_ds.optimizer.run_choice import best_runs
+from perseus_ds.optimizer.runs import RunSearch
 from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.instruction import Kind
 
