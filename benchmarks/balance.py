@@ -19,11 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from perseus_ds.artifacts.layout import megatron_layout
 from perseus_ds.cli.inputs import measured_job
 from perseus_ds.errors import ConfigError
+from perseus_ds.layouts.balance import Balance, MeasuredJob
+from perseus_ds.layouts.notations import megatron_layout
 from perseus_ds.measures import Typical
-from perseus_ds.optimizer.balance import Balance, MeasuredJob
 from perseus_ds.report.sources import read_history
 
 _FLOPS_PER_S = 2.5e9

@@ -27,8 +27,8 @@ from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.huggingface.partition import simulated_costs
+from perseus_ds.layouts.partition import Partition, best_partition, shares_of
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.partition import Partition, best_partition, shares_of
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 
 

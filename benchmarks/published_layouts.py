@@ -21,21 +21,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from perseus_ds.artifacts.layout import (
-    DENSE,
-    EMBEDDING,
-    HEAD,
-    MOE,
-    MTP,
-    Layout,
-    Part,
-    cut_of_megatron,
-    default_cut_of_megatron,
-    megatron_layout,
-)
+from perseus_ds.artifacts.layout import DENSE, EMBEDDING, HEAD, MOE, MTP, Layout, Part
 from perseus_ds.cli.schedules import choose_schedules
-from perseus_ds.optimizer.balance import may_hold
-from perseus_ds.optimizer.partition import EvaluatedCut, LayerCosts, best_partition
+from perseus_ds.layouts.balance import may_hold
+from perseus_ds.layouts.notations import cut_of_megatron, default_cut_of_megatron, megatron_layout
+from perseus_ds.layouts.partition import EvaluatedCut, LayerCosts, best_partition
 from perseus_ds.pipeline.instruction import Kind
 
 _FLOPS_PER_S = 1e15

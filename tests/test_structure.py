@@ -14,6 +14,7 @@ FOLDERS = [
     "__init__",
     "engines",
     "huggingface",
+    "layouts",
     "client",
     "report",
     "server",
@@ -33,6 +34,13 @@ FOLDERS = [
     "timebase",
     "errors",
 ]
+# What uses Perseus and can be ignored, changed or removed without reading it. Everything else is the core.
+REST = {"__main__", "cli", "launch", "__init__", "huggingface", "layouts", "report", "simulation"}
+# Adapters of engines that know Hugging Face's models.
+OF_MODELS = {
+    f"perseus_ds/engines/{name}"
+    for name in ("torch_pipelining/engine", "torch_pipelining/huggingface", "deepspeed/huggingface")
+}
 MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
 
 
@@ -69,6 +77,14 @@ def test_imports_point_down():
         ours = FOLDERS.index(folder_of(module))
         up = [other for other in imported if FOLDERS.index(folder_of(other)) < ours]
         assert not up, f"{module} imports {up} from above"
+
+
+def test_the_core_imports_nothing_of_the_rest():
+    for module, imported in IMPORTS.items():
+        if folder_of(module) not in REST:
+            of_rest = {folder_of(other) for other in imported} & REST
+            allowed = {"huggingface"} if module in OF_MODELS else set()
+            assert of_rest <= allowed, f"{module} is part of the core and imports {of_rest}"
 
 
 def test_no_modules_import_each_other_in_a_circle():

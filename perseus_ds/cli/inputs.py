@@ -29,7 +29,7 @@ from perseus_ds.report.sources import Sources, connect, find_sources, read_histo
 from perseus_ds.units import printable
 
 if TYPE_CHECKING:
-    from perseus_ds.optimizer.balance import MeasuredJob
+    from perseus_ds.layouts.balance import MeasuredJob
 
 
 def schedule_for(
@@ -166,7 +166,7 @@ def measured_job(
     path: Path, *, schedule: str | None, micro_batches: int | None, blocking_power_w: float | None
 ) -> MeasuredJob:
     """Read a job that has trained, from its profile or otherwise from observations."""
-    from perseus_ds.optimizer.balance import MeasuredJob
+    from perseus_ds.layouts.balance import MeasuredJob
     from perseus_ds.profiler.observed import observed_profile
 
     if not path.exists():

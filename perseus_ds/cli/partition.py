@@ -23,9 +23,9 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.units import columns, joules, number, percent, plain
 
 if TYPE_CHECKING:
-    from perseus_ds.optimizer.balance import Balance, MeasuredJob, OtherSize
-    from perseus_ds.optimizer.partition import Cut
-    from perseus_ds.optimizer.partition import Partition as Cuts
+    from perseus_ds.layouts.balance import Balance, MeasuredJob, OtherSize
+    from perseus_ds.layouts.partition import Cut
+    from perseus_ds.layouts.partition import Partition as Cuts
     from perseus_ds.pipeline.schedule import Schedule
 
 
@@ -110,7 +110,7 @@ class Partition:
 
     def _of_job(self) -> str:
         from perseus_ds.cli.inputs import measured_job
-        from perseus_ds.optimizer.balance import Balance
+        from perseus_ds.layouts.balance import Balance
 
         job, *others = (
             measured_job(
@@ -146,8 +146,8 @@ def _schedule_of(ranks: int, stages_per_rank: int, micro_batches: int) -> Schedu
 
 def _given(text: str, job: MeasuredJob) -> Cut:
     """Return the cut of the layout that the user gave."""
-    from perseus_ds.artifacts.layout import check_cut_of_megatron, cut_of_megatron, default_cut_of_megatron
-    from perseus_ds.optimizer.partition import uniform_cut
+    from perseus_ds.layouts.notations import check_cut_of_megatron, cut_of_megatron, default_cut_of_megatron
+    from perseus_ds.layouts.partition import uniform_cut
 
     parts = len(job.layout.parts)
     if text == "even":
@@ -202,6 +202,8 @@ def _with_error(value: float, error: float) -> str:
 
 def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     """Yield a comparison of today's layout and the proposed one."""
+    from perseus_ds.layouts.notations import spelled, summary
+
     job = balance.job
     has_energy, planned = job.has_energy, found.is_planned
     cuts = {**found.known, "proposed": found.most_frugal}
@@ -220,7 +222,7 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     yield from columns(rows)
     yield ""
     for name, each in cuts.items():
-        yield f"{name:10} {job.layout.cut_into(each.cut).summary()}"
+        yield f"{name:10} {summary(job.layout.cut_into(each.cut))}"
     today, proposed = found.known["today"], found.most_frugal
     time_error, energy_error = balance.errors((1.0, proposed), (-1.0, today))
     gain = f"{percent(proposed.time_s / today.time_s - 1)} ± {percent(time_error / today.time_s, 2).lstrip('+')} time"
@@ -246,11 +248,13 @@ def _of_layouts(balance: Balance, found: Cuts) -> Iterator[str]:
     if proposed.cut == today.cut:
         yield "Keep today's layout."
     else:
-        yield from ("Train with:", job.layout.cut_into(proposed.cut).spelled())
+        yield from ("Train with:", spelled(job.layout.cut_into(proposed.cut)))
 
 
 def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
     """Yield a table of the best layouts for other sizes of the pipeline."""
+    from perseus_ds.layouts.notations import spelled, summary
+
     yield "All GPUs, with the same batch; the best layout of each size, at default clocks and under the best plan:"
     energies = ["energy [J]", "best plan [J]"] if job.has_energy else []
     rows = [["ranks", "stages a rank", "pipelines", "micro-batches", "iteration [s]", *energies, "bubble"]]
@@ -263,7 +267,7 @@ def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
             ]
             row.append(f"{found.bubble:.1%}")
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    layouts = ["layout", *(size.problem if size.layout is None else size.layout.summary() for size in sizes)]
+    layouts = ["layout", *(size.problem if size.layout is None else summary(size.layout) for size in sizes)]
     yield from (f"{line}  {layout}" for line, layout in zip(columns(rows), layouts, strict=True))
     yield "Transfers take the mean of the measured ones; reduction and optimizer step scale with a rank's share."
     yield from _simulated(job)
@@ -271,7 +275,7 @@ def _of_sizes(job: MeasuredJob, sizes: Sequence[OtherSize]) -> Iterator[str]:
     if possible:
         _, best, layout = min(possible, key=lambda found: found[0])
         stages = "one stage" if best.stages_per_rank == 1 else f"{best.stages_per_rank} stages"
-        yield f"Fastest: {best.ranks} ranks with {stages} each:\n{layout.spelled()}"
+        yield f"Fastest: {best.ranks} ranks with {stages} each:\n{spelled(layout)}"
 
 
 def _simulated(job: MeasuredJob) -> Iterator[str]:

@@ -15,7 +15,7 @@ from perseus_ds.planning import PlanningSettings
 from perseus_ds.units import number, percent
 
 if TYPE_CHECKING:
-    from perseus_ds.artifacts.frontier import ComparedSchedule, ScheduleTable
+    from perseus_ds.artifacts.schedule_table import ComparedSchedule, ScheduleTable
     from perseus_ds.pipeline.schedule import Schedule
 
 
@@ -68,10 +68,10 @@ class Schedules:
     """folder for schedules.json and schedules.png; by default the folder of the profile"""
 
     def execute(self) -> int:
-        from perseus_ds.artifacts.frontier import ScheduleTable
         from perseus_ds.artifacts.profile import StageProfile
+        from perseus_ds.artifacts.schedule_table import ScheduleTable
         from perseus_ds.cli.inputs import check_folder, folder_of, micro_batches_of, path_in_errors, progress_bar
-        from perseus_ds.optimizer.schedule_comparison import compare_schedules
+        from perseus_ds.layouts.schedule_comparison import compare_schedules
         from perseus_ds.report.pictures import schedules_picture
 
         if not 0 < self.weight_share < 1:

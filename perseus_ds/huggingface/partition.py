@@ -39,7 +39,7 @@ from perseus_ds.huggingface.stages import (
     read_config,
     skeleton,
 )
-from perseus_ds.optimizer.partition import LayerCosts, Partition, best_partition, uniform_cut
+from perseus_ds.layouts.partition import LayerCosts, Partition, best_partition, uniform_cut
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import denoise

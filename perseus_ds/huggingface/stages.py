@@ -52,7 +52,7 @@ from typing_extensions import Unpack
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.huggingface.hub import HubOptions, read_from_hub
-from perseus_ds.optimizer.partition import uniform_cut
+from perseus_ds.layouts.partition import uniform_cut
 
 T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")

@@ -10,8 +10,9 @@ import pytest
 from live_records import auto_job, write
 from pipelines import GPipe, one_f_one_b, synthetic_profile
 
-from perseus_ds.artifacts.frontier import Frontier, ScheduleTable, export_zeus
+from perseus_ds.artifacts.frontier import Frontier, export_zeus
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.schedule_table import ScheduleTable
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.commands import read_schedule
 
@@ -181,7 +182,7 @@ def test_an_output_that_cannot_be_written_is_named(run, disk_with, monkeypatch, 
     assert not list(Path("out").iterdir())
     # What can be known before is an error before plans are computed.
     monkeypatch.setattr("perseus_ds.optimizer.optimize", None)
-    monkeypatch.setattr("perseus_ds.optimizer.schedule_comparison.compare_schedules", None)
+    monkeypatch.setattr("perseus_ds.layouts.schedule_comparison.compare_schedules", None)
     code, _, err = run(*WRITERS[command], "--out", "p/profile.csv/below")
     assert (code, "p/profile.csv/below: cannot be a folder (p/profile.csv is a file)" in err) == (2, True), err
     monkeypatch.setattr("perseus_ds.cli.inputs.os.access", lambda path, how: str(path) != "p")

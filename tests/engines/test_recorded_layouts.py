@@ -15,6 +15,7 @@ from perseus_ds.engines.deepspeed.engine import _parts_of
 from perseus_ds.engines.megatron.engine import parts_of_chunk
 from perseus_ds.engines.torch_pipelining.engine import parts_of_module
 from perseus_ds.huggingface.stages import build_stage
+from perseus_ds.layouts.notations import spelled
 
 WIDTH = 4
 
@@ -95,7 +96,7 @@ def test_layers_of_a_pipeline_module_are_its_parts(tmp_path):
 def test_the_class_that_is_printed_for_deepspeed_cuts_as_it_says(tmp_path):
     layout = Layout(engine="deepspeed", stages=[[Part(kind="Layer", names=[str(n)]) for n in range(3)]])
     names = {"PipelineModule": PipelineModule}
-    exec(layout.spelled(), names)
+    exec(spelled(layout), names)
     with one_rank_engine.one_rank(tmp_path):
         module = names["Balanced"]([LayerSpec(one_rank_engine.Layer) for _ in range(3)], num_stages=1)
     assert module.parts == [0, 3]

@@ -48,7 +48,7 @@ from perseus_ds.huggingface.stages import (
     stages_of,
     trained_tokens,
 )
-from perseus_ds.optimizer.partition import uniform_cut
+from perseus_ds.layouts.partition import uniform_cut
 
 # Their layers need more from each other than the hidden states named by their plans.
 CANNOT_BE_CUT = {

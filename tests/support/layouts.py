@@ -9,7 +9,7 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
-from perseus_ds.optimizer.balance import MeasuredJob
+from perseus_ds.layouts.balance import MeasuredJob
 from perseus_ds.pipeline.instruction import Kind
 
 COSTS_S = {"embedding": (0.001, 0.002), "dense": (0.01, 0.02), "moe": (0.015, 0.03), "mtp": (0.02, 0.04)}

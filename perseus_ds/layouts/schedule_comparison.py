@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import fmean
 
-from perseus_ds.artifacts.frontier import ComparedSchedule
 from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.schedule_table import ComparedSchedule
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import Progress

@@ -9,7 +9,7 @@ from pipelines import interleaved, one_f_one_b
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
-from perseus_ds.optimizer.balance import Balance, MeasuredJob, kind_costs
+from perseus_ds.layouts.balance import Balance, MeasuredJob, kind_costs
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.instruction import Kind
 

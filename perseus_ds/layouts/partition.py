@@ -37,12 +37,12 @@ from scipy.optimize import linprog
 
 from perseus_ds.artifacts.profile import ClockOptions, Measurement, ProfileInfo, StageProfile
 from perseus_ds.errors import ConfigError
+from perseus_ds.layouts.schedule_comparison import held_by_stage
 from perseus_ds.optimizer import solve
 from perseus_ds.optimizer.bounds import ending_w
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Corners, Floats, Problem
 from perseus_ds.optimizer.relaxation import Relaxation
-from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule

@@ -25,9 +25,10 @@ from scipy.sparse.csgraph import connected_components
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Layout
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.optimizer.partition import Cut, EvaluatedCut, LayerCosts, Partition, best_partition
+from perseus_ds.layouts.notations import spelled
+from perseus_ds.layouts.partition import Cut, EvaluatedCut, LayerCosts, Partition, best_partition
+from perseus_ds.layouts.schedule_comparison import held_by_stage
 from perseus_ds.optimizer.problem import Floats, check_powers
-from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -370,7 +371,7 @@ def _separation_error(layout: Layout, held: Floats, kinds: Sequence[str], togeth
         if not _inseparable(np.concatenate([held, _held(other, kinds)]), kinds):
             return (
                 f"{problem}Train a few iterations of the same model with another layout in the same mode, such as\n"
-                f"{other.spelled()}\nand give both output folders: perseus-ds partition RUN --also OTHER_RUN"
+                f"{spelled(other)}\nand give both output folders: perseus-ds partition RUN --also OTHER_RUN"
             )
     return f"{problem}They are on the same stages in the same numbers: train with more stages, and give that run."
 

@@ -11,8 +11,8 @@ from pipelines import dual_pipe_v, interleaved, one_f_one_b
 
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.device_models import DEVICES
+from perseus_ds.layouts.partition import LayerCosts, best_partition, shares_of
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.partition import LayerCosts, best_partition, shares_of
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -140,7 +140,7 @@ def test_with_several_stages_on_each_rank_too_no_cut_is_faster(model, schedule):
 def test_the_bound_of_divided_layers_holds_for_every_cut(model, stages, micro_batches):
     schedule = one_f_one_b(stages, micro_batches)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("perseus_ds.optimizer.partition._MOST_PLACES", 0)
+        patch.setattr("perseus_ds.layouts.partition._MOST_PLACES", 0)
         found = best_partition(one_clock(model), schedule)
     best_s = min(time_s(model, schedule, cut) for cut in all_cuts(model.layers, stages))
     assert found.time_bound_s <= best_s * (1 + 1e-9)

@@ -7,7 +7,7 @@ from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
 
 from perseus_ds.artifacts.profile import TransferDuration
 from perseus_ds.errors import ProfileError
-from perseus_ds.optimizer.schedule_comparison import held_by_rank, held_by_stage, recut
+from perseus_ds.layouts.schedule_comparison import held_by_rank, held_by_stage, recut
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 
