@@ -196,6 +196,7 @@ class FleetGpu(FaultyGpu):  # type: ignore[misc]
         self.change_delay_s = self.machine.change_delay_s
         self._rank = -1
         self._delays = 0
+        self._counted_j = self._module_j = 0.0
         self._own_random = random.Random(f"driver {settings['seed']}")
         self.lowest_mhz = self._locked_mhz = self.model.top_clock_mhz
 
@@ -210,8 +211,12 @@ class FleetGpu(FaultyGpu):  # type: ignore[misc]
         self._is_changed(self.model.top_clock_mhz)
 
     def energy_j(self) -> float:
-        module_j = MODULE_W * self.timebase.now_s() if self._rank == self.machine.module_counter else 0.0
-        return float(super().energy_j()) + module_j
+        own_j = float(super().energy_j())
+        if self._rank != self.machine.module_counter:
+            return own_j
+        if own_j != self._counted_j:  # one refresh includes the whole module
+            self._counted_j, self._module_j = own_j, MODULE_W * self.timebase.now_s()
+        return own_j + self._module_j
 
     def begin_work(self, workload: Workload = COMPUTE_BOUND) -> None:
         delays, self._delays = self._delays, 0

@@ -16,7 +16,7 @@ from perseus_ds.agent.controller import ClockController, ClockStatus
 from perseus_ds.agent.follower import Follower, IterationRecord
 from perseus_ds.errors import GpuBusyError
 from perseus_ds.gpu.base import Gpu, GpuState
-from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step, counter_period_s
+from perseus_ds.gpu.energy_counter import CounterLog, counter_period_s
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
 from perseus_ds.protocol.messages import Answer, Ask, Refreshes, ToClient, ToClocks
@@ -214,13 +214,8 @@ class RankClocks:
     def _ask_driver(self, asked: Ask) -> None:
         def answer() -> None:
             try:
-                if asked.question == "period":
-                    period_s = counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time)
-                    values: tuple[float, ...] = (period_s or 0.0,)
-                else:
-                    found = answer_to_a_step(self._gpu, asked.value, self._time)
-                    values = found.period_s or 0.0, found.settle_s
-                self._to_client(Answer(asked.number, values))
+                period_s = counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time)
+                self._to_client(Answer(asked.number, (period_s or 0.0,)))
             except Exception as error:  # the client waits for an answer
                 refuse(error)
 

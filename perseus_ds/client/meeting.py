@@ -14,8 +14,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step, mean_power_w
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import job_messages as msg
@@ -49,10 +50,12 @@ _NAMED_AFTER_S, _MOST_NAMED = 10.0, 4
 """Time after which missing ranks are named [s], and the maximum number of names."""
 _BEGIN = "begin to train"
 # Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
-_LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 5, 0.2, 3.0
+_LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 4, 0.1, 3.0
 _SHORT_WINDOW_S, _WINDOW_S = 0.35, 1.0
-# Measurement of blocking power: number of refreshes of the counter, longest time [s], and least number of refreshes.
-_WAITED_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
+# Longest time until the power after a load is steady, and interval at which it is checked [s].
+_LONGEST_STEP_S, _LOOK_S = 4.0, 0.05
+# Number of refreshes in which the first rank waits for the others.
+_WAITED_REFRESHES = 6
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -361,56 +364,63 @@ def measure_gpu(
 ) -> Measured:
     """Measure the energy counter and the blocking power of this rank's GPU. All ranks must call it.
 
-    The ranks wait in a collective, first for the first ranks of their pipelines, which enter it late, and then for all
-    others. Each wait is measured for some refreshes of the energy counter, after a time in which the counter still
-    includes earlier power. ``load`` keeps the GPU busy for some time [s].
+    After a load, all ranks wait in a collective for the first ranks of their pipelines, which enter it once the energy
+    counter of their own GPU is steady. Then the first ranks wait for all others. The rank of a pipeline of one never
+    waits, and its idle GPU is closest to that. ``load`` keeps the GPU busy for some time [s].
     """
-    period_s, settle_s, problem = _WINDOW_S, 0.0, ""
-    try:
-        with clocks.counter_log() as log:
-            begin_s = timebase.now_s()
-            while len(log.readings(begin_s, timebase.now_s())) < _LOADED_REFRESHES:
-                if timebase.now_s() > begin_s + _LONGEST_LOAD_S:
-                    break
-                load(_LOAD_S)
-            before_w = log.power_w(begin_s, timebase.now_s())
-        found_s, settle_s = clocks.values("step", before_w)
-        period_s = found_s or _WINDOW_S
-    except GpuError as error:  # the other ranks wait for this one
-        problem = str(error)
-    # All ranks wait equally long.
-    period_s, settle_s = _largest_of_all([period_s, settle_s], device)
-    window_s = max(min(_WAITED_REFRESHES * period_s, _BLOCKING_WINDOW_S), _FEWEST_REFRESHES * period_s)
-    settles_s = settle_s + period_s
-    late_s = settles_s + window_s
-    power_w = math.nan
-    if pipeline_ranks == 1:  # it never waits, and an idle GPU is closest to that
-        power_w = _power_w(clocks, lambda: timebase.sleep(late_s), settles_s, timebase, problem)
-    else:
-        for is_first_late in (True, False):
-            if is_first_late == (pipeline_rank == 0):
-                timebase.sleep(late_s)
-                _wait_for_all(device)
-            else:
-                power_w = _power_w(clocks, lambda: _wait_for_all(device), settles_s, timebase, problem)
+    is_first = pipeline_rank == 0
+    with _read_counter(clocks, timebase) as refreshes_since:
+        begin_s = timebase.now_s()
+        while len(refreshes_since(begin_s)) < _LOADED_REFRESHES and timebase.now_s() < begin_s + _LONGEST_LOAD_S:
+            load(_LOAD_S)
+        ended_s = timebase.now_s()
+        loaded_w = mean_power_w(refreshes_since(begin_s))
+
+        def answered() -> CounterAnswer | None:
+            return answer_to_a_step(refreshes_since(ended_s), loaded_w, ended_s)
+
+        answer = None
+        while is_first and timebase.now_s() < ended_s + _LONGEST_STEP_S:
+            if (answer := answered()) is not None and answer.is_steady:
+                break
+            timebase.sleep(_LOOK_S)
+        _wait_for_all(device)
+        answer = answer or answered()
+        period_s, settle_s = (_WINDOW_S, 0.0) if answer is None else (answer.period_s, answer.settle_s)
+        power_w = math.nan if answer is None else answer.power_w
+        if pipeline_ranks == 1:
+            return Measured(period_s, settle_s, power_w)
+        # All ranks wait equally long.
+        period_s, settle_s = _largest_of_all([period_s, settle_s], device)
+        settled_s = timebase.now_s() + settle_s + period_s
+        if not is_first:
+            timebase.sleep(settle_s + (1 + _WAITED_REFRESHES) * period_s)
+        _wait_for_all(device)
+        if is_first:
+            power_w = mean_power_w(refreshes_since(settled_s))
     return Measured(period_s, settle_s, power_w)
 
 
-def _power_w(clocks: AgentClocks, wait: Callable[[], None], settle_s: float, timebase: Timebase, problem: str) -> float:
-    """Return the average power while this rank waits, without the first ``settle_s`` [W]. NaN if unknown."""
-    has_waited = False
+@contextmanager
+def _read_counter(
+    clocks: AgentClocks, timebase: Timebase
+) -> Iterator[Callable[[float], Sequence[tuple[float, float]]]]:
+    """Yield a function that returns the refreshes of the energy counter since a time. There are none on an error."""
+    opened, log = ExitStack(), None
+    with suppress(GpuError):
+        log = opened.enter_context(clocks.counter_log())
+
+    def since(begin_s: float) -> Sequence[tuple[float, float]]:
+        try:
+            return () if log is None else log.readings(begin_s, timebase.now_s())
+        except GpuError:
+            return ()
+
     try:
-        if problem:
-            raise GpuError(problem)
-        with clocks.counter_log() as refreshes:
-            begin_s = timebase.now_s() + settle_s
-            wait()
-            has_waited = True
-            return refreshes.power_w(begin_s, timebase.now_s())
-    except GpuError:
-        if not has_waited:
-            wait()
-        return math.nan
+        yield since
+    finally:
+        with suppress(GpuError):
+            opened.close()
 
 
 def _largest_of_all(values: list[float], device: torch.device) -> tuple[float, ...]:

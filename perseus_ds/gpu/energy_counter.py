@@ -6,6 +6,7 @@ a :class:`PowerIntegrator`.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,9 @@ from perseus_ds.gpu.base import Gpu, GpuState
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _POLL_S = 5e-4
-# A call that takes longer would be reported as a driver that hangs.
-_LONGEST_ANSWER_S = 2.5
-_STEADY_REFRESHES = 8
+_FEWEST_REFRESHES = 3
+# Number of refreshes after which a power counts as steady, and number of those that determine it.
+_STEADY_REFRESHES, _POWER_REFRESHES = 6, 6
 # Powers count as equal if they differ by less than this share of the step, or of the power.
 _STEP_TOLERANCE, _POWER_TOLERANCE = 0.05, 0.05
 _STOP_TIMEOUT_S = 3.0
@@ -82,8 +83,7 @@ class Refreshes:
                 f"{end_s - start_s:.2f} s, 3 are needed. Either its refresh period is too long, or the driver is too "
                 "slow to answer. Measure for longer."
             )
-        (first_s, first_j), (last_s, last_j) = inside[0], inside[-1]
-        return (last_j - first_j) / (last_s - first_s)
+        return mean_power_w(inside)
 
 
 class CounterLog(Refreshes):
@@ -155,13 +155,20 @@ class CounterLog(Refreshes):
 
 
 class CounterAnswer(NamedTuple):
-    """Refresh period of a counter [s], and the time for which it includes power drawn before the end of a load [s].
+    """Response of a counter to the end of a load.
 
-    The period is None if fewer than two refreshes were seen. The time is about a second if it integrates averages.
+    Attributes:
+        period_s: Its refresh period [s].
+        settle_s: Time for which it includes power drawn before the end of the load [s]. About a second if it
+            integrates averages.
+        power_w: Power after that [W].
+        is_steady: Whether the power has been steady for some refreshes. If not, it may change further.
     """
 
-    period_s: float | None
+    period_s: float
     settle_s: float
+    power_w: float
+    is_steady: bool
 
 
 class PowerIntegrator:
@@ -223,19 +230,33 @@ def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REA
     return _period_s(list(_refreshes(gpu, duration_s, timebase)))
 
 
-def answer_to_a_step(gpu: Gpu, before_w: float, timebase: Timebase = REAL_TIME) -> CounterAnswer:
-    """Read the counter of a GPU after its load has ended, until the power derived from it is steady."""
-    begin_s = timebase.now_s()
-    seen: list[tuple[float, float]] = []
-    for refresh in _refreshes(gpu, _LONGEST_ANSWER_S, timebase):
-        seen.append(refresh)
-        if len(seen) > _STEADY_REFRESHES and _steady_from(seen, before_w) <= len(seen) - 1 - _STEADY_REFRESHES:
-            break
-    period_s = _period_s(seen)
-    if period_s is None:
-        return CounterAnswer(None, 0.0)
-    # Even without a delay the first refresh can take a whole period.
-    return CounterAnswer(period_s, max(0.0, seen[_steady_from(seen, before_w)][0] - begin_s - period_s))
+def answer_to_a_step(seen: Sequence[tuple[float, float]], before_w: float, ended_s: float) -> CounterAnswer | None:
+    """Return the response of a counter to the end of a load. None after fewer than three refreshes.
+
+    Args:
+        seen: Time [s] and energy [J] of the refreshes since then.
+        before_w: Power under the load [W].
+        ended_s: When the load ended [s].
+    """
+    if len(seen) < _FEWEST_REFRESHES:
+        return None
+    steady, period_s = _steady_from(seen, before_w), statistics.median(_periods_s(seen))
+    first = min(max(steady, len(seen) - _POWER_REFRESHES), len(seen) - 2)
+    return CounterAnswer(
+        period_s=period_s,
+        # Even without a delay the first refresh can take a whole period.
+        settle_s=max(0.0, seen[steady][0] - ended_s - period_s),
+        power_w=mean_power_w(seen[first:]),
+        is_steady=steady <= len(seen) - 1 - _STEADY_REFRESHES,
+    )
+
+
+def mean_power_w(refreshes: Sequence[tuple[float, float]]) -> float:
+    """Return the mean power between the first and the last of some refreshes [W]. NaN if there are fewer than two."""
+    if len(refreshes) < 2:
+        return math.nan
+    (begin_s, begin_j), (end_s, end_j) = refreshes[0], refreshes[-1]
+    return (end_j - begin_j) / (end_s - begin_s)
 
 
 def _steady_from(seen: Sequence[tuple[float, float]], before_w: float) -> int:
@@ -259,5 +280,9 @@ def _refreshes(gpu: Gpu, duration_s: float, timebase: Timebase) -> Iterator[tupl
 
 
 def _period_s(refreshes: Sequence[tuple[float, float]]) -> float | None:
-    periods_s = [after[0] - before[0] for before, after in pairwise(refreshes)]
+    periods_s = _periods_s(refreshes)
     return statistics.median(periods_s) if periods_s else None
+
+
+def _periods_s(refreshes: Sequence[tuple[float, float]]) -> list[float]:
+    return [after[0] - before[0] for before, after in pairwise(refreshes)]

@@ -19,7 +19,7 @@ from perseus_ds.profiler.online import MeasuredRow, combine_rows
 # Distance between the clocks of the descent, relative to the clock.
 _STEP = 0.1
 # The descent continues while a step saves this fraction of effective energy (instructions with slack use low clocks).
-_SAVING_PER_STEP = 0.01
+_SAVING_PER_STEP = 0.015
 # It does not stop before instructions are slower than the fastest by this factor.
 _SLOWED = 1.1
 _RISES_TO_STOP = 5

@@ -127,15 +127,14 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     leases: tuple[tuple[str, int], ...]
 
 
-Question: TypeAlias = Literal["period", "step", "start", "refreshes", "stop"]
+Question: TypeAlias = Literal["period", "start", "refreshes", "stop"]
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A question to the driver of the GPU.
 
-    ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``step`` measures its
-    response to a step of power, from ``value`` watts. ``start`` begins a log of its refreshes, ``refreshes`` requests
-    new ones, and ``stop`` ends the log.
+    ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``start`` begins a log
+    of its refreshes, ``refreshes`` requests new ones, and ``stop`` ends the log.
     """
 
     number: int  # identifies the answer

@@ -281,6 +281,12 @@ class Job:
                 return power_w
         raise GpuError("the power of waiting GPUs could not be measured")
 
+    def blocking_power_of_w(self, rank: int) -> float:
+        """Return the blocking power of a rank, or the mean of all ranks if its own was not measured [W]."""
+        measured = self.states[rank].measured
+        own_w = math.nan if measured is None else measured.blocking_power_w
+        return own_w if math.isfinite(own_w) else self.blocking_power_w()
+
     def _blocking_powers_w(self) -> list[float]:
         return [state.measured.blocking_power_w for state in self.states if state.measured is not None]
 

@@ -284,6 +284,8 @@ class _Measurement:
         power_w = baseline.info.blocking_power_w or 0.0
         self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
         self._counters = {rank: Refreshes(job.facts[rank].gpu) for rank in self._ranks}
+        # Powers that a counter always includes, such as that of a module, differ between ranks.
+        self._more_w = {rank: job.blocking_power_of_w(rank) - power_w for rank in self._ranks}
         self._refreshes: Counter[tuple[int, int]] = Counter()
         # Consecutive iterations at the latest clock. By clock, the number of iterations requested and received since
         # its last evaluation.
@@ -385,7 +387,8 @@ class _Measurement:
         start_s, end_s = begin_s + _SETTLE_S, last.messages[rank].begun_s + last.messages[rank].report.time_s
         reached_s = counter.reached_s(clock_mhz, start_s, end_s)
         reached_s = start_s if reached_s is None else reached_s
-        readings = counter.readings(reached_s + self._settle_s, end_s)
+        more_w = self._more_w[rank]
+        readings = [(at_s, j - more_w * at_s) for at_s, j in counter.readings(reached_s + self._settle_s, end_s)]
         spans = []
         for seen, tail_s in zip(visit, tails_s, strict=True):
             begun_s = seen.messages[rank].begun_s

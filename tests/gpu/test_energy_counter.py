@@ -105,11 +105,22 @@ def test_the_time_for_which_a_counter_includes_earlier_power_is_measured(now, pe
     gpu = AveragingGpu.named("a100-sxm", timebase=now, counter_period_s=period_s)
     gpu.average_s = average_s
     gpu.run_for(3.0)
-    answer = answer_to_a_step(gpu, gpu.true_energy_j / 3.0, now)
+    ended_s = now.now_s()
+    with CounterLog(gpu, now) as log:
+        now.sleep(3.0)
+    answer = answer_to_a_step(log.changes, gpu.true_energy_j / 3.0, ended_s)
     assert answer.period_s == pytest.approx(period_s, abs=0.002)
     assert 0.85 * average_s - period_s <= answer.settle_s <= average_s + 0.001
+    assert answer.power_w == pytest.approx(gpu.model.blocking_power_w, rel=0.01)
+    assert answer.is_steady
 
 
-def test_a_counter_with_hardly_any_refresh_has_no_period(now):
-    gpu = AveragingGpu.named("a100-sxm", timebase=now, counter_period_s=5.0)
-    assert answer_to_a_step(gpu, 300.0, now).period_s is None
+def test_a_counter_is_not_steady_after_a_few_refreshes_and_unknown_after_two():
+    # The load of 300 W has ended at 0 s, and the counter integrates averages over 0.5 s.
+    seen = [(0.1, 27.0), (0.2, 49.0), (0.3, 66.0), (0.4, 78.0), (0.5, 86.0)]
+    assert answer_to_a_step(seen[:2], 300.0, 0.0) is None
+    assert not answer_to_a_step(seen, 300.0, 0.0).is_steady
+    seen += [(0.6 + 0.1 * n, 94.0 + 8 * n) for n in range(8)]
+    answer = answer_to_a_step(seen, 300.0, 0.0)
+    assert answer.is_steady
+    assert (answer.settle_s, answer.power_w) == (pytest.approx(0.3), pytest.approx(80.0))
