@@ -34,7 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 from perseus_ds.agent import follower
-from perseus_ds.agent.follower import ClockTransition, Spans, plan_transitions
+from perseus_ds.agent.timeline import ClockTransition, Spans, plan_transitions
 from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.optimizer.worker import OptimizeRequest

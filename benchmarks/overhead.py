@@ -45,7 +45,9 @@ _ITERATIONS_OF_TURN = 3
 _WARM_UP = 15
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
-AGENT_RANKS, AGENT_PASSES, AGENT_CHANGES = 8, 20, 4
+AGENT_PASSES, AGENT_CHANGES = 20, 4
+# Ranks of a node, and processes that keep cores busy.
+AGENT_CASES = (8, 0), (8, 2), (1, 2)
 AGENT_SKIPPED_S, AGENT_MEASURED_S = 5.0, 20.0
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
@@ -109,21 +111,20 @@ def report_agent(library: Path, folder: Path) -> None:
     """Measure and print the processor time of an agent, and the lateness of its clock requests."""
     from stub_nvml.controller import StubNvml
 
-    say(
-        f"The agent of {AGENT_RANKS} ranks, iterations of 0.2 s with {AGENT_PASSES} passes and {AGENT_CHANGES} changes:"
-    )
-    for name, loops in (("idle cores", 0), ("two busy loops", 2)):
-        stub = StubNvml(library, folder / name.replace(" ", "-"), AGENT_RANKS)
+    say(f"The agent of a node, iterations of 0.2 s with {AGENT_PASSES} passes and {AGENT_CHANGES} changes:")
+    for number, loops in AGENT_CASES:
+        name = f"ranks: {number}, busy loops: {loops}"
+        stub = StubNvml(library, folder / f"{number}-{loops}", number)
         environment = {**os.environ, **stub.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--child", f"rank {rank}"],
+                [sys.executable, __file__, "--child", f"rank {rank} of {number}"],
                 env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(AGENT_RANKS)
+            for rank in range(number)
         ]
         for rank in ranks:
             assert rank.stdout is not None
@@ -131,9 +132,10 @@ def report_agent(library: Path, folder: Path) -> None:
                 pass
         (agent,) = stub.agents()
         time.sleep(AGENT_SKIPPED_S)
-        before_s, began_s = sum(agent.cpu_times()[:2]), time.perf_counter()
+        before_s, switches, began_s = sum(agent.cpu_times()[:2]), _wake_ups(agent), time.perf_counter()
         time.sleep(AGENT_MEASURED_S)
-        used = (sum(agent.cpu_times()[:2]) - before_s) / (time.perf_counter() - began_s)
+        elapsed_s = time.perf_counter() - began_s
+        used, wakes = (sum(agent.cpu_times()[:2]) - before_s) / elapsed_s, (_wake_ups(agent) - switches) / elapsed_s
         ends = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
         for loop in busy:
             loop.kill()
@@ -144,7 +146,16 @@ def report_agent(library: Path, folder: Path) -> None:
         ]
         quantiles = [1e3 * value for value in (statistics.median(late_s), sorted(late_s)[int(0.99 * len(late_s))])]
         shown = f"late by {quantiles[0]:.2f} ms at the median, {quantiles[1]:.2f} ms at the 99th percentile"
-        say(f"  {name:15} {used:.2%} of a core; {len(late_s)} clocks requested, {shown}")
+        say(f"  {name:24} {used:.2%} of a core, {wakes:.0f} wake-ups a second; {len(late_s)} clocks requested, {shown}")
+
+
+def _wake_ups(process: Any) -> int:
+    """Return how many times the threads of a process have waited."""
+    waits = 0
+    for status in Path(f"/proc/{process.pid}/task").glob("*/status"):
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
+        waits += int(line.split()[1])
+    return waits
 
 
 def _late_s(changes_s: list[float], ends_s: list[float]) -> list[float]:
@@ -153,10 +164,10 @@ def _late_s(changes_s: list[float], ends_s: list[float]) -> list[float]:
     return [change_s - ends_s[n] for change_s, n in zip(changes_s, after, strict=True) if 0 <= n < len(ends_s) - 1]
 
 
-def rank(number: int) -> list[float]:
+def rank(number: int, ranks: int) -> list[float]:
     """Run a rank that marks its passes, and return the ends of passes before clock changes [s]."""
     held = AGENT_PASSES // AGENT_CHANGES
-    runtime, passes = _runtime(number, AGENT_RANKS, micro_batches=AGENT_PASSES // 2, held=held)
+    runtime, passes = _runtime(number, ranks, micro_batches=AGENT_PASSES // 2, held=held)
     print("ready", flush=True)
     ends_s: list[float] = []
     end_s = time.perf_counter() + AGENT_SKIPPED_S + AGENT_MEASURED_S + 1
@@ -433,7 +444,7 @@ def _working_layer() -> type:
 CHILDREN: dict[str, Callable[[], list[float]]] = {
     "perseus": perseus,
     "zeus": zeus,
-    **{f"rank {number}": partial(rank, number) for number in range(AGENT_RANKS)},
+    **{f"rank {place} of {ranks}": partial(rank, place, ranks) for ranks, _ in AGENT_CASES for place in range(ranks)},
     **{name: partial(engines, pass_s, turns) for name, (pass_s, _, turns) in ENGINES.items()},
 }
 

@@ -112,10 +112,6 @@ class Uplink:
                     found.append((_RANK.unpack(frames[0])[0], _to_rank.decode(frames[1])))
         return found
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._outbox)
-
     def flush(self) -> None:
         while self._outbox:
             self._send(*self._outbox.popleft())

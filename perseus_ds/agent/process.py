@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from perseus_ds.agent.gpu_driver import INSIST_S, GpuDriver
+from perseus_ds.agent.actor import GpuActor
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
 from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.agent.rank_clocks import RankClocks
@@ -74,7 +74,7 @@ class Progress:
         self._since_s = self._looked_s = self._locked_s = 0.0
         self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def has_stalled(self, memory: RankMemory, now_s: float) -> bool:
+    def has_stalled(self, memory: RankMemory, now_s: float, *, may_be_locked: bool) -> bool:
         """Return True, once for each stall, if the clock of the rank is to be reset."""
         progress = memory.progress
         if progress != self._seen:
@@ -84,16 +84,12 @@ class Progress:
                 self._taken_s.append((now_s - begun_s) / iterations)
             self._seen, self._since_s = progress, now_s
         self._looked_s = now_s
-        if not memory.may_be_locked:
+        if not may_be_locked:
             self._reset_at, self._locked_s = -1, now_s
         longest_s = _STALLED_S
         if progress % 2 or memory.ended != memory.iteration % 2**32:  # the GPU may not have finished the iteration
             longest_s = max(longest_s, _TIMES_AS_LONG * max(self._taken_s, default=_UNKNOWN_S))
-        if (
-            now_s - max(self._since_s, self._locked_s) <= longest_s
-            or self._reset_at == progress
-            or not memory.may_be_locked
-        ):
+        if now_s - max(self._since_s, self._locked_s) <= longest_s or self._reset_at == progress or not may_be_locked:
             return False
         self._reset_at = progress
         return True
@@ -105,18 +101,19 @@ class _Rank:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
         self.pid = pid
-        # The request for a lease that was accepted, and the driver of its GPU.
+        # The request for a lease that was accepted, and the actor of its GPU.
         self.request: messages.RequestLease | None = None
-        self.driver: GpuDriver | None = None
+        self.actor: GpuActor | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
         self.clocks: RankClocks | None = None
-        self.check_at_s = 0.0
+        # When to look at the marks, and whether reports may be complete.
+        self.look_at_s = 0.0
+        self.is_update_due = False
         self.is_finding = False
         self.progress = Progress()
         self.is_connected, self.disconnected_s = True, 0.0
-        self.awaits_reset = False
-        self.is_granted = self.is_released = False
+        self.is_granted = self.is_released = self.is_revoked = False
         self.ended_s: float | None = None
         # The connection to the job's server, and the rank's number in the job.
         self.uplink: Uplink | None = None
@@ -155,11 +152,6 @@ class _Rank:
                 except BlockingIOError:
                     self._outbox.appendleft(packet)
                     raise
-
-    def count_reset(self) -> None:
-        """Record in the shared memory that the clock is reset, so that the rank sets it again later."""
-        if self.memory is not None:
-            self.memory.count_reset()
 
     def close(self) -> None:
         if self.clocks is not None:
@@ -206,8 +198,9 @@ class Agent:
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, partial(self._wake_reader.recv, 4096))
         self._ranks: list[_Rank] = []
-        self._drivers: dict[str, GpuDriver] = {}
-        self._left: dict[str, tuple[int, GpuDriver]] = {}
+        self._actors: dict[str, GpuActor] = {}
+        # GPUs that processes of other jobs left locked, and these processes.
+        self._left: dict[str, tuple[int, GpuActor]] = {}
         self._began_s = self._update_at_s = self._next_s = self._restore_at_s = timebase.now_s()
         self._has_served = self.terminates = False
         self._uplinks: list[Uplink] = []
@@ -216,15 +209,11 @@ class Agent:
         self._server_waits: list[_Rank] = []
         self._server_error = ""
         self._exchange_at_s = 0.0
-        # GPUs of the previous agent, for which leases will be requested again.
-        self._inherited: set[str] = set()
         with contextlib.suppress(OSError):
             for record in left_locked(name):
-                driver = self._drive(record)
-                if record.is_of_same_job:
-                    self._inherited.add(record.gpu)
-                else:
-                    self._left[record.gpu] = record.left_by or 0, driver
+                actor = self._open(record)
+                if not record.is_of_same_job:
+                    self._left[record.gpu] = record.left_by or 0, actor
 
     def serve(self) -> None:
         """Serve until the last rank has ended, or return if no rank connects within 10 s."""
@@ -232,7 +221,7 @@ class Agent:
             self.step()
         if self._server is not None and not self._server.is_followed:
             self._server.end()  # rank 0 ended before it connected to the server, which would wait for it
-        if given_up := [gpu for gpu, driver in self._drivers.items() if not driver.is_reset]:
+        if given_up := [gpu for gpu, actor in self._actors.items() if not actor.is_reset]:
             gpus = ", ".join(given_up)
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
 
@@ -242,34 +231,38 @@ class Agent:
             for key, _ in self._selector.select(max(0.0, self._next_s - self._time.now_s())):
                 key.data()
             now_s = self._time.now_s()
-            if self._exchange_at_s <= now_s or any(uplink.has_unsent for uplink in self._uplinks):
+            if self._exchange_at_s <= now_s:
                 self._exchange_at_s = now_s + _POLL_S
                 self._exchange_messages()
             if self._update_at_s <= now_s or self.terminates:
                 self._update_leases()
                 self._check_server()
-            self._next_s = min(self._update_at_s, self._check_marks(now_s))
+            self._next_s = min(self._update_at_s, self._exchange_at_s, self._follow_marks(now_s))
         except (OSError, RuntimeError):  # too many files or threads: try again
             self._time.sleep(_POLL_S)
         except Exception as error:  # a mistake, which must leave no clock locked
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: the agent continues after an error: {error!r}")
             self._time.sleep(_POLL_S)
 
-    def _check_marks(self, now_s: float) -> float:
-        """Check the marks of ranks that are due, and return when the next ones are due [s]."""
+    def _follow_marks(self, now_s: float) -> float:
+        """Look at the marks of ranks that are due, and return when to look at the next ones [s]."""
         next_s = math.inf
         for rank in self._ranks:
-            if rank.clocks is not None:
-                if rank.check_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than a check
-                    rank.check_at_s = now_s + rank.clocks.update()
-                next_s = min(next_s, rank.check_at_s)
+            if rank.clocks is None:
+                continue
+            if rank.look_at_s <= now_s + _TOGETHER_S:  # waking up takes longer than a look
+                rank.look_at_s = now_s + rank.clocks.timeline.advance()
+            if rank.is_update_due:
+                rank.is_update_due = False
+                rank.clocks.update()
+            next_s = min(next_s, rank.look_at_s)
         return next_s
 
     def _is_needed(self) -> bool:
         now_s = self._time.now_s()
-        if self._inherited or any(rank.is_finding or rank.memory_file is not None for rank in self._ranks):
+        if any(rank.is_finding or rank.memory_file is not None for rank in self._ranks):
             return True
-        if any(not driver.is_reset and not driver.has_given_up for driver in self._drivers.values()):
+        if any(not actor.is_reset and not actor.has_given_up for actor in self._actors.values()):
             return True
         return not self._has_served and now_s < self._began_s + _FIRST_RANK_TIMEOUT_S
 
@@ -296,9 +289,7 @@ class Agent:
             packet = b""
         try:
             if packet == messages.WAKE:
-                if rank.clocks is not None:
-                    rank.clocks.wake()
-                    rank.check_at_s = self._time.now_s()
+                rank.look_at_s = self._time.now_s()
                 return
             if len(packet) > 1:
                 self._handle(rank, messages.decode_to_agent(packet), files)
@@ -325,8 +316,8 @@ class Agent:
         if isinstance(message, messages.Release):
             rank.is_released = True
         elif isinstance(message, messages.RequestStatus):
-            leases = [(each.driver, each.pid) for each in self._ranks if each.is_granted]
-            rank.send(messages.Status(tuple((driver.record.gpu, pid) for driver, pid in leases if driver is not None)))
+            leases = [(each.actor, each.pid) for each in self._ranks if each.is_granted]
+            rank.send(messages.Status(tuple((actor.record.gpu, pid) for actor, pid in leases if actor is not None)))
         elif isinstance(message, messages.FindGpu):
             rank.is_finding = True
             # A driver may hang, and other ranks need this thread.
@@ -335,7 +326,7 @@ class Agent:
             self._follow_server(rank, message)
         elif isinstance(message, messages.StartServer):
             self._start_server(rank, message, files)
-        elif isinstance(message, messages.RequestLease) and rank.driver is None and files:
+        elif isinstance(message, messages.RequestLease) and rank.actor is None and files:
             self._register(rank, message, files)
 
     def _register(self, rank: _Rank, message: messages.RequestLease, files: list[int]) -> None:
@@ -347,10 +338,10 @@ class Agent:
             rank.memory = RankMemory(_mapped(rank.memory_file, layout.LENGTH))
             rank.is_finding = False
             self._forget_former(rank)
-            if message.gpu not in self._drivers:
+            if message.gpu not in self._actors:
                 is_simulated = message.gpu.startswith("simulated:")
                 record = UnrecordedGpu(message.gpu) if is_simulated else GpuRecord(message.gpu, self._name)
-                self._drive(record, [_mapped(file, 0) for file in files])
+                self._open(record, [_mapped(file, 0) for file in files])
         except GpuHeldError as error:
             self._refuse(rank, "held", str(error))
         except GpuError as error:
@@ -358,10 +349,7 @@ class Agent:
         except (OSError, RuntimeError) as error:
             self._refuse(rank, "unusable", f"Locked clocks cannot be recorded: {error}.")
         else:
-            rank.request, rank.driver = message, self._drivers[message.gpu]
-            record = rank.driver.record
-            if record.left_by is not None and record.is_of_same_job and not message.is_renewal:
-                rank.driver.reset()  # the rank that had locked the clock has ended
+            rank.request, rank.actor = message, self._actors[message.gpu]
             self._has_served = True
 
     def _follow_server(self, rank: _Rank, server: messages.Connect) -> None:
@@ -456,13 +444,13 @@ class Agent:
             if other is not rank and ours is not None and theirs is not None and os.path.sameopenfile(ours, theirs):
                 self._forget(other, has_left=False)
 
-    def _drive(self, record: GpuRecord | UnrecordedGpu, logs: Sequence[memoryview] = ()) -> GpuDriver:
+    def _open(self, record: GpuRecord | UnrecordedGpu, logs: Sequence[memoryview] = ()) -> GpuActor:
         def open_gpu() -> Gpu:
             return with_energy(self._open_gpu(record.gpu, logs) if logs else self._open_gpu(record.gpu), self._time)
 
-        driver = GpuDriver(record, open_gpu, self._update_leases_soon, self._time)
-        self._drivers[record.gpu] = driver
-        return driver
+        actor = GpuActor(record, open_gpu, self._update_leases_soon, self._time)
+        self._actors[record.gpu] = actor
+        return actor
 
     def _refuse(self, rank: _Rank, reason: messages.Reason, error: str) -> None:
         rank.send(messages.Refused(reason, error))
@@ -491,17 +479,17 @@ class Agent:
         self._update_at_s = 0.0
         self._wake()
 
-    def _check_marks_soon(self, rank: _Rank) -> None:
-        rank.check_at_s = 0.0
+    def _update_soon(self, rank: _Rank) -> None:
+        rank.is_update_due = True
         self._wake()
 
     def _revoke(self, rank: _Rank) -> None:
         """Reset a GPU before its rank ends."""
-        if rank.memory is not None and rank.driver is not None:
-            rank.memory.revoke()  # before the reset, so that the rank does not lock the clock again
-            for other in self._others(rank):
-                other.count_reset()
-            rank.driver.reset()
+        rank.is_revoked = True
+        if rank.clocks is not None:
+            rank.clocks.revoke()
+        if rank.actor is not None:
+            rank.actor.reset()
 
     def _update_leases(self) -> None:
         """Grant leases of opened GPUs, and reset GPUs with ended leases."""
@@ -509,128 +497,99 @@ class Agent:
             self.terminates = False
             for rank in self._ranks:
                 self._revoke(rank)
-            for gpu in self._inherited:
-                self._drivers[gpu].reset()
         now_s = self._time.now_s()
         is_ending = any(rank.is_ending(now_s) for rank in self._ranks)
         self._update_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
         for rank in [*self._ranks]:
             if rank.memory is not None:
                 rank.memory.heartbeat_s = now_s
+                rank.is_update_due = True
                 rank.flush()
                 self._watch_clock(rank, rank.memory, now_s)
             if rank.has_ended:
                 self._end(rank, now_s)
             elif rank.request is not None and not rank.is_granted:
                 self._grant(rank, rank.request, now_s)
-        if self._inherited and now_s > self._began_s + _FIRST_RANK_TIMEOUT_S:
-            for gpu in self._inherited:
-                self._drivers[gpu].reset()
-            self._inherited.clear()
         if now_s >= self._restore_at_s:
             self._restore_at_s = now_s + _RESTORED_EVERY_S
-            for driver in self._drivers.values():
+            for actor in self._actors.values():
                 with contextlib.suppress(OSError):  # no memory for its file, or no folder: try again
-                    driver.record.restore()
-        for gpu, driver in [*self._drivers.items()]:
-            self._let_go(gpu, driver)
+                    actor.record.restore()
+        for gpu, actor in [*self._actors.items()]:
+            self._let_go(gpu, actor)
 
     def _watch_clock(self, rank: _Rank, memory: RankMemory, now_s: float) -> None:
         """Show whether the GPU of a rank is slowed on purpose, and reset it if the rank does not train."""
-        has_stalled = rank.progress.has_stalled(memory, now_s)
-        if rank.driver is None:
+        if (actor := rank.actor) is None:
             return
-        if (slowed := rank.driver.record.slowed) is not None:
-            slowed.update(now_s, is_locked=memory.may_be_locked)
+        may_be_locked = actor.may_be_locked
+        if (slowed := actor.record.slowed) is not None:
+            slowed.update(now_s, is_locked=may_be_locked)
+        has_stalled = rank.progress.has_stalled(memory, now_s, may_be_locked=may_be_locked)
         if has_stalled and rank.is_granted and not self._others(rank):
-            memory.count_reset()  # before the reset, so that the rank locks it again later
-            memory.may_be_locked = False
-            rank.driver.reset()
-            rank.awaits_reset = True
-        elif rank.awaits_reset and rank.driver.is_reset:
-            memory.count_reset()  # it may have continued before the reset
-            rank.awaits_reset = False
+            actor.reset()
 
     def _grant(self, rank: _Rank, request: messages.RequestLease, now_s: float) -> None:
         """Grant a lease if the GPU is open, described and reset."""
-        driver = rank.driver
-        assert driver is not None
-        assert rank.memory is not None
-        if driver.gpu is None and driver.error is not None:
-            self._refuse(rank, "unusable", str(driver.error))
+        actor, memory = rank.actor, rank.memory
+        assert actor is not None
+        assert memory is not None
+        if actor.gpu is None and actor.error is not None:
+            self._refuse(rank, "unusable", str(actor.error))
             return
-        if request.describes and not driver.is_described(request.checks_permission):
-            driver.describe(request.checks_permission)
+        if request.describes and not actor.is_described(request.checks_permission):
+            actor.describe(request.checks_permission)
             return
-        if request.describes and driver.description is None:
-            self._refuse(rank, "unusable", str(driver.description_error))
+        if request.describes and actor.description is None:
+            self._refuse(rank, "unusable", str(actor.description_error))
             return
         is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
-        if driver.gpu is None or not driver.is_reset or not is_clear:
+        if actor.gpu is None or not actor.is_reset or not is_clear:
             return
-        driver.record.set_locked(True)
+        actor.record.set_locked(True)
         rank.is_granted = True
-        if request.checks_permission:  # which has reset the clock
-            for other in self._others(rank):
-                other.count_reset()
-        rank.clocks = RankClocks(
-            driver.gpu,
-            rank.memory,
-            rank.send,
-            rank.send_to_server,
-            self._time,
-            may_lock=driver.may_lock,
-            on_record=partial(self._check_marks_soon, rank),
-        )
-        if request.is_renewal:
-            rank.clocks.take_over()
+        on_record = partial(self._update_soon, rank)
+        rank.clocks = RankClocks(actor, memory, rank.send, rank.send_to_server, self._time, on_record=on_record)
+        if rank.is_revoked:
+            rank.clocks.revoke()
         left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
         self._left = {}
-        self._inherited.discard(request.gpu)
-        driver.record.left_by = None
-        rank.send(messages.Granted(tuple(left), driver.description if request.describes else None))
+        actor.record.left_by = None
+        rank.send(messages.Granted(tuple(left), actor.description if request.describes else None))
 
     def _others(self, rank: _Rank) -> list[_Rank]:
         """Return the other ranks that use the same GPU."""
-        return [each for each in self._ranks if each is not rank and each.driver is rank.driver]
+        return [each for each in self._ranks if each is not rank and each.actor is rank.actor]
 
     def _end(self, rank: _Rank, now_s: float) -> None:
         """End a lease, and reset the GPU unless another rank uses it."""
-        clocks, driver = rank.clocks, rank.driver
+        clocks, actor = rank.clocks, rank.actor
         if rank.ended_s is None:
             rank.ended_s = now_s
         if clocks is not None:
             if rank.is_released and clocks.has_reports and now_s < rank.ended_s + _LAST_REPORTS_WITHIN_S:
                 return
-            clocks.leave()  # before a reset, so that it does not lock the clock again
-        others = [other for other in self._others(rank) if other.is_granted]
-        is_over = driver is None or bool(others)
-        if driver is not None and others:
-            if rank.memory is not None and rank.memory.may_be_locked:
-                for other in others:  # they set their clocks again
-                    other.count_reset()
-                driver.reset()
-        elif driver is not None:
-            if rank.is_granted or driver.record.left_by is not None:
-                rank.is_granted = False
-                self._inherited.discard(driver.record.gpu)
-                driver.record.left_by = None
-                driver.reset()
-            is_calling = clocks is not None and clocks.is_calling and now_s < rank.ended_s + INSIST_S
-            is_over = not is_calling and (driver.is_reset or not (rank.is_released and rank.is_connected))
+            clocks.leave()  # before a reset, so that it does not request a clock again
+        is_over = True
+        if actor is not None:
+            is_shared = any(other.is_granted for other in self._others(rank))
+            if rank.is_granted and (actor.may_be_locked or not is_shared):
+                actor.reset()  # the other ranks request their clocks again
+            rank.is_granted = False
+            is_over = is_shared or actor.is_reset or not (rank.is_released and rank.is_connected)
         if is_over:
             rank.send(messages.Released())
             self._forget(rank)
 
-    def _let_go(self, gpu: str, driver: GpuDriver) -> None:
+    def _let_go(self, gpu: str, actor: GpuActor) -> None:
         """Release a GPU that no rank uses after its reset."""
-        is_used = gpu in self._inherited or any(rank.driver is driver for rank in self._ranks)
-        if not is_used and driver.is_reset and (driver.gpu is not None or driver.error is not None):
-            if not driver.left_error:
-                driver.record.set_locked(False)
-            driver.close()
-            driver.record.close()
-            del self._drivers[gpu]
+        is_used = any(rank.actor is actor for rank in self._ranks)
+        if not is_used and actor.is_reset and (actor.gpu is not None or actor.error is not None):
+            if not actor.left_error:
+                actor.record.set_locked(False)
+            actor.close()
+            actor.record.close()
+            del self._actors[gpu]
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from perseus_ds.agent.controller import ClockController, ClockStatus
-from perseus_ds.agent.follower import Follower, IterationRecord
+from perseus_ds.agent.actor import ClockStatus, GpuActor
+from perseus_ds.agent.timeline import IterationRecord, Timeline
 from perseus_ds.errors import GpuBusyError
-from perseus_ds.gpu.base import Gpu, GpuState
+from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import CounterLog, counter_period_s
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
@@ -29,37 +29,41 @@ _MOST_HELD = 64
 
 
 class RankClocks:
-    """Sets the clock of a GPU, reads it, and follows the marks of the rank that computes on it."""
+    """Follows the marks of a rank, and completes its reports.
+
+    Attributes:
+        timeline: The timeline of the rank's iterations.
+    """
 
     def __init__(
         self,
-        gpu: Gpu,
+        actor: GpuActor,
         memory: RankMemory,
         to_client: Callable[[ToClient], None],
         to_server: Callable[[msg.ToServer], None],
         timebase: Timebase = REAL_TIME,
         *,
-        may_lock: Callable[[], bool] = lambda: True,
         on_record: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin with the iteration that the rank begins next, at default clocks.
 
         Args:
-            gpu: The rank's GPU, open.
+            actor: The actor of the rank's GPU, which is open.
             memory: Shared memory of the rank.
             to_client: Sends a message to the client without waiting. Thread-safe.
             to_server: Sends a message to the job's server without waiting. Thread-safe.
             timebase: Timebase of the marks.
-            may_lock: Called before each clock is set, and returns whether it may be set.
             on_record: Called on another thread when the GPU has finished an iteration. :meth:`update` should follow.
         """
-        self._gpu = gpu
-        self._memory = memory
+        assert actor.gpu is not None
+        self._actor = actor
+        self._gpu = actor.gpu
         self._to_client = to_client
         self._to_server = to_server
         self._time = timebase
-        self._clocks = ClockController(gpu, to_server, timebase=timebase, memory=memory, may_lock=may_lock)
-        self._follower = Follower(gpu, memory, self._clocks, to_server, on_record, timebase=timebase)
+        self.timeline = Timeline(memory, actor, on_record, timebase)
+        self._latencies = actor.readback.latencies
+        actor.listeners.append(to_server)
         # Messages that are sent after the GPU has finished earlier work, and the times at which they were received.
         self._held: deque[tuple[msg.Report | msg.Left, float]] = deque()
         self._before = ClockStatus()
@@ -67,33 +71,28 @@ class RankClocks:
         # The log for the server, and the orders for which the server requests one.
         self._log: CounterLog | None = None
         self._logged: set[int] = set()
-        self._was_revoked = False
-        self._missed = 0
+        self._is_revoked = False
+        self._missed = actor.missed
 
-    def wake(self) -> None:
-        self._clocks.wake()
-
-    def update(self) -> float:
-        """Check marks, complete reports, and return the time until the next call [s]."""
-        next_s = self._follower.check_marks()
-        self._clocks.update()
-        if self._memory.is_revoked and not self._was_revoked:
-            self._was_revoked = True
-            self._to_server(msg.RankFailed("this process received a termination signal, and its clock was reset"))
+    def update(self) -> None:
+        """Complete reports, and check the driver. Called after each iteration of the GPU, and ten times a second."""
+        self._actor.update()
+        if (latencies := self._actor.readback.latencies) is not self._latencies:
+            self._latencies = latencies
+            self._to_server(latencies)
         self._complete()
-        return next_s
 
     def receive_from_server(self, message: msg.ToRank) -> None:
         """Handle a message of the server, or forward it to the client."""
         if isinstance(message, msg.Follow):
-            self._follower.add(message)
+            self.timeline.add(message)
             self._log_if_requested(message)
             program = msgspec.structs.replace(message.program, spans_s=())
             self._to_client(msgspec.structs.replace(message, program=program))
         elif isinstance(message, msg.WatchDefaultClocks):
-            self._clocks.watch_default_clocks()
+            self._actor.watch_default_clocks()
         elif isinstance(message, msg.SetProfiledLimit):
-            self._clocks.readback.limits.profiled_w = message.power_w
+            self._actor.readback.limits.profiled_w = message.power_w
         else:
             self._to_client(message)
 
@@ -118,18 +117,17 @@ class RankClocks:
         else:
             self._ask_driver(message)
 
-    def take_over(self) -> None:
-        """Assume that another agent has locked the clock. Must be called before the first message is received."""
-        self._clocks.take_over()
-
     def forget_server(self) -> None:
         """Return to default clocks, because the server is lost."""
-        self._follower.forget()
+        self.timeline.forget()
         self._stop_log()
 
-    @property
-    def is_calling(self) -> bool:
-        return self._clocks.is_calling
+    def revoke(self) -> None:
+        """Set no more clocks. The caller resets the current one."""
+        if not self._is_revoked:
+            self._is_revoked = True
+            self.timeline.revoke()
+            self._to_server(msg.RankFailed("this process received a termination signal, and its clock was reset"))
 
     @property
     def has_reports(self) -> bool:
@@ -137,12 +135,13 @@ class RankClocks:
         return bool(self._held)
 
     def leave(self) -> None:
-        """Stop setting clocks and reading the GPU, without waiting for the driver."""
+        """Stop setting clocks and reading the GPU, without waiting for the driver. The caller resets the clock."""
         self._complete(waits=False)
         self._stop_log()
         self._stop_asked_log()
-        self._follower.end()
-        self._clocks.leave()
+        self.timeline.end()
+        if self._to_server in self._actor.listeners:
+            self._actor.listeners.remove(self._to_server)
 
     def _log_if_requested(self, follow: msg.Follow) -> None:
         if follow.logs_energy:
@@ -171,7 +170,7 @@ class RankClocks:
         while self._held:
             message, received_s = self._held[0]
             if isinstance(message, msg.Report):
-                record = self._follower.record_of(message.iteration)
+                record = self.timeline.record_of(message.iteration)
                 if record is None and waits and self._time.now_s() - received_s < DRIVER_HANGS_S:
                     return
                 self._to_server(self._completed(message, record or IterationRecord(math.nan, math.nan, self._before)))
@@ -180,11 +179,11 @@ class RankClocks:
             self._held.popleft()
 
     def _completed(self, report: msg.Report, record: IterationRecord) -> msg.RankReport:
-        before, status, is_revoked = self._before, record.status, self._memory.is_revoked
+        before, status = self._before, record.status
         self._before = status
-        has_failed = self._clocks.has_failed or is_revoked
+        has_failed = self._actor.health.has_failed or self._is_revoked
         # A fault has passed before this report.
-        is_unknown, self._missed = self._clocks.missed != self._missed and not has_failed, self._clocks.missed
+        is_unknown, self._missed = self._actor.missed != self._missed and not has_failed, self._actor.missed
         refreshes = clocks = b""
         state = GpuState()
         if (log := self._log) is not None:
@@ -196,11 +195,11 @@ class RankClocks:
         figures = status._asdict()
         figures["changes"] = max(0, status.changes - before.changes)  # a record that was missing has the latest status
         figures["skips"] = max(0, status.skips - before.skips)
-        if is_revoked:
+        if self._is_revoked:
             figures["asked_mhz"] = figures["reached_mhz"] = math.nan
         return msg.RankReport(
             report,
-            serial=-1 if is_unknown else self._follower.serial_of(report.iteration),
+            serial=-1 if is_unknown else self.timeline.serial_of(report.iteration),
             begun_s=record.begun_s,
             energy_j=record.energy_j,
             has_failed=has_failed,
@@ -222,8 +221,8 @@ class RankClocks:
         def refuse(error: Exception) -> None:
             self._to_client(Answer(asked.number, (), str(error), isinstance(error, GpuBusyError)))
 
-        if not self._clocks.call(answer):
-            refuse(self._clocks.problem or GpuBusyError("the driver did not answer"))
+        if not self._actor.call(answer):
+            refuse(self._actor.problem or GpuBusyError("the driver did not answer"))
 
     def _send_refreshes(self, asked: Ask) -> None:
         number, log = asked.number, self._asked_log

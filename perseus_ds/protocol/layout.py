@@ -1,8 +1,7 @@
 """Layout of the memory that a rank shares with its agent.
 
-It has four parts: a header, words written by the client (progress of the host, program of each iteration), words
-written by the agent (heartbeat, whether the clock may be locked, resets), and the marks, which are written by the
-client's CPU or its GPU.
+It has four parts: a header, words written by the client (progress of the host, program of each iteration), a
+word written by the agent (its heartbeat), and the marks, which are written by the client's CPU or its GPU.
 
 A mark is a word of 8 bytes. It is 0 until the GPU reaches its position. Then it is the time [s] if the CPU wrote it, or
 1 in the lower half if the GPU wrote it. Marks are cleared when an iteration begins on the GPU.
@@ -14,7 +13,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 9
+VERSION = 10
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""
@@ -59,13 +58,6 @@ class _Word:
         memory.words[self._index] = value
 
 
-class _Flag(_Word):
-    """A word that is 0 or 1."""
-
-    def __get__(self, memory: RankMemory, owner: type) -> bool:
-        return super().__get__(memory, owner) != 0
-
-
 class _Number:
     """A word that is a double."""
 
@@ -87,9 +79,6 @@ class RankMemory:
         idle_since_s: Time from which on the client expects no more work at the program's clocks [s]. 0 if it expects
             work, and :data:`PAUSED` if it requests default clocks immediately.
         heartbeat_s: Monotonic time when the agent last handled this rank [s]. 0 before the first time.
-        is_revoked: Whether the agent has ended the lease because the rank's process received a termination signal.
-        resets: Number of times that the agent has reset the clock during the lease.
-        may_be_locked: Whether the clock may be locked. It is set before the clock is locked.
         unmarked: Number of the last iteration in which a mark could not be written. 0 if none.
         begun_s: When the GPU has begun the last iteration [s]. 0 if the GPU wrote the mark.
         ended_s: When it has ended one [s]. 0 if the GPU wrote the mark.
@@ -103,10 +92,7 @@ class RankMemory:
     unmarked = _Word(7)
     begun_s, ended_s = _Number(_BEGUN_S), _Number(_ENDED_S)
     # Written by the agent:
-    may_be_locked = _Flag(3)
     heartbeat_s = _Number(16)
-    is_revoked = _Flag(17)
-    resets = _Word(18)
 
     def __init__(self, view: memoryview) -> None:
         """Wrap memory with this layout.
@@ -135,14 +121,6 @@ class RankMemory:
         for number in range(REMEMBERED):
             memory.words[_PROGRAMS + number] = DEFAULT_CLOCKS
         return memory
-
-    def revoke(self) -> None:
-        """Forbid locking the clock from now on."""
-        self.is_revoked = True
-
-    def count_reset(self) -> None:
-        """Record that the agent is about to reset the clock."""
-        self.resets = (self.resets + 1) % 2**64  # robust to any value written by the client
 
     @property
     def iteration(self) -> int:

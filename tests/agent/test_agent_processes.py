@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from one_rank_server import OneRankServer
 from run_log import GIVE_UP_S, wait_until
 from stub_nvml.controller import StubNvml
 
@@ -23,7 +24,8 @@ from perseus_ds.client import lease as lease_module
 from perseus_ds.client.lease import Lease
 from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.protocol import places
+from perseus_ds.protocol import messages, places
+from perseus_ds.protocol.job_messages import Program
 from perseus_ds.protocol.messages import FindGpu
 from perseus_ds.timebase import REAL_TIME, RealTime
 
@@ -39,16 +41,10 @@ RANK = (
 job, end, *indices = sys.argv[1:]
 gpus = [NvmlGpu(int(index)) for index in indices]
 if end == "handles SIGTERM":
-    signal.signal(signal.SIGTERM, lambda number, frame: print("handled", leases[0].memory.is_revoked, flush=True))
+    signal.signal(signal.SIGTERM, lambda number, frame: print("handled", flush=True))
 leases = [Lease(gpu.address, job) for gpu in gpus]
 for gpu in gpus:
     gpu.lock_clock(1200)
-if end == "may stand still":  # a busy machine would keep the other ranks from training, so they leave this out
-    leases[0].memory.may_be_locked = True
-    for number in range(2):
-        leases[0].memory.begin_iteration()
-        time.sleep(0.01)
-        leases[0].memory.end_iteration()
 if end == "fork":
     if os.fork() == 0:
         time.sleep(600)
@@ -65,6 +61,23 @@ while True:
         lease.memory.begin_iteration()
         time.sleep(0.01)
         lease.memory.end_iteration()
+"""
+)
+FOLLOWS = (
+    IMPORTS
+    + """
+from perseus_ds.protocol import messages
+job, server, index = sys.argv[1:]
+lease = Lease(NvmlGpu(int(index)).address, job)
+lease.send(messages.decode_to_agent(bytes.fromhex(server)))
+print(lease.agent_pid, flush=True)
+while True:
+    number = lease.memory.begin_iteration(0)
+    lease.memory.mark_begun(number, time.perf_counter(), 0)
+    lease.wake()
+    time.sleep(0.01)
+    lease.memory.end_iteration()
+    lease.memory.mark_ended(number, time.perf_counter())
 """
 )
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
@@ -228,9 +241,7 @@ def test_a_signal_to_a_rank_resets_its_clock_and_one_to_the_agent_all_while_they
     ranks[0].send_signal(signal.SIGTERM)
     wait_until_clocks_are(node.stub, [0, 1200, 0, 0])
     assert ranks[0].stdout is not None
-    assert ranks[0].stdout.readline().startswith("handled")
-    ranks[0].send_signal(signal.SIGTERM)
-    assert ranks[0].stdout.readline() == "handled True\n", "it may not lock the clock again"
+    assert ranks[0].stdout.readline() == "handled\n"
     os.kill(agent, signal.SIGTERM)
     wait_until_clocks_are(node.stub, [0, 0, 0, 0])
     assert is_running(agent), "ranks may still need it"
@@ -238,14 +249,17 @@ def test_a_signal_to_a_rank_resets_its_clock_and_one_to_the_agent_all_while_they
 
 
 def test_a_rank_that_is_stopped_has_its_clock_reset(node: Node) -> None:
-    ranks = [node.rank("wait", 0), node.rank("may stand still", 1)]
-    for rank in ranks:
-        node.agent_of(rank)
     uuid = node.stub.gpus[1].uuid.decode()
-    shown = lambda: [path.name for path in places.user_folder().glob("*.prom")] == [f"slowed.{uuid}.prom"]  # noqa: E731
-    wait_until(shown, "the file that shows which GPU is slowed on purpose")
-    ranks[1].send_signal(signal.SIGSTOP)
-    wait_until_clocks_are(node.stub, [1200, 0, 0, 0])
+    with OneRankServer() as server:
+        ranks = [node.rank("wait", 0), node.start(FOLLOWS, node.job, messages.encode(server.connect).hex(), "1")]
+        for rank in ranks:
+            node.agent_of(rank)
+        server.send(Program(0, 1110))
+        wait_until_clocks_are(node.stub, [1200, 1110, 0, 0])
+        shown = lambda: [path.name for path in places.user_folder().glob("*.prom")] == [f"slowed.{uuid}.prom"]  # noqa: E731
+        wait_until(shown, "the file that shows which GPU is slowed on purpose")
+        ranks[1].send_signal(signal.SIGSTOP)
+        wait_until_clocks_are(node.stub, [1200, 0, 0, 0])
 
 
 def test_an_agent_that_is_stopped_and_continues_leaves_a_gpu_alone_that_was_reset_from_outside(node: Node) -> None:
@@ -414,7 +428,6 @@ class Later(RealTime):
 def test_an_agent_that_is_stopped_is_ended_and_replaced(address: str, tmp_path: Path, stub_of_agents: StubNvml) -> None:
     now = Later()
     lease = Lease(address, str(tmp_path), now)
-    lease.memory.may_be_locked = True
     stub_of_agents.gpus[0].locked_clock_mhz = 600
     (stopped,) = stub_of_agents.agents()
     stopped.suspend()

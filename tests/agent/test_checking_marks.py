@@ -1,6 +1,7 @@
 """A loop like the agent's checks a GPU's marks often enough, in virtual time."""
 
 import pytest
+from virtual.agent import actor_of
 from virtual.gpu import RecordingGpu
 
 from perseus_ds.agent.rank_clocks import RankClocks
@@ -25,17 +26,15 @@ def memory():
 
 @pytest.fixture
 def clocks(gpu, memory, now):
-    made = RankClocks(gpu, memory, lambda message: None, lambda message: None, now)
-    now.sleep(0.1)
+    made = RankClocks(actor_of(gpu, now), memory, lambda message: None, lambda message: None, now)
     yield made
     made.leave()
 
 
 def test_an_iteration_that_has_just_begun_is_checked_soon(clocks, memory):
-    assert clocks.update() > 0.01, "no mark is awaited"
+    assert clocks.timeline.advance() > 0.01, "no mark is awaited"
     memory.begin_iteration(DEFAULT_CLOCKS)
-    clocks.wake()
-    assert clocks.update() <= 0.001, "the controller's thread has not processed the iteration yet"
+    assert clocks.timeline.advance() <= 0.001
 
 
 @pytest.mark.parametrize("varies", [0.0, -0.1, 0.1])
@@ -44,14 +43,14 @@ def test_a_mark_is_found_soon_although_passes_vary(clocks, memory, gpu, now, var
 
     def loop():
         while not is_over.is_set():
-            now.sleep(max(1e-6, clocks.update()))  # virtual time must advance
+            now.sleep(max(1e-6, clocks.timeline.advance()))  # virtual time must advance
 
     now.thread(loop, "loop").start()
     program = Program(0, None, (1110, 1410) * 5)
     clocks.receive_from_server(Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run"))
     for factor in (1.0, 1.0 + varies):
         iteration, ends = memory.begin_iteration(0), []
-        clocks.wake()
+        clocks.timeline.advance()
         memory.mark_begun(iteration, 0.0, 10)
         for position in range(10):
             memory.slots[2 * position] = BY_GPU

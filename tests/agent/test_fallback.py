@@ -45,7 +45,7 @@ def fail(agent, error):
     def call():
         raise error
 
-    agent._clocks.call(call)
+    agent._actor.call(call)
 
 
 def failures(told):
@@ -61,12 +61,12 @@ def test_a_rank_falls_back_by_any_fault_and_runs_its_program_again_when_the_driv
     gpu.begin(fault)
     agent.receive_from_server(Follow(Program(0, 1200), serial=2, from_iteration=0, shown_from=0, phase="run"))
     train(20)
-    assert agent._clocks.has_failed
+    assert agent._actor.health.has_failed
     assert gpu.is_at_default_clock or fault == "driver hangs"
     assert [type(message) for message in failures(told)] == [RankFailed]
     gpu.end()
     train(AFTER_PROBES_S, each_s=5.0)
-    assert not agent._clocks.has_failed
+    assert not agent._actor.health.has_failed
     assert gpu.locked_clock_mhz == 1200
 
 
@@ -87,7 +87,7 @@ def test_a_fault_that_comes_back_soon_is_not_told_again_and_one_of_another_kind_
         gpu.end()
         train(AFTER_PROBES_S, each_s=5.0)
     assert len(failures(told)) == 1
-    agent._clocks.call(lambda: 1 / 0)
+    agent._actor.call(lambda: 1 / 0)
     train(2)
     assert [message.error for message in failures(told)][1:] == ["division by zero"]
 
@@ -98,13 +98,13 @@ def test_a_mistake_stays_even_if_it_comes_while_the_rank_has_fallen_back(train, 
         fail(agent, ValueError(text) if text == "a mistake" else GpuError(text))
         train(1)
     train(AFTER_PROBES_S, each_s=5.0)
-    assert agent._clocks.has_failed
+    assert agent._actor.health.has_failed
     assert gpu.is_at_default_clock
 
 
 def test_a_driver_that_fails_for_hours_is_probed_once_a_minute(train, agent, gpu, monkeypatch, now):
     probes = []
-    monkeypatch.setattr(agent._clocks, "_probe", lambda: probes.append(now.now_s()))
+    monkeypatch.setattr(agent._actor, "_probe", lambda epoch: probes.append(now.now_s()))
     fail(agent, GpuError("the GPU is lost"))
     train(364)
     gaps = [after - before for before, after in pairwise(probes)]
@@ -129,7 +129,7 @@ def test_an_iteration_whose_clock_was_refused_is_known_to_have_run_no_program(cl
         number = iterate()
         gpu.end()
         now.sleep(1.0)
-        clocks.send(Report(number, 0, agent._follower.serial_of(number), 0, 1.0))
+        clocks.send(Report(number, 0, agent.timeline.serial_of(number), 0, 1.0))
         agent.update()
     reports = [message for message in told if isinstance(message, RankReport)]
     assert [report.serial for report in reports] == [1, -1, 2]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
+from virtual.agent import actor_of
 
-from perseus_ds.agent.controller import ClockController
 from perseus_ds.agent.readback import LimitWatch
 from perseus_ds.gpu.nvml import NvmlGpu
 
@@ -18,13 +18,14 @@ NO_LIMITS = 0x2, 0x10, 0x100
 
 @pytest.fixture
 def node(stub_nvml_here: StubNvml, stub_time: StubTime):
-    """A stub GPU, its clock controller, and the controller's reports."""
+    """A stub GPU, its actor, and the actor's reports."""
     refusals = []
     gpu = NvmlGpu(0)
-    clocks = ClockController(gpu, refusals.append, timebase=stub_time)
+    clocks = actor_of(gpu, stub_time)
+    clocks.listeners.append(refusals.append)
     limits = clocks.readback.limits
     yield SimpleNamespace(stub=stub_nvml_here.gpus[0], time=stub_time, clocks=clocks, refusals=refusals, limits=limits)
-    clocks.leave()
+    clocks.close()
     gpu.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from perseus_ds.agent.follower import plan_transitions
+from perseus_ds.agent.timeline import plan_transitions
 from perseus_ds.protocol.job_messages import LatencyTable
 
 LATENCY_S = 0.015

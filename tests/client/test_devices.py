@@ -6,7 +6,8 @@ import pytest
 import torch
 from run_log import wait_until
 
-from perseus_ds.agent.controller import ClockController
+from perseus_ds.agent.actor import GpuActor
+from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.client import devices
 from perseus_ds.client.devices import gpu_of, open_gpu
 from perseus_ds.config import parse_block
@@ -54,10 +55,11 @@ def test_a_gpu_whose_driver_lists_no_clocks_is_observed(stub_nvml_here, function
     for gpu in stub_nvml_here.gpus:
         gpu.fail(function, "not_supported")
     gpu = NvmlGpu(0)
-    clocks = ClockController(gpu, pytest.fail)
-    clocks.watch_default_clocks()
+    actor = GpuActor(UnrecordedGpu("stub"), lambda: gpu)
+    actor.listeners.append(pytest.fail)
+    wait_until(lambda: actor.gpu is not None, "the GPU is open")
+    actor.watch_default_clocks()
     read_j = []
-    clocks.call(lambda: read_j.append(gpu.energy_j()))
+    actor.call(lambda: read_j.append(gpu.energy_j()))
     wait_until(lambda: read_j, "a reading of the counter")
-    clocks.leave()
-    gpu.close()
+    actor.close()

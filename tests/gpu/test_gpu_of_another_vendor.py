@@ -6,10 +6,10 @@ import inspect
 from pathlib import Path
 
 import pytest
+from virtual.agent import actor_of
 from virtual.gpu import set_clock
 from virtual.time import VirtualTime
 
-from perseus_ds.agent.controller import ClockController
 from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu, GpuState
 from perseus_ds.gpu.energy_counter import CounterLog, with_energy
@@ -107,15 +107,16 @@ def test_the_page_about_gpus_shows_this_class() -> None:
     assert inspect.getsource(AcmeGpu).strip() in page.read_text()
 
 
-def test_the_agents_controller_sets_and_resets_its_clock(now: VirtualTime) -> None:
+def test_the_agents_actor_sets_and_resets_its_clock(now: VirtualTime) -> None:
     library = AcmeDriver(now)
-    clocks = ClockController(AcmeGpu(library, 0), pytest.fail, timebase=now)
+    clocks = actor_of(AcmeGpu(library, 0), now)
+    clocks.listeners.append(pytest.fail)
     set_clock(clocks, 1200)
     now.sleep(1)
     assert library.clock_khz == 1_200_000
     set_clock(clocks, None)
     assert library.clock_khz is None
-    clocks.leave()
+    clocks.close()
 
 
 def test_its_power_is_integrated_because_it_has_no_counter(now: VirtualTime) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pynvml
 
-from perseus_ds.agent import follower, process
+from perseus_ds.agent import process, timeline
 from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.client import lease
 from perseus_ds.errors import GpuError
@@ -64,8 +64,8 @@ def latency_of_all_clocks(latency_s):
         yield
         return
     known = LatencyTable({(0, rises): (latency_s,) * 3 for rises in (False, True)})
-    plan = follower.plan_transitions
-    with patch.object(follower, "plan_transitions", lambda *program: plan(*program[:-1], known)):
+    plan = timeline.plan_transitions
+    with patch.object(timeline, "plan_transitions", lambda *program: plan(*program[:-1], known)):
         yield
 
 

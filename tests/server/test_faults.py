@@ -11,7 +11,7 @@ from perseus_ds.artifacts.run_records import Failed, Recovered
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Return a job of two ranks in auto mode."""
-    monkeypatch.setattr("perseus_ds.agent.controller._OVER_S", 10.0)
+    monkeypatch.setattr("perseus_ds.agent.driver_health._OVER_S", 10.0)
     job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job
     job.close()

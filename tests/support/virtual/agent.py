@@ -1,17 +1,25 @@
 """The agent's state of one rank, without processes and sockets, in virtual time."""
 
-from contextlib import suppress
+import math
 
+from perseus_ds.agent.actor import GpuActor
+from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.marks import HostMarks
-from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Joined
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.protocol.messages import Connect
 
 _BY_GPU = 5e-324
 """The integer 1, written by a GPU, as an 8-byte float."""
+
+
+def actor_of(gpu, time):
+    """Return the actor of a GPU, which is open."""
+    actor = GpuActor(UnrecordedGpu("virtual"), lambda: gpu, timebase=time)
+    time.sleep(0.0)
+    return actor
 
 
 class DirectLink:
@@ -24,13 +32,17 @@ class DirectLink:
     def __init__(self, gpu, memory, time, tell=lambda message: None):
         self.grants = 1
         self.late_s = 0.0
-        self._gpu, self._memory = gpu, memory
         self._received = []
         self._time = time
         self._notifier = time.notifier()
         self._is_waiting = False
         self._tell = tell
-        self.agent = RankClocks(gpu, memory, self._deliver, tell, time, on_record=self._recorded)
+        self.actor = actor_of(gpu, time)
+        self.agent = RankClocks(self.actor, memory, self._deliver, tell, time, on_record=self._recorded)
+        self._loop_notifier = time.notifier()
+        self._wakes_s = math.inf
+        self._is_closed = False
+        time.thread(self._loop, "loop").start()
 
     def send(self, message, file=None):
         if isinstance(message, Connect):
@@ -43,10 +55,12 @@ class DirectLink:
         return received
 
     def wake(self):
-        self.agent.wake()
+        self._look_now()
+        self.agent.update()
 
     def _recorded(self):
         self.agent.update()
+        self._look_now()
         self._ring()
 
     def look(self):
@@ -61,8 +75,16 @@ class DirectLink:
         self._look_now()
 
     def _look_now(self):
-        self.agent.update()
-        self.agent.wake()
+        self.agent.timeline.advance()
+        if self.agent.timeline.due_s < self._wakes_s:
+            self._loop_notifier.notify()
+
+    def _loop(self):
+        """Do what waits for no mark, like the agent's loop. All marks are looked for at once."""
+        while not self._is_closed:
+            self.agent.timeline.advance()
+            self._wakes_s = self.agent.timeline.due_s
+            self._loop_notifier.wait(None if self._wakes_s == math.inf else self._wakes_s - self._time.now_s())
 
     def wait(self, timeout_s):
         self._is_waiting = True
@@ -78,10 +100,15 @@ class DirectLink:
         while self.agent.has_reports and self._time.now_s() < end_s:
             self._time.sleep(0.01)
         self.agent.leave()
-        if self._memory.may_be_locked and not self.agent.is_calling:
-            with suppress(GpuError):
-                self._gpu.reset_clock()
-        return True
+        if self.actor.may_be_locked:
+            self.actor.reset()
+        self._is_closed = True
+        self._loop_notifier.notify()
+        end_s = self._time.now_s() + timeout_s
+        while not self.actor.is_reset and self._time.now_s() < end_s:
+            self._time.sleep(0.01)
+        self.actor.close()
+        return self.actor.is_reset
 
     def _deliver(self, message):
         self._received.append(message)

