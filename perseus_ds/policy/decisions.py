@@ -289,8 +289,8 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         return Decision(0)
     return Decision(
         0,
-        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left:.0f} iterations take at least {needed_s:.0f} s, "
-        f"{max(0.0, seconds):.0f} s remain. Running the fastest plan",
+        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left:.0f} iterations take at least "
+        f"{needed_s:.0f} s, {max(0.0, seconds):.0f} s remain. Running the fastest plan",
     )
 
 

@@ -273,8 +273,9 @@ class MegatronEngine(Engine):
         if not self._model or first is self._model[0]:
             return False
         self._warn(
-            f"this process trains a {type(unwrapped(self._model[0])).__name__} and a {type(unwrapped(first)).__name__}. "
-            "Clocks are planned for the one that trained first. Iterations of the other one run at default clocks and "
+            f"this process trains a {type(unwrapped(self._model[0])).__name__} and a "
+            f"{type(unwrapped(first)).__name__}. Clocks are planned for the one that trained first. "
+            "Iterations of the other one run at default clocks and "
             "are not counted"
         )
         return True
