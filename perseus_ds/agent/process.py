@@ -25,25 +25,25 @@ import struct
 import sys
 import syslog
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from perseus_ds.agent.actor import GpuActor
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
 from perseus_ds.agent.job_server import JobServerChild, Uplink
+from perseus_ds.agent.rank import Event, Rank, State
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu import find_gpu, open_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.protocol import layout, memory_files, messages, places
-from perseus_ds.protocol.job_messages import Left, Say, ToServer
+from perseus_ds.protocol.job_messages import Left, Say
 from perseus_ds.protocol.layout import RankMemory
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
-_MOST_FILES, _MOST_UNSENT = 3, 100
+_MOST_FILES = 3
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
@@ -51,115 +51,11 @@ _TOGETHER_S = 0.00025
 """Marks that are due within this time are checked together."""
 _RESTORED_EVERY_S = 1.0
 """Interval at which the records of locked GPUs are written again if they were removed."""
-_ENDS_WITHIN_S = 1.0
 _LAST_REPORTS_WITHIN_S = 0.5
 """Time for which a rank that has ended its lease waits for the energy of its last iteration."""
 _LEFT_TIMEOUT_S = 10.0
 """Time for which the first lease waits for GPUs that earlier jobs left locked."""
-_STALLED_S, _TIMES_AS_LONG = 2.0, 3.0
-_REMEMBERED, _UNKNOWN_S = 8, 20.0
-"""Number of stored times of iterations, and the time assumed for an iteration before there are any."""
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
-
-
-class Progress:
-    """Progress of a rank, and detection of stalls.
-
-    A rank counts as stalled 2 s after its last iteration, and within an iteration after three times the duration of
-    recent ones.
-    """
-
-    def __init__(self) -> None:
-        self._seen = self._reset_at = -1
-        self._since_s = self._looked_s = self._locked_s = 0.0
-        self._taken_s: deque[float] = deque(maxlen=_REMEMBERED)
-
-    def has_stalled(self, memory: RankMemory, now_s: float, *, may_be_locked: bool) -> bool:
-        """Return True, once for each stall, if the clock of the rank is to be reset."""
-        progress = memory.progress
-        if progress != self._seen:
-            if self._seen >= 0 and (self._seen % 2 or progress > self._seen + 1):
-                begun_s = self._since_s if self._seen % 2 else self._looked_s
-                iterations = max(1, (progress - self._seen) // 2)  # several if they are short
-                self._taken_s.append((now_s - begun_s) / iterations)
-            self._seen, self._since_s = progress, now_s
-        self._looked_s = now_s
-        if not may_be_locked:
-            self._reset_at, self._locked_s = -1, now_s
-        longest_s = _STALLED_S
-        if progress % 2 or memory.ended != memory.iteration % 2**32:  # the GPU may not have finished the iteration
-            longest_s = max(longest_s, _TIMES_AS_LONG * max(self._taken_s, default=_UNKNOWN_S))
-        if now_s - max(self._since_s, self._locked_s) <= longest_s or self._reset_at == progress or not may_be_locked:
-            return False
-        self._reset_at = progress
-        return True
-
-
-class _Rank:
-    """A client: its connection, its lease, and the lock that determines the end of the lease."""
-
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self.connection = connection
-        self.pid = pid
-        # The request for a lease that was accepted, and the actor of its GPU.
-        self.request: messages.RequestLease | None = None
-        self.actor: GpuActor | None = None
-        self.memory: RankMemory | None = None
-        self.memory_file: int | None = None
-        self.clocks: RankClocks | None = None
-        # When to look at the marks, and whether reports may be complete.
-        self.look_at_s = 0.0
-        self.is_update_due = False
-        self.is_finding = False
-        self.progress = Progress()
-        self.is_connected, self.disconnected_s = True, 0.0
-        self.is_granted = self.is_released = self.is_revoked = False
-        self.ended_s: float | None = None
-        # The connection to the job's server, and the rank's number in the job.
-        self.uplink: Uplink | None = None
-        self.number = 0
-        self._outbox: deque[bytes] = deque(maxlen=_MOST_UNSENT)
-
-    @property
-    def has_ended(self) -> bool:
-        if self.memory_file is None:
-            return not self.is_connected
-        return self.is_released or places.holder(self.memory_file) is None
-
-    def is_ending(self, now_s: float) -> bool:
-        """Return True if the end of the lease is about to be detected, or waits for the driver."""
-        return (
-            self.is_released
-            or self.ended_s is not None
-            or (not self.is_connected and self.disconnected_s > now_s - _ENDS_WITHIN_S)
-        )
-
-    def send(self, message: messages.ToClient) -> None:
-        """Send a message, or the newest ones later if the client does not read its messages. Thread-safe."""
-        self._outbox.append(messages.encode(message))
-        self.flush()
-
-    def send_to_server(self, message: ToServer) -> None:
-        if self.uplink is not None:
-            self.uplink.send(self.number, message)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, IndexError):  # another thread may send the last one
-            while True:
-                packet = self._outbox.popleft()
-                try:
-                    self.connection.send(packet)
-                except BlockingIOError:
-                    self._outbox.appendleft(packet)
-                    raise
-
-    def close(self) -> None:
-        if self.clocks is not None:
-            self.clocks.leave()
-        self.connection.close()
-        if self.memory_file is not None:
-            os.close(self.memory_file)
-            self.memory_file = None
 
 
 def _mapped(file: int, least: int) -> memoryview:
@@ -197,7 +93,7 @@ class Agent:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, partial(self._wake_reader.recv, 4096))
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._actors: dict[str, GpuActor] = {}
         # GPUs that processes of other jobs left locked, and these processes.
         self._left: dict[str, tuple[int, GpuActor]] = {}
@@ -206,7 +102,7 @@ class Agent:
         self._uplinks: list[Uplink] = []
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
-        self._server_waits: list[_Rank] = []
+        self._server_waits: list[Rank] = []
         self._server_error = ""
         self._exchange_at_s = 0.0
         with contextlib.suppress(OSError):
@@ -274,10 +170,10 @@ class Agent:
             connection.close()
             return
         connection.setblocking(False)
-        self._ranks.append(_Rank(connection, pid))
+        self._ranks.append(Rank(connection, pid))
         self._selector.register(connection, selectors.EVENT_READ, partial(self._receive, self._ranks[-1]))
 
-    def _receive(self, rank: _Rank) -> None:
+    def _receive(self, rank: Rank) -> None:
         if rank not in self._ranks:  # just removed
             return
         files: list[int] = []
@@ -297,7 +193,7 @@ class Agent:
             self._update_at_s = 0.0
             if packet:
                 if packet[0] in _TERMINATION:
-                    self._revoke(rank)
+                    self._terminate(rank)
             else:
                 rank.is_connected, rank.disconnected_s = False, self._time.now_s()
                 self._selector.unregister(rank.connection)
@@ -307,7 +203,7 @@ class Agent:
             for file in files:
                 os.close(file)
 
-    def _handle(self, rank: _Rank, message: messages.ToAgent, files: list[int]) -> None:
+    def _handle(self, rank: Rank, message: messages.ToAgent, files: list[int]) -> None:
         if isinstance(message, messages.ToClocks):
             if rank.clocks is not None:
                 rank.clocks.receive_from_client(message)
@@ -316,7 +212,7 @@ class Agent:
         if isinstance(message, messages.Release):
             rank.is_released = True
         elif isinstance(message, messages.RequestStatus):
-            leases = [(each.actor, each.pid) for each in self._ranks if each.is_granted]
+            leases = [(each.actor, each.pid) for each in self._ranks if each.clocks is not None]
             rank.send(messages.Status(tuple((actor.record.gpu, pid) for actor, pid in leases if actor is not None)))
         elif isinstance(message, messages.FindGpu):
             rank.is_finding = True
@@ -329,7 +225,7 @@ class Agent:
         elif isinstance(message, messages.RequestLease) and rank.actor is None and files:
             self._register(rank, message, files)
 
-    def _register(self, rank: _Rank, message: messages.RequestLease, files: list[int]) -> None:
+    def _register(self, rank: Rank, message: messages.RequestLease, files: list[int]) -> None:
         """Accept a request for a lease, which is granted after the GPU was opened."""
         try:
             if not message.gpu.isprintable() or "/" in message.gpu:
@@ -350,9 +246,11 @@ class Agent:
             self._refuse(rank, "unusable", f"Locked clocks cannot be recorded: {error}.")
         else:
             rank.request, rank.actor = message, self._actors[message.gpu]
+            if message.is_renewal:  # its clock may be locked
+                rank.actor.reset()
             self._has_served = True
 
-    def _follow_server(self, rank: _Rank, server: messages.Connect) -> None:
+    def _follow_server(self, rank: Rank, server: messages.Connect) -> None:
         rank.uplink = next((uplink for uplink in self._uplinks if uplink.is_to(server)), None)
         if rank.uplink is None:
             rank.uplink = Uplink(server, self._time)
@@ -365,7 +263,7 @@ class Agent:
         assert memory is not None
         rank.uplink.join(rank.number, lambda: memory.iteration)
 
-    def _start_server(self, rank: _Rank, request: messages.StartServer, files: list[int]) -> None:
+    def _start_server(self, rank: Rank, request: messages.StartServer, files: list[int]) -> None:
         """Start the server of the job, or watch the one that an earlier agent of this node has started."""
         if self._server is not None:
             if request.running is not None:
@@ -423,7 +321,7 @@ class Agent:
             assert server.file is not None
             self._selector.register(server.file, selectors.EVENT_READ, self._update_leases_soon)
 
-    def _find(self, rank: _Rank, place: messages.FindGpu) -> None:
+    def _find(self, rank: Rank, place: messages.FindGpu) -> None:
         try:
             # The number may belong to another GPU here, and the clocks of that one would be changed.
             if place.uuid is None and place.pci_address is None and place.cgroups != places.cgroups():
@@ -437,7 +335,7 @@ class Agent:
             rank.send(messages.Refused("unusable", str(error)))
             self._has_served, rank.is_finding = True, False
 
-    def _forget_former(self, rank: _Rank) -> None:
+    def _forget_former(self, rank: Rank) -> None:
         """Remove the earlier connection of a process that has connected again after this agent was stopped."""
         for other in [*self._ranks]:
             ours, theirs = rank.memory_file, other.memory_file
@@ -452,11 +350,12 @@ class Agent:
         self._actors[record.gpu] = actor
         return actor
 
-    def _refuse(self, rank: _Rank, reason: messages.Reason, error: str) -> None:
+    def _refuse(self, rank: Rank, reason: messages.Reason, error: str) -> None:
         rank.send(messages.Refused(reason, error))
+        rank.on(Event.REFUSED)
         self._forget(rank)
 
-    def _forget(self, rank: _Rank, *, has_left: bool = True) -> None:
+    def _forget(self, rank: Rank, *, has_left: bool = True) -> None:
         if rank.uplink is not None:
             if has_left:
                 rank.send_to_server(Left())
@@ -479,16 +378,16 @@ class Agent:
         self._update_at_s = 0.0
         self._wake()
 
-    def _update_soon(self, rank: _Rank) -> None:
+    def _update_soon(self, rank: Rank) -> None:
         rank.is_update_due = True
         self._wake()
 
-    def _revoke(self, rank: _Rank) -> None:
+    def _terminate(self, rank: Rank) -> None:
         """Reset a GPU before its rank ends."""
-        rank.is_revoked = True
-        if rank.clocks is not None:
+        if rank.on(Event.TERMINATED):
+            assert rank.clocks is not None
+            assert rank.actor is not None
             rank.clocks.revoke()
-        if rank.actor is not None:
             rank.actor.reset()
 
     def _update_leases(self) -> None:
@@ -496,7 +395,7 @@ class Agent:
         if self.terminates:
             self.terminates = False
             for rank in self._ranks:
-                self._revoke(rank)
+                self._terminate(rank)
         now_s = self._time.now_s()
         is_ending = any(rank.is_ending(now_s) for rank in self._ranks)
         self._update_at_s = now_s + (_ENDING_POLL_S if is_ending else _POLL_S)
@@ -508,7 +407,7 @@ class Agent:
                 self._watch_clock(rank, rank.memory, now_s)
             if rank.has_ended:
                 self._end(rank, now_s)
-            elif rank.request is not None and not rank.is_granted:
+            elif rank.request is not None and rank.state is State.JOINED:
                 self._grant(rank, rank.request, now_s)
         if now_s >= self._restore_at_s:
             self._restore_at_s = now_s + _RESTORED_EVERY_S
@@ -518,18 +417,22 @@ class Agent:
         for gpu, actor in [*self._actors.items()]:
             self._let_go(gpu, actor)
 
-    def _watch_clock(self, rank: _Rank, memory: RankMemory, now_s: float) -> None:
+    def _watch_clock(self, rank: Rank, memory: RankMemory, now_s: float) -> None:
         """Show whether the GPU of a rank is slowed on purpose, and reset it if the rank does not train."""
         if (actor := rank.actor) is None:
             return
         may_be_locked = actor.may_be_locked
         if (slowed := actor.record.slowed) is not None:
             slowed.update(now_s, is_locked=may_be_locked)
-        has_stalled = rank.progress.has_stalled(memory, now_s, may_be_locked=may_be_locked)
-        if has_stalled and rank.is_granted and not self._others(rank):
+        is_still = rank.progress.is_standing_still(memory, now_s, may_be_locked=may_be_locked)
+        if rank.state is State.STANDING_STILL:
+            if memory.progress != rank.stalled_at or (may_be_locked and actor.is_reset):
+                rank.on(Event.CONTINUED)
+        elif is_still and not self._others(rank) and rank.on(Event.STALLED):
+            rank.stalled_at = memory.progress
             actor.reset()
 
-    def _grant(self, rank: _Rank, request: messages.RequestLease, now_s: float) -> None:
+    def _grant(self, rank: Rank, request: messages.RequestLease, now_s: float) -> None:
         """Grant a lease if the GPU is open, described and reset."""
         actor, memory = rank.actor, rank.memory
         assert actor is not None
@@ -547,37 +450,35 @@ class Agent:
         if actor.gpu is None or not actor.is_reset or not is_clear:
             return
         actor.record.set_locked(True)
-        rank.is_granted = True
+        rank.on(Event.GRANTED)
         on_record = partial(self._update_soon, rank)
         rank.clocks = RankClocks(actor, memory, rank.send, rank.send_to_server, self._time, on_record=on_record)
-        if rank.is_revoked:
-            rank.clocks.revoke()
         left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
         self._left = {}
         actor.record.left_by = None
         rank.send(messages.Granted(tuple(left), actor.description if request.describes else None))
 
-    def _others(self, rank: _Rank) -> list[_Rank]:
+    def _others(self, rank: Rank) -> list[Rank]:
         """Return the other ranks that use the same GPU."""
         return [each for each in self._ranks if each is not rank and each.actor is rank.actor]
 
-    def _end(self, rank: _Rank, now_s: float) -> None:
+    def _end(self, rank: Rank, now_s: float) -> None:
         """End a lease, and reset the GPU unless another rank uses it."""
-        clocks, actor = rank.clocks, rank.actor
         if rank.ended_s is None:
             rank.ended_s = now_s
-        if clocks is not None:
+        actor, clocks = rank.actor, rank.clocks
+        is_shared = any(other.sets_clocks for other in self._others(rank))
+        if actor is not None and clocks is not None:
             if rank.is_released and clocks.has_reports and now_s < rank.ended_s + _LAST_REPORTS_WITHIN_S:
                 return
+            rank.clocks = None
             clocks.leave()  # before a reset, so that it does not request a clock again
-        is_over = True
-        if actor is not None:
-            is_shared = any(other.is_granted for other in self._others(rank))
-            if rank.is_granted and (actor.may_be_locked or not is_shared):
+            if actor.may_be_locked or not is_shared:
                 actor.reset()  # the other ranks request their clocks again
-            rank.is_granted = False
-            is_over = is_shared or actor.is_reset or not (rank.is_released and rank.is_connected)
-        if is_over:
+        rank.on(Event.ENDED)
+        is_waiting = rank.is_released and rank.is_connected
+        if actor is None or actor.is_reset or is_shared or not is_waiting:
+            rank.on(Event.RESET)
             rank.send(messages.Released())
             self._forget(rank)
 

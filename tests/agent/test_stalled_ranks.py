@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_ds.agent.process import Progress
+from perseus_ds.agent.rank import Progress
 from perseus_ds.protocol import layout
 from perseus_ds.protocol.layout import RankMemory
 
@@ -26,10 +26,12 @@ class Rank:
     def wait(self, seconds):
         for _ in range(round(10 * seconds)):
             self.now_s += 0.1
-            if self.progress.has_stalled(self.memory, self.now_s, may_be_locked=self.may_be_locked):
+            if self.progress.is_standing_still(self.memory, self.now_s, may_be_locked=self.may_be_locked):
                 self.resets.append(self.now_s)
+                self.may_be_locked = False
 
     def train(self, iterations, seconds):
+        self.may_be_locked = True
         for _ in range(iterations):
             self.memory.begin_iteration()
             self.wait(seconds)
