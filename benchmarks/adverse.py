@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from perseus_ds.agent import follower
+from perseus_ds.agent import timeline
 from perseus_ds.agent.timeline import ClockTransition, Spans, plan_transitions
 from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS
@@ -144,7 +144,7 @@ def without_countermeasures() -> Any:
         return plan_transitions(clocks_mhz, spans_s, length_s, LatencyTable())
 
     with (
-        patch.object(follower, "plan_transitions", plan_without_latencies),
+        patch.object(timeline, "plan_transitions", plan_without_latencies),
         patch.object(online._Refreshes, "variation_s", 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
     ):
