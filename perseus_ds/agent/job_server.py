@@ -30,7 +30,7 @@ _MOST_ANSWER = 1 << 20
 _RANK = struct.Struct("=I")
 _encode = msgspec.msgpack.Encoder().encode
 _to_rank = msgspec.msgpack.Decoder(ToRank)
-_CODE = places.main_of("perseus_ds.server.server")
+_CODE = places.main_of("perseus_ds.server.process")
 
 
 class Uplink:

@@ -97,11 +97,20 @@ class _Part:
         passed_s, end_s = np.diff(self.moments_s), self.moments_s[1:]
         begin_s = end_s - share * passed_s
         spent_s = np.zeros((len(end_s), len(keys) + 1))
-        for span, key in self.computed:
-            overlap_s = np.minimum(end_s, span.end_s) - np.maximum(begin_s, span.start_s)
-            spent_s[:, keys.index(key)] += np.maximum(overlap_s, 0.0) / share
+        for column, key in enumerate(keys):
+            spans = sorted((span.start_s, span.end_s) for span, of in self.computed if of == key)
+            if spans:
+                spent_s[:, column] = (_spent_until_s(spans, end_s) - _spent_until_s(spans, begin_s)) / share
         spent_s[:, -1] = passed_s - spent_s.sum(axis=1)
         return spent_s
+
+
+def _spent_until_s(spans: Sequence[tuple[float, float]], moments_s: Floats) -> Floats:
+    """Return the time within sorted spans, which do not overlap, until each moment [s]."""
+    bounds_s = np.array(spans)  # shape (spans, 2): start and end
+    passed_s = np.cumsum(bounds_s[:, 1] - bounds_s[:, 0])
+    at_bounds_s = np.column_stack([np.concatenate([[0.0], passed_s[:-1]]), passed_s])
+    return np.asarray(np.interp(moments_s, bounds_s.ravel(), at_bounds_s.ravel()))
 
 
 class _Refreshes:

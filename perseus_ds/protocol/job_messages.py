@@ -339,6 +339,9 @@ class LatencyTable(msgspec.Struct, tag=True, frozen=True):
         return 2 * max(self.latest_s(clock_mhz, rises=rises) for rises in (False, True))
 
     def _near(self, clock_mhz: int, rises: bool) -> list[float]:
+        own = self.samples_s.get((clock_mhz, rises), ())
+        if len(own) >= _POOLED:
+            return sorted(own)
         if not self.is_known:
             return []
         same = {clock: seen_s for (clock, rose), seen_s in self.samples_s.items() if rose == rises and seen_s}

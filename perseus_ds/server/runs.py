@@ -28,7 +28,7 @@ _KNOWN_AFTER_S = 5.0
 """Time in which a message reaches all ranks, even on a busy machine."""
 _RESENT_EVERY = 10
 """Number of iterations between two messages to a rank that does not follow the last run."""
-_MOST_PROGRAMS = 4096
+_MOST_PLANS = 64
 
 
 @dataclass
@@ -61,7 +61,8 @@ class RunSender:
         self._timelines = timelines
         self._serial = last_serial
         self._sent: _Sent | None = None
-        self._programs: dict[tuple[object, ...], Program] = {}
+        # Of all ranks of a pipeline, by order and plan.
+        self._programs: dict[tuple[object, ...], list[Program]] = {}
         self._resent_after: dict[int, int] = {}  # an iteration, by rank
         self.known: dict[int, Run] = {0: UNPLANNED}
         self.issued = 0
@@ -131,7 +132,7 @@ class RunSender:
         )
 
     def _program(self, rank: int, run: Run, number: int) -> Program:
-        """Return the program of a rank in an order. Each is computed once for all pipelines."""
+        """Return the program of a rank in an order. Those of a plan are computed once."""
         if rank in self._context.job.fixed_ranks:
             return Program(number)
         plans = run.plans.get(number)
@@ -139,13 +140,13 @@ class RunSender:
             return Program(number, run.clock_mhz)
         place = self._context.job.places[rank]
         plan = plans.assignment.plans[place.pipeline]
-        key = number, id(plans.frontier), plan, place.pipeline_rank
+        key = number, id(plans.frontier), plan
         if key not in self._programs:
-            if len(self._programs) >= _MOST_PROGRAMS:
+            if len(self._programs) >= _MOST_PLANS:
                 self._programs.clear()
             schedule = next(o.job.schedule for o in self._context.orders.known if o.number == number)
-            self._programs[key] = program_of(plans, number, place.pipeline, place.pipeline_rank, schedule)
-        return self._programs[key]
+            self._programs[key] = programs_of(plans.frontier.plans[plan], plans, number, schedule)
+        return self._programs[key][place.pipeline_rank]
 
     def behind(self, iteration: int, messages: Sequence[RankReport]) -> list[int]:
         """Return the ranks that did not follow the last run, and are due to receive it."""
@@ -172,20 +173,23 @@ class RunSender:
         return known[0]
 
 
-def program_of(plans: Plans, number: int, pipeline: int, rank: int, schedule: Schedule) -> Program:
-    """Return the clocks of a pipeline's rank in iterations of an order.
+def programs_of(plan: FrequencyPlan, plans: Plans, number: int, schedule: Schedule) -> list[Program]:
+    """Return the clocks of each rank of a pipeline in iterations of an order.
 
     Instructions of the schedule that have no clock in the plan keep the clock of the previous instruction. At the
     end of an iteration, they have the clock that the next one starts with.
     """
-    plan = plans.of_pipeline(pipeline)
-    instructions = plans.frontier.instructions[rank]
-    own_mhz, stream = plan.clocks_mhz[rank], schedule.instructions[rank]
-    if len(set(own_mhz)) == 1:
-        return Program(number, own_mhz[0])
-    clock_of = dict(zip(instructions, own_mhz, strict=True))
-    clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
-    return Program(number, own_mhz[0], clocks_mhz, tuple(_spans_s(plan, plans, stream)), plan.time_s)
+    spans_s = _spans_s(plan, plans)
+    programs = []
+    for instructions, own_mhz, stream in zip(plan.instructions, plan.clocks_mhz, schedule.instructions, strict=True):
+        if len(set(own_mhz)) == 1:
+            programs.append(Program(number, own_mhz[0]))
+            continue
+        clock_of = dict(zip(instructions, own_mhz, strict=True))
+        clocks_mhz = _filled([clock_of.get(instruction) for instruction in stream])
+        own_spans_s = tuple(spans_s[instruction] for instruction in stream) if spans_s else ()
+        programs.append(Program(number, own_mhz[0], clocks_mhz, own_spans_s, plan.time_s))
+    return programs
 
 
 def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
@@ -198,21 +202,21 @@ def _filled(clocks_mhz: Sequence[int | None]) -> tuple[int, ...]:
     return (*found, *[known[0]] * (len(clocks_mhz) - last - 1))
 
 
-def _spans_s(plan: FrequencyPlan, plans: Plans, stream: Sequence[Instruction]) -> list[tuple[float, float]]:
-    """Return start and end of each instruction of a rank, predicted from the profile [s].
+def _spans_s(plan: FrequencyPlan, plans: Plans) -> dict[Instruction, tuple[float, float]]:
+    """Return start and end of each instruction of a pipeline, predicted from the profile [s].
 
-    The list is empty if the profile lacks a time. Operations without a choice of clock have no duration here; their
-    time is at the end of the iteration.
+    There are none if the profile lacks a time. Operations without a choice of clock have no duration here; their time
+    is at the end of the iteration.
     """
     times_s, dag = plans.frontier.instruction_times_s, plans.dag
-    node_of = {node.work: number for number, node in enumerate(dag.nodes)}
+    node_of = {node.work: number for number, node in enumerate(dag.nodes) if isinstance(node.work, Instruction)}
     duration_s = np.zeros(len(dag.nodes))
     for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
         for instruction, clock_mhz in zip(instructions, clocks, strict=True):
             time_s = times_s.get((instruction.stage, instruction.kind, clock_mhz))
             if time_s is None or instruction not in node_of:
-                return []
+                return {}
             duration_s[node_of[instruction]] = time_s
-    own = [node_of[instruction] for instruction in stream]
-    ends_s = dag.finish_s(duration_s)[own]
-    return list(zip((ends_s - duration_s[own]).tolist(), ends_s.tolist(), strict=True))
+    ends_s = dag.finish_s(duration_s)
+    starts_s = ends_s - duration_s
+    return {instruction: (float(starts_s[node]), float(ends_s[node])) for instruction, node in node_of.items()}

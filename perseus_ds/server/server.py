@@ -1,45 +1,29 @@
 """The server of a job: receives the reports of ranks, decides, and sends them the runs that modes request.
 
-:class:`JobServer` decides. All its work is done when a message arrives or in :meth:`JobServer.tick`, and nothing
-blocks. :class:`ServerProcess` transfers the messages. It is the process that rank 0's agent starts and that ends with
-the job: it reads a :class:`ServerRequest` from its standard input, and answers on its standard output once it listens.
-All connections are encrypted, and only agents with the job's key are accepted.
+All work of :class:`JobServer` is done when a message arrives or in :meth:`JobServer.tick`, and nothing blocks.
+:mod:`perseus_ds.server.process` transfers the messages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
-import os
-import resource
-import signal
-import socket
-import struct
-import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
-from perseus_ds import errors
 from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.policy.policies import AnyOrder, check_deadline, parse_order
+from perseus_ds.policy.policies import check_deadline, parse_order
 from perseus_ds.policy.reports import RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.job_messages import (
@@ -52,16 +36,12 @@ from perseus_ds.protocol.job_messages import (
     ToServer,
     Welcome,
 )
-from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server import modes
-from perseus_ds.server.control_socket import CONTROL, ControlServer, RemoteAccess
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
 from perseus_ds.server.iterations import Mode, Run, Seen
 from perseus_ds.server.job import Job, with_permission
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.metrics import MetricsReporter
 from perseus_ds.server.orders import Orders
-from perseus_ds.server.output_folder import FolderLock, StateFile, own_folder
 from perseus_ds.server.phases import BackOff, ModeContext
 from perseus_ds.server.recorder import Recorder, TimelineLog
 from perseus_ds.server.runs import UNPLANNED, RunSender
@@ -82,19 +62,6 @@ _MOST_COUNTED_S = 2.0
 what has arrived before it can know what is missing."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
-_HEARTBEAT_S, _STATE_S, _POLL_S = 0.5, 1.0, 0.1
-_FIRST_AGENT_S, _NO_AGENT_S, _ENDED_S = 300.0, 30.0, 2.0
-"""Times without messages from agents after which the server ends: before the first message, during training, and after
-the end of the job, such as without the ranks of a lost node, because the next start of the job needs the folder."""
-_CATCH_UP_S = 5.0
-"""Time in which all received messages must be processed. Otherwise the server discards reports and the job continues at
-default clocks. A process that was stopped for longer, and then has many messages to process, is not slow."""
-# Maximum number of messages to and from each agent in memory.
-_MOST_TO_AGENT, _MOST_FROM_AGENT = 100_000, 1000
-_LINGER_MS = 1000
-_RANK = struct.Struct("=I")
-_to_server = msgspec.msgpack.Decoder(ToServer)
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class JobServer:
@@ -480,265 +447,3 @@ def _with_what_is_kept(measured: Measured, kept: Measured | None) -> Measured:
     if kept is None or math.isfinite(measured.blocking_power_w):
         return measured
     return Measured(measured.period_s, kept.settle_s, kept.blocking_power_w)
-
-
-class ServerRequest(msgspec.Struct, frozen=True):
-    """Request to start the server of a job."""
-
-    description: bytes  # of the job
-    host: str  # name or address by which agents reach rank 0's node
-    port: int  # 0 for any
-    epoch: int  # number of the server in the job, starting at 0
-    server_key: bytes  # public
-    server_secret: bytes
-    public_key: bytes  # of the agents
-    output_dir: str = ""  # folder of the server that it replaces; empty for the first server of a job
-
-
-class ServerProcess:
-    """Transfers messages between agents and the :class:`JobServer`, and saves its state."""
-
-    def __init__(self, request: ServerRequest) -> None:
-        """Listen, and check what can be checked before training.
-
-        Raises:
-            PerseusError: The job cannot be trained as configured, or the port is not available.
-        """
-        self._request = request
-        self._parts = ExitStack()
-        self._lock = threading.RLock()  # orders through the control socket are carried out on its threads
-        self._agents: set[bytes] = set()
-        self._agent_of: dict[int, bytes] = {}
-        self._outbox: deque[tuple[int, ToRank]] = deque()
-        self._control: ControlServer | None = None
-        self._socket = self._listen()
-        description = msg.decode_description(request.description)
-        os.chdir(description.folder)
-        job = Job.of(description)
-        folder = FolderLock()
-        self._parts.callback(folder.release)
-        output_dir, warning = own_folder(job, folder, request.output_dir)
-        self._state = StateFile(Path(output_dir))
-        self._parts.callback(self._state.close)
-        state, problem = self._state.read()
-        self.server = JobServer(job.in_folder(output_dir), self._send, state=state, epoch=request.epoch)
-        for text in filter(None, (warning, problem)):
-            self.server.recorder.warn(text)
-        self._state_at_s = self._beat_at_s = 0.0
-        self._received_s = REAL_TIME.now_s()  # time of the last message
-        self._catches_up_until_s = math.inf  # finite while received messages wait
-        self._has_received = self._is_behind = False
-
-    @property
-    def address(self) -> str:
-        """Address at which agents reach it."""
-        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0")
-        host = f"[{self._request.host}]" if ":" in self._request.host else self._request.host
-        return f"tcp://{host}:{port}"
-
-    def _listen(self) -> zmq.Socket[bytes]:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._parts.callback(context.destroy, _LINGER_MS)  # waits until rank 0 has the last messages
-        authenticator = ThreadAuthenticator(context)
-        authenticator.start()
-        self._parts.callback(authenticator.stop)
-        self._control_keys = zmq.curve_keypair()
-        authenticator.configure_curve_callback("*", _Keys(self._request.public_key, self._control_keys[0]))
-        listener: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._parts.callback(listener.close, _LINGER_MS)
-        listener.setsockopt(zmq.SNDHWM, _MOST_TO_AGENT)
-        listener.setsockopt(zmq.RCVHWM, _MOST_FROM_AGENT)
-        listener.setsockopt(zmq.IPV6, 1)
-        listener.curve_server = True
-        listener.curve_publickey = self._request.server_key
-        listener.curve_secretkey = self._request.server_secret
-        own = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "[::1]"}.get(self._request.host, "*")
-        port = self._request.port or "*"
-        try:
-            listener.bind(f"tcp://{own}:{port}")
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"perseus.server: port {port} of {socket.gethostname()} cannot be used ({error}). Choose "
-                "another one, or leave it out for any free port."
-            ) from None
-        return listener
-
-    def serve(self) -> None:
-        """Serve until the job ends, or no agent is left."""
-        self.server.start()
-        self._supervise()
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        while not self.server.is_over and self._is_needed():
-            poller.poll(int(1000 * _POLL_S))
-            with self._lock:
-                self._receive()
-                with self._surviving_errors():
-                    self.server.tick()
-                self._beat()
-                self._flush()
-        with self._lock:
-            kept = self._kept()
-        self._state.save_last(kept)
-        self.server.recorder.flush()
-        self.close()
-
-    def close(self) -> None:
-        """Stop listening and release the output folder."""
-        self._parts.close()
-
-    def _kept(self) -> dict[str, Any]:
-        return {"epoch": self._request.epoch, **self.server.state()}
-
-    def _supervise(self) -> None:
-        """Open the control socket and start to report metrics."""
-        server = self.server
-        config = server.job.config
-
-        if config.mode in ("auto", "run"):
-            try:
-                keys = (self._request.server_key, *self._control_keys)
-                remote = RemoteAccess(self.address, *(key.decode() for key in keys))
-                self._control = ControlServer(server.job.output_dir, self._carry_out, remote)
-                self._parts.callback(self._control.close)
-            except OSError as error:
-                failed = Failed(event="control", error=str(error))
-                server.recorder.fail(failed, f"`perseus-ds control` will not reach this job: {error}")
-        if config.metrics is not None:
-
-            def no_metrics(problem: str) -> None:
-                failed = Failed(event="metrics", error=problem)
-                server.recorder.fail(failed, f"metrics: {problem}. Training continues without them")
-
-            self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, no_metrics).close)
-
-    def _carry_out(self, order: AnyOrder) -> dict[str, Any]:
-        with self._lock:
-            return self.server.control.carry_out(order)
-
-    def _is_needed(self) -> bool:
-        silent_s = REAL_TIME.now_s() - self._received_s
-        if self.server.has_ended:
-            return silent_s < _ENDED_S
-        return silent_s < (_NO_AGENT_S if self._has_received else _FIRST_AGENT_S)
-
-    def _receive(self) -> None:
-        """Process the received messages for a short time, so that heartbeats are sent in between."""
-        end_s = REAL_TIME.now_s() + _POLL_S
-        while (now_s := REAL_TIME.now_s()) < end_s:
-            try:
-                agent, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                self._catches_up_until_s, self._is_behind = math.inf, False
-                return
-            if len(frames) == 2 and frames[0] == CONTROL:
-                if self._control is not None:
-                    self._put(agent, CONTROL, json.dumps(self._control.answer(frames[1])).encode())
-                continue
-            self._received_s, self._has_received = now_s, True
-            if agent not in self._agents:
-                self._agents.add(agent)
-                self._beat_at_s = 0.0  # it is answered immediately
-            if len(frames) != 2 or len(frames[0]) != _RANK.size:
-                continue
-            rank = _RANK.unpack(frames[0])[0]
-            try:
-                message = _to_server.decode(frames[1])
-            except msgspec.DecodeError as error:
-                logger.warning("perseus: a message of rank %d is none: %s", rank, error)
-                continue
-            if self._is_behind and isinstance(message, RankReport | Spans):
-                continue
-            before, self._agent_of[rank] = self._agent_of.get(rank, agent), agent
-            with self._surviving_errors():
-                self.server.receive(rank, message)
-                if agent != before:  # messages to the rank may be lost
-                    self.server.resend(rank)
-        self._catches_up_until_s = min(self._catches_up_until_s, now_s + _CATCH_UP_S)
-        if now_s > self._catches_up_until_s and not self._is_behind:
-            self._is_behind = True
-            with self._surviving_errors():
-                self.server.fall_behind()
-
-    @contextlib.contextmanager
-    def _surviving_errors(self) -> Iterator[None]:
-        """An error within this context ends only the job's mode, which begins again later."""
-        try:
-            yield
-        except Exception as error:
-            self.server.has_failed(error)
-
-    def _beat(self) -> None:
-        now_s = REAL_TIME.now_s()
-        if now_s >= self._beat_at_s:
-            self._beat_at_s = now_s + _HEARTBEAT_S
-            for agent in self._agents:
-                self._put(agent, b"%d" % self._request.epoch)
-        if now_s >= self._state_at_s:
-            self._state_at_s = now_s + _STATE_S
-            self._state.save(self._kept())
-
-    def _send(self, rank: int, message: ToRank) -> None:
-        self._outbox.append((rank, message))  # called from any thread
-
-    def _flush(self) -> None:
-        for _ in range(len(self._outbox)):
-            rank, message = self._outbox.popleft()
-            if rank in self._agent_of:
-                self._put(self._agent_of[rank], _RANK.pack(rank), _encode(message))
-            elif isinstance(message, Say):
-                self._outbox.append((rank, message))  # kept until the rank is known
-
-    def _put(self, agent: bytes, *frames: bytes) -> None:
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart([agent, *frames], zmq.NOBLOCK)
-
-
-class _Keys:
-    """Accepts only the public keys of this job's agents, and of those who give it orders."""
-
-    def __init__(self, *public_keys: bytes) -> None:
-        self._keys = public_keys
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys
-
-
-class _ToRank0(logging.Handler):
-    """Sends the warnings of this process to rank 0, which logs them."""
-
-    def __init__(self, send: Callable[[int, ToRank], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._send(0, Say(record.getMessage(), warns=True))
-
-
-def main() -> None:
-    """Run the server of a job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # each agent has a connection
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    answer = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):
-        os.dup2(null, stream)
-    request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ServerRequest)
-    try:
-        process = ServerProcess(request)
-        welcome = msg.encode(process.server.welcome())
-        started = ServerStarted(process.address, answer=welcome, output_dir=process.server.job.config.output_dir)
-    except PerseusError as error:
-        kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "ConfigError"
-        started = ServerStarted(kind=kind, error=str(error))
-    except Exception as error:
-        started = ServerStarted(kind="PerseusError", error=f"the server cannot start: {error!r}")
-    answer.write(_encode(started))
-    answer.close()
-    if started.kind:
-        os._exit(1)  # threads of a server that has failed must not keep the process alive
-    logging.getLogger("perseus_ds").addHandler(_ToRank0(process._send))
-    process.serve()
-    os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again

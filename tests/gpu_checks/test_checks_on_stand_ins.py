@@ -250,7 +250,7 @@ from gpu_checks.run import CHECKS, write_evidence
 for check in CHECKS.values():
     pkgutil.resolve_name(check.function)
 write_evidence(Path(sys.argv[1]))
-import perseus_ds.agent.process, perseus_ds.client.runtime, perseus_ds.server.server
+import perseus_ds.agent.process, perseus_ds.client.runtime, perseus_ds.server.process
 found = packages_distributions()
 modules = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
 print(json.dumps(sorted({found[name][0] for name in modules if name in found})))

@@ -14,7 +14,7 @@ from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.protocol.job_messages import Say, encode
 from perseus_ds.server.job import Job
 from perseus_ds.server.output_folder import FolderLock, own_folder
-from perseus_ds.server.server import ServerProcess
+from perseus_ds.server.process import ServerProcess
 
 OTHER = """
 import sys

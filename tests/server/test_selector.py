@@ -21,7 +21,7 @@ from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.policies import EnergyOptimalPolicy, PowerCapPolicy
 from perseus_ds.server.iterations import Plans
 from perseus_ds.server.job_control import Straggler
-from perseus_ds.server.runs import program_of
+from perseus_ds.server.runs import programs_of
 from perseus_ds.server.selector import StragglerWatch, straggler_of, with_reported
 
 
@@ -208,7 +208,7 @@ def program(rank, *known_mhz):
         Assignment(plans=(0,)),
         Dag.build(SCHEDULE),
     )
-    return program_of(plans, 5, 0, rank, SCHEDULE)
+    return programs_of(plans.of_pipeline(0), plans, 5, SCHEDULE)[rank]
 
 
 def test_a_program_has_the_clock_of_each_instruction_and_when_it_begins_after_the_ranks_before():

@@ -30,7 +30,7 @@ from perseus_ds.protocol.job_messages import (
 from perseus_ds.protocol.messages import Connect, StartServer
 from perseus_ds.server.control_socket import send_order
 from perseus_ds.server.output_folder import FolderLock
-from perseus_ds.server.server import ServerProcess
+from perseus_ds.server.process import ServerProcess
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ToServer).decode
 PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
@@ -73,7 +73,6 @@ def are_connected(process, uplink):
     """Let server and agent exchange messages, and return whether both have received one."""
     uplink.exchange()
     process._receive()
-    process._beat()
     return process._has_received and uplink.is_heard
 
 
@@ -87,13 +86,13 @@ def uplink(process, connect):
 
 
 def test_agents_of_other_jobs_and_users_are_not_heard(process, connect):
-    refusals = process._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     other, own = connect(*zmq.curve_keypair()), connect(PUBLIC_KEY, SECRET_KEY)
+    refusals = other._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     other.join(1, lambda: 1000)
     own.join(0, lambda: 3)
     wait_for(lambda: are_connected(process, other) or refusals.poll(10), "the other agent is refused")
-    process._socket.disable_monitor()
-    assert not process._agents
+    other._socket.disable_monitor()
+    assert not process._connections.agents
     wait_for(lambda: are_connected(process, own), "the job's own agent is heard")
     assert process.server.runs.issued == 3
 
@@ -116,9 +115,9 @@ def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
     uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
     uplink.send(0, Joined(5))
     wait_for(lambda: are_connected(process, uplink) and process.server.runs.issued == 5, "the valid message has come")
-    (agent,) = process._agents
-    process._put(agent, b"\x00\x00\x00\x00", b"\xc1")
-    process._put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
+    (agent,) = process._connections.agents
+    process._connections.put(agent, b"\x00\x00\x00\x00", b"\xc1")
+    process._connections.put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
     assert wait_for(uplink.exchange, "the valid message has come") == [(0, Say("a message"))]
 
 
@@ -152,20 +151,25 @@ def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_cl
     """Decisions on old reports would come ever later. A server that was stopped processes what has arrived."""
     monkeypatch.chdir(tmp_path)
     now, backlog = VirtualTime(), 100
-    monkeypatch.setattr("perseus_ds.server.server.REAL_TIME", now)
+    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
     process = ServerProcess(request(tmp_path / "perseus", mode="auto", public_key=PUBLIC_KEY))
     received = []
 
-    def receive(flags):
-        """Return the next of the reports that have arrived, each of which takes 10 ms."""
-        if len(received) == backlog:
-            raise zmq.Again
-        now.sleep(0.01)
-        received.append(len(received) // 2 + 1)
-        report = RankReport(Report(received[-1], 0, 0, 7, 0.01))
-        return [b"agent", struct.pack("=I", len(received) % 2), encode(report)]
+    class Arrived:
+        """The reports that have arrived, each of which takes 10 ms."""
 
-    monkeypatch.setattr(process._socket, "recv_multipart", receive, raising=False)
+        def __len__(self):
+            return backlog - len(received)
+
+        def popleft(self):
+            if len(received) == backlog:
+                raise IndexError
+            now.sleep(0.01)
+            received.append(len(received) // 2 + 1)
+            report = RankReport(Report(received[-1], 0, 0, 7, 0.01))
+            return b"agent", [struct.pack("=I", len(received) % 2), encode(report)]
+
+    process._connections.received = Arrived()
     process.server.start()
     try:
         assert process.server.next.phase == "warm-up"
@@ -193,7 +197,7 @@ def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_cl
         process.close()
 
 
-def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
+def test_a_slow_output_folder_does_not_delay_decisions(process, monkeypatch):
     begins, may_end, written = threading.Event(), threading.Event(), []
 
     def write_slowly(path, content):
@@ -202,14 +206,21 @@ def test_a_slow_output_folder_does_not_delay_heartbeats(process, monkeypatch):
         written.append(content)
 
     monkeypatch.setattr("perseus_ds.server.output_folder.write_atomically", write_slowly)
-    process._beat()
+    process._save()
     assert begins.wait(60.0)
     process._state_at_s = 0.0
-    process._beat()
+    process._save()
     assert not written
     may_end.set()
     process._state.save_last(process._kept())
     assert len(written) == 1, "the same state is written once"
+
+
+def test_agents_hear_a_server_that_decides_for_a_long_time(uplink):
+    """The process does nothing here, as if it were computing."""
+    for _ in range(3):
+        uplink.is_heard = False
+        wait_for(lambda: uplink.exchange() is not None and uplink.is_heard, "a heartbeat has come", within_s=20.0)
 
 
 def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path, monkeypatch):
@@ -280,7 +291,7 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
 
 def test_once_the_job_has_ended_the_folder_is_soon_free_though_a_node_was_lost(process, uplink, monkeypatch):
     now = VirtualTime()
-    monkeypatch.setattr("perseus_ds.server.server.REAL_TIME", now)
+    monkeypatch.setattr("perseus_ds.server.process.REAL_TIME", now)
     process._received_s = now.now_s()
     now.sleep(10.0)
     assert process._is_needed(), "the network may recover"

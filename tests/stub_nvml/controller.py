@@ -190,7 +190,7 @@ class StubNvml:
 
     def servers(self) -> list[psutil.Process]:
         """Return the servers started by agents of this node."""
-        return self._processes("perseus_ds.server.server")
+        return self._processes("perseus_ds.server.process")
 
     def _processes(self, module: str) -> list[psutil.Process]:
         state_file = self.environment[STATE_VARIABLE]

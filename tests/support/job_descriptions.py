@@ -8,7 +8,7 @@ from pipelines import one_f_one_b
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import parse_block
 from perseus_ds.protocol.job_messages import JobDescription, RankFacts, encode
-from perseus_ds.server.server import ServerRequest
+from perseus_ds.server.process import ServerRequest
 
 TWO_STAGES = one_f_one_b(ranks=2, micro_batches=2)
 GPU = {"gpu": "simulated", "clocks_mhz": tuple(range(900, 1411, 15)), "simulated": True}
