@@ -239,13 +239,8 @@ class JobServer:
                 state.flops = message.passes
             case Measured():
                 state.measured = _with_what_is_kept(message, state.measured)
-            case msg.Steps():
-                self._step_offsets.append((message.after, message.steps - message.after))
-                self.control.steps = message.steps
-            case msg.MoreSteps():
-                _, offset = self._step_offsets[-1]
-                self._step_offsets.append((message.after, offset + message.steps))
-                self.control.add_steps(message.steps)
+            case msg.Steps() | msg.MoreSteps():
+                self._change_steps(message)
             case msg.Command():
                 try:
                     self.control.carry_out(parse_order(json.loads(message.content)))
@@ -321,6 +316,16 @@ class JobServer:
     def _forget(self, number: int) -> None:
         """Discard reports of iterations up to ``number``. No more reports of earlier ones are expected."""
         self._open = {each: found for each, found in self._open.items() if each > number}
+
+    def _change_steps(self, message: msg.Steps | msg.MoreSteps) -> None:
+        """Change the number of training steps, from the iteration after that of the message on."""
+        if isinstance(message, msg.Steps):
+            self._step_offsets.append((message.after, message.steps - message.after))
+            self.control.steps = message.steps
+        else:
+            _, offset = self._step_offsets[-1]
+            self._step_offsets.append((message.after, offset + message.steps))
+            self.control.add_steps(message.steps)
 
     def _step_of(self, iteration: int) -> int:
         """Return the training step of an iteration. Reports may arrive after a later correction of the count."""

@@ -272,10 +272,10 @@ class MegatronEngine(Engine):
         first = model[0] if isinstance(model, list) else model
         if not self._model or first is self._model[0]:
             return False
+        planned, other = type(unwrapped(self._model[0])).__name__, type(unwrapped(first)).__name__
         self._warn(
-            f"this process trains a {type(unwrapped(self._model[0])).__name__} and a "
-            f"{type(unwrapped(first)).__name__}. Clocks are planned for the one that trained first. "
-            "Iterations of the other one run at default clocks and "
+            f"this process trains a {planned} and a {other}. "
+            "Clocks are planned for the one that trained first. Iterations of the other one run at default clocks and "
             "are not counted"
         )
         return True
