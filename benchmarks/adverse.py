@@ -35,12 +35,12 @@ from unittest.mock import patch
 
 from perseus_ds.agent import timeline
 from perseus_ds.agent.timeline import ClockTransition, Spans, plan_transitions
-from perseus_ds.gpu import simulated
-from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.profiler import online
 from perseus_ds.protocol.job_messages import LatencyTable
 from perseus_ds.server import profiling
+from perseus_ds.simulation import gpu as simulated
+from perseus_ds.simulation.gpu import CONDITIONS
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.gpu.device_models import DEVICES, Workload
 from perseus_ds.profiler.estimates import Samples, estimate
+from perseus_ds.simulation.device_models import DEVICES, Workload
 
 Floats = npt.NDArray[np.float64]
 SWEEPS = Path(__file__).resolve().parents[2] / "shared" / "data" / "clock_sweeps"

@@ -23,9 +23,9 @@ from virtual.gpu import FaultyGpu  # type: ignore[import-not-found]  # noqa: E40
 from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 from virtual.time import VirtualTime  # type: ignore[import-not-found]  # noqa: E402
 
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, DeviceModel, Workload  # noqa: E402
 from perseus_ds.pipeline.instruction import Instruction, Kind  # noqa: E402
 from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, DeviceModel, Workload  # noqa: E402
 
 LATENCY_S = 0.015
 """Time from the request of a clock until the GPU runs at it [s]."""

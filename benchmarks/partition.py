@@ -25,11 +25,11 @@ import time
 
 from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.huggingface.partition import simulated_costs
 from perseus_ds.layouts.partition import Partition, best_partition, shares_of
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
+from perseus_ds.simulation.device_models import DEVICES
 
 
 def neox(width: int, layers: int, heads: int, vocabulary: int) -> PretrainedConfig:

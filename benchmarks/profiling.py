@@ -29,9 +29,9 @@ from sampling import Judge, work_of  # type: ignore[import-not-found]  # noqa: E
 from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
-from perseus_ds.gpu.device_models import DEVICES  # noqa: E402
-from perseus_ds.gpu.simulated import CONDITIONS, SimulatedGpu  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
+from perseus_ds.simulation.device_models import DEVICES  # noqa: E402
+from perseus_ds.simulation.gpu import CONDITIONS, SimulatedGpu  # noqa: E402
 
 JOBS: dict[str, dict[str, Any]] = {
     "long": {"stages_s": (0.100, 0.085, 0.110, 0.120), "micro_batches": 8, "tail_s": 0.02},
@@ -69,7 +69,7 @@ class NoisyGpu(SimulatedGpu):
     draw = 0
 
     @classmethod
-    def named(cls, gpu: str, *, seed: int = 0, **settings: Any) -> SimulatedGpu:
+    def named(cls, gpu: str, *, seed: int = 0, **settings: Any) -> NoisyGpu:
         return cls(DEVICES[gpu], seed=seed + 100 * cls.draw, **settings)
 
 

@@ -25,7 +25,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 from profiles import truth  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile  # noqa: E402
-from perseus_ds.gpu.device_models import DEVICES  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
 from perseus_ds.optimizer.problem import problem_for  # noqa: E402
 from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
@@ -33,6 +32,7 @@ from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
 from perseus_ds.profiler.clock_search import AdaptiveSampler  # noqa: E402
 from perseus_ds.profiler.estimates import denoise  # noqa: E402
+from perseus_ds.simulation.device_models import DEVICES  # noqa: E402
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}

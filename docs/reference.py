@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from perseus_ds.cli.main import COMMANDS, command_of, description_of
 from perseus_ds.cli.main import main as main_of_commands
 from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig, ServerConfig
-from perseus_ds.gpu.simulated import SimulatedConfig
+from perseus_ds.simulation.gpu import SimulatedConfig
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Made by docs/reference.py (make docs) from the code: change it there. -->\n"

@@ -14,8 +14,8 @@ from typing_extensions import Self
 from perseus_ds.artifacts.io import MOST_JSON_BYTES, parse_json, read_text
 from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu.simulated import SimulatedConfig
 from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
+from perseus_ds.simulation.gpu import SimulatedConfig
 
 VARIABLE = "PERSEUS"
 # Similarity of ``perseus`` and ``perseus_config`` is 0.67, and of ``perseus`` and any key of DeepSpeed at most 0.6.

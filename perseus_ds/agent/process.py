@@ -34,12 +34,13 @@ from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.agent.rank import Event, Rank, State
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu import find_gpu, open_gpu
+from perseus_ds.gpu import find_gpu
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.protocol import layout, memory_files, messages, places
 from perseus_ds.protocol.job_messages import Left, Say
 from perseus_ds.protocol.layout import RankMemory
+from perseus_ds.simulation import open_gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0

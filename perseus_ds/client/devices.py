@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal
+import time
+from typing import Literal, Protocol
 
 import torch
 
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease, SharedMemory
 from perseus_ds.client.marks import marks_of
-from perseus_ds.client.simulated_work import SimulatedWork
+from perseus_ds.client.operations import Work
 from perseus_ds.client.timers import CudaExecution, Execution, HostExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.base import KnownGpu
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.protocol import places
 from perseus_ds.protocol.messages import FindGpu
+from perseus_ds.simulation.gpu import SimulatedGpu
+from perseus_ds.simulation.work import SimulatedWork
 
 logger = logging.getLogger("perseus_ds")
 _LOG_BYTES = 2**15
@@ -26,6 +28,22 @@ _LOG_BYTES = 2**15
 _RENUMBERING = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
 )  # fmt: skip
+
+
+class RankGpu(KnownGpu, Protocol):
+    """The GPU on which this rank computes."""
+
+    def take_lease(self) -> Lease:
+        """Return the lease of the GPU, which is requested if there is none yet. Raises a ``GpuError``."""
+
+    def say_notices(self, rank: int, config: PerseusConfig) -> None:
+        """Print what users should know about the GPU."""
+
+    def work(self, config: PerseusConfig) -> Work | None:
+        """Return what makes operations take longer than on the host. None on a real GPU."""
+
+    def compute(self, device: torch.device, seconds: float) -> None:
+        """Keep the GPU busy for some time [s]."""
 
 
 class LeasedGpu:
@@ -58,8 +76,60 @@ class LeasedGpu:
     def close(self) -> None:
         self.lease.close()
 
+    def take_lease(self) -> Lease:
+        return self.lease
 
-def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
+    def say_notices(self, rank: int, config: PerseusConfig) -> None:
+        for setting in self.notices:
+            logger.warning("perseus: rank %d, %s: %s", rank, self, setting)
+        if self.settings is not None and self.settings["whole_module"] is not False:
+            is_known = self.settings["whole_module"] is not None
+            logger.warning(
+                "perseus: rank %d, %s: %s the whole module, and not only this GPU, and so do all energies and savings.",
+                rank,
+                self,
+                "its energy counter covers" if is_known else "it is not known whether its energy counter covers",
+            )
+
+    def work(self, config: PerseusConfig) -> None:
+        """Return None, because operations take the time that the GPU needs."""
+
+    def compute(self, device: torch.device, seconds: float) -> None:
+        if device.type != "cuda":
+            time.sleep(seconds)
+            return
+        matrix = torch.ones(4096, 4096, dtype=torch.float16, device=device)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            for _ in range(10):
+                matrix @ matrix
+            torch.cuda.synchronize(device)
+
+
+class SimulatedGpuOfRank(SimulatedGpu):
+    """A simulated GPU on which this rank computes. The agent reads its logs."""
+
+    files: tuple[int, ...] = ()
+    """File descriptors of the memory of its logs."""
+
+    def take_lease(self) -> Lease:
+        assert self.address is not None, "its logs are shared"
+        return Lease(self.address, files=self.files)
+
+    def say_notices(self, rank: int, config: PerseusConfig) -> None:
+        if config.device == "auto" and rank == 0:
+            logger.warning(
+                "perseus: no GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
+                'Set "device": "simulated" to hide this notice.',
+                config.simulated.gpu,
+            )
+
+    def work(self, config: PerseusConfig) -> SimulatedWork:
+        """Return what makes operations take the time that this GPU needs."""
+        return SimulatedWork(self, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
+
+
+def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> RankGpu:
     """Lease the GPU that a rank computes on, or open the simulated one that the config requests.
 
     Args:
@@ -73,43 +143,22 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
         GpuError: There is no such GPU, its driver is missing, or another job uses it.
     """
     gpu = gpu_of(config, device, rank=rank, local_rank=local_rank)
-    if config.device == "auto" and isinstance(gpu, SimulatedGpu) and rank == 0:
-        logger.warning(
-            "perseus: no GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
-            'Set "device": "simulated" to hide this notice.',
-            config.simulated.gpu,
-        )
-    if isinstance(gpu, LeasedGpu):
-        for setting in gpu.notices:
-            logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
-        if gpu.settings is not None and gpu.settings["whole_module"] is not False:
-            is_known = gpu.settings["whole_module"] is not None
-            logger.warning(
-                "perseus: rank %d, %s: %s the whole module, and not only this GPU, and so do all energies and savings.",
-                rank,
-                gpu,
-                "its energy counter covers" if is_known else "it is not known whether its energy counter covers",
-            )
+    gpu.say_notices(rank, config)
     return gpu
 
 
-def clocks_of(gpu: KnownGpu, device: torch.device) -> AgentClocks:
-    """Return the clocks of this rank's GPU. Requests a lease if there is none yet.
+def clocks_of(lease: Lease, device: torch.device, name: str) -> AgentClocks:
+    """Return the clocks of the GPU of a lease, which has this name.
 
     Raises:
-        GpuError: No agent can use the GPU, or the GPU cannot write marks.
+        GpuError: The GPU cannot write marks. The lease has ended.
     """
-    if isinstance(gpu, LeasedGpu):
-        lease = gpu.lease
-    else:
-        assert gpu.address is not None, "an agent can open it"
-        lease = Lease(gpu.address, files=gpu.files if isinstance(gpu, SimulatedGpu) else ())
     try:
         marks = marks_of(device, lease.shared, lease.memory)
     except GpuError:
         lease.close()
         raise
-    return AgentClocks(lease, lease.memory, marks, gpu.name)
+    return AgentClocks(lease, lease.memory, marks, name)
 
 
 def execution_on(device: torch.device) -> Execution:
@@ -117,14 +166,7 @@ def execution_on(device: torch.device) -> Execution:
     return CudaExecution(device) if device.type == "cuda" else HostExecution()
 
 
-def simulated_work_on(gpu: KnownGpu, config: PerseusConfig) -> SimulatedWork | None:
-    """Return the work of a simulated GPU. None for a real one."""
-    if not isinstance(gpu, SimulatedGpu):
-        return None
-    return SimulatedWork(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
-
-
-def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> KnownGpu:
+def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> RankGpu:
     """Return the same GPU as :func:`open_gpu`, without warnings about it."""
     kind = config.device
     if kind == "auto":
@@ -139,7 +181,7 @@ def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank
         return LeasedGpu(place_of(kind, device, local_rank), checks_permission=config.mode != "observe")
     settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
     work, clock = (SharedMemory(_LOG_BYTES, f"perseus-ds-{log}") for log in ("work", "clock"))
-    gpu = SimulatedGpu.shared(work.view, clock.view, seed=rank, **settings)
+    gpu = SimulatedGpuOfRank.shared(work.view, clock.view, seed=rank, **settings)
     gpu.files = work.file, clock.file
     gpu.address = f"{gpu.address}#{os.getpid()}.{work.file}"  # another one may have the same settings
     return gpu

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -27,15 +26,13 @@ from perseus_ds import errors
 from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
-from perseus_ds.client.devices import clocks_of, execution_on, open_gpu, simulated_work_on
-from perseus_ds.client.simulated_work import SimulatedWork
+from perseus_ds.client.devices import RankGpu, clocks_of, execution_on, open_gpu
+from perseus_ds.client.operations import Work
 from perseus_ds.client.timers import Execution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.gpu.base import KnownGpu
-from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step, mean_power_w
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol import places
@@ -104,10 +101,10 @@ class EngineFacts:
 class Opened:
     """Resources that a rank has opened. They are closed if the job does not start."""
 
-    gpu: KnownGpu | None = None
+    gpu: RankGpu | None = None
     clocks: AgentClocks | None = None
     timers: Execution
-    simulated: SimulatedWork | None = None
+    simulated: Work | None = None
     schedule: Schedule
 
     def close(self) -> None:
@@ -140,8 +137,8 @@ def meet(
     try:
         opened.schedule = read()
         gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
-        opened.clocks = clocks_of(gpu, facts.device)
-        opened.timers, opened.simulated = execution_on(facts.device), simulated_work_on(gpu, config)
+        opened.clocks = clocks_of(gpu.take_lease(), facts.device, gpu.name)
+        opened.timers, opened.simulated = execution_on(facts.device), gpu.work(config)
         own = rank_facts(config, facts, opened.schedule, gpu, calibrates=opened.simulated is not None)
         content = b"+" + msg.encode(own)
     except PerseusError as error:
@@ -308,26 +305,6 @@ def host_of(store: Any) -> str:
     while hasattr(store, "underlying_store"):  # a prefix of keys
         store = store.underlying_store
     return os.environ.get("MASTER_ADDR") or str(getattr(store, "host", "127.0.0.1"))
-
-
-def load_of(gpu: KnownGpu | None, device: torch.device) -> Callable[[float], None]:
-    """Return a function that keeps a GPU busy for some time [s]."""
-
-    def compute(seconds: float) -> None:
-        if isinstance(gpu, SimulatedGpu):
-            gpu.begin_work(COMPUTE_BOUND)
-            gpu.finish_work(seconds)
-        elif device.type == "cuda":
-            matrix = torch.ones(4096, 4096, dtype=torch.float16, device=device)
-            end_s = time.monotonic() + seconds
-            while time.monotonic() < end_s:
-                for _ in range(10):
-                    matrix @ matrix
-                torch.cuda.synchronize(device)
-        else:
-            time.sleep(seconds)
-
-    return compute
 
 
 def local_rank() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.timers import Execution, GraphTimes
@@ -17,6 +17,28 @@ from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 T = TypeVar("T")
 NOTHING: AbstractContextManager[None] = nullcontext()
 """No-op context for operations that are not measured and change no clock."""
+
+
+class Work(Protocol):
+    """What makes operations take as long as a GPU needs for them that is not there.
+
+    Attributes:
+        flops: Floating-point operations of each kind of pass so far.
+    """
+
+    flops: dict[Hashable, int]
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True if passes take as long as on that GPU."""
+
+    def calibrate(self, seconds_per_flop: float, flops: Mapping[Hashable, int]) -> None:
+        """Set the time of a floating-point operation [s], and the operations of passes of which others have more."""
+
+    def within(
+        self, measured: AbstractContextManager[None], operation: Operation, inputs: Hashable = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of an operation, whose work is done within the context that measures it."""
 
 
 def times_of(follow: Follow, iteration: int) -> Times:

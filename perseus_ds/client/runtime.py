@@ -28,9 +28,8 @@ import torch.distributed as dist
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, load_of, measure_counter, measure_gpu, meet
-from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, times_of
-from perseus_ds.client.simulated_work import SimulatedWork
+from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, measure_counter, measure_gpu, meet
+from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, Work, times_of
 from perseus_ds.client.timers import DeviceEvent, Execution, FinishedIteration
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import GpuError, PerseusError, ScheduleError
@@ -94,7 +93,7 @@ class PerseusRuntime:
         timers: Execution,
         schedule: Schedule,
         *,
-        simulated: SimulatedWork | None = None,
+        simulated: Work | None = None,
         is_rank_0: bool = True,
         monitor: Monitor | None = None,
         memory_bytes: Callable[[], int | None] = lambda: None,
@@ -162,7 +161,8 @@ class PerseusRuntime:
             welcome = decode_welcome(answer.answer)
             if welcome.measures_power:
                 place, ranks = facts.pipeline.index(rank), len(facts.pipeline)
-                load = load_of(opened.gpu, facts.device)
+                assert opened.gpu is not None, "it was opened"
+                load = functools.partial(opened.gpu.compute, facts.device)
                 clocks.send(measure_gpu(clocks, load, facts.device, pipeline_rank=place, pipeline_ranks=ranks))
             elif welcome.measures_counter:
                 with suppress(GpuError):

@@ -5,7 +5,6 @@ That process may see other GPUs than this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perseus_ds.errors import GpuError
@@ -15,11 +14,8 @@ if TYPE_CHECKING:
     from perseus_ds.protocol.messages import FindGpu
 
 
-def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
-    """Return the GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`. Raises a ``GpuError`` if it cannot be opened.
-
-    A simulated GPU needs the memory of its work log and of its clock log.
-    """
+def open_gpu(address: str) -> Gpu:
+    """Return the real GPU of an :attr:`~perseus_ds.gpu.base.Gpu.address`. Raises a ``GpuError`` on failure."""
     device, _, identity = address.partition(":")
     if device == "nvml":
         from perseus_ds.gpu.nvml import NvmlGpu, index_of_uuid
@@ -29,10 +25,6 @@ def open_gpu(address: str, logs: Sequence[memoryview] = ()) -> Gpu:
         from perseus_ds.gpu.zeus import open_address
 
         return open_address(identity)
-    if device == "simulated":
-        from perseus_ds.gpu.simulated import open_address as open_simulated
-
-        return open_simulated(identity, logs)
     raise GpuError(f"Unknown GPU address {address!r}: expected nvml:…, zeus:… or simulated:….")
 
 

@@ -25,11 +25,9 @@ from transformers import PretrainedConfig
 from perseus_ds.artifacts.profile import Floats, Measurement, StageProfile
 from perseus_ds.client.devices import place_of
 from perseus_ds.client.lease import Lease
-from perseus_ds.client.simulated_work import FlopCounter
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu import find_gpu
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.gpu.device_models import DEVICES, DeviceModel
 from perseus_ds.huggingface.stages import (
     CausalLoss,
     Source,
@@ -43,6 +41,8 @@ from perseus_ds.layouts.partition import LayerCosts, Partition, best_partition, 
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import denoise
+from perseus_ds.simulation.device_models import DEVICES, DeviceModel
+from perseus_ds.simulation.work import FlopCounter
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 Passes = dict[Kind, tuple[Floats, Floats]]

@@ -206,7 +206,7 @@ class JobServer:
             "plans": self.plan_state.dump(),
         }
 
-    def receive(self, rank: int, message: ToServer) -> None:  # noqa: PLR0912, PLR0915  # one case for each message
+    def receive(self, rank: int, message: ToServer) -> None:  # noqa: PLR0912  # one case for each message
         """Process a message from a rank or its agent."""
         if not 0 <= rank < self.job.world_size or self.is_over:
             return

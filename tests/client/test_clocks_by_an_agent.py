@@ -9,6 +9,7 @@ from one_rank_server import OneRankServer
 from run_log import wait_until
 
 from perseus_ds.client.devices import clocks_of
+from perseus_ds.client.lease import Lease
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.protocol.job_messages import Program
@@ -38,7 +39,7 @@ def start(stub):
     started = []
 
     def start(gpu=0, server=None):
-        started.append(clocks_of(NvmlGpu(gpu), CPU))
+        started.append(clocks_of(Lease(NvmlGpu(gpu).address), CPU, f"GPU {gpu}"))
         if server is not None:
             started[-1].follow(server.connect)
         return started[-1]

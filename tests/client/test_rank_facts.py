@@ -6,8 +6,8 @@ from pipelines import one_f_one_b
 
 from perseus_ds.client.meeting import EngineFacts, rank_facts
 from perseus_ds.config import parse_block
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.protocol.job_messages import JobDescription, decode_description, encode
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 
 @pytest.mark.parametrize(

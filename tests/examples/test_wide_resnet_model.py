@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from perseus_ds.client.simulated_work import FlopCounter
 from perseus_ds.errors import ConfigError
+from perseus_ds.simulation.work import FlopCounter
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import pytest
 from virtual.gpu import AveragingGpu
 
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.gpu.energy_counter import CounterLog, answer_to_a_step, with_energy
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.simulation.device_models import DEVICES
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 A100 = DEVICES["a100-sxm"]
 

@@ -6,9 +6,9 @@ import pytest
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError, GpuPermissionError
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.simulation.device_models import DEVICES
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 LATENCY_S = 0.02
 PERIOD_S = 0.05

@@ -14,9 +14,9 @@ from perseus_ds.agent import process, timeline
 from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.client import lease
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu import open_gpu
 from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device, index_of_uuid
 from perseus_ds.protocol.job_messages import LatencyTable
+from perseus_ds.simulation import open_gpu
 from perseus_ds.timebase import REAL_TIME
 
 DEVICE = "recording"

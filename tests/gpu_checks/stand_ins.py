@@ -21,9 +21,9 @@ from perseus_ds.client.devices import gpu_of
 from perseus_ds.client.marks import CUDA, StreamMarks, StreamWrites
 from perseus_ds.client.timers import CudaExecution
 from perseus_ds.config import parse_block
-from perseus_ds.gpu.device_models import MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.protocol.job_messages import RankFailed, RankReport
+from perseus_ds.simulation.device_models import MEMORY_BOUND
+from perseus_ds.simulation.gpu import SimulatedGpu
 from perseus_ds.timebase import REAL_TIME
 
 

@@ -33,8 +33,8 @@ from perseus_ds.artifacts.evidence import CheckResult, Machine
 from perseus_ds.client import lease
 from perseus_ds.client.marks import HostMarks
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu import open_gpu
 from perseus_ds.protocol.job_messages import Program
+from perseus_ds.simulation import open_gpu
 from perseus_ds.timebase import REAL_TIME
 
 HOST = "gpu_checks.stand_ins:HostMachine"

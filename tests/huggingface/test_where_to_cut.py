@@ -8,12 +8,12 @@ from virtual.time import VirtualTime
 
 import perseus_ds
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu.device_models import DEVICES
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.huggingface.partition import measured_costs, measured_passes, simulated_costs
 from perseus_ds.huggingface.stages import build_stage, skeleton
 from perseus_ds.layouts.partition import best_partition
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.simulation.device_models import DEVICES
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 A100 = DEVICES["a100-sxm"]
 TOKENS = 32

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from pipelines import dual_pipe_v, interleaved, one_f_one_b
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.layouts.partition import LayerCosts, best_partition, shares_of
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
+from perseus_ds.simulation.device_models import DEVICES
 
 CLOCKS_MHZ = (810, 1005, 1200, 1410)
 

@@ -10,11 +10,11 @@ from profiles import WORK_S, truth
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.errors import ProfileError
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler import estimates
 from perseus_ds.profiler.clock_search import AdaptiveSampler, Sweep
 from perseus_ds.profiler.estimates import denoise, estimate_all
+from perseus_ds.simulation.device_models import DEVICES
 
 
 def errors(profile, true):

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.online import (
@@ -23,6 +21,8 @@ from perseus_ds.profiler.online import (
     combine_rows,
     pooled,
 )
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 MEASURED_ON_H100 = Path(__file__).parents[1] / "data" / "h100_at_its_power_limit.json"
 WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}

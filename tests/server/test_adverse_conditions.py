@@ -7,8 +7,8 @@ from virtual.job import SLOWER, VirtualJob, WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import PlanJudged
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 
 def typical(job, phase):

@@ -21,10 +21,10 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
 )
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.decisions import decide
 from perseus_ds.report.live import JobFollower
+from perseus_ds.simulation.device_models import COMPUTE_BOUND
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])

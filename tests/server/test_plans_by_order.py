@@ -15,11 +15,11 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client import runtime
 from perseus_ds.client.runtime import key_of
 from perseus_ds.errors import GpuError, ScheduleError
-from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import Joined, ScheduleRead
 from perseus_ds.protocol.messages import LONGEST, encode
 from perseus_ds.server.under_plans import PlanRunner
+from perseus_ds.simulation.device_models import COMPUTE_BOUND
 
 
 @pytest.fixture

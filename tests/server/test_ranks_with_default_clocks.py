@@ -4,9 +4,9 @@ import pytest
 from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_records import Failed, ProfileWritten
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.protocol.job_messages import LatencyTable
 from perseus_ds.server.job import RankState
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 CLOCKS_MHZ = (1200, 1305, 1410)
 

@@ -12,12 +12,12 @@ from profiles import truth
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.simulation.device_models import DEVICES
 
 MODEL = DEVICES["a100-sxm"]
 

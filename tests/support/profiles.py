@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 
 _PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "sosp24"  # see its README.md
 

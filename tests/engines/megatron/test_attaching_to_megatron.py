@@ -36,11 +36,11 @@ from perseus_ds.engines.megatron.engine import (
     parts_of_chunk,
 )
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
-from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Exchange, Launch, Schedule
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, PAUSED
+from perseus_ds.simulation.device_models import DEVICES
 
 WIDTH, LENGTH, ROWS = 4, 2, 1
 NAMES = (

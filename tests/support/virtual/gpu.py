@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
-from perseus_ds.gpu.device_models import COMPUTE_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.simulation.device_models import COMPUTE_BOUND
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 REFUSALS = {
     "driver error": GpuError("Locking the clock failed: unknown error (code 999)"),

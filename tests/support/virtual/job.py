@@ -29,8 +29,6 @@ from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
 from perseus_ds.engines import engine as engines
 from perseus_ds.engines.engine import Engine, Session
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
@@ -38,6 +36,8 @@ from perseus_ds.protocol.job_messages import JobDescription, Joined
 from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, MEMORY_BOUND
+from perseus_ds.simulation.gpu import SimulatedGpu
 from virtual.agent import clocks_of
 from virtual.gpu import OneAtATime, VirtualCuda, graphs_of, wait_for_event
 from virtual.time import VirtualTime

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perseus_ds.gpu.device_models import MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
+from perseus_ds.simulation.device_models import MEMORY_BOUND
+from perseus_ds.simulation.gpu import SimulatedGpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _aten = torch.ops.aten

@@ -6,11 +6,11 @@ import pytest
 import torch
 from virtual.gpu import RecordingGpu
 
-from perseus_ds.client.simulated_work import FlopCounter, SimulatedWork
-from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
 from perseus_ds.server.phases import most_in_step
+from perseus_ds.simulation.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.simulation.work import FlopCounter, SimulatedWork
 
 FORWARD, TAIL = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.TAIL))
 A100 = DEVICES["a100-sxm"]

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -33,7 +33,7 @@ from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.validation import StrictModel
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, WORKLOADS, DeviceModel, Workload
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES, WORKLOADS, DeviceModel, Workload
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 Condition = Literal[
@@ -64,6 +64,7 @@ _DONE_S = 1e-9  # above the rounding errors of a sum of times
 _POLL_S = 0.005
 _LONGEST_CALL_S = 60.0
 LogKind = Literal["work", "clock"]
+G = TypeVar("G", bound="SimulatedGpu")
 _MAGIC: dict[LogKind, bytes] = {"work": b"PDSSIMwk", "clock": b"PDSSIMck"}
 
 
@@ -421,8 +422,6 @@ class SimulatedGpu:
     settings = None
     has_energy_counter = True
     address: str | None = None
-    files: tuple[int, ...] = ()
-    """File descriptors of the memory of its logs, if another process shares them."""
 
     def __init__(
         self,
@@ -453,14 +452,14 @@ class SimulatedGpu:
         self._physics = Physics(model, self._work_log, self._clock_log, config.conditions, config.counter_period_s)
 
     @classmethod
-    def named(cls, gpu: str, **settings: Any) -> SimulatedGpu:
+    def named(cls: type[G], gpu: str, **settings: Any) -> G:
         """Create a GPU of one of the :data:`DEVICES`."""
         if gpu not in DEVICES:
             raise ConfigError(f"perseus.simulated.gpu is {gpu!r}, expected one of {', '.join(sorted(DEVICES))}.")
         return cls(DEVICES[gpu], **settings)
 
     @classmethod
-    def shared(cls, work: memoryview, clock: memoryview, **settings: Any) -> SimulatedGpu:
+    def shared(cls: type[G], work: memoryview, clock: memoryview, **settings: Any) -> G:
         """Create a GPU with logs in empty shared memory, which another process can open by its address.
 
         The settings, as for :meth:`named`, must be serializable as JSON.
@@ -570,6 +569,11 @@ class SimulatedGpu:
                 self._changed.wait(min(remaining_s, max(0.0, gpu.next_change_s - gpu.at_s), self._poll_s))
                 gpu.advance(self.timebase.now_s())
             self._append(self._work_log, gpu.at_s, 0, 1.0, work_s)
+
+    def compute(self, device: object, seconds: float) -> None:
+        """Run work that takes some time at the top clock [s], wherever the tensors of the rank are."""
+        self.begin_work(COMPUTE_BOUND)
+        self.finish_work(seconds)
 
     def _set_clock(self, clock_mhz: int) -> None:
         self.check_lock_permission()

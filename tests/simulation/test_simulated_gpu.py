@@ -19,8 +19,8 @@ from virtual.time import VirtualTime
 
 from perseus_ds.client.lease import SharedMemory
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, Workload
-from perseus_ds.gpu.simulated import Log, SimulatedGpu, turn_on_node
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, Workload
+from perseus_ds.simulation.gpu import Log, SimulatedGpu, turn_on_node
 
 A100 = DEVICES["a100-sxm"]
 
@@ -269,7 +269,7 @@ def test_entries_are_read_before_they_are_overwritten(now):
 
 WRITER = """
 import itertools, mmap, sys
-from perseus_ds.gpu.simulated import Log
+from perseus_ds.simulation.gpu import Log
 log = Log(mmap.mmap(int(sys.argv[1]), 0), "work")
 for number in itertools.count():
     log.append(*[float(number)] * 4)
