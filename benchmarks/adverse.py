@@ -116,9 +116,9 @@ def settings_of(condition: str) -> dict[str, Any]:
 
 def train(condition: str, iterations: int, worker: type[Any] = WorkerAtOnce, max_slowdown: float = 0.0) -> Result:
     """Run a job in auto mode."""
-    policy = {"name": "slowdown", "max_slowdown": max_slowdown}
+    goal = {"max_slowdown": max_slowdown}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        settings = {"gpu": settings_of(condition), "mode": "auto", "policy": policy}
+        settings = {"gpu": settings_of(condition), "mode": "auto", "goal": goal}
         job = VirtualJob(Path(folder), stages_s=STAGES_S, micro_batches=8, **settings)
         job.worker = worker
         job.train(iterations)

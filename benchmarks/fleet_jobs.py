@@ -394,21 +394,22 @@ def goal_in_block(goal: Goal, default: Cost, steps: int) -> dict[str, Any]:
         steps: Number of steps of the job.
     """
     if goal.finish_in is None:
-        return {"policy": _policy(goal, default)}
+        return {"goal": _limit(goal, default)}
     begin = VirtualTime().date()
     finish_by = begin + timedelta(seconds=goal.finish_in * default.time_s)
-    return {"policy": {"name": "deadline", "finish_by": finish_by.isoformat(), "total_steps": steps}}
+    return {"goal": {"finish_by": finish_by.isoformat(), "total_steps": steps}}
 
 
 def set_goal(job: FleetJob, goal: Goal, default: Cost) -> None:
     """Give a running job another goal, which has no deadline."""
-    job.control(command="policy", policy=_policy(goal, default))
+    job.control(command="clear")
+    job.control(command="set", goal=_limit(goal, default))
 
 
-def _policy(goal: Goal, default: Cost) -> dict[str, Any]:
+def _limit(goal: Goal, default: Cost) -> dict[str, Any]:
     if goal.power is not None:
-        return {"name": "power_cap", "watts": goal.power * default.energy_j / default.time_s}
-    return {"name": "slowdown", "max_slowdown": goal.max_slowdown}
+        return {"watts": goal.power * default.energy_j / default.time_s}
+    return {"max_slowdown": goal.max_slowdown}
 
 
 def lasting(state: State) -> State:

@@ -1,4 +1,4 @@
-"""Time from an order to reduce power until the power is reduced, in a real job on SIMULATED GPUs.
+"""Time from a command that limits power until the power is reduced, in a real job on SIMULATED GPUs.
 
     python benchmarks/power_order.py                      # about 3 minutes
     python benchmarks/power_order.py --micro-batches 32   # iterations four times as long
@@ -7,10 +7,10 @@ Two pipelines of two stages: four DeepSpeed ranks on this machine, with simulate
 refreshed every 20 ms, so that the power over a second is known to 0.4 %. The table shows the seconds from the start of
 the command until
 
-- *noticed*: the job has received the order,
+- *noticed*: the job has received the command,
 - *decided*: rank 0 has chosen the plan,
 - *in force*: the next iteration of all ranks runs under it,
-- *power*: a second begins in which the mean power is at most 2 % above the order. According to the records, these are
+- *power*: a second begins in which the mean power is at most 2 % above the limit. According to the records, these are
   whole iterations that take at least a second.
 """
 
@@ -61,17 +61,17 @@ def watch(job: Running, ordered: float, title: str) -> None:
         return (found, caps[0]["time"], below) if below is not None else None
 
     found, decided, begins = job.wait_for(reached)
-    orders = [event["time"] for event in events(found, "order") if event["time"] >= ordered]
+    commands = [event["time"] for event in events(found, "command") if event["time"] >= ordered]
     in_force = next((event["time"] for event in events(found, "plan") if event["time"] >= decided), None)
-    steps = {"noticed": orders[0] if orders else None, "decided": decided, "in force": in_force, "power": begins}
+    steps = {"noticed": commands[0] if commands else None, "decided": decided, "in force": in_force, "power": begins}
     figures = "".join("         -" if at is None else f"{at - ordered:10.2f}" for at in steps.values())
     print(f"{title:24}{figures}", flush=True)
 
 
 def by_command(job: Running, fraction: float) -> str:
-    """Give an order by the command, and return its answer."""
-    command = [sys.executable, "-m", "perseus_ds", "control", "reduce", str(job.folder / "perseus")]
-    arguments = ["--power-fraction", f"{fraction}", "--duration", f"{LASTS_S}s", "--within", "5s"]
+    """Limit the power by a command, and return its answer."""
+    command = [sys.executable, "-m", "perseus_ds", "control", "set", str(job.folder / "perseus")]
+    arguments = ["--power-fraction", f"{fraction}", "--until", f"{LASTS_S}s"]
     return subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -87,7 +87,7 @@ def returned(job: Running, after: float) -> None:
 
 
 def main() -> None:
-    """Give the orders to one job and print a table."""
+    """Give the commands to one job and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--times", type=int, default=3)
@@ -101,7 +101,7 @@ def main() -> None:
         def during(job: Running) -> None:
             # By then, default clocks have been measured in the job.
             ran = job.wait_for(lambda found: [r for r in iterations(found, "run") if r["default_measured"]][5:])
-            print(f"iterations of {ran[-1]['time_s']:.2f} s; seconds from the order until it is")
+            print(f"iterations of {ran[-1]['time_s']:.2f} s; seconds from the command until it is")
             print(f"{'':24}" + "".join(f"{step:>10}" for step in ("noticed", "decided", "in force", "power")))
             for number in range(arguments.times):
                 fraction = 0.8 - 0.02 * number

@@ -112,8 +112,8 @@ def tail(folder: Path) -> Figures:
     frontier = optimize(streams, profile, plans=20)
     plan = frontier.within(0.04)
     frontier.save(folder / "frontier")
-    policy = {"policy": {"name": "slowdown", "max_slowdown": 0.04}}
-    ran = trained(folder, 16, {**block, **policy}, job)
+    goal = {"goal": {"max_slowdown": 0.04}}
+    ran = trained(folder, 16, {**block, **goal}, job)
     passes = StageProfile([m for m in profile.measurements if m.kind is not Kind.TAIL])
     clocks = tuple(
         tuple(c for c, i in zip(clocks, stream, strict=True) if i.kind is not Kind.TAIL)

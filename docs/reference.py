@@ -8,7 +8,7 @@ import os
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest import mock
 
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from perseus_ds.cli.main import COMMANDS, command_of, description_of
 from perseus_ds.cli.main import main as main_of_commands
 from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig, ServerConfig
+from perseus_ds.policy.goal import Goal
 from perseus_ds.simulation.gpu import SimulatedConfig
 
 FOLDER = Path(__file__).parent
@@ -30,7 +31,6 @@ ADVANCED = ("device", "cache", "max_drift", "server", "profile", "simulated")
 def configuration() -> str:
     """Return the page on the ``perseus`` block: the keys that most jobs need, then the advanced ones."""
     fields = PerseusConfig.model_fields
-    policies = _models(fields["policy"])
     lines = [
         NOTE,
         "# Configuration\n",
@@ -39,17 +39,11 @@ def configuration() -> str:
         "optional. An unknown key or a wrong value is an error that names the key, before training starts.\n",
         '```json\n{"train_micro_batch_size_per_gpu": 8, "perseus": {"enabled": true}}\n```\n',
         *_table(PerseusConfig, [name for name in fields if name not in ADVANCED]),
-        "\n## `policy`\n",
-        "The rule that chooses a plan, with its keys. Details are in [policies](policies.md).\n",
-        '```json\n{"policy": {"name": "slowdown", "max_slowdown": 0.05}}\n```\n',
-        "| `name` | meaning |\n|---|---|",
-        *(f"| `{_name_of(policy)}` | {_sentence(policy.__doc__ or '')} |" for policy in policies),
-        "",
-        "| key | value | default | meaning |\n|---|---|---|---|",
+        "\n## `goal`\n",
+        "What the plan in use must keep. See [power and deadlines](power-and-deadlines.md).\n",
+        '```json\n{"goal": {"max_slowdown": 0.05}}\n```\n',
+        *_table(Goal),
     ]
-    for policy in policies:
-        keys = [name for name in policy.model_fields if name != "name"]
-        lines += [row.replace("| `", f"| {_name_of(policy)}: `", 1) for row in _table(policy, keys)[2:]]
     lines += ["\n## `metrics`\n", f"{MetricsConfig.__doc__}\n", *_table(MetricsConfig)]
     lines += ["\n## Advanced\n", "Most jobs need none of these keys.\n", *_table(PerseusConfig, ADVANCED)]
     for key, model in (("server", ServerConfig), ("profile", ProfileConfig), ("simulated", SimulatedConfig)):
@@ -89,11 +83,6 @@ def _help(command: str) -> str:
     with mock.patch.dict(os.environ, {"COLUMNS": "110"}), contextlib.redirect_stdout(printed):
         main_of_commands([*command.split(), "--help"])
     return written.getvalue().decode()
-
-
-def _name_of(policy: type[BaseModel]) -> str:
-    (name,) = get_args(policy.model_fields["name"].annotation)
-    return str(name)
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
@@ -139,6 +128,8 @@ def _name(annotation: Any) -> str:
         return ", ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
     if _is_union(annotation):
         return " or ".join(_name(part) for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Annotated:
+        return _name(get_args(annotation)[0])
     if get_origin(annotation) in (list, tuple):
         return f"list of {_name(get_args(annotation)[0])}"
     names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from perseus_ds.artifacts.io import MOST_JSON_BYTES, parse_json, read_text
 from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
+from perseus_ds.policy.goal import Goal, replacement_of_policy
 from perseus_ds.simulation.gpu import SimulatedConfig
 
 VARIABLE = "PERSEUS"
@@ -117,10 +117,7 @@ class PerseusConfig(StrictModel):
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
-    policy: PolicyConfig = Field(
-        default_factory=SlowdownPolicy,
-        description="Rule that selects a plan.",
-    )
+    goal: Goal = Field(default_factory=Goal, description="What the plan in use must keep.")
     cache: bool = Field(True, description="auto mode: start with the plan of an earlier run of the same job.")
     max_drift: float = Field(
         0.05,
@@ -143,6 +140,14 @@ class PerseusConfig(StrictModel):
     @property
     def needs_clocks(self) -> bool:
         return self.mode in ("profile", "run") or (self.mode == "auto" and self.required)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_version(cls, given: object) -> object:
+        if isinstance(given, Mapping) and "policy" in given:
+            goal = replacement_of_policy(given["policy"])
+            raise ValueError(f'"policy" is now "goal": {goal} (docs/power-and-deadlines.md)')
+        return given
 
     @model_validator(mode="after")
     def _check_frontier(self) -> Self:

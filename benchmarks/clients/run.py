@@ -29,7 +29,7 @@ BLOCK = {
     "device": "simulated",
     "simulated": SIMULATED,
     "profile": {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8},
-    "policy": {"name": "energy_optimal"},
+    "goal": {"max_slowdown": None},
     "cache": False,
 }
 # Code is interpreted instead of compiled.

@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,14 +144,14 @@ class Started(Event):
     gpu: str | None = None
     frontier: str | None = None
     job: str | None = None
-    policy: dict[str, Any] | None = None
+    goal: dict[str, Any] | None = None
     engines: list[str] | None = None
     micro_batches: int | None = None
     settings: GpuSettings | None = None
 
     def in_words(self) -> str:
-        policy = f", {policy_in_words(self.policy)}" if self.policy and self.mode in ("auto", "run") else ""
-        return f"start in {self.mode} mode{policy}"
+        goal = f", {goal_in_words(self.goal)}" if self.goal is not None and self.mode in ("auto", "run") else ""
+        return f"start in {self.mode} mode{goal}"
 
 
 class ProfileWritten(Event):
@@ -229,26 +229,28 @@ class OrderPlanned(Event):
         return f"iterations with {self.micro_batches} micro-batches have their own plans, as order {self.order}"
 
 
-class PolicyChanged(Event):
-    """Another policy is in force, or the condition of the current one cannot be met."""
+class GoalChanged(Event):
+    """Another goal is in force, or a part of the present one cannot be kept."""
 
-    event: Literal["policy"] = "policy"
-    policy: dict[str, Any] | None = None
+    event: Literal["goal"] = "goal"
+    goal: dict[str, Any] | None = None
     problem: str | None = None
 
     def in_words(self) -> str:
-        return policy_in_words(self.policy) if self.policy else f"policy: {self.problem}"
+        return f"goal: {self.problem if self.goal is None else goal_in_words(self.goal)}"
 
 
-class OrderGiven(Event):
-    """A user ordered another policy, a pause or a resumption, which is pending until it is in force."""
+class CommandGiven(Event):
+    """A user has given another goal, a pause or a resumption, which is pending until it is in force."""
 
-    event: Literal["order"] = "order"
-    policy: dict[str, Any] | None = None
+    event: Literal["command"] = "command"
+    goal: dict[str, Any] | None = None
     paused: bool | None = None
 
     def in_words(self) -> str:
-        return f"ordered: {policy_in_words(self.policy) if self.policy else 'pause' if self.paused else 'resume'}"
+        if self.goal is not None:
+            return f"goal by control: {goal_in_words(self.goal)}"
+        return f"{'pause' if self.paused else 'resume'} by control"
 
 
 class PowerCapChanged(Event):
@@ -465,20 +467,15 @@ def limits_in_words(limits: Limits, more: int) -> str:
     return ", ".join(each) + (f" and {rest} more" if rest else "")
 
 
-def policy_in_words(policy: Mapping[str, Any]) -> str:
-    """Return a description of a policy, including its settings and nested policies."""
-    return f"policy {_settings_in_words(policy)}"
-
-
-def _settings_in_words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        given = {key: part for key, part in value.items() if part is not None and part is not False}
-        name = given.pop("name", None)
-        settings = ", ".join(f"{key} {_settings_in_words(part)}" for key, part in given.items())
-        return settings if name is None else f"{name}: {settings}" if settings else str(name)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"({'; '.join(map(_settings_in_words, value))})"
-    return str(value)
+def goal_in_words(goal: Mapping[str, Any]) -> str:
+    """Return a description of a goal, given its keys that differ from the defaults."""
+    words = [f"{key} {value}" for key, value in goal.items() if value is not None]
+    if "finish_by" not in goal:
+        if "max_slowdown" not in goal:
+            words.insert(0, "no slower than default clocks")
+        elif goal["max_slowdown"] is None:
+            words.insert(0, "least energy")
+    return ", ".join(words)
 
 
 def changes(slowdown: float | None, saved: float | None) -> str:

@@ -9,11 +9,11 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional
 
-from perseus_ds.cli.values import Amount, Number, OptionalCount, OptionalSeconds, Seconds, Text, flag_of, limited
+from perseus_ds.cli.values import NONE, Number, NumberOrNone, OptionalCount, OptionalTime, flag_of, limited
 from perseus_ds.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ class Watch:
     """Show the state of a job, or of all jobs of a folder in one line each.
 
     The job's folder must be readable, on any node. The command ends with the job. In a terminal, p pauses the plans, r
-    resumes them, q quits, and o asks for another order, written as after "perseus-ds control" but without RUN. If
+    resumes them, q quits, and o asks for another command, written as after "perseus-ds control" but without RUN. If
     there is no job yet, the command waits for one.
     """
 
@@ -100,33 +100,50 @@ class Status(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Job):
-    """Change the policy, with the keys of a policy in the perseus block."""
+class Set(Job):
+    """Change the goal of the job, with the keys of goal in the perseus block.
+
+    A goal limits time (--max-slowdown, --finish-by) and power (--watts, --power-fraction, --until). A new limit
+    replaces the present one of its kind, and the other kind stays.
+    """
 
     examples = (
-        "perseus-ds control policy perseus --name energy_optimal",
-        "perseus-ds control policy perseus --name slowdown --max-slowdown 0.05",
-        "perseus-ds control policy perseus --name power_cap --watts 5000",
+        "perseus-ds control set perseus --max-slowdown 0.05",
+        "perseus-ds control set perseus --finish-by 2030-01-31T08:00:00+00:00 --total-steps 20000",
+        "perseus-ds control set perseus --power-fraction 0.75 --until 3h",
     )
 
-    name: str
-    """slowdown, deadline, power_cap, energy_optimal or reduce"""
-    max_slowdown: Number = None
-    """slowdown: fraction of the iteration time at default clocks, such as 0.05"""
-    finish_by: Text = None
-    """deadline: time at which the last step must be done, such as 2030-01-31T08:00:00+00:00"""
+    max_slowdown: NumberOrNone = None
+    """fraction of the iteration time at default clocks, such as 0.05, or none for least energy"""
+    finish_by: OptionalTime = None
+    """time at which the last step must be done, such as 2030-01-31T08:00:00+00:00, or 30h from now"""
     total_steps: OptionalCount = None
-    """deadline: number of steps of the whole training"""
+    """number of steps of the whole training, for --finish-by"""
     watts: Number = None
-    """power_cap: power of all GPUs of the job together [W]"""
+    """limit of the average power of all GPUs of the job together [W]"""
     power_fraction: Number = None
-    """reduce: fraction of the job's mean power at default clocks, such as 0.75, in force until --until"""
-    until: Text = None
-    """reduce: end of the reduction, such as 2030-01-31T08:00:00+00:00"""
+    """the same limit as a fraction of the power at default clocks, such as 0.75"""
+    until: OptionalTime = None
+    """end of the power limit, such as 2030-01-31T18:00:00+00:00, or 3h from now"""
 
     def execute(self) -> int:
-        keys = {key: value for key, value in vars(self).items() if key != "run" and value is not None}
-        return _order(self.run, {"command": "policy", "policy": keys})
+        keys: dict[str, Any] = {key: value for key, value in vars(self).items() if key != "run" and value is not None}
+        if self.max_slowdown == NONE:
+            keys["max_slowdown"] = None
+        return _command(self.run, {"command": "set", "goal": keys})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clear(Job):
+    """Return to the goal of the job's configuration."""
+
+    examples = ("perseus-ds control clear perseus", "perseus-ds control clear perseus --limit power")
+
+    limit: Literal["time", "power"] | None = None
+    """only this limit, by default both"""
+
+    def execute(self) -> int:
+        return _command(self.run, {"command": "clear", "limit": self.limit})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,26 +160,8 @@ class Straggler(Job):
     """number of iterations until the slowdown begins"""
 
     def execute(self) -> int:
-        order = {key: value for key, value in vars(self).items() if key != "run"}
-        return _order(self.run, {"command": "straggler", **order})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduce(Job):
-    """Reduce power for a limited time."""
-
-    examples = ("perseus-ds control reduce perseus --power-fraction 0.75 --duration 3h --within 30s",)
-
-    power_fraction: Amount
-    """fraction of the job's mean power at default clocks, such as 0.75; above 0, at most 1"""
-    duration: Seconds
-    """duration of the reduction, such as 90s, 30min, 3h or 1h30m"""
-    within: OptionalSeconds = None
-    """time within which it is needed, such as 30s; the answer reports if the job needs longer"""
-
-    def execute(self) -> int:
-        order = {"power_fraction": self.power_fraction, "duration_s": self.duration, "within_s": self.within}
-        return _order(self.run, {"command": "reduce", **order})
+        report = {key: value for key, value in vars(self).items() if key != "run"}
+        return _command(self.run, {"command": "straggler", **report})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +171,7 @@ class Pause(Job):
     examples = ("perseus-ds control pause perseus",)
 
     def execute(self) -> int:
-        return _order(self.run, {"command": "pause"})
+        return _command(self.run, {"command": "pause"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,22 +181,22 @@ class Resume(Job):
     examples = ("perseus-ds control resume perseus",)
 
     def execute(self) -> int:
-        return _order(self.run, {"command": "resume"})
+        return _command(self.run, {"command": "resume"})
 
 
-def _order(run: Path, order: dict[str, Any]) -> int:
-    print(_send(run, order)["done"])
+def _command(run: Path, command: dict[str, Any]) -> int:
+    print(_send(run, command)["done"])
     return 0
 
 
-def _send(run: Path, order: dict[str, Any]) -> dict[str, Any]:
-    from perseus_ds.policy.policies import parse_order
-    from perseus_ds.server.control_socket import send_order
+def _send(run: Path, command: dict[str, Any]) -> dict[str, Any]:
+    from perseus_ds.policy.commands import parse_command
+    from perseus_ds.server.control_socket import send_command
 
     try:
-        parse_order(order)
-    except ConfigError as error:  # names keys of the order
+        parse_command(command)
+    except ConfigError as error:  # names keys of the command
         raise ConfigError(
-            re.sub(r"(?m)^order: (?:policy\.)?([a-z_]+):", lambda key: f"{flag_of(key[1])}:", str(error))
+            re.sub(r"(?m)^command: (?:goal\.)?([a-z_]+):", lambda key: f"{flag_of(key[1])}:", str(error))
         ) from None
-    return send_order(run, order)
+    return send_command(run, command)

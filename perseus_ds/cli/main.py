@@ -45,9 +45,9 @@ COMMANDS = {
     "import": "frontiers:Import",
     "watch": "jobs:Watch",
     "control status": "jobs:Status",
-    "control policy": "jobs:Policy",
+    "control set": "jobs:Set",
+    "control clear": "jobs:Clear",
     "control straggler": "jobs:Straggler",
-    "control reduce": "jobs:Reduce",
     "control pause": "jobs:Pause",
     "control resume": "jobs:Resume",
     "reset": "machine:Reset",
@@ -59,15 +59,18 @@ GROUPS = {
     "fish.",
     "profile": "Show, compare, validate, merge or convert a profile.\n\nThese commands measure nothing. A training job "
     'measures a profile if the perseus block of its DeepSpeed config has "mode": "profile".',
-    "control": "Give orders to a running job, or print its status.",
+    "control": "Change the goal of a running job, pause it, or print its status.",
 }
 """Descriptions of the groups of commands by their first word, and of all commands."""
 # Replacements of commands that were removed in version 0.2.0.
 REMOVED = {
     "completion": 'Use "perseus-ds --tyro-write-completion bash FILE", or zsh or fish instead of bash.',
     "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
-    "share": 'Give each job its own cap: "policy": {"name": "power_cap", "watts": …}, and change it with "perseus-ds '
-    'control policy" while the job runs.',
+    "share": 'Give each job its own limit: "goal": {"watts": …}, and change it with "perseus-ds control set" while the '
+    "job runs.",
+    "control policy": 'Use "perseus-ds control set RUN", such as --max-slowdown 0.05, --watts 5000, or --finish-by and '
+    "--total-steps.",
+    "control reduce": 'Use "perseus-ds control set RUN --power-fraction 0.75 --until 3h".',
 }
 
 _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
@@ -181,8 +184,8 @@ def description_of(name: str) -> str:
 
 
 def _checked_name(name: str, group: str) -> str:
-    if not group and name in REMOVED:
-        raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[name]}")
+    if (removed := REMOVED.get(f"{group} {name}".strip())) is not None:
+        raise ConfigError(f"this command was removed in version 0.2.0. {removed}")
     known = _members(group)
     if name not in known:
         from perseus_ds.artifacts.validation import did_you_mean

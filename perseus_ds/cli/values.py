@@ -6,6 +6,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 _LARGEST = 1e18
 _SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
+NONE = "none"
+"""The argument for a value of None."""
 OPTIONAL = tyro.conf.arg(help_behavior_hint="(optional)")
 """For arguments with a description of their default."""
 
@@ -41,11 +44,20 @@ def _number(kind: type[float], at_least: float | None, word: str) -> float:
     raise ValueError(f"expected a {'whole ' * (kind is int)}number{limit}, got {reprlib.repr(word)}.")
 
 
-def _seconds(words: list[str]) -> float:
-    part = rf"(\d{{1,12}}(?:\.\d{{1,9}})?) ?({'|'.join(_SECONDS)})"
+def _time(words: list[str]) -> str:
+    """Return a time of a calendar, which may be given by how much later than now it is."""
+    part = rf"(\d{{1,6}}(?:\.\d{{1,9}})?) ?({'|'.join(_SECONDS)})"
     if re.fullmatch(f"(?:{part})+", words[0]) is None:
-        raise ValueError(f"expected a time such as 90s, 30min, 3h or 1h30m, got {reprlib.repr(words[0])}.")
-    return sum(float(count) * _SECONDS[unit] for count, unit in re.findall(part, words[0]))
+        if re.match(r"\d{4}-\d{2}-\d{2}", words[0]) is None:
+            found = reprlib.repr(words[0])
+            raise ValueError(f"expected a time such as 2030-01-31T08:00:00+00:00, or 3h for 3 h from now, got {found}.")
+        return words[0]
+    later_s = sum(float(count) * _SECONDS[unit] for count, unit in re.findall(part, words[0]))
+    return (datetime.now(timezone.utc) + timedelta(seconds=later_s)).isoformat(timespec="seconds")
+
+
+def _number_or_none(words: list[str]) -> float | str:
+    return NONE if words[0].lower() in (NONE, "null") else _number(float, None, words[0])
 
 
 def _several(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec[Any]:
@@ -74,8 +86,8 @@ OptionalIndex = Annotated[int | None, limited(int, at_least=0), OPTIONAL]
 Amount = Annotated[float, limited(float, at_least=0)]
 OptionalAmount = Annotated[float | None, limited(float, at_least=0), OPTIONAL]
 Number = Annotated[float | None, limited(float), OPTIONAL]
-Seconds = Annotated[float, _spec("TIME", _seconds)]
-OptionalSeconds = Annotated[float | None, _spec("TIME", _seconds), OPTIONAL]
+NumberOrNone = Annotated[float | str | None, _spec("FLOAT|none", _number_or_none), OPTIONAL]
+OptionalTime = Annotated[str | None, _spec("TIME", _time), OPTIONAL]
 Text = Annotated[str | None, OPTIONAL]
 OptionalPath = Annotated[Path | None, OPTIONAL]
 Texts = Annotated[list[str], _several("NAME", str)]

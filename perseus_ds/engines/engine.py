@@ -47,7 +47,7 @@ from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
-from perseus_ds.policy.policies import parse_order
+from perseus_ds.policy.commands import parse_command
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.frontiers import read_frontier
 
@@ -275,16 +275,16 @@ class Session:
         if self.runtime is not None:
             self.runtime.clocks.change_order(DEFAULT_CLOCKS)
 
-    def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Change the policy, for example to ``{"name": "energy_optimal"}``, for the following iterations.
+    def set_goal(self, goal: Mapping[str, Any]) -> None:
+        """Change the goal, for example to ``{"max_slowdown": 0.05}``, for the following iterations.
 
         Only the call on rank 0 has an effect.
 
         Raises:
-            ConfigError: The policy is invalid. The message names the key.
+            ConfigError: The goal is invalid. The message names the key.
         """
-        parse_order({"command": "policy", "policy": policy})
-        self._when_started(lambda runtime: runtime.command({"command": "policy", "policy": dict(policy)}))
+        parse_command({"command": "set", "goal": goal})
+        self._when_started(lambda runtime: runtime.command({"command": "set", "goal": dict(goal)}))
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
         """Report that a data-parallel pipeline takes longer, from a number of iterations on. 1 ends it.

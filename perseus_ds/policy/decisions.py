@@ -1,11 +1,10 @@
-"""Chooses the plan of the next iteration by the policy, the frontier and the progress of the job."""
+"""Chooses the plan of the next iteration by the goal, the frontier and the progress of the job."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Annotated
 
@@ -13,34 +12,27 @@ from pydantic import Field
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.measures import STALL
-from perseus_ds.policy.policies import (
-    DeadlinePolicy,
-    EnergyOptimalPolicy,
-    PolicyConfig,
-    ReducePolicy,
-    SlowdownPolicy,
-)
+from perseus_ds.policy.goal import Goal
 
 # Relative uncertainty of times and powers. This share of a limit is kept in reserve.
 MARGIN = 0.005
-# An energy counter is refreshed about every 0.1 s. If a plan draws exactly the cap, the largest of several averages of
-# ten iterations may be this much below the real power.
+# An energy counter is refreshed about every 0.1 s. If a plan draws exactly the limit, the largest of several averages
+# of ten iterations may be this much below the real power.
 _READING_ERROR = 0.002
 _KEPT_ITERATIONS = 10
-_LAST_KINDS = 100
 _LEAST_POWERS = 4
 _LARGEST = 10**18
+# Iterations under the slower of two plans follow each other: at least this number, and this share of the job so far.
+_FEWEST_SLOWER, _SHARE_SLOWER = 20, 1 / 20
 _Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
 
 
 @dataclass(frozen=True)
 class PowerCap:
-    """A power cap in force, for all GPUs of the job.
+    """A power limit in force, for all GPUs of the job.
 
     Attributes:
-        headroom: A faster plan is chosen only if its power is below the cap by this fraction.
+        headroom: A faster plan is chosen only if its power is below the limit by this fraction.
         raised: Whether a faster plan was chosen after a slower one.
     """
 
@@ -51,13 +43,13 @@ class PowerCap:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision of a policy.
+    """A decision on the following iterations.
 
     Attributes:
         plan: Index of the plan on the frontier.
-        problem: Condition of the policy that cannot be met. Empty if it is met.
+        problem: Part of the goal that cannot be kept. Empty if all is kept.
         failed: Whether the decision failed, so that the job runs at default clocks.
-        cap: None if there is none.
+        cap: The power limit in force. None if there is none.
     """
 
     plan: int
@@ -75,6 +67,9 @@ class Situation:
         iterations_per_step: Number of iterations of a step.
         time_ratio: Measured divided by predicted iteration time.
         power_ratio: Measured divided by predicted power.
+        late: Fraction by which plans certainly take longer, relative to default clocks of this job, than predicted.
+            Negative if they are faster.
+        spare: Sum over iterations of the slowdown that was allowed but not used, as a fraction of an iteration.
         stopped_s: Time between iterations [s].
         relative_time: Time of the iterations that are planned, relative to the mean of all iterations of the job.
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
@@ -86,6 +81,8 @@ class Situation:
     now: datetime
     time_ratio: float = 1.0
     power_ratio: float = 1.0
+    late: float = 0.0
+    spare: float = 0.0
     stopped_s: float = 0.0
     relative_time: float = 1.0
     gpus_per_rank: float = 1
@@ -100,7 +97,7 @@ class RunStatistics(FileModel):
     Attributes:
         stopped_s: Average time between iterations, including evaluations and checkpoints [s].
         stops: Number of iterations in this average.
-        times: Iteration times divided by those of the policy's plans.
+        times: Iteration times divided by those of the goal's plans.
         powers: Measured power and power of these plans [W].
     """
 
@@ -117,7 +114,7 @@ class RunStatistics(FileModel):
     def add_iteration(
         self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
     ) -> None:
-        """Add the measured time [s] and energy [J] of an iteration, and those of the policy's plan."""
+        """Add the measured time [s] and energy [J] of an iteration, and those of the goal's plan."""
         self.times = (*self.times[1 - _KEPT_ITERATIONS :], time_s / promised_time_s)
         if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
             power_w = energy_j / time_s, promised_energy_j / promised_time_s
@@ -140,140 +137,58 @@ class RunStatistics(FileModel):
         return float(measured_w / promised_w)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Time and energy of all GPUs in a mean iteration, as promised by plans and at default clocks.
-
-    Those at default clocks were either measured in this job or come from the profile.
-
-    Attributes:
-        stall_s: Time above which an iteration under these plans contains a stall [s].
-        is_refuted: Whether they come from a profile from which passes deviate by more than ``max_drift``.
-    """
-
-    time_s: float
-    energy_j: float
-    default_time_s: float
-    default_energy_j: float
-    stall_s: float
-    default_measured: bool = False
-    is_refuted: bool = False
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Assignment of plans to pipelines.
-
-    Attributes:
-        plan: Index of the policy's plan on the frontier.
-        paused: Whether to run at default clocks.
-        capped: Whether default clocks would exceed the power cap in force. Then all iterations run under plans.
-        stretch_factors: For each pipeline, the time that its plan may take relative to that of the policy's plan.
-        plans: Index of each pipeline's plan.
-        promised_slowdown: Slowdown of the whole job relative to default clocks, from the profile.
-        promised_power: Power relative to default clocks at which plans keep their promises of time and energy.
-        number: Number that differs whenever another field differs.
-    """
-
-    plan: int = 0
-    paused: bool = False
-    capped: bool = False
-    stretch_factors: tuple[float, ...] = ()
-    plans: tuple[int, ...] = ()
-    promised_slowdown: float = 0.0
-    promised_power: float = 1.0
-    number: int = field(default=0, compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        frontier: Frontier,
-        plan: int,
-        stretch_factors: Sequence[float],
-        *,
-        lateness: float = 0.0,
-        **decided: bool,
-    ) -> Assignment:
-        """Assign each pipeline the slowest plan that does not delay the others.
-
-        ``lateness`` is the fraction by which plans take longer than promised in this job. Plans that are faster by this
-        fraction are chosen, so that the job keeps the promise of the policy's plan.
-        """
-
-        def with_factors(factors: tuple[float, ...]) -> Assignment:
-            plans = tuple(stretched_plan(frontier, plan, factor) for factor in factors)
-            return cls(plan=plan, stretch_factors=factors, plans=plans, **decided)
-
-        assignment = with_factors(tuple(stretch_factors))
-        promised = forecast = assignment.forecast(frontier, 1)
-        if lateness > 0:
-            assignment = with_factors(tuple(factor / (1 + lateness) for factor in stretch_factors))
-            forecast = assignment.forecast(frontier, 1)
-        time_ratio = promised.time_s / promised.default_time_s
-        power = forecast.energy_j / forecast.default_energy_j / time_ratio
-        return replace(assignment, promised_slowdown=time_ratio - 1, promised_power=power)
-
-    def forecast(self, frontier: Frontier, gpus_per_stage: int) -> Forecast:
-        """Return time and energy of an iteration of the job, under these plans and at default clocks.
-
-        As in the emulation of the paper, a pipeline that takes ``s`` times as long uses ``s`` times its plan's energy,
-        and the others wait for the slowest at blocking power. In each pipeline, ``gpus_per_stage`` GPUs share a stage.
-        """
-        time_s, energy_j = self._of_job([frontier.plans[number] for number in self.plans], frontier)
-        default_time_s, default_energy_j = self._of_job([frontier.baseline] * len(self.plans), frontier)
-        return Forecast(
-            time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j, STALL * time_s
+def decide(goal: Goal, frontier: Frontier, situation: Situation) -> Decision:
+    """Return the plan of least energy that keeps the goal, or the plan that comes nearest to it."""
+    in_time = _in_time(goal, frontier, situation)
+    limit_w = goal.power_limit_w(situation.default_power_w)
+    if limit_w is None:
+        return in_time
+    below = _below_power(limit_w, frontier, situation)
+    if below.plan <= in_time.plan:
+        return replace(below, plan=in_time.plan, problem=in_time.problem)
+    problem = in_time.problem or below.problem
+    if not problem and goal.finish_by is not None:
+        problem = (
+            f"the deadline {goal.finish_by.isoformat()} cannot be met below the power limit of {limit_w:.0f} W. "
+            "Keeping the power limit"
         )
-
-    def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
-        """Return time [s] and energy [J] with one GPU per stage, given the slowness of each pipeline."""
-        slowness = [max(self.stretch_factors) / factor for factor in self.stretch_factors]
-        times_s = [plan.time_s * slow for plan, slow in zip(plans, slowness, strict=True)]
-        energies_j = [plan.energy_j * slow for plan, slow in zip(plans, slowness, strict=True)]
-        waiting_s = sum(max(times_s) - time_s for time_s in times_s) * len(frontier.instructions)
-        return max(times_s), sum(energies_j) + frontier.provenance.blocking_power_w * waiting_s
+    return replace(below, problem=problem)
 
 
-def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the decision of a policy."""
-    if isinstance(policy, SlowdownPolicy):
-        return Decision(frontier.plans.index(frontier.within(policy.max_slowdown)))
-    if isinstance(policy, EnergyOptimalPolicy):
-        return Decision(len(frontier.plans) - 1)
-    if isinstance(policy, DeadlinePolicy):
-        return _by_deadline(policy, frontier, situation)
-    if isinstance(policy, ReducePolicy):
-        return _reduced(policy, frontier, situation)
-    return _under_cap(policy.watts, frontier, situation)
+def slowdown_of(frontier: Frontier, plan: int) -> float:
+    """Return the slowdown of a plan relative to default clocks, from the profile, as a fraction."""
+    return frontier.plans[plan].time_s / frontier.baseline.time_s - 1
 
 
-def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the plan of the base policy, or a slower one that meets the reduction."""
-    chosen = decide(policy.policy, frontier, situation)
-    if policy.power_fraction == 1 or policy.is_over(situation.now):
-        return chosen
-    watts = policy.power_fraction * situation.default_power_w
-    capped = _under_cap(watts, frontier, situation)
-    cap = chosen.cap if chosen.cap is not None and chosen.cap.watts < watts else capped.cap
-    return replace(chosen, plan=max(chosen.plan, capped.plan), problem=capped.problem or chosen.problem, cap=cap)
+def _in_time(goal: Goal, frontier: Frontier, situation: Situation) -> Decision:
+    """Return the plan of least energy within the allowed slowdown and in time for the deadline."""
+    last = len(frontier.plans) - 1
+    allowed = last if goal.max_slowdown is None else _within_slowdown(goal.max_slowdown, frontier, situation)
+    if goal.finish_by is None or goal.total_steps is None or situation.step >= goal.total_steps:
+        return Decision(allowed)
+    by_deadline = _by_deadline(goal.finish_by, goal.total_steps, frontier, situation)
+    return replace(by_deadline, plan=min(allowed, by_deadline.plan))
 
 
-def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
-    """Return the plan of a pipeline that may take ``factor`` times as long as ``plan``: that of min(T', T*).
+def _within_slowdown(max_slowdown: float, frontier: Frontier, situation: Situation) -> int:
+    """Return the plan of least energy with which the mean slowdown of iterations under plans is the allowed one.
 
-    With a factor below 1 it is a faster plan.
+    It lies between the slowdowns of two plans. The slower one runs when the faster one has saved up the time for it.
     """
-    deadline_s = frontier.plans[plan].time_s * factor * (1 - MARGIN)
-    if factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
+    allowed = (1 + max_slowdown) / (1 + situation.late) - 1
+    plan = frontier.plans.index(frontier.within(allowed))
+    slower = plan + 1
+    if slower == len(frontier.plans):
         return plan
-    return _slowest(frontier, deadline_s)
+    excess = slowdown_of(frontier, slower) - allowed
+    is_slower = situation.before is not None and situation.before.plan == slower
+    iterations = 1.0 if is_slower else max(_FEWEST_SLOWER, _SHARE_SLOWER * situation.step)
+    return slower if situation.spare >= iterations * excess else plan
 
 
-def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:
-    left = (policy.total_steps - situation.step) * situation.iterations_per_step
-    if left <= 0:
-        return Decision(len(frontier.plans) - 1)
-    seconds = (policy.finish_by - situation.now).total_seconds()
+def _by_deadline(finish_by: datetime, total_steps: int, frontier: Frontier, situation: Situation) -> Decision:
+    left = (total_steps - situation.step) * situation.iterations_per_step
+    seconds = (finish_by - situation.now).total_seconds()
     # One step is kept in reserve, because the duration of a longer iteration is known only afterwards.
     ratio = situation.time_ratio / situation.relative_time
     allowed_s = (seconds / (left + 1) - situation.stopped_s) / ratio
@@ -289,16 +204,16 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         return Decision(0)
     return Decision(
         0,
-        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left:.0f} iterations take at least "
+        f"the deadline {finish_by.isoformat()} cannot be met: {left:.0f} iterations take at least "
         f"{needed_s:.0f} s, {max(0.0, seconds):.0f} s remain. Running the fastest plan",
     )
 
 
-def _under_cap(watts: float, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the fastest plan under the cap.
+def _below_power(watts: float, frontier: Frontier, situation: Situation) -> Decision:
+    """Return the fastest plan below a power limit.
 
-    Measured power is noisy. A slower plan is chosen when the power may exceed the cap. A faster one is chosen only if
-    it stays below the cap by the headroom, which doubles each time that this was wrong.
+    Measured power is noisy. A slower plan is chosen when the power may exceed the limit. A faster one is chosen only if
+    it stays below the limit by the headroom, which doubles each time that this was wrong.
     """
     last = len(frontier.plans) - 1
     scale = situation.gpus_per_rank * situation.power_ratio
@@ -318,7 +233,7 @@ def _under_cap(watts: float, frontier: Frontier, situation: Situation) -> Decisi
         else:
             plan = running
     problem = (
-        f"a power cap of {watts:.0f} W cannot be kept: the plan with the lowest power draws {powers_w[last]:.0f} W. "
+        f"a power limit of {watts:.0f} W cannot be kept: the plan with the lowest power draws {powers_w[last]:.0f} W. "
         "Running it"
         if powers_w[last] > watts
         else ""

@@ -113,13 +113,13 @@ class Block:
         self.limits |= limits
 
     def _relative(self) -> tuple[list[BlockIteration], list[float]]:
-        """Return the iterations without stalls, and their times relative to default clocks."""
+        """Return the iterations without stalls, and their times relative to those that are promised."""
         times = []
         for iteration in self.iterations:
             default = self._default.of(iteration.order, iteration.size)
             if default is None:
                 return [], []
-            times.append(iteration.time_s / default.time_s)
+            times.append(iteration.time_s / default.time_s / (1 + iteration.promised_slowdown))
         longest = STALL * statistics.median(times or [0.0])
         kept = [number for number, time in enumerate(times) if time <= longest]
         return [self.iterations[number] for number in kept], [times[number] for number in kept]
@@ -338,13 +338,14 @@ class Trial(FileModel):
     def figures(self) -> TrialFigures:
         """Slowdown and saving that the evidence shows."""
         slowdown = Estimate.of([pair.slowdown for pair in self.pairs])
-        _, energy = self.estimates()
+        # What plans promise may differ between pairs, which is no error.
+        late, energy = self.estimates()
         time_ratio, energy_ratio = math.exp(slowdown.mean), math.exp(energy.mean)
         promised = statistics.fmean(pair.promised for pair in self.pairs) if self.pairs else math.nan
         return TrialFigures(
             pairs=len(self.pairs),
             slowdown=time_ratio - 1,
-            slowdown_error=time_ratio * slowdown.uncertainty(_STATED),
+            slowdown_error=time_ratio * late.uncertainty(_STATED),
             promised_slowdown=math.expm1(promised),
             saved=1 - energy_ratio,
             saved_error=energy_ratio * energy.uncertainty(_STATED),

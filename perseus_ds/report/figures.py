@@ -74,7 +74,7 @@ _PHASES = {
     "optimizing": ("purple", "triangle-up-open"),
 }
 _OTHER_PHASE = ("soft", "diamond-open")
-_DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
+_DRAWN_EVENTS = ("plan", "proof", "profile", "goal", "drift", "failure")
 _ALTERNATIVES = (("green", "dash"), ("amber", "dot"), ("ink", "dashdot"), ("soft", "dot"))
 # Stages whose rows differ by less than this are drawn as one curve, as they could not be distinguished.
 _SAME = 0.005

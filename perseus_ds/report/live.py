@@ -26,8 +26,8 @@ from perseus_ds.artifacts.run_records import (
     RecordFollower,
     against_default_clocks,
     changes,
+    goal_in_words,
     limits_in_words,
-    policy_in_words,
 )
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.errors import ConfigError
@@ -179,7 +179,7 @@ def _rows_of_job(facts: JobFacts) -> Iterator[_Row]:
     yield "job", ": ".join(filter(None, (facts.name, ", ".join(filter(None, parts))))), "bold"
     yield "state", _state(facts), "red" if facts.is_silent else ""
     yield "phase", _phase(facts), "cyan"
-    yield "policy", policy_in_words(facts.policy).removeprefix("policy ") if facts.policy else "none", ""
+    yield "goal", "" if facts.goal is None else goal_in_words(facts.goal), ""
     yield "pending", facts.pending or "", "yellow"
     yield "end", _end(facts), ""
 
@@ -276,7 +276,7 @@ def _end(facts: JobFacts) -> str:
     if facts.ended:
         return "ended"
     if facts.total_steps is None:
-        return "unknown: the policy has no total_steps"
+        return "unknown: the goal has no total_steps"
     return "not known yet" if facts.remaining_s is None else f"in about {_about(facts.remaining_s)}"
 
 
@@ -396,7 +396,7 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
         def order() -> str:
             live.stop()
             with contextlib.suppress(KeyboardInterrupt, EOFError):
-                return ask("perseus-ds control, such as policy --name slowdown --max-slowdown 0.05: ")
+                return ask("perseus-ds control, such as set --max-slowdown 0.05: ")
             return ""
 
         keys = Keys(order, control)

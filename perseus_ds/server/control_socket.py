@@ -1,9 +1,9 @@
-"""Orders to a running job, by a Unix socket on the server's node or the port of the server.
+"""Commands to a running job, by a Unix socket on the server's node or the port of the server.
 
 Only the owner of the job and root can use the socket, and read the key that other nodes need.
 
 A client sends one line with a JSON object and receives one: ``{"command": "status"}`` is answered by ``{"ok": true,
-"status": {...}}`` or ``{"ok": false, "error": "..."}``. An order takes effect at a later iteration boundary, which is
+"status": {...}}`` or ``{"ok": false, "error": "..."}``. A command takes effect at a later iteration boundary, which is
 the same for all ranks.
 """
 
@@ -28,15 +28,15 @@ import zmq
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.policy.policies import AnyOrder, parse_order
+from perseus_ds.policy.commands import AnyCommand, parse_command
 from perseus_ds.protocol.places import boot_id, from_this_node, is_ipv6
 
 ADDRESS_FILE, KEY_FILE = "control.json", "control.key"
 CONTROL = b"control"
-"""First part of a message to the server's port that is an order."""
+"""First part of a message to the server's port that is a command."""
 _TIMEOUT_S, _CLIENT_TIMEOUT_S = 15.0, 5.0
-# Longer lines are not valid orders and must not exhaust memory. The status of a job contains figures of every rank.
-_LONGEST_ORDER, _LONGEST_ANSWER = 1 << 16, 1 << 22
+# Longer lines are not valid commands and must not exhaust memory. The status of a job contains figures of every rank.
+_LONGEST_COMMAND, _LONGEST_ANSWER = 1 << 16, 1 << 22
 # Pause between clients, so that many of them cannot slow training down.
 _PAUSE_S = 0.02
 
@@ -48,15 +48,15 @@ class _Handler(socketserver.StreamRequestHandler):
     timeout = _CLIENT_TIMEOUT_S
 
     def handle(self) -> None:
-        self.wfile.write(json.dumps(self.server.answer(self.rfile.readline(_LONGEST_ORDER))).encode() + b"\n")
+        self.wfile.write(json.dumps(self.server.answer(self.rfile.readline(_LONGEST_COMMAND))).encode() + b"\n")
 
 
 class RemoteAccess(msgspec.Struct, frozen=True):
-    """Address and keys for orders to a job's server from other nodes."""
+    """Address and keys for commands to a job's server from other nodes."""
 
     address: str  # of its port
     server_key: str  # public
-    public_key: str  # of those who give orders
+    public_key: str  # of those who give commands
     secret_key: str
 
 
@@ -68,14 +68,14 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 64
 
     def __init__(
-        self, directory: Path, carry_out: Callable[[AnyOrder], dict[str, Any]], remote: RemoteAccess | None = None
+        self, directory: Path, carry_out: Callable[[AnyCommand], dict[str, Any]], remote: RemoteAccess | None = None
     ) -> None:
         """Start to listen.
 
         Args:
             directory: The job's output folder, in which ``perseus-ds control`` finds the address.
-            carry_out: Carries out an order and returns the answer. Called on several threads.
-            remote: Written to a file that only the owner can read, for orders from other nodes.
+            carry_out: Carries out a command and returns the answer. Called on several threads.
+            remote: Written to a file that only the owner can read, for commands from other nodes.
 
         Raises:
             OSError: The socket or the address file cannot be created.
@@ -123,13 +123,13 @@ class ControlServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def answer(self, line: bytes) -> dict[str, Any]:
         """Return the answer to a line from a client."""
         try:
-            return {"ok": True, **self._carry_out(parse_order(_parse(line)))}
-        except Exception as error:  # a wrong order must not stop the job
+            return {"ok": True, **self._carry_out(parse_command(_parse(line)))}
+        except Exception as error:  # a wrong command must not stop the job
             return {"ok": False, "error": str(error) or type(error).__name__}
 
 
-def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
-    """Send an order to the job that writes to a folder, and return its answer.
+def send_command(directory: Path, command: dict[str, Any]) -> dict[str, Any]:
+    """Send a command to the job that writes to a folder, and return its answer.
 
     Raises:
         ConfigError: No job is running there, it does not answer, or it refused the order.
@@ -139,15 +139,15 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{path}: no job runs with this folder, or the job is still starting or has no plans.")
     address = read_json(path, ConfigError, ADDRESS_FILE)
     if address.get("node", boot_id()) == boot_id():
-        answer = _ask_on_this_node(path, address, order)
+        answer = _ask_on_this_node(path, address, command)
     else:
-        answer = _ask_from_another_node(directory / KEY_FILE, order)
+        answer = _ask_from_another_node(directory / KEY_FILE, command)
     if not answer.get("ok"):
         raise ConfigError(str(answer.get("error")))
     return answer
 
 
-def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+def _ask_on_this_node(path: Path, address: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             # With Python's timeout, a connect fails immediately if the listener's queue is full. This one waits.
@@ -157,7 +157,7 @@ def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]
             user, owner = os.getuid(), user_of(connection)
             if owner not in (user, 0) and user != 0:
                 raise PermissionError
-            connection.sendall(json.dumps(order).encode() + b"\n")
+            connection.sendall(json.dumps(command).encode() + b"\n")
             with connection.makefile("rb") as answer:
                 return _parse(answer.readline(_LONGEST_ANSWER))
     except PermissionError:
@@ -169,13 +169,13 @@ def _ask_on_this_node(path: Path, address: dict[str, Any], order: dict[str, Any]
         ) from None
 
 
-def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
+def _ask_from_another_node(path: Path, command: dict[str, Any]) -> dict[str, Any]:
     try:
         remote = msgspec.json.decode(path.read_bytes(), type=RemoteAccess)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"{path}: the key for orders from other nodes cannot be read ({error}). Only the owner of the job can read "
-            "it. Otherwise run this on the node of rank 0."
+            f"{path}: the key for commands from other nodes cannot be read ({error}). Only the owner of the job can "
+            "read it. Otherwise run this on the node of rank 0."
         ) from None
     address = from_this_node(remote.address)
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
@@ -184,7 +184,7 @@ def _ask_from_another_node(path: Path, order: dict[str, Any]) -> dict[str, Any]:
         connection.curve_serverkey = remote.server_key.encode()
         connection.curve_publickey, connection.curve_secretkey = remote.public_key.encode(), remote.secret_key.encode()
         connection.connect(address)
-        connection.send_multipart([CONTROL, json.dumps(order).encode()])
+        connection.send_multipart([CONTROL, json.dumps(command).encode()])
         if not connection.poll(int(1000 * _TIMEOUT_S)):
             raise ConfigError(
                 f"{path}: no server answers at {remote.address}. If this node cannot reach that address, set "

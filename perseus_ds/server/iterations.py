@@ -17,11 +17,8 @@ from functools import cached_property
 from types import coroutine
 from typing import Any, TypeAlias
 
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Span, decode_spans
-from perseus_ds.policy.decisions import Assignment, Forecast
+from perseus_ds.policy.plans import Plans
 from perseus_ds.policy.reports import JobDrift, JobReport, RankReports
 from perseus_ds.protocol.job_messages import RankReport, Times
 from perseus_ds.savings import Size
@@ -34,33 +31,6 @@ class NextPhase:
 
     phase: str
     in_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Plans:
-    """Frequency plans of an order for all pipelines, and the DAG of its schedule.
-
-    Attributes:
-        forecast: Prediction for an iteration of the whole job.
-    """
-
-    frontier: Frontier
-    assignment: Assignment
-    dag: Dag
-    forecast: Forecast | None = None
-
-    def of_pipeline(self, pipeline: int) -> FrequencyPlan:
-        return self.frontier.plans[self.assignment.plans[pipeline]]
-
-    @property
-    def shown_plan(self) -> int:
-        """Index on the frontier of the plan of the first pipeline, that of rank 0."""
-        return self.assignment.plans[0]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Key that identifies the clocks."""
-        return id(self.frontier), self.assignment.number
 
 
 @dataclass(frozen=True, eq=False)

@@ -221,7 +221,7 @@ class Job:
             gpu=self.facts[0].gpu,
             frontier=self.config.frontier,
             job=self._key({}),
-            policy=self.config.policy.model_dump(mode="json"),
+            goal=self.config.goal.given(),
             engines=list(self.facts[0].models) or None,
             micro_batches=self.schedule.micro_batches,
             settings=self.info.settings,

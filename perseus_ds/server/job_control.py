@@ -1,127 +1,114 @@
-"""User control of a running job: policy, reported stragglers and pause."""
+"""User control of a running job: its goal, reported stragglers and pauses."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
-from typing import Annotated, Any, NamedTuple
+from datetime import datetime
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
-from perseus_ds.policy.policies import (
-    AnyOrder,
-    Pause,
-    PolicyConfig,
-    Reduce,
-    ReducePolicy,
-    Resume,
-    SetPolicy,
-    SetStraggler,
-    Status,
-    check_deadline,
-    reduced,
-)
+from perseus_ds.artifacts.run_records import CommandGiven, Event, GoalChanged, goal_in_words
+from perseus_ds.artifacts.validation import explain
+from perseus_ds.policy.commands import AnyCommand, ClearGoal, Pause, Resume, SetGoal, SetStraggler, Status
+from perseus_ds.policy.goal import LIMITS, Goal, check_deadline
+from perseus_ds.policy.stragglers import Straggler
 from perseus_ds.timebase import REAL_TIME, Timebase
-from perseus_ds.units import duration, percent, watts
+from perseus_ds.units import duration, percent, plain, watts
 
 logger = logging.getLogger("perseus_ds")
-# Number of iterations that end under the old plan after an order: the current and the next one.
-_FOLLOWED_AFTER = 2
-
-
-class Straggler(NamedTuple):
-    """A pipeline for which all others wait, and its slowdown as a factor."""
-
-    pipeline: int
-    slowdown: float
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Predicted effect of a policy, using measurements of the job."""
+    """Predicted effect of a goal, using measurements of the job.
 
-    time_s: float  # of an iteration
-    time_now_s: float  # of an iteration under the plan in force
-    without_s: float  # of an iteration without a reduction, under the base policy
-    power_w: float  # of all GPUs of the job
-    default_power_w: float  # of all GPUs at default clocks
-    problem: str = ""  # a condition that no plan meets
-
-
-def cost_in_words(
-    effect: Effect | None, power_fraction: float, duration_s: float, until: datetime, within_s: float | None = None
-) -> str:
-    """Describe the cost of a reduction of power to a fraction of that at default clocks.
-
-    Args:
-        effect: Effect of the reduced policy. None if unknown.
-        power_fraction: The fraction.
-        duration_s: Duration of the reduction [s].
-        until: End of the reduction.
-        within_s: Time within which the reduction must take effect [s].
+    Attributes:
+        plan: The plan that it selects now.
+        slowdown: Slowdown of the plan relative to default clocks, as a fraction.
+        saved: Energy that it saves relative to default clocks, as a fraction.
+        power_w: Power of all GPUs under it [W].
+        later: Additional time of iterations because of the power limit, as a fraction.
+        begins_in_s: Longest time until it is in effect [s].
+        limit_w: The power limit [W]. None if there is none.
+        problem: A part of the goal that no plan keeps.
     """
-    share = f"at most {power_fraction:.0%} of the power at default clocks until {until.astimezone(timezone.utc):%FT%TZ}"
-    if effect is None:
-        return f"{share}, once the job runs under plans. Its cost is not known yet"
-    waits_s = _FOLLOWED_AFTER * effect.time_now_s
-    is_too_late = within_s is not None and waits_s > within_s
-    too_late = f", later than the {duration(within_s)} asked for" if is_too_late else ""
-    late_s = duration_s * max(0.0, 1 - effect.without_s / effect.time_s)
-    late = late_s / effect.without_s
-    longer = percent(max(0.0, effect.time_s / effect.without_s - 1)).lstrip("+")
-    problem = f". However, {effect.problem}" if effect.problem else ""
-    return (
-        f"{share} ({watts(power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, after at most "
-        f"{duration(waits_s)}{too_late}. Iterations take {longer} longer, which makes the job {duration(late_s)} or "
-        f"{late:.{0 if late >= 10 else 1}f} iterations later, if it trains as long{problem}"
-    )
+
+    plan: int
+    slowdown: float
+    saved: float
+    power_w: float
+    later: float
+    begins_in_s: float
+    limit_w: float | None = None
+    problem: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """Description of the figures that matter for the goal."""
+        words = f"about {percent(self.slowdown).lstrip('+')} slower, {percent(-self.saved)} energy"
+        return words if self.limit_w is None else f"{words}, {watts(self.power_w)} of {watts(self.limit_w)}"
+
+    def cost_in_words(self, duration_s: float) -> str:
+        """Describe the time that a power limit costs during some time [s]. Empty if it costs none."""
+        if self.later <= 0:
+            return ""
+        return f", which makes the job {duration(duration_s * self.later / (1 + self.later))} later"
 
 
 class JobControl:
     """The settings that users may change while the job trains.
 
     Attributes:
+        goal: The goal in force: that of the configuration, with the changes by control.
+        change_in_words: The last change of the goal and its cause.
         steps: Completed steps, including those of earlier starts of the job.
         own_steps: Iterations since the server started.
         record: Records an event of the job.
-        effect_of: Returns the predicted effect of a policy, or None until plans run.
+        announce: Records an event and prints it.
+        effect_of: Returns the predicted effect of a goal, or None until plans run.
     """
 
     def __init__(
         self,
-        policy: PolicyConfig,
+        configured: Goal,
         pipelines: int,
         job_status: Callable[[], Mapping[str, Any]] = dict,
         timebase: Timebase = REAL_TIME,
     ) -> None:
-        """Start with the configured policy. ``job_status`` returns the job's phase, and the run that comes ``next``."""
-        self.policy = policy
-        self._configured = self._recorded = policy
+        """Start with the configured goal. ``job_status`` returns the job's phase, and the run that comes ``next``."""
+        self.goal = self._configured = self._recorded = configured
+        self._changes: dict[str, Any] = {}  # values of keys of the goal that commands have set
+        self.change_in_words = ""
         self.paused = False
         self.steps = self.own_steps = 0
         self._shared = 0  # iterations that belong to the step of the next one
         self.record: Callable[[Event], None] = lambda event: None
-        self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
+        self.announce: Callable[[Event], None] = lambda event: None
+        self.effect_of: Callable[[Goal], Effect | None] = lambda goal: None
         self._pipelines = pipelines
         self._job_status = job_status
         self._timebase = timebase
         self._reported: dict[int, tuple[int, float]] = {}  # step and slowdown by pipeline
 
-    def policy_now(self) -> PolicyConfig:
-        """Return the policy in force. A reduction that has ended is replaced by its base policy."""
-        if isinstance(self.policy, ReducePolicy) and self.policy.is_over(self._timebase.date()):
-            self.policy = self.policy.policy
-        return self.policy
+    def goal_now(self) -> Goal:
+        """Return the goal in force. When the power limit of a command ends, that of the configuration is in force."""
+        now = self._timebase.date()
+        if self.goal.until is not None and self.goal.until <= now:
+            for key in LIMITS["power"]:
+                self._changes.pop(key, None)
+            self.change_in_words = "the power limit has ended"
+        self.goal = self._configured.changed(self._changes).at(now)
+        return self.goal
 
-    def record_policy(self) -> None:
-        """Record the policy if it differs from the last recorded one."""
-        if self.policy != self._recorded:
-            self._recorded = self.policy
-            self.record(PolicyChanged(policy=self.policy.model_dump(mode="json")))
+    def record_goal(self) -> None:
+        """Record the goal if it differs from the last recorded one."""
+        if self.goal != self._recorded:
+            self._recorded = self.goal
+            self.record(GoalChanged(goal=self.goal.given()))
 
     def count_step(self, step: int) -> None:
         """Count a completed step."""
@@ -143,74 +130,99 @@ class JobControl:
         due = [Straggler(p, slowdown) for p, (step, slowdown) in self._reported.items() if self.steps >= step]
         return max(due, key=lambda straggler: straggler.slowdown, default=None)
 
-    def carry_out(self, order: AnyOrder) -> dict[str, Any]:
-        """Carry out an order and return the answer.
+    def carry_out(self, command: AnyCommand) -> dict[str, Any]:
+        """Carry out a command and return the answer.
 
         Raises:
-            ValueError: The order cannot be carried out. Nothing has changed.
+            ValueError: The command cannot be carried out. Nothing has changed.
         """
         job = self._job_status()
-        if isinstance(order, Status):
-            asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
-            return {"status": {**asked, **job}}
-        done = self._done(order, job)
-        if isinstance(order, SetPolicy | Reduce):
-            self.record(OrderGiven(policy=self.policy.model_dump(mode="json")))
-        elif isinstance(order, Pause | Resume):
-            self.record(OrderGiven(paused=self.paused))
+        if isinstance(command, Status):
+            return {"status": {"paused": self.paused, "goal": self.goal.given(), **job}}
+        done = self._done(command, job)
+        if isinstance(command, SetGoal | ClearGoal):
+            # Once plans run, its effect is printed when it is in force.
+            record = self.announce if self.effect_of(self.goal) is None else self.record
+            record(CommandGiven(goal=self.goal.given()))
+        elif isinstance(command, Pause | Resume):
+            self.record(CommandGiven(paused=self.paused))
         return {"done": done + (". However, this job runs no plans now" if _runs_no_plans(job) else "")}
 
-    def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume, job: Mapping[str, Any]) -> str:
-        if isinstance(order, Reduce):
-            return self._reduced(order)
-        if isinstance(order, SetPolicy):
-            check_deadline(order.policy, self._timebase.date())
-            self.policy = order.policy
-            effect = self.effect_of(order.policy)
-            but = f". However, {effect.problem}" if effect is not None and effect.problem else ""
-            return f"policy {order.policy.name} from the next iterations on{but}"
-        if isinstance(order, SetStraggler):
-            pipeline, slowdown = order.pipeline, order.slowdown
+    def _done(self, command: SetGoal | ClearGoal | SetStraggler | Pause | Resume, job: Mapping[str, Any]) -> str:
+        if isinstance(command, SetGoal):
+            until, now = command.goal.until, self._timebase.date()
+            if until is not None and until <= now:
+                raise ValueError(f"goal.until: {until.isoformat()} has passed. Set a time in the future.")
+            return self._change_goal(self._with_limits_of(command.goal))
+        if isinstance(command, ClearGoal):
+            limits = LIMITS if command.limit is None else {command.limit: LIMITS[command.limit]}
+            cleared = {key for limit in limits.values() for key in limit}
+            return self._change_goal({key: value for key, value in self._changes.items() if key not in cleared})
+        if isinstance(command, SetStraggler):
+            pipeline, slowdown = command.pipeline, command.slowdown
             if pipeline >= self._pipelines:
                 raise ValueError(f"pipeline: there is no pipeline {pipeline}, expected 0 to {self._pipelines - 1}.")
             if slowdown == 1:
                 self._reported.pop(pipeline, None)
                 return f"pipeline {pipeline} is treated as recovered"
-            self._reported[pipeline] = (self.steps + order.after_iterations, slowdown)
+            self._reported[pipeline] = (self.steps + command.after_iterations, slowdown)
             return f"pipeline {pipeline} is expected to take {slowdown:g} times as long"
-        self.paused = isinstance(order, Pause)
+        self.paused = isinstance(command, Pause)
         if not self.paused:
             return "under plans again"
         at_once = bool(job.get("next")) or _runs_no_plans(job)
         return "at default clocks" if at_once else "at default clocks, once the job has profiled itself"
 
-    def _reduced(self, order: Reduce) -> str:
-        until = self._timebase.date() + timedelta(seconds=order.duration_s)
-        policy = reduced(self.policy, order.power_fraction, until)
-        effect = self.effect_of(policy)
-        self.policy = policy
-        cost = cost_in_words(effect, order.power_fraction, order.duration_s, until, order.within_s)
-        return cost + (
-            ". However, the job is paused, and runs at default clocks until it is resumed" if self.paused else ""
-        )
+    def _with_limits_of(self, goal: Goal) -> dict[str, Any]:
+        """Return the changes with the limits of another goal."""
+        given = goal.model_dump(mode="json", exclude_unset=True)
+        kept = dict(self._changes)
+        for limit in LIMITS.values():
+            if not given.keys().isdisjoint(limit):
+                kept = {key: value for key, value in kept.items() if key not in limit}
+        return {**kept, **given}
+
+    def _change_goal(self, changes: dict[str, Any]) -> str:
+        """Put other changes of the goal in force, and return a description of the new goal and its effect."""
+        now = self._timebase.date()
+        try:
+            goal = self._configured.changed(changes).at(now)
+        except ValidationError as error:
+            raise ValueError(explain(error, Goal, "goal.")) from None
+        check_deadline(goal, now)
+        self._changes, self.goal = changes, goal
+        words = goal_in_words(goal.given())
+        self.change_in_words = f"{words} by control"
+        return words + self._effect_in_words(goal, now)
+
+    def _effect_in_words(self, goal: Goal, now: datetime) -> str:
+        effect = self.effect_of(goal)
+        if effect is None:
+            return ", once the job runs under plans"
+        cost = "" if goal.until is None else effect.cost_in_words((goal.until - now).total_seconds())
+        words = f": plan {effect.plan} in at most {duration(effect.begins_in_s)}, {effect.in_words}{cost}"
+        words += f". However, {effect.problem}" if effect.problem else ""
+        words += ". However, the job is paused, and runs at default clocks until it is resumed" if self.paused else ""
+        return plain(words)
 
     def state(self) -> dict[str, Any]:
         """Return the state to keep for later starts of the job, as plain values."""
         return _Kept(
-            policy=self.policy,
             configured=self._configured,
+            changes=self._changes,
             paused=self.paused,
             steps=self.steps,
             stragglers=self._reported,
         ).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Restore the state kept by an earlier start, and return whether the policy is the one of that start.
+        """Restore the state kept by an earlier start, and return whether the goal is the one of that start.
 
-        If the policy has changed in the config since then, it is taken from the config.
+        If the goal has changed in the configuration since then, it is taken from the configuration.
         """
         try:
             kept = _Kept.model_validate(state)
+            goal = kept.configured.changed(kept.changes)
         except ValueError as error:  # saved by another version, or damaged
             logger.warning("perseus: what an earlier start kept cannot be read (%r); it is ignored.", error)
             return False
@@ -218,7 +230,7 @@ class JobControl:
         self.paused, self.steps = kept.paused, kept.steps
         if kept.configured != self._configured:
             return False
-        self.policy = kept.policy
+        self._changes, self.goal = dict(kept.changes), goal
         return True
 
 
@@ -226,15 +238,11 @@ class _Kept(FileModel):
     """State kept for later starts of the job. A straggler is in effect from a given step."""
 
     model_config = ConfigDict(extra="ignore")
-    policy: PolicyConfig
-    configured: PolicyConfig
+    configured: Goal
+    changes: dict[str, Any]
     paused: bool
     steps: int = Field(ge=0, le=10**12)
     stragglers: dict[int, tuple[int, Annotated[float, Field(ge=1)]]]
-
-
-def _not_known(policy: PolicyConfig) -> Effect | None:
-    return None
 
 
 def _runs_no_plans(job: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ import msgspec
 from perseus_ds import errors
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import PerseusError
-from perseus_ds.policy.policies import AnyOrder
+from perseus_ds.policy.commands import AnyCommand
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.job_messages import RankReport, Say, Spans, ToRank, ToServer
 from perseus_ds.protocol.messages import ServerStarted
@@ -75,7 +75,7 @@ class ServerProcess:
         """
         self._request = request
         self._parts = ExitStack()
-        self._lock = threading.RLock()  # orders through the control socket are carried out on its threads
+        self._lock = threading.RLock()  # commands through the control socket are carried out on its threads
         self._agent_of: dict[int, bytes] = {}
         self._outbox: deque[tuple[int, ToRank]] = deque()
         self._control: ControlServer | None = None
@@ -157,9 +157,9 @@ class ServerProcess:
 
             self._parts.callback(MetricsReporter(config.metrics, server.recorder.facts, no_metrics).close)
 
-    def _carry_out(self, order: AnyOrder) -> dict[str, Any]:
+    def _carry_out(self, command: AnyCommand) -> dict[str, Any]:
         with self._lock:
-            return self.server.control.carry_out(order)
+            return self.server.control.carry_out(command)
 
     def _is_needed(self) -> bool:
         silent_s = REAL_TIME.now_s() - self._received_s

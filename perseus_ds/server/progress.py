@@ -17,23 +17,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import (
+    CommandGiven,
     Ended,
     Event,
+    GoalChanged,
     IterationRecord,
     KindSummary,
     Limits,
     LimitsChanged,
-    OrderGiven,
     PlanChosen,
     PlanSummary,
-    PolicyChanged,
     PowerCapChanged,
     ProfileWritten,
     Record,
     Started,
     WholeSummary,
+    goal_in_words,
     is_training_iteration,
-    policy_in_words,
 )
 from perseus_ds.measures import (
     AT_DEFAULT_CLOCKS,
@@ -108,7 +108,7 @@ class JobFacts(_Facts):
     mode: str | None
     gpu: str | None
     energy_note: str = Field(description="What energies include besides those of GPUs, or empty.")
-    policy: dict[str, Any] | None
+    goal: dict[str, Any] | None
     starts: int
     ended: bool = Field(description="Whether it has recorded its end.")
     silent_s: float | None = Field(description="Time since the last record of the job.")
@@ -116,7 +116,7 @@ class JobFacts(_Facts):
     next_phase: str | None
     next_in_s: float | None = Field(description="Estimated time until it begins.")
     step: int | None = Field(description="The last training step.")
-    total_steps: int | None = Field(description="Steps of the whole training, if given by the policy.")
+    total_steps: int | None = Field(description="Steps of the whole training, if given by the goal.")
     remaining_s: float | None = Field(description="Estimated time until the last step is finished.")
     iterations: int = Field(description="Training iterations.")
     time_s: float = Field(description="Time of all iterations.")
@@ -143,7 +143,7 @@ class JobFacts(_Facts):
     cap_w: float | None = Field(description="The power cap in force, of all GPUs.")
     limits: Limits = Field(description="GPUs with lower limits than during profiling.")
     more_limits: int = Field(description="Number of further GPUs.")
-    pending: str | None = Field(description="An order that is not in force yet, in words.")
+    pending: str | None = Field(description="A command that is not in force yet, in words.")
     unfinished: str | None = Field(description="Activity at its end, if it ended before it had a plan or a profile.")
     plan: PlanFacts | None
     whole: WholeSummary | None = Field(
@@ -233,9 +233,9 @@ class JobProgress:
         self._starts = 0
         # Last event of each kind since the last start of the job.
         self._latest: dict[type[Event], Event] = {}
-        self._policy: dict[str, Any] | None = None
-        self._ordered_policy: dict[str, Any] | None = None
-        self._ordered_pause: bool | None = None
+        self._goal: dict[str, Any] | None = None
+        self._next_goal: dict[str, Any] | None = None
+        self._next_pause: bool | None = None
         self.profiling_s = self.profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
@@ -267,18 +267,18 @@ class JobProgress:
             self._starts += 1
             self.since_start = Tally()
             self._latest.clear()
-            self._policy = event.policy
-            self._last = self._ordered_policy = self._ordered_pause = self._on_the_way = None
+            self._goal = event.goal
+            self._last = self._next_goal = self._next_pause = self._on_the_way = None
         elif isinstance(event, ProfileWritten):
             self.profiling_s += event.lost_s or 0.0
             self.profiling_j += event.lost_j or 0.0
-        elif isinstance(event, OrderGiven):
-            self._ordered_policy = event.policy or self._ordered_policy
-            self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
-        elif isinstance(event, PolicyChanged) and event.policy:
-            self._policy = event.policy
-            if event.policy == self._ordered_policy:  # it is in force, even if it is replaced later
-                self._ordered_policy = None
+        elif isinstance(event, CommandGiven):
+            self._next_goal = self._next_goal if event.goal is None else event.goal
+            self._next_pause = self._next_pause if event.paused is None else event.paused
+        elif isinstance(event, GoalChanged) and event.goal is not None:
+            self._goal = event.goal
+            if event.goal == self._next_goal:  # it is in force, even if it is replaced later
+                self._next_goal = None
         self._latest[type(event)] = event
         if not self._ended:
             self._events.append(event)
@@ -318,7 +318,7 @@ class JobProgress:
         cap, limits = self._of(PowerCapChanged) or PowerCapChanged(), self._of(LimitsChanged) or LimitsChanged()
         last, recent, power = self._last, self._recent, self._power.figures
         silent_s = max(0.0, now - self._last_time) if self._last_time else None
-        total_steps = (self._policy or {}).get("total_steps")
+        total_steps = (self._goal or {}).get("total_steps")
         typical = Typical.of([one.time_s for one in recent], [one.energy_j for one in recent])
         return JobFacts(
             name=name,
@@ -326,7 +326,7 @@ class JobProgress:
             mode=start.mode,
             gpu=start.gpu,
             energy_note=energy_note(start.settings),
-            policy=self._policy,
+            goal=self._goal,
             starts=self._starts,
             ended=self._ended,
             silent_s=silent_s,
@@ -406,14 +406,14 @@ class JobProgress:
         return f"{text}. Train for more steps"
 
     def _pending(self) -> str | None:
-        """Describe the orders that are not in force yet."""
+        """Describe the commands that are not in force yet."""
         if self._ended or self._last is None:
             return None
         waiting = []
-        if self._ordered_policy is not None:
-            waiting.append(policy_in_words(self._ordered_policy))
-        if self._ordered_pause is not None and self._ordered_pause != (self._last.phase == "pause"):
-            waiting.append("pause" if self._ordered_pause else "resume")
+        if self._next_goal is not None:
+            waiting.append(goal_in_words(self._next_goal))
+        if self._next_pause is not None and self._next_pause != (self._last.phase == "pause"):
+            waiting.append("pause" if self._next_pause else "resume")
         return "; ".join(waiting) or None
 
     def savings(self) -> dict[str, Any]:

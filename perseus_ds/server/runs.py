@@ -14,9 +14,10 @@ import numpy as np
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.policy.plans import Plans
 from perseus_ds.protocol.job_messages import Follow, Program, RankReport, Times
 from perseus_ds.protocol.layout import OTHER_ORDERS
-from perseus_ds.server.iterations import Plans, Run
+from perseus_ds.server.iterations import Run
 from perseus_ds.server.job import MOST_PROFILED
 from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.recorder import TimelineLog
@@ -139,7 +140,7 @@ class RunSender:
         if plans is None:
             return Program(number, run.clock_mhz)
         place = self._context.job.places[rank]
-        plan = plans.assignment.plans[place.pipeline]
+        plan = plans.plans[place.pipeline]
         key = number, id(plans.frontier), plan
         if key not in self._programs:
             if len(self._programs) >= _MOST_PLANS:

@@ -23,7 +23,8 @@ from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Re
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.policy.policies import check_deadline, parse_order
+from perseus_ds.policy.commands import parse_command
+from perseus_ds.policy.goal import check_deadline
 from perseus_ds.policy.reports import RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.job_messages import (
@@ -53,8 +54,9 @@ logger = logging.getLogger("perseus_ds")
 _FIRST_BACK_OFF = 10
 _MOST_OPEN = 64
 """Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
-_MISSING_S = 10.0
-"""Time with more open iterations than there can be if all ranks report, after which reports count as missing."""
+_MISSING_S, _MISSING_ITERATIONS = 10.0, 5
+"""Time without a complete iteration, though training continues, after which reports count as missing. It has at least
+this number of iterations."""
 _MOST_AT_ONCE = 2
 """Maximum number of open iterations if all ranks report. Further ones begin when all ranks have ended earlier ones."""
 _MOST_COUNTED_S = 2.0
@@ -112,8 +114,8 @@ class JobServer:
         )
         info = self.job.info.model_copy(update={"streams": ScheduleStreams.of(self.job.schedule)})
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
-        self.control = JobControl(config.policy, self.job.info.data_parallel or 1, self._status, timebase)
-        self.control.record = self.recorder.event
+        self.control = JobControl(config.goal, self.job.info.data_parallel or 1, self._status, timebase)
+        self.control.record, self.control.announce = self.recorder.event, self.recorder.announce
         self.orders = Orders(self.job, self._send_all, self.recorder, reads=config.mode in ("auto", "profile"))
         self.plan_state = PlanState()
         self._context = ModeContext(
@@ -144,9 +146,9 @@ class JobServer:
         kept, issued = state.get("control"), state.get("iteration")
         if state.get("job") != self.job.started().job or not isinstance(kept, Mapping):
             return
-        has_same_policy = self.control.restore(kept)
+        has_same_goal = self.control.restore(kept)
         self.orders.restore(state.get("orders") or {})
-        if self.plan_state.load(state.get("plans") or {}) and not has_same_policy:
+        if self.plan_state.load(state.get("plans") or {}) and not has_same_goal:
             self.plan_state.begin_trial()
             self.plan_state.resting = 0
         for rank, measured in enumerate(state.get("measured") or ()):
@@ -163,7 +165,7 @@ class JobServer:
         modes.check(self._context)
         if config.mode in ("run", "auto"):
             try:
-                check_deadline(config.policy, self._time.date())
+                check_deadline(config.goal, self._time.date())
             except ConfigError as error:
                 if not (self.job.output_dir / FILE_NAME).exists():
                     raise
@@ -188,7 +190,7 @@ class JobServer:
             self.recorder.warn(self._warning)
         for note in self._notes:
             self.recorder.say(note)
-        self.control.record_policy()
+        self.control.record_goal()
         self._mode = modes.mode_of(self._context)
         self._advance(None)
 
@@ -243,7 +245,7 @@ class JobServer:
                 self._change_steps(message)
             case msg.Command():
                 try:
-                    self.control.carry_out(parse_order(json.loads(message.content)))
+                    self.control.carry_out(parse_command(json.loads(message.content)))
                 except (PerseusError, ValueError) as error:
                     self.recorder.warn(str(error))
             case msg.Joined():
@@ -306,7 +308,9 @@ class JobServer:
             self._missing_s = 0.0
             return
         self._missing_s += passed_s
-        if self.next.is_at_default_clocks or self._missing_s <= _MISSING_S:
+        iteration_s = self.runs.time_s
+        without_s = _MOST_AT_ONCE * iteration_s + self._missing_s
+        if self.next.is_at_default_clocks or without_s <= max(_MISSING_S, _MISSING_ITERATIONS * iteration_s):
             return
         reports, _ = self._open[min(self._open)]
         missing = [rank for rank in range(self.job.world_size) if rank not in reports]

@@ -28,6 +28,7 @@ class _Saved(FileModel):
     next_rest: Annotated[int, Field(ge=1, le=_LONGEST_REST)] = FIRST_REST
     lateness: Annotated[float, Field(ge=0, le=10)] = 0.0
     faster_plans: Annotated[int, Field(ge=0)] = 0
+    spare_slowdown: float = 0.0
     default: dict[str, Any] = Field(default_factory=dict)
     statistics: RunStatistics = RunStatistics()
     stretch_factors: tuple[Annotated[float, Field(ge=1)], ...] = ()
@@ -45,6 +46,7 @@ class PlanState:
         next_rest: Duration of the next rest, in iterations.
         lateness: Fraction by which plans have taken longer than promised, so that faster ones are chosen.
         faster_plans: How many times faster plans were chosen since the last rest.
+        spare_slowdown: Sum over iterations of the slowdown that the goal allowed and plans have not used.
         default: What default clocks take.
         statistics: Measured relative to predicted figures of the last iterations under plans.
         stretch_factors: For each pipeline, the time that its plan may take relative to that of the goal.
@@ -57,6 +59,7 @@ class PlanState:
     next_rest: int = FIRST_REST
     lateness: float = 0.0
     faster_plans: int = 0
+    spare_slowdown: float = 0.0
     default: DefaultClocks = field(default_factory=DefaultClocks)
     statistics: RunStatistics = field(default_factory=RunStatistics)
     stretch_factors: tuple[float, ...] = ()
@@ -82,6 +85,7 @@ class PlanState:
         """Forget what was learnt under plans of a profile that is no longer used."""
         self._forget_lateness()
         self.resting = 0
+        self.spare_slowdown = 0.0
         self.statistics = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
         self.plans.clear()
 
@@ -94,6 +98,7 @@ class PlanState:
             next_rest=self.next_rest,
             lateness=self.lateness,
             faster_plans=self.faster_plans,
+            spare_slowdown=self.spare_slowdown,
             default=self.default.state(),
             statistics=self.statistics,
             stretch_factors=self.stretch_factors,
@@ -110,6 +115,7 @@ class PlanState:
         self.trial, self.announced = saved.trial, saved.announced
         self.resting, self.next_rest = saved.resting, saved.next_rest
         self.lateness, self.faster_plans = saved.lateness, saved.faster_plans
+        self.spare_slowdown = saved.spare_slowdown
         self.default.restore(saved.default)
         self.statistics, self.stretch_factors, self.plans = saved.statistics, saved.stretch_factors, saved.plans
         return True

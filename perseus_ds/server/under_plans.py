@@ -109,10 +109,10 @@ class PlanRunner:
 
     def _say_beginning(self) -> None:
         plans = next(iter(self.selector.plans().values()))
-        beginning = f"running under plan {plans.assignment.plan} of the frontier's {len(plans.frontier.plans)}"
+        beginning = f"running under plan {plans.plan} of the frontier's {len(plans.frontier.plans)}"
         if (forecast := plans.forecast) is not None:
-            slower, saved = forecast.time_s / forecast.default_time_s, 1 - forecast.energy_j / forecast.default_energy_j
-            beginning += f" (promised {changes(slower - 1, saved)}), against default clocks of this job"
+            promised = changes(forecast.slowdown, forecast.saved)
+            beginning += f" (promised {promised}), against default clocks of this job"
         self._recorder.say(plain(beginning))
 
     async def run_until_outdated(self) -> None:
@@ -182,7 +182,7 @@ class PlanRunner:
             return
         assert order is not None, "it has plans"
         # Plans that promise to be faster than default clocks need not be.
-        promised = 0.0 if plans is None else max(0.0, plans.assignment.promised_slowdown)
+        promised = 0.0 if plans is None else max(0.0, plans.promised_slowdown)
         block.add(BlockIteration(order.number, seen.time_s, seen.ranks.energy_j, promised, seen.size), _limits(seen))
 
     async def _rest(self) -> None:
@@ -190,6 +190,7 @@ class PlanRunner:
         while self._state.resting:
             await self._train(self._default("observe"))
             self._state.resting -= 1
+        self._recorder.say("plans are tried again after their rest")
 
     async def _train(self, run: Run) -> Seen:
         """Wait for the next iteration, learn from it, and decide on the following ones.
@@ -278,8 +279,7 @@ class PlanRunner:
         self._state.announced = verdict
         figures = self._state.trial.figures
         plans = next(iter(self.selector.plans().values()))
-        forecast = plans.forecast
-        promised = None if forecast is None else 1 - forecast.energy_j / forecast.default_energy_j
+        promised = None if plans.forecast is None else plans.forecast.saved
         self._recorder.announce(
             PlanJudged(
                 plan=plans.shown_plan,

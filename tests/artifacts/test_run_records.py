@@ -26,7 +26,7 @@ ITERATION = IterationRecord(iteration=3, phase="run", plan=1, time_s=2.0, energy
 
 RECORDS = [
     ITERATION,
-    Started(mode="auto", gpu="A100", job="f00", policy={"name": "slowdown", "max_slowdown": 0.05}, time=5.0),
+    Started(mode="auto", gpu="A100", job="f00", goal={"max_slowdown": 0.05}, time=5.0),
     PlanChosen(plan=3, plans=(3, 7), straggler=1, slowdown=1.25),
     Failed(event="cache", error="no space"),
 ]

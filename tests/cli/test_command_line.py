@@ -5,15 +5,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_ds.cli.jobs import Policy
+from perseus_ds.cli.jobs import Set
 from perseus_ds.cli.main import COMMANDS, GROUPS, command_of, description_of, parse
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.goal import Goal
 
 
 def in_words(text):
@@ -49,10 +48,8 @@ def test_help_of_a_command_describes_its_arguments_and_examples(run, command):
         assert isinstance(parse(shlex.split(example)[1:]), command_of(command))
 
 
-def test_every_key_of_a_policy_is_an_argument():
-    union, *_ = get_args(PolicyConfig)
-    keys = {key for policy in get_args(union) for key in policy.model_fields}
-    assert set(Policy.__dataclass_fields__) - {"run"} == keys - {"policy"}
+def test_every_key_of_a_goal_is_an_argument():
+    assert set(Set.__dataclass_fields__) - {"run"} == set(Goal.model_fields)
 
 
 def test_the_version_is_that_of_the_package(run):
@@ -83,12 +80,16 @@ OPTIMIZE = ["optimize", "p", "--out", "y"]
         (["optimize"], "Missing from perseus-ds optimize: PROFILE profile.csv or its folder;"),
         ([*OPTIMIZE, "--stagse", "8"], "Unrecognized options: --stagse, 8 Perhaps you meant: --stages INT"),
         ([*OPTIMIZE, "--stages", "many"], "parsing --stages: expected a whole number, at least 1, got 'many'."),
+        (
+            ["control", "set", "r", "--watts", "9", "--until", "3"],
+            "parsing --until: expected a time such as 2030-01-31T08",
+        ),
         (["compare"], "RUNS]: expected at least one value, got none."),
         (["--tyro-write-completion", "ksh", "x"], "expected bash, zsh, fish, got 'ksh'."),
         # The spelling of earlier versions:
         (["optimize", "profile=x"], "profile=x: since version 0.2.0 this is written --profile x"),
         (["schedules", "x", "micro_batches=[8,16]"], "this is written --micro-batches 8 16"),
-        (["control", "policy", "r", "policy.max_slowdown=0.05"], "this is written --max-slowdown 0.05"),
+        (["control", "set", "r", "goal.max_slowdown=0.05"], "this is written --max-slowdown 0.05"),
     ],
 )
 def test_wrong_arguments_are_an_error_that_says_what_to_write(run, words, message):

@@ -14,10 +14,10 @@ from live_records import BEGIN, auto_job, default_iteration, planned_iteration, 
 from rich.console import Console
 from run_log import GIVE_UP_S, wait_until
 
-from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyChanged
+from perseus_ds.artifacts.run_records import Ended, Failed, GoalChanged, PlanChosen
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.cli.jobs import answer_to
-from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
+from perseus_ds.policy.goal import Goal
 from perseus_ds.report.live import JobScreen, Keys, jobs_table, with_footer
 from perseus_ds.server.control_socket import ControlServer
 from perseus_ds.server.job_control import JobControl
@@ -33,9 +33,9 @@ def many_ranks(ranks):
     fields = {"clocks_asked_mhz": asked, "clocks_reached_mhz": reached, "failed_ranks": (3,), "next_phase": "verdict"}
     events = [Failed(rank=rank, error="the driver does not answer, as it should", time=BEGIN) for rank in range(9)]
     choice = PlanChosen(time=BEGIN, plan=3, straggler=1, slowdown=1.3)
-    policy = PolicyChanged(time=BEGIN, policy={"name": "deadline", "finish_by": "2026-11-22", "total_steps": 10**6})
+    goal = GoalChanged(time=BEGIN, goal={"finish_by": "2026-11-22", "total_steps": 10**6})
     parts = (10.0,) * 16
-    return [*auto_job(), choice, policy, *events, planned_iteration(39, energy_by_pipeline_j=parts, **fields)]
+    return [*auto_job(), choice, goal, *events, planned_iteration(39, energy_by_pipeline_j=parts, **fields)]
 
 
 def facts_of(records):
@@ -95,7 +95,7 @@ def test_the_state_of_a_job_is_printed_once_into_a_pipe(run, tmp_path):
     code, _, err = run("watch", ".")
     assert (code, "no run.jsonl in this folder" in err) == (2, True), err
     for records, words in (
-        (ENDED, "state ended at step 26 phase ended policy"),
+        (ENDED, "state ended at step 26 phase ended end ended"),
         ([*ONE_ITERATION, Ended(time=BEGIN)], "state ended at step 1 phase training ended before a plan ran"),
     ):
         write(tmp_path, records)
@@ -154,7 +154,7 @@ def test_json_is_one_object_per_job_and_change_until_the_jobs_end(run, tmp_path,
 @pytest.fixture
 def steered(tmp_path):
     """Keys of a job that accepts commands, and the text typed at their prompt."""
-    control, typed = JobControl(SlowdownPolicy(), 1), []
+    control, typed = JobControl(Goal(), 1), []
     server = ControlServer(tmp_path, control.carry_out)
     keys = Keys(lambda: typed.pop(0), answer_to)
     keys.folder = tmp_path
@@ -162,17 +162,17 @@ def steered(tmp_path):
     server.close()
 
 
-def test_keys_pause_resume_and_ask_for_an_order_as_on_the_command_line(steered):
+def test_keys_pause_resume_and_ask_for_a_command_as_on_the_command_line(steered):
     keys, control, typed = steered
     assert keys.press("p")
     assert control.paused
     assert "default clocks" in keys.footer
     assert keys.press("r")
     assert (control.paused, keys.footer) == (False, "under plans again")
-    typed += ["policy --name power_cap --watts 5000", " ", ""]
+    typed += ["set --watts 5000", " ", ""]
     keys.press("o")
-    assert control.policy == PowerCapPolicy(name="power_cap", watts=5000)
-    assert keys.footer == "policy power_cap from the next iterations on"
+    assert control.goal == Goal(watts=5000)
+    assert keys.footer == "no slower than default clocks, watts 5000.0, once the job runs under plans"
     for _ in range(2):
         keys.press("o")
         assert keys.footer.startswith("[p] pause")
@@ -183,16 +183,16 @@ def test_keys_pause_resume_and_ask_for_an_order_as_on_the_command_line(steered):
     assert not control.paused
 
 
-def test_what_is_wrong_with_a_typed_order_is_shown(steered):
+def test_what_is_wrong_with_a_typed_command_is_shown(steered):
     keys, control, typed = steered
-    typed += ["policy --name slowdown --max-slowdown 5", "policy --name 'slowdown"]
+    typed += ["set --max-slowdown 5", "set --max-slowdown '5"]
     for message in (
-        "perseus-ds control policy: --max-slowdown: expected a fraction below 1, got 5. Did",
-        "policy --name 'slowdown: No closing quotation",
+        "perseus-ds control set: --max-slowdown: expected a fraction below 1, got 5. Did",
+        "set --max-slowdown '5: No closing quotation",
     ):
         keys.press("o")
         assert keys.footer.startswith(message)
-    assert control.policy == SlowdownPolicy()
+    assert control.goal == Goal()
 
 
 def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(tmp_path):
@@ -226,7 +226,7 @@ def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(
 
 def test_records_control_no_terminal():
     hostile = "\x1b[2J\x07\r\u202e"
-    records = [started(gpu=hostile, policy={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
+    records = [started(gpu=hostile, goal={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
     for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
 

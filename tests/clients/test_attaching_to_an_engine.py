@@ -154,9 +154,9 @@ def test_a_clients_initialize_on_top_of_perseuss_in_place_of_deepspeeds_does_not
         assert hasattr(engine, "perseus")
 
 
-def test_a_wrong_policy_before_the_first_step_is_an_error_at_once(make, block):
+def test_a_wrong_goal_before_the_first_step_is_an_error_at_once(make, block):
     with pytest.raises(ConfigError, match="fastest"):
-        make(perseus=block).perseus.set_policy({"name": "fastest"})
+        make(perseus=block).perseus.set_goal({"fastest": True})
 
 
 def test_evaluations_also_of_another_engine_are_no_iterations_and_run_at_default_clocks(make, block, monkeypatch):
@@ -320,16 +320,16 @@ def test_batch_sizes_set_between_steps_count(make, block):
     assert [order for order, _ in found[3:]] in ([255, 1, 1], [255, 255, 1])
 
 
-def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(make, block, tmp_path):
-    def policies():
-        return [r["policy"]["name"] for r in records(block) if r.get("event") in ("order", "policy") and r["policy"]]
+def test_the_steps_of_a_checkpoint_count_and_the_goal_of_the_last_start_stays(make, block, tmp_path):
+    def goals():
+        return [r["goal"] for r in records(block) if r.get("event") in ("command", "goal") and r["goal"]]
 
     engine = make(perseus={**block, "mode": "auto", "cache": False})
-    engine.perseus.set_policy({"name": "energy_optimal"})
+    engine.perseus.set_goal({"max_slowdown": None})
     train(engine, 2)
     engine.save_checkpoint(str(tmp_path / "checkpoint"))
     engine.perseus.close()
-    assert policies() == ["energy_optimal"]
+    assert goals() == [{"max_slowdown": None}]
     resumed = make(perseus={**block, "mode": "auto", "cache": False})
     train(resumed, 1)
     path, _ = resumed.load_checkpoint(str(tmp_path / "checkpoint"))
@@ -337,7 +337,7 @@ def test_the_steps_of_a_checkpoint_count_and_the_policy_of_the_last_start_stays(
     train(resumed, 1)
     resumed.perseus.close()
     assert iterations(block)[-1]["iteration"] == 3
-    assert policies() == ["energy_optimal"] * 2
+    assert goals() == [{"max_slowdown": None}] * 2
 
 
 def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplog):

@@ -56,10 +56,10 @@ def test_too_little_data_for_a_micro_batch_of_each_pipeline_is_named(name, data,
     ("name", "size", "global_batch"), [("bert", "large", 256), ("gpt3", "xl", 1024), ("wide_resnet", "101x8", 1536)]
 )
 def test_the_deepspeed_config_keeps_the_global_batch_and_passes_the_perseus_block(name, size, global_batch):
-    cfg = example.config(name, f"model={size}", "+perseus.policy.max_slowdown=0.1")
+    cfg = example.config(name, f"model={size}", "perseus.goal.max_slowdown=0.1")
     built = example.load(name).deepspeed_config(cfg, pipelines=8)
     assert built["train_micro_batch_size_per_gpu"] * built["gradient_accumulation_steps"] * 8 == global_batch
-    assert built["perseus"]["policy"]["max_slowdown"] == 0.1
+    assert built["perseus"]["goal"]["max_slowdown"] == 0.1
 
 
 @pytest.mark.parametrize("name", ["gpt3", "bert", "wide_resnet"])

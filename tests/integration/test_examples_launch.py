@@ -52,7 +52,7 @@ def test_losses_fall_and_a_plan_from_the_examples_own_profile_changes_none(examp
     train(example, 2, profile, "--profile", *QUICK_PROFILE, *overrides, "steps=100000", "micro_batches=4")
     assert main(["optimize", f"{profile}/perseus", "--out", str(frontier)]) == 0
     default_losses, _ = train(example, 2, tmp_path / "default", "perseus.mode=observe", *common)
-    plan = ["perseus.mode=run", f"perseus.frontier={frontier}", "perseus.policy={name: energy_optimal}"]
+    plan = ["perseus.mode=run", f"perseus.frontier={frontier}", "perseus.goal={max_slowdown: null}"]
     losses, planned = train(example, 2, tmp_path / "plan", *plan, *common)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - fall
@@ -64,7 +64,7 @@ def test_losses_fall_and_a_plan_from_the_examples_own_profile_changes_none(examp
 @pytest.mark.parametrize(
     ("example", "override", "message"),
     [
-        ("gpt3", "perseus.policy.name=nonsense", "perseus.policy.name: expected 'slowdown', 'deadline',"),
+        ("gpt3", "perseus.goal.max_slowdown=nonsense", "perseus.goal.max_slowdown: expected a valid number"),
         ("bert", "perseus.mod=run", "Could not override 'perseus.mod'."),
     ],
 )

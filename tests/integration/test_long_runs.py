@@ -27,10 +27,10 @@ def test_thousands_of_iterations_use_no_more_of_anything_than_hundreds(tmp_path)
     assert len(finished.iterations()) == LOOKS[-1] + 1
 
 
-def test_a_checkpoint_in_the_middle_of_profiling_is_resumed_with_the_same_losses_and_policy(tmp_path):
-    policy = {"name": "energy_optimal"}
+def test_a_checkpoint_in_the_middle_of_profiling_is_resumed_with_the_same_losses_and_goal(tmp_path):
+    goal = {"max_slowdown": None}
     ending = {"until": ["profile", 3], "save_at_end": True}
-    first = run(tmp_path / "first", 2, perseus=AUTO, steps=1000, policy=policy, **ending)
+    first = run(tmp_path / "first", 2, perseus=AUTO, steps=1000, goal=goal, **ending)
     assert first.iterations()[-1]["phase"] == "profile"
     output = tmp_path / "first" / "perseus"
     resumed = {"resume_from": str(tmp_path / "first" / "checkpoint"), "steps": 1000, "until": ["run", 3]}

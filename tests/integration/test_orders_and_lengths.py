@@ -9,7 +9,7 @@ from run_log import events, iterations, records
 from schedule_job import __file__ as torch_script
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
-POLICY = {"name": "energy_optimal"}
+GOAL = {"max_slowdown": None}
 COUNTS = [4, 2]
 SHORT = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
 LONG = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_latency_s": 0.001}
@@ -17,7 +17,7 @@ LONG = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_latency_
 
 def on_deepspeed(folder, simulated, *, steps, until=None, **job):
     """Train with and without Perseus, assert equal bits, and return the records."""
-    perseus = {"mode": "auto", "profile": QUICK_PROFILE, "cache": False, "policy": POLICY, "simulated": simulated}
+    perseus = {"mode": "auto", "profile": QUICK_PROFILE, "cache": False, "goal": GOAL, "simulated": simulated}
     planned = run(folder / "with", 2, perseus=perseus, steps=steps, **({"until": until} if until else {}), **job)
     steps = len(planned.ranks[0]["losses"])
     assert_same_training(planned, run(folder / "without", 2, steps=steps, **job))
@@ -26,7 +26,7 @@ def on_deepspeed(folder, simulated, *, steps, until=None, **job):
 
 def by_script(script, folder, job, simulated=SHORT, **end):
     """Train with another engine, with and without Perseus, assert equal bits, and return the records."""
-    auto = {**job, **end, "perseus": block_in(folder, "auto", policy=POLICY, simulated=simulated)}
+    auto = {**job, **end, "perseus": block_in(folder, "auto", goal=GOAL, simulated=simulated)}
     for of_rank in run_jobs(folder, 2, script, {"auto": auto, "without": job}):
         assert_untouched(of_rank)
     return records(folder / "auto")

@@ -37,7 +37,7 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
         "mode": "run",
         "frontier": str(out),
         "simulated": heavy,
-        "policy": {"name": "slowdown", "max_slowdown": 0.1},
+        "goal": {"max_slowdown": 0.1},
     }
     running = run(tmp_path / "run", perseus=block, steps=1000, until=["run", 4], **job)
     records = running.iterations("run")

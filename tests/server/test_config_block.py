@@ -14,12 +14,17 @@ def test_enabled_alone_is_a_complete_block():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"polcy": {}}, "perseus.polcy: unknown key; did you mean 'policy'?"),
+        ({"gaol": {}}, "perseus.gaol: unknown key; did you mean 'goal'?"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
-        ({"policy": {"name": "deadline", "finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
-        ({"policy": {"name": "power_cap"}}, "perseus.policy.watts: missing"),
-        ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),
-        ({"policy": {"name": "slowdown", "max_slowdown": 1.05}}, "below 1, got 1.05. Did you mean 0.05, 5 % slower?"),
+        ({"goal": {"finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
+        ({"goal": {"finish_by": "2026-11-22T08:00:00Z"}}, 'perseus.goal: "finish_by" needs "total_steps"'),
+        ({"goal": {"watts": 900, "power_fraction": 0.8}}, 'expected "watts" or "power_fraction", got both'),
+        ({"goal": {"until": "2026-11-22T08:00:00Z"}}, '"until" is the end of a power limit'),
+        (
+            {"goal": {"power_fraction": 80}},
+            "expected a fraction, at most 1, got 80. Did you mean 0.8?",
+        ),
+        ({"goal": {"max_slowdown": 1.05}}, "below 1, got 1.05. Did you mean 0.05, 5 % slower?"),
         ({"profile": 3}, "perseus.profile: expected an object with keys and values, got 3."),
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
         ({"metrics": {}}, 'expected "port", such as 9400, or "textfile"'),
@@ -34,7 +39,7 @@ def test_a_wrong_block_says_what_to_write_instead(block, message):
 
 
 def test_a_variable_that_lost_its_quotes_is_shown_with_the_remedy(monkeypatch):
-    value = "{mode: auto, policy: {name: slowdown, max_slowdown: 0.05}}"
+    value = "{mode: auto, goal: {max_slowdown: 0.05}}"
     monkeypatch.setenv("PERSEUS", value)
     with pytest.raises(ConfigError) as caught:
         settings_of(None)
@@ -44,14 +49,14 @@ def test_a_variable_that_lost_its_quotes_is_shown_with_the_remedy(monkeypatch):
 
 
 def test_a_block_of_omegaconf_is_read_with_all_its_levels(monkeypatch):
-    text = "{mode: auto, policy: {name: slowdown, max_slowdown: 0.05}, simulated: {conditions: ['${oc.env:HARDER}']}}"
+    text = "{mode: auto, goal: {max_slowdown: 0.05}, simulated: {conditions: ['${oc.env:HARDER}']}}"
     monkeypatch.setenv("HARDER", "warming")
     config = parse_block(OmegaConf.create(text))
-    assert config.policy.max_slowdown == 0.05
+    assert config.goal.max_slowdown == 0.05
     assert config.simulated.conditions == ["warming"]
     assert settings_of(OmegaConf.create({"profile": {"warm_up": 5}})).profile.warm_up == 5
-    with pytest.raises(ConfigError, match=r"perseus\.policy\.name: expected"):
-        parse_block(OmegaConf.create({"policy": {"name": "fast"}}))
+    with pytest.raises(ConfigError, match=r"perseus\.goal\.max_slowdown: expected"):
+        parse_block(OmegaConf.create({"goal": {"max_slowdown": "fast"}}))
 
 
 def test_all_problems_are_named_at_once():

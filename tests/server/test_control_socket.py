@@ -1,4 +1,4 @@
-"""Orders over the Unix socket: permissions, format and effects."""
+"""Commands over the Unix socket: permissions, format and effects."""
 
 import contextlib
 import json
@@ -14,24 +14,25 @@ from run_log import GIVE_UP_S
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy, parse_order
+from perseus_ds.policy.commands import parse_command
+from perseus_ds.policy.goal import Goal
 from perseus_ds.server import control_socket
-from perseus_ds.server.control_socket import ControlServer, send_order
+from perseus_ds.server.control_socket import ControlServer, send_command
 from perseus_ds.server.job_control import JobControl
 
 
 @pytest.fixture
-def orders():
+def control():
     return job_control()
 
 
-def job_control(policy=SlowdownPolicy()):  # noqa: B008 - it is frozen
-    return JobControl(policy, pipelines=2, timebase=VirtualTime())
+def job_control(goal=Goal()):  # noqa: B008 - it is frozen
+    return JobControl(goal, pipelines=2, timebase=VirtualTime())
 
 
 @pytest.fixture
-def folder(tmp_path, orders):
-    server = ControlServer(tmp_path / "run", orders.carry_out)
+def folder(tmp_path, control):
+    server = ControlServer(tmp_path / "run", control.carry_out)
     yield tmp_path / "run"
     server.close()
 
@@ -46,30 +47,39 @@ def test_only_the_owner_can_reach_it_and_nothing_is_left_behind(tmp_path):
     assert not path.parent.exists()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="no job runs with this folder"):
-        send_order(tmp_path, {"command": "status"})
+        send_command(tmp_path, {"command": "status"})
 
 
-def test_orders_are_carried_out(folder, orders):
-    send_order(folder, {"command": "policy", "policy": {"name": "energy_optimal"}})
-    assert orders.policy == EnergyOptimalPolicy(name="energy_optimal")
-    send_order(folder, {"command": "straggler", "pipeline": 1, "slowdown": 1.3, "after_iterations": 2})
-    assert orders.straggler() is None
-    orders.steps += 2
-    assert (orders.straggler().pipeline, orders.straggler().slowdown) == (1, 1.3)
-    send_order(folder, {"command": "straggler", "pipeline": 1, "slowdown": 1.0})
-    assert orders.straggler() is None
-    send_order(folder, {"command": "pause"})
-    assert send_order(folder, {"command": "status"})["status"]["paused"] is True
-    send_order(folder, {"command": "resume"})
-    assert not orders.paused
+def test_commands_are_carried_out(folder, control):
+    answer = send_command(folder, {"command": "set", "goal": {"max_slowdown": None, "watts": 5000}})
+    assert answer["done"] == "least energy, watts 5000.0, once the job runs under plans"
+    assert control.goal == Goal(max_slowdown=None, watts=5000)
+    assert send_command(folder, {"command": "clear"})["done"].startswith("no slower than default clocks")
+    assert control.goal == Goal()
+    send_command(folder, {"command": "straggler", "pipeline": 1, "slowdown": 1.3, "after_iterations": 2})
+    assert control.straggler() is None
+    control.steps += 2
+    assert (control.straggler().pipeline, control.straggler().slowdown) == (1, 1.3)
+    send_command(folder, {"command": "straggler", "pipeline": 1, "slowdown": 1.0})
+    assert control.straggler() is None
+    send_command(folder, {"command": "pause"})
+    assert send_command(folder, {"command": "status"})["status"]["paused"] is True
+    send_command(folder, {"command": "resume"})
+    assert not control.paused
 
 
 @pytest.mark.parametrize(
-    ("order", "message"),
+    ("command", "message"),
     [
         (b'{"command": "explode"}', "command: expected 'status', "),
         (b'{"command": "straggler", "pipeline": 5, "slowdown": 2}', "no pipeline 5"),
-        (b'{"command": "policy", "policy": {"name": "power_cap", "watts": NaN}}', "watts"),
+        (b'{"command": "set", "goal": {"watts": NaN}}', "watts"),
+        (b'{"command": "set", "goal": {"watts": null}}', 'the command "clear" ends a limit'),
+        (b'{"command": "set", "goal": {"finish_by": "2020-01-01T00:00:00Z", "total_steps": 9}}', "has passed"),
+        (
+            b'{"command": "set", "goal": {"watts": 900, "until": "2020-01-01T00:00:00Z"}}',
+            "goal.until: 2020-01-01T00:00:00",
+        ),
         (b'{"command": "pause", "now": true}', "now: unknown key"),
         (b"[]", "expected a JSON object"),
         (b'{"command": ' + b"[" * 30_000, "expected a JSON object"),
@@ -77,48 +87,52 @@ def test_orders_are_carried_out(folder, orders):
     ],
     ids=lambda part: str(part)[:60],
 )
-def test_a_wrong_order_is_explained_and_changes_nothing(folder, orders, order, message):
-    before = orders.state()
-    answer = answer_to(folder, order)
+def test_a_wrong_command_is_explained_and_changes_nothing(folder, control, command, message):
+    before = control.state()
+    answer = answer_to(folder, command)
     assert answer["ok"] is False
     assert message in answer["error"]
-    assert orders.state() == before
-    assert send_order(folder, {"command": "status"})["ok"]
+    assert control.state() == before
+    assert send_command(folder, {"command": "status"})["ok"]
 
 
 def test_the_status_of_a_job_of_thousands_of_ranks_arrives(tmp_path):
     status = {"clocks_asked_mhz": [1410] * 4096, "last": {"energy_by_rank_j": [123.456789] * 4096}}
-    server = ControlServer(tmp_path, lambda order: {"status": status})
-    assert send_order(tmp_path, {"command": "status"})["status"] == status
+    server = ControlServer(tmp_path, lambda command: {"status": status})
+    assert send_command(tmp_path, {"command": "status"})["status"] == status
     server.close()
 
 
-def test_no_order_is_given_to_a_process_of_another_user(folder, monkeypatch):
+def test_no_command_is_given_to_a_process_of_another_user(folder, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(control_socket, "user_of", lambda connection: 1001)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        send_order(folder, {"command": "status"})
+        send_command(folder, {"command": "status"})
 
 
-def test_state_survives_a_restart_but_for_a_policy_changed_in_the_config(orders):
-    reduce = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-31T18:00:00+01:00"}
-    orders.policy = POLICY.validate_python(reduce)
-    orders.carry_out(parse_order({"command": "straggler", "pipeline": 1, "slowdown": 1.4}))
-    orders.steps = 70
-    state = json.loads(json.dumps(orders.state()))
-    same, changed = job_control(), job_control(SlowdownPolicy(max_slowdown=0.1))
+def test_state_survives_a_restart_but_for_a_goal_changed_in_the_config(control):
+    limit = {"power_fraction": 0.8, "until": "2030-01-31T18:00:00+01:00"}
+    control.carry_out(parse_command({"command": "set", "goal": limit}))
+    control.carry_out(parse_command({"command": "straggler", "pipeline": 1, "slowdown": 1.4}))
+    control.steps = 70
+    state = json.loads(json.dumps(control.state()))
+    same, changed = job_control(), job_control(Goal(max_slowdown=0.1))
     assert same.restore(state)
     assert not changed.restore(state)
-    assert (same.state(), same.policy) == (orders.state(), orders.policy)
-    assert changed.policy == SlowdownPolicy(max_slowdown=0.1)
+    assert (same.state(), same.goal) == (control.state(), Goal(**limit))
+    assert changed.goal == Goal(max_slowdown=0.1)
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
 
 
-@pytest.mark.parametrize("damage", [{"steps": math.inf}, {"stragglers": {"0": [1, 0.5]}}, {"policy": None}], ids=str)
-def test_of_a_damaged_state_nothing_counts(orders, caplog, damage):
+@pytest.mark.parametrize(
+    "damage",
+    [{"steps": math.inf}, {"stragglers": {"0": [1, 0.5]}}, {"changes": {"watts": -1}}, {"configured": None}],
+    ids=str,
+)
+def test_of_a_damaged_state_nothing_counts(control, caplog, damage):
     fresh = job_control()
     before = fresh.state()
-    assert not fresh.restore({**orders.state(), "paused": True, **damage})
+    assert not fresh.restore({**control.state(), "paused": True, **damage})
     assert fresh.state() == before
     assert "cannot be read" in caplog.text
 
@@ -148,7 +162,7 @@ def test_clients_that_say_nothing_do_not_keep_others_from_being_answered(folder)
     with contextlib.ExitStack() as silent:
         for _ in range(30):
             silent.enter_context(connected(folder)).sendall(b'{"command":')
-        assert send_order(folder, {"command": "status"})["ok"]
+        assert send_command(folder, {"command": "status"})["ok"]
 
 
 def test_a_line_without_end_closes_the_connection(folder):
@@ -156,7 +170,7 @@ def test_a_line_without_end_closes_the_connection(folder):
         connection.sendall(b"x" * 70_000)
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             connection.sendall(b"x" * 10_000_000)
-    assert send_order(folder, {"command": "status"})["ok"]
+    assert send_command(folder, {"command": "status"})["ok"]
 
 
 @pytest.mark.parametrize(
@@ -178,12 +192,12 @@ def test_a_process_that_answers_something_else_is_named(tmp_path, answer, messag
         thread = threading.Thread(target=answer_once)
         thread.start()
         with pytest.raises(ConfigError, match=rf"process 7 does not answer \(.*{message}"):
-            send_order(tmp_path, {"command": "status"})
+            send_command(tmp_path, {"command": "status"})
         thread.join(GIVE_UP_S)
 
 
-def test_an_order_that_fails_is_answered(tmp_path):
-    def fail(order):
+def test_a_command_that_fails_is_answered(tmp_path):
+    def fail(command):
         raise ZeroDivisionError
 
     server = ControlServer(tmp_path, fail)

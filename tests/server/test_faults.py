@@ -85,7 +85,7 @@ def test_a_rank_whose_reports_stop_leaves_no_rank_at_a_profiling_clock(job, repo
     train_at_a_profiling_clock(job)
     reports_of_rank_1.is_on = False
     lost_s, iteration_s = job.time.now_s(), job.taken[-1][1]
-    job.train_while(lambda: job.time.now_s() < lost_s + 10.0 + 6 * iteration_s)
+    job.train_while(lambda: job.time.now_s() < lost_s + 10.0 + 3 * iteration_s)
     assert all(gpu.is_at_default_clock for gpu in job.gpus)
     job.train(100)
     assert all(gpu.is_at_default_clock for gpu in job.gpus)
@@ -93,6 +93,20 @@ def test_a_rank_whose_reports_stop_leaves_no_rank_at_a_profiling_clock(job, repo
     assert len(job.events(Failed)) == 1
     reports_of_rank_1.turn_on()
     job.train_while(lambda: not job.is_under_a_plan)
+
+
+@pytest.mark.parametrize("slowdown", [2.0, 20.0])
+def test_reports_are_missing_after_ten_seconds_or_five_iterations(job, reports_of_rank_1, slowdown):
+    job.slowdowns = [slowdown] * 2
+    train_at_a_profiling_clock(job)
+    reports_of_rank_1.is_on = False
+    lost_s, iteration_s = job.time.now_s(), job.taken[-1][1]
+    job.train(3)
+    while not job.server.next.is_at_default_clocks:
+        job.time.sleep(0.5)
+        job.server.tick()
+    without_s = job.time.now_s() - lost_s
+    assert without_s == pytest.approx(max(10.0, 5 * iteration_s), abs=iteration_s + 0.5)
 
 
 def test_reports_that_wait_while_training_or_the_server_stands_still_are_not_missing(job, reports_of_rank_1):

@@ -140,7 +140,7 @@ def test_limits_that_come_and_go_all_the_time_leave_a_good_plan_running(compared
 
 
 def test_under_a_power_cap_that_default_clocks_exceed_no_iteration_runs_at_them_whatever_limits_come(compared):
-    compared.control(command="policy", policy={"name": "power_cap", "watts": 450.0})
+    compared.control(command="set", goal={"watts": 450.0})
     compared.train(4)
     for limit in ({"power_w": 300.0}, {}):
         compared.gpus[1].limit(**limit)

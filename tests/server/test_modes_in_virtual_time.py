@@ -4,6 +4,7 @@ import itertools
 import re
 import shlex
 import statistics
+from datetime import timedelta
 
 import pytest
 from virtual.gpu import AveragingGpu
@@ -15,9 +16,9 @@ from perseus_ds.artifacts.run_records import (
     ClockRefused,
     Drifted,
     Failed,
+    GoalChanged,
     PlanChosen,
     PlanJudged,
-    PolicyChanged,
     ProfileWritten,
 )
 from perseus_ds.errors import ConfigError
@@ -59,7 +60,8 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     assert iterations[-1].time_s / iterations[-1].default_time_s == pytest.approx(1.2, abs=0.02)
     assert energy_j == pytest.approx(iterations[0].predicted_energy_j, rel=0.02)
     assert energy_j < 0.9 * iterations[0].default_energy_j
-    assert [event.plan for event in job.events(PlanChosen)] == [iterations[0].plan]
+    slower = max(event.plan for event in job.events(PlanChosen))
+    assert {event.plan for event in job.events(PlanChosen)} <= {slower - 1, slower}, "two may take turns"
     (written,) = job.events(ProfileWritten)
     profiled, clocks = phases.count("profile"), {row.clock_mhz for row in profile.info.rows}
     assert written.iterations == profiled - job.under_way, "the last ones had begun when enough was known"
@@ -114,9 +116,10 @@ def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_d
     (judged,) = job.events(PlanJudged)
     assert judged.kept
     default = [r for r in records if r.phase == "default"]
-    planned = [r for r in records if r.phase == "run"][-1]
-    assert judged.slowdown == pytest.approx(planned.time_s / default[-1].time_s - 1, abs=0.005)
-    assert (first.default_measured, planned.default_measured) == (False, True)
+    planned = [r for r in records if r.phase == "run"]
+    mean_s = statistics.mean(record.time_s for record in planned)
+    assert judged.slowdown == pytest.approx(mean_s / default[-1].time_s - 1, abs=0.01)
+    assert (first.default_measured, planned[-1].default_measured) == (False, True)
 
 
 def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_again_later(start, frontier, capsys):
@@ -139,7 +142,7 @@ def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_a
 
 
 def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_same_promise(start, frontier):
-    job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
+    job = start(mode="run", frontier=frontier, max_drift=10.0, goal={"max_slowdown": 0.25})
     job.late_under_plans(by_s=0.015)
     first, second = job.train_until_compared(times=2)
     assert (first.kept, first.then) == (False, "a faster plan is tried next")
@@ -151,10 +154,11 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
 
 
 def test_a_plan_that_was_late_does_not_run_again_after_a_reduction_of_power(start, frontier):
-    job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
+    job = start(mode="run", frontier=frontier, max_drift=10.0, goal={"max_slowdown": 0.25})
     job.late_under_plans(by_s=0.015)
     late, kept = job.train_until_compared(times=2)
-    job.control(command="reduce", power_fraction=0.95, duration_s=10.0)
+    until = job.time.date() + timedelta(seconds=10)
+    job.control(command="set", goal={"power_fraction": 0.95, "until": until.isoformat()})
     job.train(30)
     plans = [record.plan for record in job.close()[-30:] if record.plan is not None]
     assert kept.plan in plans
@@ -174,7 +178,7 @@ def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier
 
 def test_while_passes_deviate_from_the_profile_it_predicts_no_saving(start, frontier):
     """Default clocks would exceed the cap, so that they are never measured. Passes are checked every 10 iterations."""
-    job = start(mode="run", frontier=frontier, policy={"name": "power_cap", "watts": 250})
+    job = start(mode="run", frontier=frontier, goal={"watts": 250})
     job.slowdowns = [1.4]
     job.train(20)
     job.server.recorder.flush()
@@ -201,29 +205,29 @@ def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_u
     else:
         job.late_under_plans()
         job.train_until("observe", most=400)
-    job.control(command="policy", policy={"name": "power_cap", "watts": 300.0})
+    job.control(command="set", goal={"watts": 300.0})
     job.train(3)
     assert set(job.train(60)) == {"run"}
     assert not job.events(Failed)
-    job.control(command="policy", policy=SLOWER["policy"])
+    job.control(command="clear", limit="power")
     assert "default" in job.train(40), "must be compared as soon as default clocks are allowed"
     capped = [record for record in job.close() if record.phase == "run" and record.plan is not None][-40:]
     assert sum(r.energy_j for r in capped) / sum(r.time_s for r in capped) <= 300.0
 
 
 def test_where_a_cap_allows_no_comparison_instructions_that_drift_are_profiled_again_three_times_at_most(start):
-    """Until plans run again, the cost of a reduction of power is unknown."""
-    job = start(mode="auto", policy={"name": "power_cap", "watts": 300.0})
-    order = {"command": "reduce", "power_fraction": 0.9, "duration_s": 3600.0}
+    """Until plans run again, the cost of a power limit is unknown."""
+    job = start(mode="auto", goal={"watts": 300.0})
+    limit = {"command": "set", "goal": {"watts": 299.0}}
     for profiles in (1, 2, 3):
         job.train_until("run")
-        assert "iterations later" in job.control(**order)["done"]
+        assert "% slower" in job.control(**limit)["done"]
         job.train(12)
         assert len(job.events(ProfileWritten)) == profiles
         job.slowdowns[0] *= 1.3
         if profiles < 3:
             job.train_until("profile")
-            assert "not known yet" in job.control(**order)["done"]
+            assert "once the job runs under plans" in job.control(**limit)["done"]
     assert set(job.train(60)) == {"run"}
     job.close()
     assert ["profiling again" in event.then for event in job.events(Drifted)] == [True, True, False]
@@ -254,20 +258,20 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     assert len(job.events(ProfileWritten)) == 1, "the profile is complete"
 
 
-def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):
+def test_a_goal_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):
     job = start(mode="run", frontier=frontier)
     job.train_until("run")
-    job.control(command="policy", policy={"name": "power_cap", "watts": 300.0})
-    fail = lambda policy, *about: 1 / 0 if policy.name == "power_cap" else decide(policy, *about)  # noqa: E731
+    job.control(command="set", goal={"watts": 300.0})
+    fail = lambda goal, *about: 1 / 0 if goal.watts else decide(goal, *about)  # noqa: E731
     monkeypatch.setattr("perseus_ds.server.selector.decide", fail)
     assert job.train(6)[-1] == "pause"
     job.settle()
     assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
-    assert capsys.readouterr().out.count("the policy power_cap fails (ZeroDivisionError") == 1
-    job.control(command="policy", policy={"name": "energy_optimal"})
+    assert capsys.readouterr().out.count("the goal cannot be followed (ZeroDivisionError") == 1
+    job.control(command="clear")
     assert job.train(4)[-1] == "run"
     job.close()
-    problems = [record.problem for record in job.events(PolicyChanged) if record.problem]
+    problems = [record.problem for record in job.events(GoalChanged) if record.problem]
     assert len(problems) == 1
     assert problems[0].endswith("Running at default clocks")
 
@@ -279,7 +283,7 @@ def test_pause_and_resume_at_iteration_boundaries(start, frontier):
     assert job.train(4) == ["run", "pause", "pause", "pause"]
     job.control(command="resume")
     assert job.train(3) == ["pause", "run", "run"]
-    assert [(event.paused) for event in job.events(PlanChosen)] == [False, True, False]
+    assert in_order([event.paused for event in job.events(PlanChosen)]) == [False, True, False]
 
 
 def test_each_phase_says_what_follows_and_about_when(start):
@@ -307,15 +311,14 @@ def test_each_phase_says_what_follows_and_about_when(start):
         assert ahead[0].next_in_s == pytest.approx(spent_s, rel=most_off, abs=1.2)
 
 
-def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
+def test_a_goal_that_no_plan_keeps_is_said_to_be_so_in_the_answer(start):
     job = start(mode="auto", **SLOWER)
-    order = {"command": "policy", "policy": {"name": "power_cap", "watts": 5.0}}
-    assert job.control(**order)["done"] == "policy power_cap from the next iterations on"
+    limit = {"command": "set", "goal": {"watts": 5.0}}
+    assert job.control(**limit)["done"] == "max_slowdown 0.2, watts 5.0, once the job runs under plans"
     job.train_until("run")
-    answer = job.control(**order)["done"]
-    assert ". However, a power cap of 5 W cannot be kept: the plan with the lowest power draws" in answer
-    possible = {"command": "policy", "policy": {"name": "power_cap", "watts": 5000.0}}
-    assert "cannot" not in job.control(**possible)["done"]
+    answer = job.control(**limit)["done"]
+    assert ". However, a power limit of 5 W cannot be kept: the plan with the lowest power draws" in answer
+    assert "cannot" not in job.control(command="set", goal={"watts": 5000.0})["done"]
 
 
 def test_status_gives_the_facts_of_the_records_and_what_is_next_apart_from_what_was_last(start):
@@ -447,7 +450,7 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     second.late_under_plans()
     assert set(second.train_until("observe", most=400)) == {"run", "default"}
     second.close()
-    assert has_cached(tmp_path), "the profile is valid, so another policy may save energy"
+    assert has_cached(tmp_path), "the profile is valid, so another goal may save energy"
 
 
 @pytest.mark.parametrize("max_drift", [0.1])
@@ -459,11 +462,11 @@ def test_a_cached_profile_from_which_passes_deviate_is_replaced_if_its_plan_is_d
     assert in_order(second.train_until("run")) == ["profile", "optimizing"]
 
 
-def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start):
+def test_a_goal_that_changes_during_the_proof_is_judged_by_its_own_plan(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(5)
-    job.control(command="policy", policy={"name": "slowdown", "max_slowdown": 0.1})
+    job.control(command="set", goal={"max_slowdown": 0.1})
     (judged,) = job.train_until_compared()
     assert judged.kept
     assert judged.promised_slowdown == pytest.approx(0.1, abs=0.02)
@@ -497,18 +500,18 @@ def test_a_job_that_ends_too_early_says_where_it_was(start, capsys):
     assert re.search(told, capsys.readouterr().out)
 
 
-def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_in_an_order_and_not_in_a_resumed_job(
+def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_by_control_and_not_in_a_resumed_job(
     start, frontier, capsys
 ):
-    policy = {"name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10}
+    goal = {"finish_by": "2020-01-01T00:00:00Z", "total_steps": 10}
     with pytest.raises(ConfigError, match=r"2020-01-01T00:00:00.* has passed"):
-        start("new", mode="run", frontier=frontier, policy=policy)
+        start("new", mode="run", frontier=frontier, goal=goal)
     job = start("known", mode="run", frontier=frontier)
     job.train(2)
     with pytest.raises(ConfigError, match="has passed"):
-        job.control(command="policy", policy=policy)
+        job.control(command="set", goal=goal)
     job.close()
-    resumed = start("known", mode="run", frontier=frontier, policy=policy)
+    resumed = start("known", mode="run", frontier=frontier, goal=goal)
     assert "run" in resumed.train(3)
     assert "has passed" in capsys.readouterr().out
     assert resumed.close()[-1].plan == 0

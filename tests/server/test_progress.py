@@ -11,11 +11,11 @@ from rich.console import Console
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.run_records import (
+    CommandGiven,
     Ended,
-    OrderGiven,
+    GoalChanged,
     OrderPlanned,
     PlanChosen,
-    PolicyChanged,
     PowerCapChanged,
 )
 from perseus_ds.report.live import JobFollower, JobScreen
@@ -109,13 +109,13 @@ def test_what_comes_next_counts_down():
     assert facts_of([started(), record], after_s=500.0).next_in_s == 0.0
 
 
-def test_the_end_is_known_where_the_policy_names_the_steps():
-    policy = {"name": "deadline", "total_steps": 126}
-    facts = facts_of(auto_job(policy=policy), after_s=0.0)
+def test_the_end_is_known_where_the_goal_names_the_steps():
+    goal = {"total_steps": 126}
+    facts = facts_of(auto_job(goal=goal), after_s=0.0)
     assert (facts.step, facts.total_steps) == (26, 126)
     assert facts.remaining_s == pytest.approx(100.0)  # one second between the ends of iterations
     assert facts_of(auto_job()).remaining_s is None
-    changed = [*auto_job(), PolicyChanged(time=BEGIN + 26, policy=policy)]
+    changed = [*auto_job(), GoalChanged(time=BEGIN + 26, goal=goal)]
     assert facts_of(changed).total_steps == 126
 
 
@@ -165,22 +165,22 @@ def test_a_follower_takes_up_a_file_that_was_replaced(tmp_path):
     assert follower.problem == ""
 
 
-def test_an_order_is_pending_until_iterations_run_by_it():
-    policy = {"name": "power_cap", "watts": 90.0}
-    records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=policy), OrderGiven(time=BEGIN + 26, paused=True)]
-    assert facts_of(records).pending == "policy power_cap: watts 90.0; pause"
-    assert "pending policy power_cap: watts 90.0; pause" in told(facts_of(records))
-    records += [PolicyChanged(time=BEGIN + 27, policy=policy), default_iteration(27, "pause")]
+def test_a_command_is_pending_until_iterations_run_by_it():
+    goal = {"watts": 90.0}
+    records = [*auto_job(), CommandGiven(time=BEGIN + 26, goal=goal), CommandGiven(time=BEGIN + 26, paused=True)]
+    assert facts_of(records).pending == "no slower than default clocks, watts 90.0; pause"
+    assert "pending no slower than default clocks, watts 90.0; pause" in told(facts_of(records))
+    records += [GoalChanged(time=BEGIN + 27, goal=goal), default_iteration(27, "pause")]
     assert facts_of(records).pending is None
-    records += [OrderGiven(time=BEGIN + 28, paused=False)]
+    records += [CommandGiven(time=BEGIN + 28, paused=False)]
     assert facts_of(records).pending == "resume"
     assert facts_of([*records, planned_iteration(28)]).pending is None
 
 
-def test_an_order_that_was_in_force_is_pending_no_more_when_another_policy_takes_its_place():
-    ordered = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-01T00:00:00Z", "policy": {"name": "slowdown"}}
-    records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=ordered), PolicyChanged(time=BEGIN + 27, policy=ordered)]
-    records += [PolicyChanged(time=BEGIN + 90, policy={"name": "slowdown"}), planned_iteration(91)]
+def test_a_goal_that_was_in_force_is_pending_no_more_when_another_takes_its_place():
+    limited = {"power_fraction": 0.8, "until": "2030-01-01T00:00:00Z"}
+    records = [*auto_job(), CommandGiven(time=BEGIN + 26, goal=limited), GoalChanged(time=BEGIN + 27, goal=limited)]
+    records += [GoalChanged(time=BEGIN + 90, goal={}), planned_iteration(91)]
     assert facts_of(records).pending is None
 
 

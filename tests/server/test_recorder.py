@@ -13,10 +13,10 @@ from perseus_ds.artifacts.run_records import Failed, IterationRecord, LimitsChan
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
-from perseus_ds.policy.decisions import Assignment, Forecast
+from perseus_ds.policy.plans import Forecast, Plans
 from perseus_ds.protocol.job_messages import Observed, RankFacts, Say
 from perseus_ds.report.sources import read_history
-from perseus_ds.server.iterations import Plans, Run
+from perseus_ds.server.iterations import Run
 from perseus_ds.server.job import Place, RankState
 from perseus_ds.server.progress import JobLog
 from perseus_ds.server.recorder import Recorder, RecordWriter, TimelineLog, begin_after_s
@@ -39,7 +39,7 @@ def observed(received):
 
 
 FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0, stall_s=1.5)
-UNDER_PLAN = Run("run", plans={0: Plans(None, Assignment(plans=(4,)), None, FORECAST)})
+UNDER_PLAN = Run("run", plans={0: Plans(None, None, 4, (1.0,), (4,), forecast=FORECAST)})
 DEFAULT = Run("observe")
 
 
@@ -232,7 +232,7 @@ SPANS = [
 def ran(plan):
     clocks = SimpleNamespace(instructions=((), ()), clocks_mhz=((), ()))
     frontier = SimpleNamespace(plans={plan: clocks})
-    return Run("run", plans={0: Plans(frontier, Assignment(plans=(plan,)), None)})
+    return Run("run", plans={0: Plans(frontier, None, plan, (1.0,), (plan,))})
 
 
 def timed(number, plan):

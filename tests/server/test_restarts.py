@@ -12,16 +12,16 @@ from perseus_ds.server.frontiers import cached
 
 
 @pytest.mark.parametrize(("steps", "numbers"), [(None, [8, 9]), (4, [5, 6])], ids=["kept", "of the engine"])
-def test_a_job_that_is_restarted_keeps_its_policy_and_counts_on_from_the_steps_of_its_checkpoint(start, steps, numbers):
+def test_a_job_that_is_restarted_keeps_its_goal_and_counts_on_from_the_steps_of_its_checkpoint(start, steps, numbers):
     job = start(mode="observe")
     job.train(7)
-    job.control(command="policy", policy=SLOWER["policy"])
+    job.control(command="set", goal=SLOWER["goal"])
     job.time.sleep(1.0)  # its last report has arrived
     job.restart(steps)
     job.train(2)
     job.close()
     assert [record.iteration for record in job.events(IterationRecord)] == [*range(1, 8), *numbers]
-    assert job.server.control.policy.max_slowdown == 0.2
+    assert job.server.control.goal.max_slowdown == 0.2
 
 
 def test_a_server_that_is_replaced_twice_counts_on_and_uses_no_number_of_another_one(start):

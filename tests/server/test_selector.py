@@ -1,9 +1,10 @@
-"""The plans in force: decided after every iteration, restored by later starts, and which programs ranks follow."""
+"""The plans in force: decided after every iteration, changed by commands, and which programs ranks follow."""
 
 import itertools
 import math
 import random
 import statistics
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -14,21 +15,23 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import PlanChosen, PolicyChanged
+from perseus_ds.artifacts.run_records import GoalChanged, PlanChosen, PowerCapChanged
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.policy.decisions import Assignment
-from perseus_ds.policy.policies import EnergyOptimalPolicy, PowerCapPolicy
-from perseus_ds.server.iterations import Plans
-from perseus_ds.server.job_control import Straggler
+from perseus_ds.policy.goal import Goal
+from perseus_ds.policy.plans import Plans
+from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
+from perseus_ds.savings import Default
 from perseus_ds.server.runs import programs_of
-from perseus_ds.server.selector import StragglerWatch, straggler_of, with_reported
+from perseus_ds.units import duration, plain
+
+DEFAULT_W = PLANS[0].mean_power_w
 
 
 def test_a_decision_is_for_the_iterations_to_come():
     job = Job()
     assert [job.iterate() for _ in range(3)] == [5, 5, 5]
-    job.control.policy = EnergyOptimalPolicy(name="energy_optimal")
+    job.give("set", goal={"max_slowdown": None})
     assert [job.iterate() for _ in range(4)] == [5, 29, 29, 29]
     job.control.paused = True
     assert [job.iterate() for _ in range(4)] == [29, None, None, None]
@@ -40,16 +43,16 @@ def test_a_decision_is_for_the_iterations_to_come():
 
 
 def test_a_condition_that_no_plan_meets_is_recorded_and_said_once():
-    job = Job(PowerCapPolicy(name="power_cap", watts=5.0))
+    job = Job(Goal(watts=5.0))
     for iteration in range(20):
         job.iterate(power_ratio=1 + 0.01 * (iteration % 3))
     assert len(job.said) == 1
-    assert [event.problem for event in job.events if isinstance(event, PolicyChanged)] == job.said
+    assert [event.problem for event in job.events if isinstance(event, GoalChanged)] == job.said
 
 
 def test_a_cap_at_the_edge_of_two_plans_hardly_changes_plans_and_is_kept_on_average():
     cap_w = sum(PLANS[n].energy_j / PLANS[n].time_s for n in (5, 6)) / 2
-    job, draw = Job(PowerCapPolicy(name="power_cap", watts=cap_w)), random.Random(1)
+    job, draw = Job(Goal(watts=cap_w)), random.Random(1)
     ran, powers_w = [], []
     for _ in range(1000):
         plan = PLANS[job.in_force.plan]
@@ -66,25 +69,89 @@ def test_a_cap_at_the_edge_of_two_plans_hardly_changes_plans_and_is_kept_on_aver
 
 def test_a_faster_plan_is_taken_where_it_stays_below_the_cap_by_far_and_at_once_when_the_cap_changes():
     power_w = [plan.energy_j / plan.time_s for plan in PLANS]
-    job = Job(PowerCapPolicy(name="power_cap", watts=power_w[10]))
+    job = Job(Goal(watts=power_w[10]))
     assert [job.iterate() for _ in range(3)] == [11] * 3
     assert {job.iterate(power_ratio=0.995) for _ in range(30)} == {11}
     for _ in range(20):
         faster = job.iterate(power_ratio=0.9)
     assert power_w[faster] * 0.9 <= 0.98 * power_w[10] < power_w[faster - 1] * 0.9
-    job.control.policy = PowerCapPolicy(name="power_cap", watts=1.001 * power_w[10])
+    job.give("set", goal={"watts": 1.001 * power_w[10]})
     assert [job.iterate(power_ratio=0.9) for _ in range(4)][-1] < faster
 
 
 def test_whether_default_clocks_would_exceed_a_cap_is_measured_or_else_by_the_profile():
     baseline_w = FRONTIER.baseline.energy_j / FRONTIER.baseline.time_s
-    job = Job(PowerCapPolicy(name="power_cap", watts=0.97 * baseline_w))
-    assert job.in_force.capped
+    job = Job(Goal(watts=0.97 * baseline_w))
+    assert job.selector.is_capped
     for relative, exceeds in ((0.964, False), (0.966, True), (0.969, True), (0.972, True)):  # with a margin of 0.5 %
         for _ in range(8):
             job.state.default.add(0, 1.0, relative * baseline_w)
-        assert job.selector.default_clocks_exceed_cap() is exceeds
-    assert not Job().in_force.capped
+        job.selector.decide()
+        assert job.selector.is_capped is exceeds
+    assert not Job().selector.is_capped
+
+
+def test_a_power_limit_that_ends_gives_way_to_that_of_the_configuration():
+    job = Job(Goal(watts=0.9 * DEFAULT_W))
+    configured = [job.iterate() for _ in range(5)][-1]
+    until = job.time.date() + timedelta(seconds=100)
+    job.give("set", goal={"power_fraction": 0.75, "until": until.isoformat()})
+    reduced = [job.iterate() for _ in range(5)][-1]
+    job.time.sleep(100)
+    after = [job.iterate() for _ in range(5)][-1]
+    assert reduced > configured
+    assert after == configured
+    caps = [event.watts for event in job.events if isinstance(event, PowerCapChanged)]
+    assert caps == pytest.approx([0.9 * DEFAULT_W, 0.75 * DEFAULT_W, 0.9 * DEFAULT_W])
+    assert [event.goal for event in job.events if isinstance(event, GoalChanged)][-1] == {"watts": 0.9 * DEFAULT_W}
+    assert "the power limit has ended: plan" in job.said[-1]
+    job.give("set", goal={"max_slowdown": 0.28})
+    job.iterate()
+    assert "by control: plan 28" in job.said[-1]
+
+
+def test_a_limit_of_time_and_a_limit_of_power_combine_and_are_cleared_one_by_one():
+    job = Job(Goal(max_slowdown=0.05))
+    watts = PLANS[10].mean_power_w * 1.006
+    job.give("set", goal={"watts": watts})
+    assert [job.iterate() for _ in range(3)][-1] == 10
+    job.give("set", goal={"max_slowdown": 0.2})
+    assert [job.iterate() for _ in range(3)][-1] == 20
+    assert job.control.goal == Goal(max_slowdown=0.2, watts=watts)
+    job.give("clear", limit="time")
+    assert [job.iterate() for _ in range(3)][-1] == 11, "a faster plan must stay below the limit by 2 %"
+    job.give("clear")
+    assert [job.iterate() for _ in range(3)][-1] == 5
+    assert job.control.goal == Goal(max_slowdown=0.05)
+
+
+def test_changes_by_control_are_in_the_log_with_their_effect():
+    job = Job(Goal())
+    job.control.steps = 150
+    job.give("set", goal={"max_slowdown": 0.1})
+    job.iterate()
+    job.give("pause")
+    job.iterate()
+    job.give("resume")
+    job.iterate()
+    assert job.said == [
+        "max_slowdown 0.1 by control: plan 10 from step 153, about 10.0 % slower, -10.0 % energy",
+        "paused by control: default clocks from step 154",
+        "resumed by control: under plans again from step 155",
+    ]
+
+
+def test_the_answer_says_what_a_goal_costs():
+    job = Job(Goal())
+    until = (job.time.date() + timedelta(hours=1)).isoformat()
+    answer = job.give("set", goal={"power_fraction": 0.75, "until": until})
+    plan = next(number for number, plan in enumerate(PLANS) if plan.mean_power_w <= 0.995 * 0.75 * DEFAULT_W)
+    late_s = 3600 * (1 - PLANS[0].time_s / PLANS[plan].time_s)
+    assert f": plan {plan} in at most 2.000 s, about {plan:.1f} % slower, -{plan:.1f} % energy" in answer
+    assert f"of 75.00 W, which makes the job {plain(duration(late_s))} later" in answer
+    assert "cannot be kept: the plan with the lowest power draws" in job.give("set", goal={"power_fraction": 0.1})
+    job.give("pause")
+    assert "paused, and runs at default clocks until it is resumed" in job.give("set", goal={"power_fraction": 0.9})
 
 
 @pytest.mark.parametrize(
@@ -118,7 +185,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
     """Simulate pipelines that follow stragglers, and return the assignments and each pipeline's times [s]."""
     draw = random.Random(seed)
     watch = StragglerWatch(len(slowness_at(0)))
-    assignment = Assignment.of(OF_TWO, 0, watch.stretch_factors)
+    assignment = Plans.of(OF_TWO, None, 0, watch.stretch_factors)
     assignments, times = [], []
     before = None
     for iteration in range(iterations):
@@ -131,7 +198,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
         if before is not None:  # the times reported at the last boundary
             watch.update([s / OF_TWO.plans[plan].time_s for s, plan in zip(*before, strict=True)])
         before = own_s, assignment.plans
-        assignment = Assignment.of(OF_TWO, 0, watch.stretch_factors)
+        assignment = Plans.of(OF_TWO, None, 0, watch.stretch_factors)
     return assignments, times
 
 
@@ -184,14 +251,15 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():
-    assignment = Assignment.of(OF_TWO, 0, (1.2, 1.0))
-    plan = OF_TWO.plans[assignment.plans[0]]
+    plans = Plans.of(OF_TWO, None, 0, (1.2, 1.0))
+    plan, default_j = OF_TWO.plans[plans.plans[0]], OF_TWO.baseline.energy_j
     assert 1.18 < plan.time_s < 1.2
-    forecast = assignment.forecast(OF_TWO, gpus_per_stage=4)
+    default = Default(1.2, default_j + 1.2 * default_j + 10 * 2 * 0.2, is_measured=False)
+    forecast = plans.forecast_from(default)
     assert forecast.time_s == pytest.approx(1.2)
-    assert forecast.energy_j == pytest.approx(4 * (plan.energy_j + 1.2 * 100 + 10 * 2 * (1.2 - plan.time_s)))
-    default_j = OF_TWO.baseline.energy_j
-    assert forecast.default_energy_j == pytest.approx(4 * (default_j + 1.2 * default_j + 10 * 2 * 0.2))
+    assert forecast.energy_j == pytest.approx(plan.energy_j + 1.2 * 100 + 10 * 2 * (1.2 - plan.time_s))
+    slower = plans.forecast_from(Default(2.4, 4 * default.energy_j, is_measured=True))
+    assert (slower.slowdown, slower.saved) == pytest.approx((forecast.slowdown, forecast.saved))
 
 
 TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
@@ -205,8 +273,10 @@ def program(rank, *known_mhz):
     plan = FrequencyPlan(STREAMS, ((1110, 1200), (1410, 1410)), 0.7, 1.0)
     plans = Plans(
         SimpleNamespace(instruction_times_s=times_s, plans=(plan,), instructions=STREAMS),
-        Assignment(plans=(0,)),
         Dag.build(SCHEDULE),
+        0,
+        (1.0,),
+        (0,),
     )
     return programs_of(plans.of_pipeline(0), plans, 5, SCHEDULE)[rank]
 

@@ -28,7 +28,7 @@ from perseus_ds.protocol.job_messages import (
     ToServer,
 )
 from perseus_ds.protocol.messages import Connect, StartServer
-from perseus_ds.server.control_socket import send_order
+from perseus_ds.server.control_socket import send_command
 from perseus_ds.server.output_folder import FolderLock
 from perseus_ds.server.process import ServerProcess
 
@@ -276,12 +276,12 @@ def test_orders_from_another_node_reach_the_server_by_its_port(tmp_path, monkeyp
     try:
         assert stat.S_IMODE((folder / "control.key").stat().st_mode) == 0o600
         monkeypatch.setattr("perseus_ds.server.control_socket.boot_id", lambda: "another node")
-        assert send_order(folder, {"command": "status"})["status"]["phase"]
+        assert send_command(folder, {"command": "status"})["status"]["phase"]
         with pytest.raises(ConfigError, match="fly"):
-            send_order(folder, {"command": "fly"})
+            send_command(folder, {"command": "fly"})
         (folder / "control.key").write_text("{}")
         with pytest.raises(ConfigError, match=r"control.key: .* cannot be read .* on the node of rank 0"):
-            send_order(folder, {"command": "status"})
+            send_command(folder, {"command": "status"})
     finally:
         ends.set()
         thread.join()

@@ -21,7 +21,7 @@ from run_log import events, iterations, records, wait_until
 from virtual.hostile_day import Outcome
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.server.control_socket import send_order
+from perseus_ds.server.control_socket import send_command
 
 RANKS = 4
 DRIVER_FAULTS = {
@@ -31,7 +31,7 @@ DRIVER_FAULTS = {
     "counter fails": ("energy", "unknown"),
 }
 CAUSES = (*DRIVER_FAULTS, "driver hangs", "full disk", "orders", "kill one rank", "kill all ranks")
-_POWER_CAP = {"name": "power_cap", "watts": 1e6}
+_POWER_LIMIT = {"watts": 1e6}
 
 
 class HostileRanks:
@@ -52,7 +52,7 @@ class HostileRanks:
             "frontier": str(self._folder / "frontier"),
             "device": "nvml",
             # A plan is kept while it draws less power, even if times on this machine are irregular.
-            "policy": _POWER_CAP,
+            "goal": _POWER_LIMIT,
         }
         self._has_checkpoint = False
 
@@ -132,12 +132,12 @@ class HostileRanks:
 
     def _give_orders(self):
         output = self._job.folder / "perseus"
-        send_order(output, {"command": "pause"})
+        send_command(output, {"command": "pause"})
         self._job.wait_for(lambda found: iterations(found)[-1]["phase"] in ("pause", "default", "observe"))
         with suppress(ConfigError):  # there is no such pipeline
-            send_order(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
-        send_order(output, {"command": "policy", "policy": _POWER_CAP})
-        send_order(output, {"command": "resume"})
+            send_command(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
+        send_command(output, {"command": "set", "goal": _POWER_LIMIT})
+        send_command(output, {"command": "resume"})
 
     def _kill(self, ranks, cause):
         if self._random.random() < 0.7:

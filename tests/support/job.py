@@ -158,7 +158,7 @@ def block_in(folder: Path, mode: str, **keys: Any) -> dict[str, Any]:
 def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> dict[str, dict[str, Any]]:
     """Return a job in each mode, and finally without Perseus."""
     of_modes: dict[str, dict[str, Any]] = {
-        "auto": {"until": ["run", 3], "perseus": block_in(folder, "auto", policy={"name": "energy_optimal"})},
+        "auto": {"until": ["run", 3], "perseus": block_in(folder, "auto", goal={"max_slowdown": None})},
         "run": {"until": ["run", 6], "perseus": block_in(folder, "run", frontier=str(frontier))},
         "without": {},
     }

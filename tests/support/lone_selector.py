@@ -10,9 +10,10 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.policy.policies import SlowdownPolicy
+from perseus_ds.policy.commands import parse_command
+from perseus_ds.policy.goal import Goal
 from perseus_ds.server.frontiers import Planner
-from perseus_ds.server.iterations import Plans, Run
+from perseus_ds.server.iterations import Run
 from perseus_ds.server.job import Place
 from perseus_ds.server.job_control import JobControl
 from perseus_ds.server.orders import Orders
@@ -30,9 +31,9 @@ DAG = Dag.build(one_f_one_b(ranks=1, micro_batches=1))
 class Job:
     """Plan selector of a job of one rank."""
 
-    def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), state=None):  # noqa: B008 - it is frozen
+    def __init__(self, goal=Goal(max_slowdown=0.05), state=None):  # noqa: B008 - it is frozen
         self.time = VirtualTime()
-        self.control = JobControl(policy, 1, timebase=self.time)
+        self.control = JobControl(goal, 1, timebase=self.time)
         self.events, self.said = [], []
         self.control.record = self.events.append
         self.state = PlanState()
@@ -48,8 +49,12 @@ class Job:
 
     @property
     def in_force(self):
-        """Assignment of the following iterations."""
-        return self.selector.in_force[0]
+        """Plans of the following iterations."""
+        return self.selector.plans()[0]
+
+    def give(self, command, **keys):
+        """Give the job a command, and return the answer."""
+        return self.control.carry_out(parse_command({"command": command, **keys}))["done"]
 
     def iterate(self, time_ratio=1.0, power_ratio=1.0):
         """Run an iteration and return its plan, or None for default clocks."""
@@ -58,8 +63,9 @@ class Job:
         time_s = plan.time_s * time_ratio
         power_w = power_ratio * plan.energy_j / plan.time_s
         self.control.count_step(self.control.steps + 1)
-        plans = {} if ran.paused else {0: Plans(FRONTIER, ran, DAG)}
+        is_paused = self.selector.is_paused
+        plans = {} if is_paused else {0: ran}
         fields = {"time_s": time_s, "energy_j": power_w * time_s}
         self.selector.learn(seen(fields, number=self.control.steps, run=Run("run", plans=plans), order=self.order))
         self.selector.decide()
-        return None if ran.paused else ran.plan
+        return None if is_paused else ran.plan

@@ -129,8 +129,8 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
     losses: list[float] = []
     resources: list[dict[str, int]] = []
     last_phase, left_in_phase = job.get("until", (None, 0))
-    if "policy" in job:
-        engine.perseus.set_policy(job["policy"])
+    if "goal" in job:
+        engine.perseus.set_goal(job["goal"])
     first = resume(engine, module, data, job)
     rank = torch.distributed.get_rank()
     seeded = bool({"save_at_end", "resume_from", "followed"} & job.keys())

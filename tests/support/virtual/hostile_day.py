@@ -17,7 +17,7 @@ JOB_FAULTS = ("slow rank", "drift", "orders", "restart")
 _SHORT, _LONG = (0.2, 20.0), (60.0, 400.0)
 _AT_ONCE = 4
 _BACK_WITHIN_S = 3600.0
-_POLICIES = ({"name": "energy_optimal"}, {"name": "slowdown", "max_slowdown": 0.1})
+_GOALS = ({"max_slowdown": None}, {"max_slowdown": 0.1})
 
 
 @dataclass
@@ -116,11 +116,11 @@ class HostileDay:
 
     def _give_orders(self, for_s):
         for _ in range(self._random.randrange(1, 6)):
-            order = self._random.choice(("pause", "resume", "status", "policy"))
-            if order == "policy":
-                self.job.control(command="policy", policy=self._random.choice(_POLICIES))
+            command = self._random.choice(("pause", "resume", "status", "set"))
+            if command == "set":
+                self.job.control(command="set", goal=self._random.choice(_GOALS))
             else:
-                self.job.control(command=order)
+                self.job.control(command=command)
             self._train_for(for_s / 5)
         self.job.control(command="resume")
 

@@ -32,8 +32,8 @@ from perseus_ds.engines.engine import Engine, Session
 from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
+from perseus_ds.policy.commands import parse_command
 from perseus_ds.protocol.job_messages import JobDescription, Joined
-from perseus_ds.server.control_socket import parse_order
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 from perseus_ds.simulation.device_models import COMPUTE_BOUND, MEMORY_BOUND
@@ -42,7 +42,7 @@ from virtual.agent import clocks_of
 from virtual.gpu import OneAtATime, VirtualCuda, graphs_of, wait_for_event
 from virtual.time import VirtualTime
 
-SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+SLOWER = {"goal": {"max_slowdown": 0.2}}
 """A single stage has no slack: only a slower plan saves energy."""
 
 
@@ -227,10 +227,10 @@ class VirtualJob:
         """Return all records of a kind so far."""
         return [record for record in self.records() if isinstance(record, kind)]
 
-    def control(self, **order):
+    def control(self, **command):
         """Have the server execute a command of ``perseus-ds control``, and return the answer."""
         self.server.recorder.flush()
-        return self.server.control.carry_out(parse_order(order))
+        return self.server.control.carry_out(parse_command(command))
 
     def restart(self, steps=None):
         """End the job, start it again in the same folder from its saved state, and return that state.
