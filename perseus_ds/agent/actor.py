@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from perseus_ds.agent.driver_health import DriverHealth
 from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
@@ -33,6 +33,8 @@ _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before the next attempt after consecutive refusals by the driver. The last one repeats."""
 _INSISTS_EVERY_S = 0.5
 """Delay before the next attempt of a reset that was requested."""
+_MOST_SET_AGAIN, _COUNTED_S = 3, 600.0
+"""Number of times within the second value [s] that a clock is set again after a change from outside."""
 # Number of delays that are stored, number needed for a median, and delay that counts as late [s].
 _REMEMBERED, _ENOUGH, _COUNTS_S = 33, 3, 0.002
 
@@ -48,6 +50,17 @@ class ClockStatus(NamedTuple):
     limit_w: float = math.inf
     limit_mhz: float = math.inf
     default_mhz: float = 0.0
+
+
+class ChangedFromOutside(NamedTuple):
+    """The clock of a busy GPU was changed from outside several times, and is not set again."""
+
+    clock_mhz: float
+    reached_mhz: float
+    times: int
+
+
+GpuNews: TypeAlias = RankFailed | RankRecovered | ClockRefused | ChangedFromOutside
 
 
 class Delays:
@@ -88,7 +101,7 @@ class GpuActor:
         left_error: Reason why a clock that another process left locked cannot be reset. Empty if it can.
         readback: Readings of the clock, latencies, and limits. Exists when the GPU was opened.
         health: Faults of the driver.
-        listeners: Called with each fault, recovery, and clock that the GPU does not reach.
+        listeners: Called with each fault and recovery, and with clocks that the GPU does not reach or others change.
         changes: Number of clock changes made.
         skips: Number of targets that were replaced before the driver was called.
         missed: Number of times that the driver refused a clock, or that a clock was not set because of its faults.
@@ -119,7 +132,7 @@ class GpuActor:
         self.description_error: Exception | None = None
         self.left_error = ""
         self._describes = self._checks_permission = False
-        self.listeners: list[Callable[[RankFailed | RankRecovered | ClockRefused], None]] = []
+        self.listeners: list[Callable[[GpuNews], None]] = []
         self.health = DriverHealth(self._report, timebase)
         self.changes = self.skips = self.missed = 0
         # Functions that read the GPU. The loop appends, and the thread removes.
@@ -136,6 +149,8 @@ class GpuActor:
         self._called_s: float | None = None
         self._busy_since_s: float | None = None
         self._late_s = Delays()
+        self._changed_s: deque[float] = deque(maxlen=_MOST_SET_AGAIN + 1)
+        self._is_left = False
         self._is_closed = False
         timebase.thread(self._work, "perseus-gpu").start()
 
@@ -251,7 +266,7 @@ class GpuActor:
         self._target, self._owner = _DEFAULT, None
         self._wake()
 
-    def _report(self, message: RankFailed | RankRecovered | ClockRefused) -> None:
+    def _report(self, message: GpuNews) -> None:
         for listener in [*self.listeners]:
             listener(message)
 
@@ -300,7 +315,7 @@ class GpuActor:
             self._taken, self._busy_since_s = target, None
             if self._describes and not self.is_described(self._checks_permission):
                 return partial(self._describe, self.gpu)
-        return self.readback.read if self.readback.due_in_s() == 0 else None
+        return self._read_back if self.readback.due_in_s() == 0 else None
 
     def _needs_reset(self, target: _Target, epoch: int) -> bool:
         is_superfluous = target.clock_mhz is None and self._actual_mhz is not None
@@ -346,6 +361,19 @@ class GpuActor:
             self._refusals, self._busy_since_s = 0, None
         except Exception as error:
             self._lock_at_s = self._refused(error)
+
+    def _read_back(self) -> None:
+        """Read the clock, and set it again if it was changed from outside, unless that has happened too often."""
+        self.readback.read()
+        if not self.readback.is_changed_from_outside or self._is_left:
+            return
+        now_s = self._time.now_s()
+        self._changed_s.append(now_s)
+        if len(self._changed_s) <= _MOST_SET_AGAIN or now_s > self._changed_s[0] + _COUNTED_S:
+            self._actual_mhz = None  # so that the target is set again
+        else:
+            self._is_left = True
+            self._report(ChangedFromOutside(*self.readback.reading, len(self._changed_s)))
 
     def _reset(self, target: _Target, epoch: int) -> None:
         """Reset the clock, unless another process has taken over the GPU."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from perseus_ds.agent.actor import ClockStatus, GpuActor
+from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, GpuActor, GpuNews
 from perseus_ds.agent.timeline import IterationRecord, Timeline
 from perseus_ds.errors import GpuBusyError
 from perseus_ds.gpu.base import GpuState
@@ -63,7 +63,7 @@ class RankClocks:
         self._time = timebase
         self.timeline = Timeline(memory, actor, on_record, timebase)
         self._latencies = actor.readback.latencies
-        actor.listeners.append(to_server)
+        actor.listeners.append(self._tell)
         # Messages that are sent after the GPU has finished earlier work, and the times at which they were received.
         self._held: deque[tuple[msg.Report | msg.Left, float]] = deque()
         self._before = ClockStatus()
@@ -140,8 +140,20 @@ class RankClocks:
         self._stop_log()
         self._stop_asked_log()
         self.timeline.end()
-        if self._to_server in self._actor.listeners:
-            self._actor.listeners.remove(self._to_server)
+        if self._tell in self._actor.listeners:
+            self._actor.listeners.remove(self._tell)
+
+    def _tell(self, news: GpuNews) -> None:
+        if not isinstance(news, ChangedFromOutside):
+            self._to_server(news)
+            return
+        text = (
+            f"perseus: the clock of {self._gpu} was changed from outside {news.times} times: {news.clock_mhz:.0f} MHz "
+            f"were set, and {news.reached_mhz:.0f} MHz are read. Perseus sets it again only when the plan changes it. "
+            "Usual causes are `nvidia-smi -rgc` or `-lgc` in a script of the site, `dcgmi config --enforce`, Slurm's "
+            "`--gpu-freq`, and power managers."
+        )
+        self._to_client(msg.Say(text, warns=True))
 
     def _log_if_requested(self, follow: msg.Follow) -> None:
         if follow.logs_energy:

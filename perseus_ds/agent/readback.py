@@ -101,6 +101,8 @@ _PERIOD_S = 0.5
 _DEFAULT_READINGS = 120
 _HELD_READINGS = 6
 """Number of consecutive readings below the highest clock that count as a limit, even if none is reported."""
+_CHANGED_READINGS = 2
+"""Number of consecutive readings above the requested clock that count as a change from outside."""
 # Reasons that do not mean that the GPU cannot run faster.
 _NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_setting", "sync_boost"})
 
@@ -112,6 +114,7 @@ class ClockReadback:
         reading: The requested clock, and the clock read after it has had time to settle [MHz]. NaN at default clocks.
         latencies: Latencies of clocks. The table is replaced when one of them has changed.
         limits: Power and clock limits that are lower than profiled.
+        is_changed_from_outside: Whether the busy GPU runs above the clock that was set.
     """
 
     def __init__(self, gpu: Gpu, on_refusal: Callable[[ClockRefused], None], timebase: Timebase = REAL_TIME) -> None:
@@ -139,12 +142,16 @@ class ClockReadback:
         self._is_settling = False
         self._read_s = 0.0
         self._default_readings = 0
-        self._held_readings = 0
+        self._held_readings = self._changed_readings = 0
         self._default_mhz: deque[int] = deque(maxlen=_REMEMBERED)
 
     def watch_default_clocks(self) -> None:
         """Check during one minute of default clocks whether the busy GPU is kept below its highest clock."""
         self._default_readings = _DEFAULT_READINGS
+
+    @property
+    def is_changed_from_outside(self) -> bool:
+        return self._changed_readings >= _CHANGED_READINGS
 
     @property
     def default_mhz(self) -> int | None:
@@ -159,6 +166,7 @@ class ClockReadback:
         self._called_s, self._took_s = self._time.now_s(), took_s
         self._before_mhz, self._clock_mhz = self._clock_mhz or self._highest_mhz(), clock_mhz
         self._not_yet_s = None
+        self._changed_readings = 0
         if clock_mhz is None:
             self.reading = _NO_READING
         else:
@@ -210,6 +218,7 @@ class ClockReadback:
         self._read_s = self._time.now_s()
         since_s = self._read_s - self._called_s
         is_below = reached_mhz < requested_mhz * (1 - _TOLERANCE)
+        is_above = reached_mhz > requested_mhz * (1 + _TOLERANCE)
         if self._is_settling:
             is_there = _is_at(reached_mhz, requested_mhz)
             # A clock that has changed, but not to the requested one, is limited, so its time is not a latency.
@@ -221,7 +230,7 @@ class ClockReadback:
             if self._not_yet_s is not None:
                 self._add_latency(self._not_yet_s)
         reasons: tuple[str, ...] = ()
-        if is_below or reached_mhz > self.limits.clock_mhz:
+        if is_below or is_above or reached_mhz > self.limits.clock_mhz:
             with suppress(GpuError):
                 reasons = self._gpu.throttle_reasons()
         if "idle" not in reasons:  # An idle GPU may lower its clock by itself.
@@ -229,6 +238,8 @@ class ClockReadback:
             if is_below and requested_mhz not in self._refused:
                 self._refused.add(requested_mhz)
                 self._on_refusal(ClockRefused(requested_mhz, reached_mhz, reasons))
+        is_changed = is_above and "idle" not in reasons
+        self._changed_readings = self._changed_readings + 1 if is_changed else 0
         self.reading = requested_mhz, reached_mhz
 
     def _add_latency(self, latency_s: float) -> None:

@@ -8,6 +8,7 @@ from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
 from virtual.agent import actor_of
 
+from perseus_ds.agent.actor import ChangedFromOutside
 from perseus_ds.agent.readback import LimitWatch
 from perseus_ds.gpu.nvml import NvmlGpu
 
@@ -190,3 +191,38 @@ def test_a_slowdown_is_assumed_to_end_after_a_time_that_doubles_when_this_is_wro
             watch.read()
         lasted_s.append(round(stub_time.now_s() - begin_s))
     assert lasted_s == [31, 61, 121, 241]
+
+
+def test_a_clock_that_is_reset_from_outside_is_set_again_within_a_second_and_left_after_three_times(node):
+    node.clocks.request(1200)
+    node.time.sleep(5.0)
+    for _ in range(3):
+        node.stub.locked_clock_mhz = 0
+        node.time.sleep(1.1)
+        assert node.stub.locked_clock_mhz == 1200
+    node.stub.locked_clock_mhz = 0
+    node.time.sleep(60.0)
+    assert node.stub.locked_clock_mhz == 0
+    assert node.refusals == [ChangedFromOutside(1200, 1410, 4)]
+    node.clocks.request(1305)
+    node.time.sleep(1.0)
+    assert node.stub.locked_clock_mhz == 1305, "the plan changes it as before"
+
+
+def test_an_operator_who_resets_a_clock_once_an_hour_is_never_left_alone(node):
+    node.clocks.request(1200)
+    for _ in range(8):
+        node.time.sleep(3600.0)
+        node.stub.locked_clock_mhz = 0
+    node.time.sleep(1.1)
+    assert node.stub.locked_clock_mhz == 1200
+    assert node.refusals == []
+
+
+def test_the_higher_clock_of_an_idle_gpu_is_no_change_from_outside(node):
+    node.clocks.request(1200)
+    node.time.sleep(5.0)
+    node.stub.throttle_reasons = IDLE
+    node.stub.locked_clock_mhz = 0
+    node.time.sleep(5.0)
+    assert node.stub.locked_clock_mhz == 0

@@ -8,8 +8,9 @@ from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu, VirtualCuda
 
 from perseus_ds.errors import GpuError
-from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankFailed, RankReport, Report
+from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankFailed, RankReport, Report, Say
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, NEXT_WITHIN_S
+from perseus_ds.simulation.gpu import SimulatedGpu
 
 LATENCY_S = 0.015
 A_WHILE_S = 10.0
@@ -335,3 +336,15 @@ def test_the_delay_until_marks_are_found_on_a_busy_node_is_measured(
         number = iterate(runs(1410, (1200, 1305, 1110)))
         now.sleep(1.0)
     assert agent.timeline.record_of(number).status.late_s == pytest.approx(expected_s, abs=1e-6)
+
+
+def test_a_clock_that_others_change_is_said_once_with_the_usual_causes(clocks, agent, gpu, now, iterate, runs):
+    gpu.begin_work()
+    iterate(runs(1200), passes=0, end=False)
+    for _ in range(5):
+        now.sleep(5.0)
+        SimulatedGpu.reset_clock(gpu)
+    now.sleep(5.0)
+    (said,) = [message for message in clocks.received() if isinstance(message, Say)]
+    assert "was changed from outside 4 times: 1200 MHz were set" in said.text
+    assert "dcgmi config --enforce" in said.text
