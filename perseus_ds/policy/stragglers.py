@@ -29,7 +29,7 @@ _RAISE = 1.03
 class StragglerWatch:
     """Compares the time of each pipeline, without waits for others, with the time of its plan.
 
-    ``docs/stragglers.md`` describes when stretch factors start, change and end.
+    ``docs/during-training.md`` describes when stretch factors start, change and end.
 
     Attributes:
         stretch_factors: For each pipeline, the time that its plan may take relative to the goal's plan so that it
