@@ -5,12 +5,14 @@ Nothing is measured here: operations are timed and marked as on a real GPU.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -54,6 +56,29 @@ class FlopCounter(TorchDispatchMode):
         return out
 
 
+class _Pass:
+    """A pass that runs.
+
+    Attributes:
+        counter: Counts its operations when it first runs. None later.
+        before_waits: Operations before each wait for other ranks, as counted when it first ran.
+        done: Operations that the GPU has done.
+    """
+
+    def __init__(self, counter: FlopCounter | None, before_waits: list[int]) -> None:
+        self.counter = counter
+        self.before_waits = before_waits
+        self.done = 0
+        self._waits = 0
+
+    def flops_before_wait(self) -> int:
+        """Return the operations before the wait that begins."""
+        if self.counter is not None:
+            self.before_waits.append(self.counter.flops)
+        number, self._waits = self._waits, self._waits + 1
+        return self.before_waits[number] if number < len(self.before_waits) else self.done
+
+
 class SimulatedWork:
     """Operations that are computed for real and end when a simulated GPU has done the same work.
 
@@ -77,6 +102,7 @@ class SimulatedWork:
         self.seconds_per_flop: float | None = None
         self._shapes: dict[tuple[int, int], Hashable] = {}
         self.flops: dict[Hashable, int] = {}
+        self._before_waits: dict[Hashable, list[int]] = {}
 
     @property
     def is_calibrated(self) -> bool:
@@ -115,12 +141,42 @@ class SimulatedWork:
     def _pass(self, key: Hashable) -> Iterator[None]:
         self._tail_done = False
         self._gpu.begin_work()
-        counter = None if key in self.flops else FlopCounter()
-        with counter or nullcontext():
+        running = _Pass(None if key in self.flops else FlopCounter(), self._before_waits.get(key, []))
+        with running.counter or nullcontext(), self._waiting_in(running):
             yield
-        if counter is not None:
-            self.flops[key] = counter.flops
-        self._gpu.finish_work(self.flops[key] * (self.seconds_per_flop or 0.0))
+        if running.counter is not None:
+            self.flops[key], self._before_waits[key] = running.counter.flops, running.before_waits
+        self._finish(running, self.flops[key])
+
+    def _finish(self, running: _Pass, flops: int) -> None:
+        """Wait until the GPU has done the first operations of a pass, up to a number of them."""
+        self._gpu.finish_work(max(0, flops - running.done) * (self.seconds_per_flop or 0.0))
+        running.done = max(running.done, flops)
+
+    @contextmanager
+    def _waiting_in(self, running: _Pass) -> Iterator[None]:
+        """Context of a pass in which the GPU does no work while the pass waits for other ranks.
+
+        It waits once it has done the work before, as a GPU that executes a collective after other kernels. Collectives
+        of ``torch.distributed._functional_collectives`` wait in C++ and count as work.
+        """
+        collectives: Any = dist.Work
+        wait, thread = collectives.wait, threading.get_ident()
+
+        def wait_without_work(collective: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return wait(collective, *args, **kwargs)
+            self._finish(running, running.flops_before_wait())
+            try:
+                return wait(collective, *args, **kwargs)
+            finally:
+                self._gpu.begin_work()
+
+        collectives.wait = wait_without_work
+        try:
+            yield
+        finally:
+            collectives.wait = wait
 
     def _key(self, instruction: Instruction, inputs: Hashable) -> Hashable:
         work = instruction.stage, instruction.micro_batch

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from virtual.gpu import RecordingGpu
 
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -49,6 +50,32 @@ def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
     other = {key: 2 * flops, "a pass of another stage": 100 * flops}
     work.calibrate(0.1 / flops, most_in_step([0, 0, 1], [work.flops, other, {key: 50 * flops}])[0])
     assert iteration()[0] == pytest.approx(2 * forward_s), "as long as on the busiest rank of its stage"
+
+
+@pytest.fixture
+def waits_for_a_second(monkeypatch, now):
+    """A function that waits for other ranks for a second, as a collective does."""
+    monkeypatch.setattr(dist.Work, "wait", lambda work: now.sleep(1.0))
+    return lambda: dist.Work.wait(None)
+
+
+def test_a_pass_that_waits_for_other_ranks_does_no_work_meanwhile(now, gpu, waits_for_a_second):
+    work = SimulatedWork(gpu, timebase=now)
+    weights = torch.ones(8, 8)
+
+    def forward():
+        weights @ weights
+        waits_for_a_second()
+        weights @ weights
+
+    time_of(now, work, FORWARD, forward)
+    work.calibrate(0.1 / next(iter(work.flops.values())))
+    begin_j = gpu.true_energy_j
+    assert time_of(now, work, FORWARD, forward) == pytest.approx(1.0 + 0.1 * A100.slowdown(1410))
+    busy_w = A100.power_w(A100.reached_clock_mhz(A100.top_clock_mhz))
+    assert gpu.true_energy_j - begin_j == pytest.approx(
+        0.1 * A100.slowdown(1410) * busy_w + 1.0 * A100.blocking_power_w, rel=0.01
+    )
 
 
 def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
