@@ -22,13 +22,14 @@ class PlanningSettings:
     """exact gives a lower bound for each plan, lowtime is the published solver"""
     plans: int = 120
     """number of deadlines, from T_min to T*, for which the exact solver computes a plan"""
-    least_dwell_s: DwellTimes = 0.0
-    """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]"""
+    least_dwell_s: DwellTimes | None = None
+    """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]; by default the
+    profile's"""
 
     @property
     def longest_dwell_s(self) -> float:
         """The largest of the shortest times at one clock [s]."""
-        dwell_s = self.least_dwell_s
+        dwell_s = self.least_dwell_s or 0.0
         return max(dwell_s.values(), default=0.0) if isinstance(dwell_s, Mapping) else dwell_s
 
     def check(self) -> None:

@@ -107,7 +107,7 @@ def main() -> int:
     )
     run(
         "2. Optimise: compute the frontier of frequency plans",
-        [perseus_ds, "optimize", str(profile), "--out", str(frontier_dir), "--least-dwell-s", "0.03"],
+        [perseus_ds, "optimize", str(profile), "--out", str(frontier_dir)],
         OUT / "optimize.log",
     )
     run(

@@ -150,6 +150,7 @@ class ProfileInfo(FileModel):
     settings: GpuSettings | None = None
     blocking_power_w: Power | None = None
     default_clock_mhz: Clock | None = None
+    least_dwell_s: dict[Clock, Duration] = Field(default_factory=dict)
     schedule: Text | None = None
     streams: ScheduleStreams | None = None
     layout: Layout | None = None

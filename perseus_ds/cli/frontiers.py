@@ -11,7 +11,9 @@ from tyro.conf import Positional
 
 from perseus_ds.cli.values import (
     BlockingPower,
+    OptionalAmount,
     OptionalCount,
+    OptionalPath,
     ProfilePath,
     ScheduleName,
 )
@@ -29,26 +31,26 @@ class Optimize(PlanningSettings):
     examples = ("perseus-ds optimize perseus --out perseus/frontier",)
 
     profile: Positional[ProfilePath]
-    out: Path
-    """folder for frontier.json and frontier.csv"""
+    out: OptionalPath = None
+    """folder for frontier.json and frontier.csv; by default the folder of the profile"""
     micro_batches: OptionalCount = None
     """micro-batches per iteration; by default the value in profile.json"""
     stages: OptionalCount = None
     """stages of the model; by default the number in the profile"""
     schedule: ScheduleName = None
     blocking_power_w: BlockingPower = None
-    least_dwell_s: float = 0.0
-    """shortest time at one clock in plans of the exact solver [s]"""
+    least_dwell_s: OptionalAmount = None
+    """shortest time at one clock in plans of the exact solver [s]; by default those in profile.json, by clock"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import check_folder, path_in_errors, progress_bar, schedule_for
+        from perseus_ds.cli.inputs import check_folder, folder_of, path_in_errors, progress_bar, schedule_for
         from perseus_ds.optimizer import optimize, with_alternatives
 
         profile = StageProfile.load(self.profile)
         schedule = schedule_for(profile, schedule=self.schedule, stages=self.stages, micro_batches=self.micro_batches)
-        out = check_folder(self.out)
-        with path_in_errors(self.profile), progress_bar() as progress:
+        out = check_folder(self.out or folder_of(self.profile))
+        with path_in_errors(self.profile), progress_bar("bounds") as progress:
             frontier = optimize(schedule, profile, self, progress=progress)
             frontier = with_alternatives(frontier, schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))
@@ -63,15 +65,16 @@ class Export:
 
     frontier: Positional[Path]
     """frontier.json or its folder"""
-    out: Path
-    """folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …"""
+    out: OptionalPath = None
+    """folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …; by default the folder of the
+    frontier"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import Frontier, export_zeus
-        from perseus_ds.cli.inputs import check_folder
+        from perseus_ds.cli.inputs import check_folder, folder_of
 
         frontier = Frontier.load(self.frontier)
-        paths = export_zeus(frontier, check_folder(self.out))
+        paths = export_zeus(frontier, check_folder(self.out or folder_of(self.frontier)))
         print(f"Written: {len(paths)} plans, {paths[0]} (fastest) to {paths[-1].name} (least energy)")
         return 0
 
@@ -88,15 +91,15 @@ class Import:
     plans: Positional[Path]
     """folder of freqs_pipeline_*.py"""
     profile: ProfilePath
-    out: Path
-    """folder for frontier.json and frontier.csv"""
+    out: OptionalPath = None
+    """folder for frontier.json and frontier.csv; by default the folder of the plans"""
     blocking_power_w: BlockingPower = None
     schedule: ScheduleName = None
 
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import read_plans
         from perseus_ds.artifacts.profile import StageProfile
-        from perseus_ds.cli.inputs import check_folder, path_in_errors, schedule_of_plans
+        from perseus_ds.cli.inputs import check_folder, path_in_errors, progress_bar, schedule_of_plans
         from perseus_ds.optimizer import frontier_of_imported, with_alternatives
         from perseus_ds.optimizer.problem import problem_for
 
@@ -104,8 +107,8 @@ class Import:
         plans = read_plans(self.plans)
         first = next(plans)
         schedule = schedule_of_plans(first[1], profile, self.schedule)
-        out = check_folder(self.out)
-        with path_in_errors(self.profile):
+        out = check_folder(self.out or self.plans)
+        with path_in_errors(self.profile), progress_bar("plans"):
             problem = problem_for(schedule, profile, blocking_power_w=self.blocking_power_w)
             frontier = with_alternatives(frontier_of_imported(chain([first], plans), problem), schedule, profile)
         print(save_and_summarise(frontier, self.profile, out))

@@ -7,6 +7,7 @@ import os
 import re
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,10 @@ from perseus_ds.units import printable
 
 if TYPE_CHECKING:
     from perseus_ds.layouts.balance import MeasuredJob
+
+
+_SHOWN_AFTER_S, _REFRESHED_EVERY_S = 1.0, 0.5
+"""Time until a progress bar is shown, and between refreshes of its time [s]."""
 
 
 def schedule_for(
@@ -230,18 +235,37 @@ def check_folder(out: Path) -> Path:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
+def progress_bar(what: str) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on stderr for work that takes more than a second.
 
-    Yields a function that takes the name of the current step and the completed fraction, 0 to 1.
+    The time that has passed is also shown while no step reports its progress, such as during imports.
+
+    Yields a function that takes the name of the current step and the completed fraction, 0 to 1. ``what`` is the name
+    of the first step.
     """
     from tqdm import tqdm
 
     layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    with tqdm(total=1.0, bar_format=layout, delay=1.0, leave=False, disable=None) as bar:
+    with tqdm(total=1.0, desc=what, bar_format=layout, delay=_SHOWN_AFTER_S, leave=False, disable=None) as bar:
 
-        def progress(what: str, done: float) -> None:
-            bar.set_description_str(what, refresh=False)
+        def progress(step: str, done: float) -> None:
+            bar.set_description_str(step, refresh=False)
             bar.update(done - bar.n)
 
-        yield progress
+        if bar.disable:
+            yield progress
+            return
+        has_ended = threading.Event()
+
+        def refresh() -> None:
+            has_ended.wait(_SHOWN_AFTER_S)
+            while not has_ended.wait(_REFRESHED_EVERY_S):
+                bar.refresh()
+
+        thread = threading.Thread(target=refresh, daemon=True)
+        thread.start()
+        try:
+            yield progress
+        finally:
+            has_ended.set()
+            thread.join()

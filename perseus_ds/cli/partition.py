@@ -76,9 +76,11 @@ class Partition:
     """for a Hugging Face model: GPU to simulate: a100-sxm, a40, h100-sxm or h200"""
 
     def execute(self) -> int:
-        from perseus_ds.cli.inputs import is_measured_job
+        from perseus_ds.cli.inputs import is_measured_job, progress_bar
 
-        text = self._of_job() if is_measured_job(Path(self.model)) else self._of_huggingface()
+        is_job = is_measured_job(Path(self.model))
+        with progress_bar("layouts"):
+            text = self._of_job() if is_job else self._of_huggingface()
         print("\n".join(map(plain, text.splitlines())))
         return 0
 

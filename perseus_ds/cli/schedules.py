@@ -77,14 +77,14 @@ class Schedules:
         if not 0 < self.weight_share < 1:
             raise ConfigError(f"--weight-share: expected a number above 0 and below 1, got {self.weight_share:g}.")
         profile = StageProfile.load(self.profile)
-        chosen = choose_schedules(
-            self.schedules,
-            micro_batches=self.micro_batches or [micro_batches_of(profile)],
-            ranks=self.ranks or profile.info.pipeline_ranks or profile.num_stages,
-            chunks=self.stages_per_rank,
-        )
         out = check_folder(self.out or folder_of(self.profile))
-        with path_in_errors(self.profile), progress_bar() as progress:
+        with path_in_errors(self.profile), progress_bar("schedules") as progress:
+            chosen = choose_schedules(
+                self.schedules,
+                micro_batches=self.micro_batches or [micro_batches_of(profile)],
+                ranks=self.ranks or profile.info.pipeline_ranks or profile.num_stages,
+                chunks=self.stages_per_rank,
+            )
             compared = compare_schedules(
                 profile,
                 chosen,

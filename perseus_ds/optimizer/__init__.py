@@ -68,7 +68,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             tokens_per_micro_batch=info.tokens_per_micro_batch,
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
-            least_dwell_s=problem.settings.longest_dwell_s,
+            least_dwell_s=problem.settings.longest_dwell_s if solver == "exact" else 0.0,
             solver=solver,
             simulated=info.simulated,
             gpu=info.gpu,

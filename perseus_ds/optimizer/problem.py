@@ -61,7 +61,7 @@ class Problem:
     every decision, in the order of ``node``.
 
     Attributes:
-        settings: The settings, with the profile's blocking power if none was given.
+        settings: The settings, with the profile's blocking power and dwell times if none were given.
         groups: One group for each (stage, kind) of the schedule.
         node: Shape (n,): DAG node of each decision.
         group: Shape (n,): index into ``groups`` of each decision.
@@ -83,7 +83,8 @@ class Problem:
             )
         self.dag = dag
         self.profile = profile
-        self.settings = replace(settings, blocking_power_w=power_w)
+        dwell_s = profile.info.least_dwell_s if settings.least_dwell_s is None else settings.least_dwell_s
+        self.settings = replace(settings, blocking_power_w=power_w, least_dwell_s=dwell_s or 0.0)
         self.settings.check()
         self.blocking_power_w = power_w
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)

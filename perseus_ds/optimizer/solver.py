@@ -101,7 +101,7 @@ def _held(
     ones, those that respect the dwell time are among those returned.
     """
     problem = network.problem
-    ladder = dwell_ladder(problem.settings.least_dwell_s)
+    ladder = dwell_ladder(problem.settings.least_dwell_s or 0.0)
     by_time = np.argsort(free_s, kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]

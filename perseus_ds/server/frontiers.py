@@ -279,8 +279,10 @@ class Planner:
             return
         if order.number and not share_profile(job, first.profile_path):
             raise PerseusError("some of its passes were not measured")
+        self._context.job.fix_slow_ranks(self._context.recorder.say)
+        # Everything else that plans depend on is in the profile, so that "perseus-ds optimize" makes the same ones.
         request = OptimizeRequest(
-            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=self._settings()
+            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=PlanningSettings()
         )
         self._order, self._worker = order, self._context.worker(request, job.output_dir / "optimize.log")
 
@@ -309,11 +311,3 @@ class Planner:
         orders.give_up(order, error)
         if all(each.is_given_up for each in orders.known):
             raise error
-
-    def _settings(self) -> PlanningSettings:
-        """Return the settings by what is known of the driver. Ranks with slow drivers keep their default clocks."""
-        job = self._context.job
-        job.fix_slow_ranks(self._context.recorder.say)
-        states = [state for rank, state in enumerate(job.states) if rank not in job.fixed_ranks]
-        dwell_s = {clock: max(state.latencies.dwell_s(clock) for state in states) for clock in job.clocks_mhz()}
-        return PlanningSettings(least_dwell_s=dwell_s)

@@ -192,17 +192,36 @@ class Job:
 
         One such GPU would otherwise determine how often the clocks of all others may change.
         """
-        free = [rank for rank in range(self.world_size) if rank not in self.fixed_ranks]
-        clocks_mhz = self.clocks_mhz()
-        delays_s = {rank: self.states[rank].delay_s(clocks_mhz) for rank in free}
+        delays_s = self._delays_s()
         usual_s = statistics.median_low(delays_s.values())
-        for rank, delay_s in delays_s.items():
-            if delay_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S):
-                self.fixed_ranks.add(rank)
-                say(
-                    f"clock changes of rank {rank} take {delay_s:.2g} s, those of other ranks {usual_s:.2g} s: its GPU "
-                    "keeps its default clock"
-                )
+        for rank in self._slow_ranks():
+            self.fixed_ranks.add(rank)
+            say(
+                f"clock changes of rank {rank} take {delays_s[rank]:.2g} s, those of other ranks {usual_s:.2g} s: its "
+                "GPU keeps its default clock"
+            )
+
+    def least_dwell_s(self) -> dict[int, float]:
+        """Return the shortest time at each clock by the latencies of all ranks but slow ones [s]. Empty if unknown."""
+        slow_ranks = self._slow_ranks()
+        states = [self.states[rank] for rank in self._free_ranks() if rank not in slow_ranks]
+        dwell_s = {clock: max(state.latencies.dwell_s(clock) for state in states) for clock in self.clocks_mhz()}
+        return dwell_s if any(dwell_s.values()) else {}
+
+    def _free_ranks(self) -> list[int]:
+        """Return the ranks whose clocks are set."""
+        return [rank for rank in range(self.world_size) if rank not in self.fixed_ranks]
+
+    def _delays_s(self) -> dict[int, float]:
+        """Return the delays of clock changes by rank [s]."""
+        clocks_mhz = self.clocks_mhz()
+        return {rank: self.states[rank].delay_s(clocks_mhz) for rank in self._free_ranks()}
+
+    def _slow_ranks(self) -> list[int]:
+        """Return the ranks whose clocks change much later than those of others."""
+        delays_s = self._delays_s()
+        usual_s = statistics.median_low(delays_s.values())
+        return [rank for rank, delay_s in delays_s.items() if delay_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S)]
 
     def in_folder(self, folder: str | Path) -> Job:
         """Return the job with another output folder."""

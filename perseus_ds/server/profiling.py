@@ -221,7 +221,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         recorder.say(why)
         measurement.use_blocking_power_w(power_w)
         search.add(measurement.rows([]))
-    found = replace(baseline, info=baseline.info.model_copy(update={"blocking_power_w": power_w}))
+    known = {"blocking_power_w": power_w, "least_dwell_s": job.least_dwell_s()}
+    found = replace(baseline, info=baseline.info.model_copy(update=known))
     raw = search.finished(found.info)
     await _save_profile_once_possible(context, found, raw, denoise(raw, clocks))
     recorder.announce(

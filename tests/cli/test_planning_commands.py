@@ -67,6 +67,19 @@ def test_inputs_that_do_not_fit_are_an_error_and_nothing_is_written(run, words, 
     assert not Path("f").exists()
 
 
+def test_results_are_written_next_to_the_input_by_default(run):
+    shutil.rmtree("plans")
+    Path("p/frontier.json").unlink()
+    assert run("optimize", "p", "--plans", "6")[0] == 0
+    plans = Frontier.load("p").plans
+    assert run("export", "p")[0] == 0
+    Path("z").mkdir()
+    for path in Path("p").glob("freqs_pipeline_*.py"):
+        path.rename(Path("z") / path.name)
+    assert run("import", "z", "--profile", "p")[0] == 0
+    assert len(Frontier.load("z").plans) == len(plans)
+
+
 def test_plot_finds_the_files_of_a_folder(run):
     assert run("plot", "p", "--out", "pictures")[0] == 0
     assert Path("pictures/timeline.png").is_file()

@@ -3,10 +3,12 @@
 import statistics
 
 import pytest
-from virtual.job import SLOWER, VirtualJob, WorkerAtOnce
+from virtual.job import SLOWER, VirtualJob
 
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import PlanJudged
+from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.simulation.gpu import SimulatedGpu
 
@@ -63,17 +65,17 @@ def test_energy_is_counted_from_when_the_clock_is_there(start):
         assert row.energy_j == pytest.approx(true_j, rel=0.01), row
 
 
-def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start):
-    latency_s, requests = 0.03, []
-
-    class Recording(WorkerAtOnce):
-        def __init__(self, request, log_path):
-            requests.append(request)
-            super().__init__(request, log_path)
-
-    job = start(mode="auto", gpu={"lock_latency_s": latency_s}, **SLOWER)
-    job.worker = Recording
+def test_a_profile_has_the_least_dwell_times_by_which_plans_are_made_again_without_the_job(tmp_path):
+    latency_s = 0.03
+    job = VirtualJob(tmp_path, stages_s=(0.05, 0.08), micro_batches=6, mode="auto", gpu={"lock_latency_s": latency_s})
     job.train_until("run")
-    assert set(requests[0].settings.least_dwell_s) == set(SimulatedGpu.named("a100-sxm").supported_clocks_mhz())
-    shortest_s, *_, longest_s = sorted(requests[0].settings.least_dwell_s.values())
-    assert (shortest_s, longest_s) == pytest.approx((2 * latency_s, 2 * latency_s), abs=0.003)
+    job.close()
+    profile, planned = StageProfile.load(job.folder / "profile.csv"), Frontier.load(job.folder)
+    assert set(profile.info.least_dwell_s) == set(SimulatedGpu.named("a100-sxm").supported_clocks_mhz())
+    for dwell_s in profile.info.least_dwell_s.values():
+        assert dwell_s == pytest.approx(2 * latency_s, abs=0.003)
+    schedule = profile.info.streams.to_schedule()
+    again = optimize(schedule, profile, plans=20)
+    assert again.plans == planned.plans
+    assert again.provenance.least_dwell_s == planned.provenance.least_dwell_s > 0
+    assert optimize(schedule, profile, plans=20, least_dwell_s=0.0).plans != again.plans
