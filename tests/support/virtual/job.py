@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import statistics
-import threading
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from frontiers import save_mixed_plan
+from greenlet import getcurrent
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import StageProfile
@@ -578,16 +579,16 @@ class Collectives:
     def __init__(self, meetings, ranks):
         self._meetings = meetings
         self._ranks = ranks
-        self._rank = threading.local()
+        self._rank_of = weakref.WeakKeyDictionary()  # by greenlet
         self._counts = Counter()
 
     def use(self, rank):
-        self._rank.number = rank
+        self._rank_of[getcurrent()] = rank
 
     ReduceOp = torch.distributed.ReduceOp
 
     def all_reduce(self, tensor, op=None):
-        number = getattr(self._rank, "number", 0)
+        number = self._rank_of.get(getcurrent(), 0)
         self._counts[number] += 1
         name = "blocking", self._counts[number]
         self._meetings.bring(name, number, tensor.clone())
