@@ -23,8 +23,7 @@ from perseus_ds.cli.inputs import measured_job
 from perseus_ds.errors import ConfigError
 from perseus_ds.layouts.balance import Balance, MeasuredJob
 from perseus_ds.layouts.notations import megatron_layout
-from perseus_ds.measures import Typical
-from perseus_ds.report.sources import read_history
+from perseus_ds.report.inputs import read_run
 
 _FLOPS_PER_S = 2.5e9
 """So slow that two cores compute for less than half of the time."""
@@ -99,12 +98,9 @@ def job_in(folder: Path) -> MeasuredJob:
 
 
 def measured_in(folder: Path) -> tuple[float, float]:
-    """Return time [s] and energy [J] of a typical iteration in observe mode."""
-    steps = [step for step in read_history(folder).steps if step.phase == "observe" and step.counts]
-    typical = Typical.of([step.time_s for step in steps], [step.energy_j for step in steps])
-    assert typical is not None
-    assert typical.power_w is not None
-    return typical.time_s, typical.power_w * typical.time_s
+    """Return time [s] and energy [J] of a mean iteration in observe mode."""
+    mean = read_run(folder).job.at_default_clocks.mean()
+    return mean.time_s, mean.energy_j
 
 
 if __name__ == "__main__":

@@ -24,15 +24,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 
-from perseus_ds.measures import Saving  # noqa: E402
 from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
+from perseus_ds.savings import Sums  # noqa: E402
 
 ITERATIONS, COMPARED = 500, 100
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
 
 
-def _figures(saving: Saving) -> str:
-    return f"energy {-saving.saved:+7.1%}   time {saving.slowdown:+6.1%}"
+def _figures(sums: Sums) -> str:
+    assert sums.saved is not None
+    assert sums.slowdown is not None
+    return f"energy {-sums.saved:+7.1%}   time {sums.slowdown:+6.1%}"
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
             np.sum([taken[1:] for taken in jobs[mode].taken[-compared:]], axis=0) for mode in ("auto", "observe")
         )
         phases = Counter(phase for phase, _, _ in jobs["auto"].taken)
-        saving = Saving(compared, time_s, energy_j, default_s, default_j)
+        saving = Sums(compared_s=time_s, compared_j=energy_j, default_s=default_s, default_j=default_j)
         print(f"{name}: {_figures(saving)}   of all, {', '.join(f'{n} {phase}' for phase, n in phases.items())}")
 
 

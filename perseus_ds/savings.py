@@ -1,11 +1,18 @@
-"""What default clocks take: the time and energy that savings are relative to.
+"""What default clocks take, and what was saved: the only definition of a saving.
 
-The figures of an order are the means of its last iterations at default clocks, without those that contain a stall. As
-long as it has too few of them, they are those of the profile, multiplied by what other orders really take relative to
-the profile.
-
-The inputs of iterations may differ in length. Then time and energy are proportional to a power of the *size* of an
-iteration, which is fitted to the iterations of each order, and figures are those of an iteration of a given size.
+- The figures of an order at default clocks are the means of its last iterations at default clocks, without those that
+  contain a stall. As long as it has too few of them, they are those of the profile, multiplied by what other orders
+  really take relative to the profile. Before there is a profile, all measured iterations count.
+- The inputs of iterations may differ in length. Then time and energy are proportional to a power of the *size* of an
+  iteration, which is fitted to the iterations of each order, and figures are those of an iteration of a given size.
+- The record of every iteration contains what default clocks take for its order. An iteration is *compared* if this is
+  known and the iteration does not contain a stall. A *saving* is the sum over compared iterations of the difference.
+- Default clocks were measured earlier than the iterations that are compared, maybe under other limits of GPUs. The
+  trial of plans (``policy/trial.py``) compares neighbours only. So as soon as it has enough pairs, what default clocks
+  take for all iterations of a trial is multiplied by the factor with which their saving is the one that the pairs
+  show. The error of a saving is that of the trial.
+- An iteration contains a *stall* if it takes more than 1.5 times as long as its plans promise or as others at default
+  clocks take, such as one in which a checkpoint is written. It is left out, because waiting takes less power.
 """
 
 from __future__ import annotations
@@ -14,13 +21,16 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.measures import STALL
+from perseus_ds.artifacts.run_records import IterationRecord, TrialState
 
+STALL = 1.5
+"""An iteration that takes more than this many times the usual time contains a stall."""
 _KEPT = 8
 """Number of the last iterations of each order that count."""
 _FEWEST = 4
@@ -120,6 +130,7 @@ class DefaultClocks:
     """Time and energy at default clocks of each order, which is identified by its number."""
 
     def __init__(self) -> None:
+        self._passes: dict[int, int] = {}
         self._measured: dict[int, deque[_Measured]] = {}
         self._predicted: dict[int, Default] = {}
         self._profiled_size: float | None = None
@@ -127,6 +138,12 @@ class DefaultClocks:
         # Computed when they are needed, until an iteration is added:
         self._found: dict[int, Default | None] = {}
         self._fitted: tuple[Exponents, Size | None] | None = None
+
+    def set_passes(self, order: int, passes: int) -> None:
+        """Set the number of passes of an order, by which it is estimated before there is a profile."""
+        if self._passes.get(order) != passes:
+            self._passes[order] = passes
+            self._forget()
 
     def predict(self, order: int, time_s: float, energy_j: float, size: float | None = None) -> None:
         """Set what the profile says about an order, and the size of the iterations in which it was measured."""
@@ -161,15 +178,30 @@ class DefaultClocks:
 
     def _of(self, order: int) -> Default | None:
         """Return what an order takes for inputs of the usual size."""
-        predicted, known = self._prediction(order), self._typical(order)
+        predicted = self._prediction(order)
+        known = self._typical(order, fewest=1 if predicted is None else _FEWEST)
         if known is not None and known.energy_j is not None:
             return Default(known.time_s, known.energy_j, is_measured=True)
         if predicted is None:
-            return None
+            return self._by_passes(order)
         time_ratio, energy_ratio = self._ratios()
         if known is not None:
             time_ratio = known.time_s / predicted.time_s
         return predicted.times(time_ratio, energy_ratio)
+
+    def _by_passes(self, order: int) -> Default | None:
+        """Estimate an order by its number of passes and those of orders that were measured. None if unknown."""
+        passes = self._passes.get(order)
+        times_s, energies_j = [], []
+        for other, count in self._passes.items():
+            known = self._typical(other, fewest=1)
+            if known is not None and known.energy_j is not None:
+                times_s.append(known.time_s / count)
+                energies_j.append(known.energy_j / count)
+        if not passes or not times_s:
+            return None
+        time_s, energy_j = passes * statistics.fmean(times_s), passes * statistics.fmean(energies_j)
+        return Default(time_s, energy_j, is_measured=False)
 
     def _fit(self) -> tuple[Exponents, Size | None]:
         """Return the powers of the size, and the usual size: the mean of the measured iterations or of the profile."""
@@ -214,9 +246,9 @@ class DefaultClocks:
             found.append(_Measured(one.time_s * time_factor, energy_j))
         return _without_stalls(found)
 
-    def _typical(self, order: int) -> _Measured | None:
+    def _typical(self, order: int, fewest: int = _FEWEST) -> _Measured | None:
         """Return the mean of an order's iterations without stalls. None if there are too few."""
-        if len(self._measured.get(order, ())) < _FEWEST:
+        if len(self._measured.get(order, ())) < fewest:
             return None
         found = self._at_usual_size(order)
         energies_j = [one.energy_j for one in found if one.energy_j is not None]
@@ -280,3 +312,127 @@ def _without_stalls(known: Collection[_Measured]) -> list[_Measured]:
 def _mean_or_1(values: Iterable[float]) -> float:
     found = list(values)
     return statistics.fmean(found) if found else 1.0
+
+
+def mean_without_stalls(times_s: Iterable[float]) -> float:
+    """Return the mean time of iterations without stalls [s]."""
+    kept = _without_stalls([_Measured(time_s, None) for time_s in times_s])
+    return statistics.fmean(one.time_s for one in kept)
+
+
+def has_stall(record: IterationRecord) -> bool:
+    """Return whether an iteration contains a stall. Iterations at the low clocks of a profile may take any time."""
+    usual_s = record.default_time_s if record.predicted_time_s is None else record.predicted_time_s
+    return record.phase != "profile" and usual_s is not None and record.time_s > STALL * usual_s
+
+
+@dataclass
+class Sums:
+    """Sums over iterations.
+
+    Attributes:
+        without_energy: Number of iterations with an energy that could not be read.
+        stalls: Number of iterations that contain a stall.
+        compared: Number of compared iterations.
+        compared_s: Their time [s].
+        known: Number of compared iterations with a known energy.
+        compared_j: Energy of these [J].
+        default_s: Time that default clocks take for the compared iterations [s].
+        default_j: Energy that default clocks take for those with a known energy [J].
+    """
+
+    iterations: int = 0
+    time_s: float = 0.0
+    energy_j: float = 0.0
+    without_energy: int = 0
+    clock_changes: int = 0
+    clock_skips: int = 0
+    stalls: int = 0
+    compared: int = 0
+    compared_s: float = 0.0
+    known: int = 0
+    compared_j: float = 0.0
+    default_s: float = 0.0
+    default_j: float = 0.0
+
+    @classmethod
+    def of(cls, record: IterationRecord) -> Sums:
+        """Return the sums over one iteration."""
+        sums = cls(
+            iterations=1,
+            time_s=record.time_s,
+            energy_j=record.energy_j or 0.0,
+            without_energy=int(record.energy_j is None),
+            clock_changes=record.clock_changes,
+            clock_skips=record.clock_skips,
+            stalls=int(has_stall(record)),
+        )
+        if record.default_time_s and record.default_energy_j and not sums.stalls:
+            sums.compared, sums.compared_s, sums.default_s = 1, record.time_s, record.default_time_s
+            if record.energy_j is not None:
+                sums.known, sums.compared_j, sums.default_j = 1, record.energy_j, record.default_energy_j
+        return sums
+
+    def add(self, other: Sums) -> None:
+        """Add the sums over other iterations."""
+        for name in _NAMES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def as_in(self, trial: TrialState) -> Sums:
+        """Return the sums with the changes of time and energy that the pairs of the trial of these iterations show."""
+        found = replace(self)
+        if trial.slowdown is not None:
+            found.default_s = self.compared_s / (1 + trial.slowdown)
+        if trial.saved is not None:
+            found.default_j = self.compared_j / (1 - trial.saved)
+        return found
+
+    def mean(self) -> MeanIteration:
+        """Return the mean of the compared iterations, of which there must be some."""
+        known = self.known or math.nan
+        return MeanIteration(
+            self.compared_s / self.compared,
+            self.compared_j / known,
+            self.default_s / self.compared,
+            self.default_j / known,
+        )
+
+    @property
+    def saved_j(self) -> float:
+        """Energy saved compared with default clocks [J]."""
+        return self.default_j - self.compared_j
+
+    @property
+    def gained_s(self) -> float:
+        """Time saved compared with default clocks [s], negative if the iterations took longer."""
+        return self.default_s - self.compared_s
+
+    @property
+    def saved(self) -> float | None:
+        """Energy saved, as a fraction of the energy at default clocks. None if it is unknown."""
+        return self.saved_j / self.default_j if self.default_j else None
+
+    @property
+    def slowdown(self) -> float | None:
+        """Increase of the time, as a fraction of the time at default clocks. None if it is unknown."""
+        return -self.gained_s / self.default_s if self.default_s else None
+
+
+class MeanIteration(NamedTuple):
+    """Mean time [s] and energy [J] of compared iterations, and what default clocks take. Unknown energies are NaN."""
+
+    time_s: float
+    energy_j: float
+    default_s: float
+    default_j: float
+
+
+_NAMES = tuple(field.name for field in fields(Sums))
+
+
+def total_of(parts: Iterable[Sums]) -> Sums:
+    """Return the sums over all iterations of several sums."""
+    total = Sums()
+    for part in parts:
+        total.add(part)
+    return total

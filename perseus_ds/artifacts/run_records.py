@@ -29,7 +29,7 @@ from perseus_ds.artifacts.validation import (
     UnixTime,
 )
 from perseus_ds.errors import ConfigError
-from perseus_ds.units import bounded, duration, joules, less_or_more, percent, plain, watt_hours, watts
+from perseus_ds.units import bounded, duration, joules, percent, plain, watt_hours, watts
 
 logger = logging.getLogger("perseus_ds")
 SCHEMA_VERSION = 1
@@ -44,7 +44,6 @@ _REASONS = {
     "sw_thermal_slowdown": "too hot",
     "hw_thermal_slowdown": "too hot",
 }
-UNDECIDED = "undecided, as no comparison with default clocks is complete"
 NO_ORDER = 255
 """The number of all orders without plans, which run at default clocks."""
 
@@ -59,6 +58,43 @@ class RunRecord(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     simulated: bool = False
+
+
+class TrialState(BaseModel):
+    """What the trial of the present plans knows (``policy/trial.py``).
+
+    Attributes:
+        pairs: Number of pairs of blocks that were compared.
+        verdict: One of the keys of ``VERDICTS``.
+        slowdown: Change of time as a fraction of that at default clocks. None if there are too few pairs.
+        slowdown_error: Its error, which is exceeded in at most 5 % of the cases.
+        saved: Saving of energy as a fraction of that at default clocks. None if there are too few pairs.
+        saved_error: Its error.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    pairs: int = 0
+    verdict: str = "unknown"
+    slowdown: float | None = None
+    slowdown_error: float | None = None
+    saved: float | None = None
+    saved_error: float | None = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """True if it is not known whether the plans are good."""
+        return VERDICTS.get(self.verdict, "undecided") == "undecided"
+
+
+VERDICTS: Mapping[str, str] = {
+    "good": "certain",
+    "unknown": "undecided",
+    "late": "harmful",
+    "costs energy": "harmful",
+    "saves nothing": "useless",
+}
+"""Verdicts of a trial, with the word that describes a saving of such plans."""
 
 
 class IterationRecord(RunRecord):
@@ -79,10 +115,10 @@ class IterationRecord(RunRecord):
     energy_by_rank_j: tuple[float, ...] | None = None
     predicted_time_s: float | None = None
     predicted_energy_j: float | None = None
-    stall_s: float | None = None
     default_time_s: float | None = None
     default_energy_j: float | None = None
     default_measured: bool = False
+    trial: TrialState | None = None
     drift: float | None = None
     clock_changes: int = 0
     clock_skips: int = 0
@@ -122,6 +158,111 @@ def _less(value: float | None, default: float | None) -> float | None:
     return None if value is None or not default else 1 - value / default
 
 
+class SavingSummary(BaseModel):
+    """A saving compared with default clocks, as all outputs show it.
+
+    Errors are exceeded in at most 5 % of the cases.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    iterations: int = Field(description="Iterations that it covers.")
+    stalls: int = Field(0, description="Iterations of these that are not compared, because they contain a stall.")
+    saved_j: float = Field(description="Energy saved compared with default clocks [J]; negative if more was used.")
+    gained_s: float = Field(description="Time saved [s]; negative if the iterations took longer.")
+    saved: float | None = Field(
+        None, description="Energy saved, as a fraction of that at default clocks; none as long as plans are undecided."
+    )
+    saved_error: float | None = Field(None, description="Its error.")
+    slowdown: float | None = Field(None, description="Change of time as a fraction; 0.01 is 1 % longer.")
+    slowdown_error: float | None = Field(None, description="Its error.")
+    pairs: int = Field(0, description="Pairs of blocks that were compared in the trial of the plans.")
+    verdict: str = Field("unknown", description="Verdict of the trial.")
+    by_profile: bool = Field(False, description="Whether default clocks are predicted by the profile, not measured.")
+
+    @property
+    def word(self) -> str:
+        """Whether the saving is certain, in one word."""
+        return VERDICTS.get(self.verdict, "undecided")
+
+    @property
+    def certainty(self) -> str:
+        """Whether the saving is certain, with the number of pairs or the reason."""
+        if self.word == "undecided":
+            return f"undecided after {self.pairs} pair{'' if self.pairs == 1 else 's'} of blocks"
+        return self.word if self.word == "certain" else f"{self.word} ({self.verdict})"
+
+    @property
+    def energy(self) -> str:
+        """The change of energy with its error. Only the number of pairs while it is undecided."""
+        if self.saved is None:
+            return f"{self.pairs} pair{'' if self.pairs == 1 else 's'}"
+        return with_error(-self.saved, self.saved_error)
+
+    @property
+    def time(self) -> str:
+        """The change of time with its error. Only the number of pairs while it is undecided."""
+        if self.slowdown is None:
+            return f"{self.pairs} pair{'' if self.pairs == 1 else 's'}"
+        return with_error(self.slowdown, self.slowdown_error)
+
+    @property
+    def baseline(self) -> str:
+        """Default clocks, with which the iterations are compared, in words."""
+        return "default clocks by the profile" if self.by_profile else "default clocks of this job"
+
+    def in_words(self) -> str:
+        """Return a description in one line."""
+        energy = f"{joules(abs(self.saved_j))} {'less' if self.saved_j >= 0 else 'more'} energy"
+        time = f"{duration(abs(self.gained_s))} {'less' if self.gained_s >= 0 else 'more'} time"
+        energy += "" if self.saved is None else f" ({self.energy})"
+        time += "" if self.slowdown is None else f" ({self.time})"
+        stalls = f", {self.stalls} with stalls not compared" if self.stalls else ""
+        return plain(f"{energy}, {time} than {self.baseline}{stalls}: {self.certainty}")
+
+
+class PlanSummary(BaseModel):
+    """Iterations under one plan, compared with default clocks."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    plan: int
+    order: int = 0
+    iterations: int
+    saved_j: float
+    gained_s: float
+
+
+class OrderSummary(BaseModel):
+    """Iterations of one order of passes.
+
+    Attributes:
+        micro_batches: None if unknown.
+        planned: Number of these iterations that ran under plans.
+        saved_j: Energy saved by these [J].
+        gained_s: Time saved by these [s].
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    order: int = 0
+    micro_batches: int | None = None
+    iterations: int = 0
+    planned: int = 0
+    saved_j: float = 0.0
+    gained_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        if self.order == NO_ORDER:
+            return "other orders"
+        return f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
+
+    def in_words(self) -> str:
+        text = f"{self.name}: {self.planned} of {self.iterations} iterations under plans"
+        return f"{text}, {against_default_clocks(-self.gained_s, -self.saved_j)}" if self.planned else text
+
+
 class Event(RunRecord):
     """An event between iterations, also of a kind that this version does not know."""
 
@@ -147,6 +288,8 @@ class Started(Event):
     goal: dict[str, Any] | None = None
     engines: list[str] | None = None
     micro_batches: int | None = None
+    ranks: int | None = None
+    pipelines: int | None = None
     settings: GpuSettings | None = None
 
     def in_words(self) -> str:
@@ -194,25 +337,19 @@ class PlanJudged(Event):
 
     event: Literal["proof"] = "proof"
     plan: int | None = None
-    order: int = 0
     kept: bool = False
     reason: str = ""
     then: str = ""
-    slowdown: float = 0.0
-    slowdown_error: float = 0.0
+    saving: SavingSummary | None = None
     promised_slowdown: float = 0.0
-    saved: float = 0.0
-    saved_error: float = 0.0
     promised_saved: float = 0.0
 
     def in_words(self) -> str:
-        energy = f"{percent(-self.saved)} ± {percent(self.saved_error).lstrip('+')} energy"
-        time = f"{percent(self.slowdown)} ± {percent(self.slowdown_error).lstrip('+')} time"
-        decided = f"plan {self.plan}{of_order(self.order)} is {'kept' if self.kept else 'dropped'}"
-        decided += f", since {self.reason}" if self.reason else ""
-        promised = changes(self.promised_slowdown, self.promised_saved)
-        compared = f"{decided}: {energy}, {time} (promised {promised}), against default clocks of this job"
-        return f"{compared}; {self.then}" if self.then else compared
+        text = f"plan {self.plan} is {'kept' if self.kept else 'dropped'}"
+        text += f", since {self.reason}" if self.reason else ""
+        if self.saving is not None:
+            text += f": {self.saving.in_words()} (promised {changes(self.promised_slowdown, self.promised_saved)})"
+        return f"{text}; {self.then}" if self.then else text
 
 
 class OrderPlanned(Event):
@@ -326,80 +463,6 @@ class Recovered(Event):
         return f"rank {self.rank} runs under plans again"
 
 
-class _Summary(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class PlanSummary(_Summary):
-    """Iterations under one plan, compared with the same iterations at default clocks."""
-
-    plan: int
-    iterations: int
-    slowdown: float
-    saved: float | None
-
-    def in_words(self) -> str:
-        return f"plan {self.plan}: {self.iterations} iterations, {_less_or_more(self.slowdown, self.saved)}"
-
-
-class KindSummary(_Summary):
-    """Iterations with the same order of passes.
-
-    Attributes:
-        order: Number of the order if ``micro_batches`` is unknown, otherwise 0.
-        planned: Number of these iterations that ran under plans.
-        slowdown: Increase of the time of the planned iterations, as a fraction of their time at default clocks.
-        saved: Decrease of their energy, as a fraction of their energy at default clocks.
-    """
-
-    micro_batches: int | None = None
-    order: int = 0
-    iterations: int = 0
-    planned: int = 0
-    slowdown: float | None = None
-    saved: float | None = None
-
-    @property
-    def name(self) -> str:
-        if self.order == NO_ORDER:
-            return "other orders"
-        return f"{self.micro_batches} micro-batches" if self.micro_batches is not None else f"order {self.order}"
-
-    def in_words(self) -> str:
-        text = f"{self.name}: {self.planned} of {self.iterations} iterations under plans"
-        if self.slowdown is None:
-            return text
-        return f"{text}, {_less_or_more(self.slowdown, self.saved)}"
-
-
-class WholeSummary(_Summary):
-    """Saving of a job in all its steps, including profiling and comparisons, relative to default clocks.
-
-    Attributes:
-        saved: Energy saved, as a fraction of the energy that default clocks would have used.
-        gained_s: Time saved [s], negative if the job took longer; ``gained`` is its fraction of the time at default
-            clocks.
-        stalls: Number of iterations that were not compared because they contain a stall.
-    """
-
-    steps: int
-    saved_j: float
-    saved: float
-    gained_s: float
-    gained: float
-    stalls: int = 0
-
-    def in_words(self) -> str:
-        less = "less" if self.saved_j >= 0 else "more"
-        energy = f"{joules(abs(self.saved_j))} {less} energy ({percent(-self.saved)})"
-        time = (
-            f"{duration(abs(self.gained_s))} {'less' if self.gained_s >= 0 else 'more'} time ({percent(-self.gained)})"
-        )
-        a_step = f"{joules(abs(self.saved_j) / self.steps)} {less} a step"
-        text = f"all {self.steps} steps, profiling and comparisons included: {energy}, {time}, {a_step}"
-        return plain(text + (f" (without {self.stalls} with stalls)" if self.stalls else ""))
-
-
 class Ended(Event):
     """The job ended: totals since it started, and savings over all its starts."""
 
@@ -410,16 +473,10 @@ class Ended(Event):
     without_energy: int = 0
     clock_changes: int = 0
     clock_skips: int = 0
-    planned: int = 0
-    saved_j: float = 0.0
-    gained_s: float = 0.0
-    saved: float | None = None
-    slowdown: float | None = None
-    baseline: str | None = None
-    undecided: bool = False
-    whole: WholeSummary | None = None
+    under_plans: SavingSummary | None = None
+    whole: SavingSummary | None = None
     plans: tuple[PlanSummary, ...] = ()
-    kinds: tuple[KindSummary, ...] = ()
+    orders: tuple[OrderSummary, ...] = ()
 
     def in_words(self) -> str:
         text = f"{self.iterations} iterations, {duration(self.time_s)}, {joules(self.energy_j)}"
@@ -427,16 +484,13 @@ class Ended(Event):
         if self.without_energy:
             text += f" (not counting {self.without_energy} iterations with unknown energy)"
         text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
-        if self.saved is not None and self.slowdown is not None:
-            typical = _less_or_more(self.slowdown, self.saved)
-            text += f"; {self.planned} under plans: a typical one takes {typical} than at {self.baseline}"
-            text += f" ({UNDECIDED})" if self.undecided else ""
-        if len(self.plans) > 1:
-            longest = sorted(self.plans, key=lambda plan: -plan.iterations)[:_MOST_IN_WORDS]
-            text += f" ({'; '.join(plan.in_words() for plan in longest if plan.saved is not None)})"
-        if self.kinds:
-            text += f"; {'; '.join(kind.in_words() for kind in self.kinds[:_MOST_IN_WORDS])}"
-        return plain(f"{text}; {self.whole.in_words()}" if self.whole is not None else text)
+        if self.under_plans is not None:
+            text += f"; {self.under_plans.iterations} iterations under plans: {self.under_plans.in_words()}"
+        if self.whole is not None:
+            text += f"; {self.whole.iterations} iterations in all, profiling counted: {self.whole.in_words()}"
+        if self.orders:
+            text += f"; {'; '.join(order.in_words() for order in self.orders[:_MOST_IN_WORDS])}"
+        return plain(text)
 
 
 Record = IterationRecord | Event
@@ -485,8 +539,12 @@ def changes(slowdown: float | None, saved: float | None) -> str:
     return f"{time}, {energy}"
 
 
-def _less_or_more(slowdown: float, saved: float | None) -> str:
-    return plain(f"{less_or_more(-(saved or 0.0))} energy and {less_or_more(slowdown)} time")
+def with_error(change: float, error: float | None) -> str:
+    """Return a relative change with its error."""
+    if error is None:
+        return percent(change)
+    number, unit = percent(change).split()
+    return f"{number} \N{PLUS-MINUS SIGN} {100 * error:.1f}\N{NARROW NO-BREAK SPACE}{unit}"
 
 
 def against_default_clocks(extra_s: float, extra_j: float) -> str:

@@ -22,11 +22,11 @@ from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, MOST_STAGES
 from perseus_ds.cli.values import RunArguments, flag_of
 from perseus_ds.errors import ConfigError, ProfileError
-from perseus_ds.measures import AT_DEFAULT_CLOCKS
 from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.report.sources import Sources, connect, find_sources, read_history
+from perseus_ds.progress.sums import AT_DEFAULT_CLOCKS
+from perseus_ds.report.inputs import Inputs, connect, read, read_run
 from perseus_ds.units import printable
 
 if TYPE_CHECKING:
@@ -137,11 +137,11 @@ def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def sources_for(arguments: RunArguments) -> Sources:
+def sources_for(arguments: RunArguments) -> Inputs:
     """Read the inputs selected by the arguments."""
-    found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
-    folders = [history.folder for history in found.histories]
-    jobs = {history.last_start.job for history in found.histories} - {None}
+    found = read(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
+    folders = [run.folder for run in found.runs]
+    jobs = {run.start.job for run in found.runs} - {None}
     if len(jobs) > 1 and not arguments.runs and arguments.run not in folders:
         raise ConfigError(
             f"{arguments.run}: its runs are of {len(jobs)} different jobs. Give the folder of one: "
@@ -178,7 +178,7 @@ def measured_job(
         raise ConfigError(f"{path}: no such file or folder. Give the output_dir of a job, or its profile.csv.")
     folder = folder_of(path)
     timeline = TimelineFile.load(folder / "timeline.json") if (folder / "timeline.json").is_file() else None
-    history = read_history(folder) if (folder / FILE_NAME).is_file() else None
+    history = read_run(folder).job.history if (folder / FILE_NAME).is_file() else None
     if path.is_file() or (folder / "profile.csv").is_file():
         profile = StageProfile.load(path)
         if blocking_power_w is not None:
@@ -205,10 +205,10 @@ def measured_job(
             f"{path}: the layout has {len(layout.stages)} stages, the profile {profile.num_stages}. They belong to "
             "different jobs: measure the profile again."
         )
-    steps = [step for step in history.steps if step.counts] if history else []
-    # From the phase in which iterations are least disturbed.
-    by_phase_s = ([step.time_s for step in steps if step.phase == phase] for phase in AT_DEFAULT_CLOCKS)
-    times_s: list[float] = next((found_s for found_s in by_phase_s if len(found_s) > 1), [])
+    # From the phase in which iterations are least disturbed. The first one of a job is slow.
+    points = history.points if history else {}
+    by_phase = (points[phase].points for phase in AT_DEFAULT_CLOCKS if phase in points)
+    times_s = next(([point.time_s for point in found] for found in by_phase if len(found) > 1), [])
     return MeasuredJob(
         layout=layout,
         profile=profile,

@@ -84,8 +84,8 @@ class Status(Job):
         from pydantic import ValidationError
 
         from perseus_ds.cli.main import terminal
+        from perseus_ds.progress.facts import JobFacts
         from perseus_ds.report.live import JobScreen, Screen
-        from perseus_ds.server.progress import JobFacts
 
         status = _send(self.run, {"command": "status"})["status"]
         if self.json:

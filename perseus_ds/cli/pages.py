@@ -13,7 +13,7 @@ from perseus_ds.cli.values import Amount, OptionalCount, OptionalIndex, Optional
 from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
-    from perseus_ds.report.sources import Sources
+    from perseus_ds.report.inputs import Inputs
     from perseus_ds.report.timeline import Timeline
 
 
@@ -40,19 +40,18 @@ class Report(RunArguments):
     def execute(self) -> int:
         from perseus_ds.artifacts.evidence import FILE_NAME
         from perseus_ds.cli.inputs import sources_for
-        from perseus_ds.report.jobs import Factors, jobs_of, main_job
-        from perseus_ds.report.page import as_text, report_page, tiles, write_output
+        from perseus_ds.report.facts import Factors, facts
+        from perseus_ds.report.page import html, text, write_output
 
         if (self.run / FILE_NAME).is_file():
             return _report_evidence(self.run, self.out)
         found = sources_for(self)
         factors = Factors(**{field.name: getattr(self, field.name) for field in fields(Factors)})
-        jobs = jobs_of(found)
-        shown = tiles(found, main_job(jobs), factors)
-        out = write_output(report_page(found, jobs, shown, factors), self.out, self.run, "report.html")
-        print(as_text(shown, simulated=found.simulated, energy_notes=found.energy_notes))
-        for text in found.missing:
-            print(f"Not in the report: {text}")
+        report = facts(found, factors)
+        out = write_output(html(report), self.out, self.run, "report.html")
+        print(text(report))
+        for missing in found.missing:
+            print(f"Not in the report: {missing}")
         print(f"Written: {out}")
         return 0
 
@@ -86,10 +85,10 @@ class Compare:
 
     def execute(self) -> int:
         from perseus_ds.report.comparison import compare, comparison_page, comparison_text
+        from perseus_ds.report.inputs import read
         from perseus_ds.report.page import write_output
-        from perseus_ds.report.sources import find_sources
 
-        comparison = compare([find_sources(folder) for folder in self.runs], self.baseline)
+        comparison = compare([read(folder) for folder in self.runs], self.baseline)
         out = write_output(comparison_page(comparison), self.out, self.runs[0], "comparison.html")
         print(comparison_text(comparison))
         print(f"Written: {out}")
@@ -107,15 +106,15 @@ class Trace(RunArguments):
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import sources_for
+        from perseus_ds.report.inputs import label
         from perseus_ds.report.page import write_output
-        from perseus_ds.report.sources import label
         from perseus_ds.report.timeline import chrome_trace, measured_timeline
 
         found = sources_for(self)
         suffix = ", simulated" if found.simulated else ""
         timelines = {f"predicted: {name}{suffix}": each for name, each in _predicted(found, self.plan).items()}
-        for history, iteration in found.measured:
-            name = f"measured: {label(history, iteration)}{suffix}"
+        for run, iteration in found.measured:
+            name = f"measured: {label(run, iteration)}{suffix}"
             timelines[name] = measured_timeline(iteration)
         if not timelines:
             raise ConfigError(f"{self.run}: there is no timeline to write. {' '.join(found.missing)}")
@@ -128,7 +127,7 @@ class Trace(RunArguments):
         return 0
 
 
-def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
+def _predicted(found: Inputs, number: int | None) -> dict[str, Timeline]:
     from perseus_ds.report.timeline import timeline
 
     if found.dag is None or found.profile is None or found.frontier is None:
@@ -159,7 +158,7 @@ class Plot(RunArguments):
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import check_folder, sources_for
-        from perseus_ds.report.jobs import points_of_one_pipeline
+        from perseus_ds.report.facts import points_of_one_pipeline
         from perseus_ds.report.pictures import frontier_picture, timeline_picture
         from perseus_ds.report.timeline import timeline
 

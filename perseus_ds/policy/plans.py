@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.measures import STALL
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.decisions import MARGIN
 from perseus_ds.savings import Default
@@ -21,7 +20,6 @@ class Forecast:
     Those at default clocks were either measured in this job or come from the profile.
 
     Attributes:
-        stall_s: Time above which an iteration under these plans contains a stall [s].
         is_refuted: Whether they come from a profile from which passes deviate by more than ``max_drift``.
     """
 
@@ -29,7 +27,6 @@ class Forecast:
     energy_j: float
     default_time_s: float
     default_energy_j: float
-    stall_s: float
     default_measured: bool = False
     is_refuted: bool = False
 
@@ -109,7 +106,6 @@ class Plans:
             energy_j=time_s * self.promised_power * default.power_w,
             default_time_s=default.time_s,
             default_energy_j=default.energy_j,
-            stall_s=STALL * time_s,
             default_measured=default.is_measured,
             is_refuted=is_refuted and not default.is_measured,
         )

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import ClockTimes
 from perseus_ds.artifacts.profile import Floats
-from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
+from perseus_ds.profiler.estimates import error_of_median
 
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0

@@ -4,7 +4,7 @@ Definitions:
 
 - A *block* is a number of consecutive iterations, all at default clocks or all under plans. Its level is their mean
   time and energy, each relative to those of default clocks for the order and the inputs of the iteration. Iterations
-  that contain a stall (``measures.py``) are left out of all blocks.
+  that contain a stall (``savings.py``) are left out of all blocks.
 - A *pair* compares the blocks under plans between two blocks at default clocks with their neighbours: the first with
   the block before it, the last with the block after it. So a steady drift of the job cancels. Neighbours under
   different limits of GPUs are not compared, and a pair without comparable neighbours is no evidence.
@@ -30,13 +30,13 @@ from enum import Enum
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from scipy.special import stdtrit
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import Floats
-from perseus_ds.measures import STALL
-from perseus_ds.savings import DefaultClocks, Size
+from perseus_ds.artifacts.run_records import TrialState
+from perseus_ds.savings import STALL, DefaultClocks, Size, Sums
 
 TOLERANCE = 0.01
 """Accepted lateness of a plan as a fraction, because clock changes take effect with a small delay."""
@@ -269,11 +269,14 @@ class Trial(FileModel):
         pairs: The evidence.
         blocks: Number of blocks under plans between two at default clocks.
         left: Number of these blocks that are still to run.
+        saving: Sums over all iterations under the plans.
     """
 
     pairs: list[Pair] = Field(default_factory=list, max_length=_KEPT_PAIRS)
     blocks: Annotated[int, Field(ge=1, le=_MOST_BLOCKS)] = 1
     left: Annotated[int, Field(ge=0, le=_MOST_BLOCKS)] = 1
+    saving: Sums = Field(default_factory=Sums)
+    _recorded: tuple[list[Pair], TrialState] | None = PrivateAttr(None)
 
     def add(self, pair: Pair | None) -> Verdict:
         """Add a pair, or None if the last blocks could not be compared, and return the verdict."""
@@ -300,6 +303,7 @@ class Trial(FileModel):
     def restart(self) -> None:
         """Forget the evidence, because other plans run from now on."""
         self.pairs, self.blocks, self.left = [], 1, 1
+        self.saving = Sums()
 
     def estimates(self, latest: int = _KEPT_PAIRS) -> tuple[Estimate, Estimate]:
         """Return the lateness of plans and the change of energy over the latest pairs, as logarithms of ratios."""
@@ -334,6 +338,19 @@ class Trial(FileModel):
         """True if all pairs that are kept are evidence for the present plans."""
         return len(self.pairs) == _KEPT_PAIRS
 
+    def recorded(self) -> TrialState:
+        """Return what records of iterations contain of the trial."""
+        if self._recorded is None or self._recorded[0] is not self.pairs:
+            figures = self.figures
+            state = TrialState(
+                pairs=figures.pairs,
+                verdict=self.verdict().value,
+                **_known("slowdown", figures.slowdown, figures.slowdown_error),
+                **_known("saved", figures.saved, figures.saved_error),
+            )
+            self._recorded = self.pairs, state
+        return self._recorded[1]
+
     @property
     def figures(self) -> TrialFigures:
         """Slowdown and saving that the evidence shows."""
@@ -350,6 +367,11 @@ class Trial(FileModel):
             saved=1 - energy_ratio,
             saved_error=energy_ratio * energy.uncertainty(_STATED),
         )
+
+
+def _known(name: str, value: float, error: float) -> dict[str, float]:
+    """Return a figure with its error. Empty if there are too few pairs."""
+    return {name: round(value, 6), f"{name}_error": round(error, 6)} if math.isfinite(error) else {}
 
 
 class TrialFigures(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -402,3 +402,8 @@ def _likelihood(covariance: Floats, residual: Floats) -> float:
     solved, failed = dpotrs(factor, residual, lower=1)
     likelihood = -0.5 * float(residual @ solved) - float(np.log(np.diag(factor)).sum())
     return likelihood if not failed and math.isfinite(likelihood) else -math.inf
+
+
+def error_of_median(deviations: Iterable[float], samples: int) -> float:
+    """Return a robust estimate of the standard error of the median of that number of samples."""
+    return 1.25 * 1.4826 * statistics.median(map(abs, deviations)) / math.sqrt(samples)

@@ -37,11 +37,11 @@ from perseus_ds.artifacts.profile import (
     incomplete_clocks,
 )
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.measures import STALL, error_of_median
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Span
+from perseus_ds.profiler.estimates import error_of_median
 from perseus_ds.profiler.fixed_durations import tails_s
-from perseus_ds.savings import exponent
+from perseus_ds.savings import STALL, exponent
 
 # Error of the time of a refresh [s], and lower bound of the relative variation of power between instructions. A larger
 # variation shows in the residuals.

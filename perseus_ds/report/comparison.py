@@ -7,141 +7,153 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from perseus_ds.artifacts.profile import energy_note
-from perseus_ds.artifacts.run_records import ClockRefused
+from perseus_ds.artifacts.run_records import SavingSummary, with_error
 from perseus_ds.errors import ConfigError
+from perseus_ds.report.facts import MeasuredPoint
 from perseus_ds.report.figures import MEASURED_SYMBOLS, SERIES, points_figure, trace
-from perseus_ds.report.jobs import MeasuredPoint, measured_points
+from perseus_ds.report.inputs import Inputs, RecordedRun
 from perseus_ds.report.page import rendered
-from perseus_ds.report.sources import History, Sources
 from perseus_ds.units import columns, duration, joules, percent, watts, whole
 
 
 @dataclass(frozen=True)
-class Row:
-    """The typical iteration of one run, of the whole job, either at default clocks or under one plan.
+class ComparedRow:
+    """The mean iteration of one run, of the whole job, at default clocks or under plans.
 
-    The number of samples per iteration is None if it is unknown.
+    Attributes:
+        samples: Number of samples per iteration; None if it is unknown.
+        saving: The saving of a run under plans; None at default clocks.
     """
 
-    history: History
+    run: RecordedRun
     point: MeasuredPoint
     samples: int | None
+    saving: SavingSummary | None
 
     @property
     def name(self) -> str:
         """The run, and its clocks or plan."""
-        return f"{self.history.name}: {self.point.label}"
+        return f"{self.run.name}: {self.point.label}"
 
     @property
-    def is_of_verdict(self) -> bool:
-        """True if the job's verdict compared these iterations at default clocks with a plan."""
-        return self.point.plan is None and self.history.measures.verdict is not None
+    def power(self) -> str:
+        """Mean power of all GPUs, in words."""
+        return watts(self.point.energy_j / self.point.time_s)
 
     @property
-    def power_w(self) -> float:
-        """Mean power of all GPUs [W]."""
-        return self.point.energy_j / self.point.time_s
-
-    @property
-    def energy_per_sample_j(self) -> float | None:
-        """Energy of one sample [J], or None if the job's size is unknown."""
-        return self.point.energy_j / self.samples if self.samples else None
+    def energy_per_sample(self) -> str:
+        """Energy of one sample, in words."""
+        return joules(self.point.energy_j / self.samples if self.samples else None)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A comparison of runs with a baseline, which is one of the rows, and the reason why it was chosen."""
 
-    rows: tuple[Row, ...]
-    baseline: Row
+    rows: tuple[ComparedRow, ...]
+    baseline: ComparedRow
     why: str
     notes: tuple[str, ...]
 
-    def time(self, row: Row) -> float:
-        """Return the iteration time relative to the baseline: 0.1 is 10 % more."""
-        return row.point.time_s / self.baseline.point.time_s - 1
+    def time(self, row: ComparedRow) -> str:
+        """Return the change of the iteration time relative to the baseline, in words."""
+        return self._change(row, row.point.time_s / self.baseline.point.time_s - 1, "slowdown_error", "time")
 
-    def energy(self, row: Row) -> float:
-        """Return the energy relative to the baseline: 0.1 is 10 % more."""
-        return row.point.energy_j / self.baseline.point.energy_j - 1
+    def energy(self, row: ComparedRow) -> str:
+        """Return the change of energy relative to the baseline, in words."""
+        return self._change(row, row.point.energy_j / self.baseline.point.energy_j - 1, "saved_error", "energy")
+
+    def _change(self, row: ComparedRow, change: float, error: str, figure: str) -> str:
+        """Return a change with its error, or the number of pairs if the plans of a run are undecided."""
+        if row.saving is None:
+            return percent(change)
+        if row.saving.saved is None:
+            return str(getattr(row.saving, figure))
+        return with_error(change, getattr(row.saving, error))
 
 
-def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
+def compare(runs: Sequence[Inputs], baseline: str | None = None) -> Comparison:
     """Compare runs.
 
     The baseline is a run or a row with the given name. By default, it consists of iterations at default clocks:
-    preferably those of a plan's verdict, otherwise the longest series.
+    preferably what default clocks take for the iterations under plans, otherwise the longest series.
     """
-    found = [(history, each.samples(history)) for each in runs for history in each.histories]
-    histories = [history for history, _ in found]
-    _name_runs(histories)
+    found = [(run, each.samples(run)) for each in runs for run in each.runs]
+    _name_runs([run for run, _ in found])
     rows, notes = [], []
-    for history, samples in found:
-        points = measured_points(history)
-        rows += [Row(history, point, samples) for point in points]
-        if not points and history.last_start.mode != "profile":
-            notes.append(f"{history.name}: no iterations of known energy at default clocks or under a plan.")
-    if all(row.point.plan is not None for row in rows):
-        predicted = ((history, _predicted(history), samples) for history, samples in found)
-        rows += [Row(history, point, samples) for history, point, samples in predicted if point is not None][:1]
+    for run, samples in found:
+        of_run = _rows(run, samples)
+        rows += of_run
+        if not of_run and run.start.mode != "profile":
+            notes.append(f"{run.name}: no iterations of known energy at default clocks or under a plan.")
     if not rows:
         raise ConfigError(f"Nothing to compare. {' '.join(notes)} Train for more steps.")
     chosen, why = _baseline(rows, baseline)
-    job = chosen.history.last_start.job
-    if others := sorted({row.history.name for row in rows if row.history.last_start.job != job}):
+    if others := sorted({row.run.name for row in rows if row.run.start.job != chosen.run.start.job}):
         notes.append(
-            f"{', '.join(others)}: not the same job as {chosen.history.name}: model, schedule, parallelism, GPU or "
+            f"{', '.join(others)}: not the same job as {chosen.run.name}: model, schedule, parallelism, GPU or "
             "versions differ, which may explain differences."
         )
-    notes += [f"{h.name}: {text}." for h in histories if (text := energy_note(h.last_start.settings))]
-    settings = {h.name: str(h.last_start.settings) for h in histories if h.last_start.settings is not None}
+    notes += [f"{row.run.name}: the saving is {row.saving.certainty}." for row in rows if row.saving is not None]
+    notes += [f"{run.name}: {text}." for run, _ in found if (text := energy_note(run.start.settings))]
+    settings = {run.name: str(run.start.settings) for run, _ in found if run.start.settings is not None}
     if len(set(settings.values())) > 1:
         notes += [f"{name}: GPUs with {what}." for name, what in settings.items()]
-    capped = sorted(history.name for history in histories if _is_capped(history))
-    if 0 < len(capped) < len(histories):
+    capped = sorted(run.name for run, _ in found if _is_capped(run))
+    if 0 < len(capped) < len(found):
         notes.append(
             f"{', '.join(capped)}: at default clocks, a power limit of the GPUs or another one kept clocks low."
         )
     return Comparison(tuple(rows), chosen, why, tuple(notes))
 
 
-def _predicted(history: History) -> MeasuredPoint | None:
-    """Return the profile's prediction for default clocks if too few iterations were measured there."""
-    baseline = history.measures.baseline()
-    if baseline is None or baseline.is_measured or baseline.typical.energy_j is None:
-        return None
-    return MeasuredPoint(str(baseline), None, baseline.typical.time_s, baseline.typical.energy_j, 0)
+def _rows(run: RecordedRun, samples: int | None) -> list[ComparedRow]:
+    """Return a row at default clocks, and one under plans if there are iterations under plans."""
+    job, rows = run.job, []
+    planned, default = job.planned, job.at_default_clocks
+    saving = job.under_plans
+    if planned.known and saving is not None:
+        mean = planned.mean()
+        plans = {conditions.plan for conditions in job.by_conditions() if conditions.is_planned}
+        name = f"plan {plans.pop()}" if len(plans) == 1 else "plans"
+        default_point = MeasuredPoint("default clocks", None, mean.default_s, mean.default_j, default.compared)
+        point = MeasuredPoint(name, 0, mean.time_s, mean.energy_j, planned.compared)
+        rows += [ComparedRow(run, default_point, samples, None), ComparedRow(run, point, samples, saving)]
+    elif default.known and run.start.mode != "profile":
+        mean = default.mean()
+        point = MeasuredPoint("default clocks", None, mean.time_s, mean.energy_j, default.compared)
+        rows.append(ComparedRow(run, point, samples, None))
+    return rows
 
 
-def _is_capped(history: History) -> bool:
+def _is_capped(run: RecordedRun) -> bool:
     """Return whether a power limit kept clocks low while the job ran at default clocks."""
-    refusals = [event for _, event in history.events if isinstance(event, ClockRefused)]
+    refusals = run.job.history.refused.values()
     return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
-def _name_runs(histories: Sequence[History]) -> None:
+def _name_runs(runs: Sequence[RecordedRun]) -> None:
     """Name each run by its folder, with as many parents as necessary to distinguish it."""
-    parts = [history.folder.resolve().parts for history in histories]
+    parts = [run.folder.resolve().parts for run in runs]
     depth = 1
     while len({found[-depth:] for found in parts}) < len(set(parts)):
         depth += 1
-    for history, found in zip(histories, parts, strict=True):
-        history.name = "/".join(found[-depth:])
+    for run, found in zip(runs, parts, strict=True):
+        run.name = "/".join(found[-depth:])
 
 
-def _baseline(rows: Sequence[Row], wanted: str | None) -> tuple[Row, str]:
+def _baseline(rows: Sequence[ComparedRow], wanted: str | None) -> tuple[ComparedRow, str]:
     if wanted is not None:
-        of_run = [row for row in rows if wanted in (row.history.name, row.name)]
+        of_run = [row for row in rows if wanted in (row.run.name, row.name)]
         if not of_run:
             raise ConfigError(f"--baseline {wanted}: expected one of {', '.join(row.name for row in rows)}.")
         return next((row for row in of_run if row.point.plan is None), of_run[0]), "as requested"
+    planned = {row.run.name for row in rows if row.saving is not None}
     default = [row for row in rows if row.point.plan is None]
-    if not default:
-        return rows[0], "the first one; none is at default clocks"
-    best = max(default, key=lambda row: (row.is_of_verdict, row.point.iterations))
-    if best.is_of_verdict:
-        return best, "with which its job compared its plans"
-    return best, "the longest series at default clocks" if best.point.iterations else "none were measured"
+    best = max(default, key=lambda row: (row.run.name in planned, row.point.iterations))
+    if best.run.name in planned:
+        return best, "what default clocks take for the iterations under its plans"
+    return best, "the longest series at default clocks"
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -158,7 +170,7 @@ def comparison_page(comparison: Comparison) -> str:
         eyebrow="perseus-ds compare",
         heading="Runs compared",
         facts=[f"baseline: {comparison.baseline.name}"],
-        simulated=any(row.history.simulated for row in comparison.rows),
+        simulated=any(row.run.job.present.is_simulated for row in comparison.rows),
         missing=[],
         comparison=comparison,
     )
@@ -169,15 +181,15 @@ def comparison_text(comparison: Comparison) -> str:
     table = [("run", "iterations", "time", "", "energy", "", "power", "a sample")]
     for row in comparison.rows:
         point, is_baseline = row.point, row is comparison.baseline
-        time = "baseline" if is_baseline else percent(comparison.time(row))
-        energy = "" if is_baseline else percent(comparison.energy(row))
+        time = "baseline" if is_baseline else comparison.time(row)
+        energy = "" if is_baseline else comparison.energy(row)
         table.append(
-            (row.name, whole(point.iterations), duration(point.time_s), time, joules(point.energy_j), energy,
-             watts(row.power_w), joules(row.energy_per_sample_j))
+            (row.name, whole(point.iterations), duration(point.time_s), time, joules(point.energy_j), energy, row.power,
+             row.energy_per_sample)
         )  # fmt: skip
     lines = columns(table)
-    lines.append(f"A typical iteration of all GPUs, against {comparison.baseline.name}: {comparison.why}.")
+    lines.append(f"A mean iteration of all GPUs, against {comparison.baseline.name}: {comparison.why}.")
     lines += comparison.notes
-    if runs := sorted({row.history.name for row in comparison.rows if row.history.simulated}):
+    if runs := sorted({row.run.name for row in comparison.rows if row.run.job.present.is_simulated}):
         lines.append(f"SIMULATED: {', '.join(runs)}.")
     return "\n".join(lines)

@@ -8,8 +8,6 @@ the background of at least 3 : 1 for lines and symbols and 4.5 : 1 for text.
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +17,10 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.measures import Baseline
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.report.jobs import MeasuredPoint, Trend
-from perseus_ds.report.sources import History
+from perseus_ds.report.facts import MeasuredPoint, Trend
+from perseus_ds.report.inputs import RecordedRun
+from perseus_ds.savings import MeanIteration
 from perseus_ds.units import duration, joules, percent
 
 Figure = dict[str, Any]
@@ -83,7 +81,7 @@ _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": Fal
 _LEAST_SHOWN = 0.1
 _LEAST_PERCENT = 5
 _LINE_PX = 15
-_MOST_POINTS, _MOST_EVENTS, _MOST_PHASES = 1500, 200, 20
+_MOST_PHASES = 20
 
 
 def variable(name: str) -> str:
@@ -270,49 +268,60 @@ def _profile_traces(profile: StageProfile, quantity: str) -> list[Figure]:
     return found
 
 
-def history_figure(histories: Sequence[History], baseline: Baseline | None) -> Figure:
-    """Draw energy and time of every iteration of all jobs, one job after the other.
+def history_figure(runs: Sequence[RecordedRun]) -> Figure:
+    """Draw energy and time of iterations of all jobs, one job after the other, and what default clocks take.
 
     Phases differ by colour and symbol. Events are dotted lines. Starts of jobs are solid lines with a name.
     """
-    starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
-    steps = [(x, history, step) for x, (history, step) in enumerate(((h, s) for h in histories for s in h.steps), 1)]
+    starts = [0, *itertools.accumulate(run.job.history.iterations for run in runs)]
     data = []
-    phases = Counter(step.phase for _, _, step in steps)
-    for phase, count in itertools.islice(phases.items(), _MOST_PHASES):
-        every = math.ceil(count / _MOST_POINTS)
-        shown = [found for found in steps if found[2].phase == phase][::every]
+    names = dict.fromkeys(phase for run in runs for phase in run.job.history.points)
+    for phase in itertools.islice(names, _MOST_PHASES):
+        shown = [
+            (start + point.place, run.name, point)
+            for start, run in zip(starts, runs, strict=False)
+            if phase in run.job.history.points
+            for point in run.job.history.points[phase].points
+        ]
+        every = max(run.job.history.points[phase].n for run in runs if phase in run.job.history.points)
         colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
         texts = [
-            f"{history.name}, iteration {step.iteration}, {phase}{'' if step.plan is None else f', plan {step.plan}'}: "
-            f"{joules(step.energy_j)}, {duration(step.time_s)}"
-            for _, history, step in shown
+            f"{name}, iteration {point.iteration}, {phase}{'' if point.plan is None else f', plan {point.plan}'}: "
+            f"{joules(point.energy_j)}, {duration(point.time_s)}"
+            for _, name, point in shown
         ]
-        name, xs = phase if every == 1 else f"{phase}, one in {every}", [x for x, _, _ in shown]
-        for values, row in (([s.energy_j for *_, s in shown], {}), ([s.time_s for *_, s in shown], _SECOND_ROW)):
-            drawn = trace(name, xs, values, colour, symbol=symbol, texts=texts)
+        title, xs = phase if every == 1 else f"{phase}, one in {every}", [x for x, _, _ in shown]
+        for values, row in (([p.energy_j for *_, p in shown], {}), ([p.time_s for *_, p in shown], _SECOND_ROW)):
+            drawn = trace(title, xs, values, colour, symbol=symbol, texts=texts)
             data.append(drawn | {"legendgroup": phase} | row)
-    if baseline is not None:
-        name = f"default clocks, {'measured' if baseline.is_measured else 'predicted'}"
-        for value, row in ((baseline.typical.energy_j, {}), (baseline.typical.time_s, _SECOND_ROW)):
-            drawn = trace(name, [0.5, len(steps) + 0.5], [value] * 2, "orange", dash="dash")
-            data.append(drawn | {"legendgroup": "baseline"} | row)
-    layout = _two_rows("iteration", [0.4, len(steps) + 0.6])
-    layout["shapes"], layout["annotations"] = _event_lines(histories, starts)
+    for start, run in zip(starts, runs, strict=False):
+        planned = run.job.planned
+        if planned.known:
+            data += _default_clocks(planned.mean(), [start + 0.5, start + run.job.history.iterations + 0.5])
+    layout = _two_rows("iteration", [0.4, starts[-1] + 0.6])
+    layout["shapes"], layout["annotations"] = _event_lines(runs, starts)
     return {"data": data, "layout": layout}
 
 
-def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
+def _default_clocks(mean: MeanIteration, range_: list[float]) -> list[Figure]:
+    """Draw lines at the energy and time that default clocks take."""
+    return [
+        trace("default clocks, mean", range_, [value] * 2, "orange", dash="dash") | {"legendgroup": "baseline"} | row
+        for value, row in ((mean.default_j, {}), (mean.default_s, _SECOND_ROW))
+    ]
+
+
+def _event_lines(runs: Sequence[RecordedRun], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
     lines: list[Figure] = []
     names: list[Figure] = []
-    for start, history in zip(starts, histories, strict=False):
-        drawn = sorted({after for after, event in history.events if event.event in _DRAWN_EVENTS})
-        lines += [_line(start + after + 0.5, "dot") for after in drawn[:_MOST_EVENTS]]
-        if len(histories) > 1:
+    for start, run in zip(starts, runs, strict=False):
+        drawn = sorted({after for after, event in run.job.history.events if event.event in _DRAWN_EVENTS})
+        lines += [_line(start + after + 0.5, "dot") for after in drawn]
+        if len(runs) > 1:
             lines.append(_line(start + 0.5, "solid"))
             # On three lines in turns, since the names of short runs would overlap.
             line = {"yshift": _LINE_PX * (len(names) % 3)}
-            names.append({"x": start + 0.5, "xanchor": "left", "text": history.name, **_AT_THE_BOTTOM, **line})
+            names.append({"x": start + 0.5, "xanchor": "left", "text": run.name, **_AT_THE_BOTTOM, **line})
     return lines, names
 
 

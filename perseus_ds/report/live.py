@@ -24,6 +24,7 @@ from rich.text import Text
 from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     RecordFollower,
+    SavingSummary,
     against_default_clocks,
     changes,
     goal_in_words,
@@ -31,8 +32,10 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.errors import ConfigError
+from perseus_ds.progress.facts import JobFacts, facts_of
+from perseus_ds.progress.present import PHASES
+from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.server.control_socket import ADDRESS_FILE
-from perseus_ds.server.progress import PHASES, JobFacts, JobLog
 from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts
 
 _PERIOD_S = 1.0
@@ -57,7 +60,7 @@ class JobFollower:
         self.records = RecordFollower(folder)
         self.problem = ""
         self._name = printable(folder.resolve().name)
-        self._log = JobLog(self._name)
+        self._jobs = JobsOfFile()
         # Facts of the last iteration in timeline.json, and the state of that file when it was read.
         self._timed: dict[str, tuple[float, ...]] = {}
         self._timeline: tuple[int, int] | None = None
@@ -68,8 +71,8 @@ class JobFollower:
         try:
             for is_another_file, records in self.records.read():
                 if is_another_file:
-                    self._log = JobLog(self._name)
-                self._log.add(records)
+                    self._jobs = JobsOfFile()
+                self._jobs.add(records)
         except OSError as error:  # a shared disk that does not respond, or a file that is being replaced
             self.problem = str(error)
         path = self.folder / "timeline.json"
@@ -79,7 +82,7 @@ class JobFollower:
                 self._timeline = found.st_mtime_ns, found.st_ino
                 for last in TimelineFile.load(path).iterations[-1:]:
                     self._timed = {"waits": tuple(last.waits), "busy_s": tuple(last.busy_s)}
-        return self._log.facts(now).model_copy(update=self._timed)
+        return facts_of(self._jobs.current, self._name, now).model_copy(update=self._timed)
 
 
 class Jobs:
@@ -111,7 +114,7 @@ class Jobs:
 
 _MANY = 6
 _MOST_PIPELINES = 16
-_MOST_KINDS = 6
+_MOST_ORDERS = 6
 _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 _BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"
 _ASCII_BLOCKS = "_.-~=+*#"
@@ -186,21 +189,18 @@ def _rows_of_job(facts: JobFacts) -> Iterator[_Row]:
 
 def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
     if (plan := facts.plan) is not None:
-        yield f"plan {plan.plan}", f"against {plan.baseline}", ""
-        yield "  promised", changes(plan.promised_slowdown, plan.promised_saving), ""
-        real = f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
-        unknown = "no typical iteration yet"
-        yield "  real", unknown if plan.slowdown is None else real, _colour_of_saving(plan.saving)
+        yield f"plan {plan.plan}", f"promised {changes(plan.promised_slowdown, plan.promised_saving)}", ""
+        yield "  real", _saving(plan.real), _colour_of_saving(plan.real)
     unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
     energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
     yield "energy", f"{energy}, {duration(facts.time_s)}{unread}", ""
-    yield "saved", _saved(facts), _colour_of_saving(facts.saved)
-    for kind in facts.kinds[:_MOST_KINDS]:
-        yield "  of these", kind.in_words(), _colour_of_saving(kind.saved)
+    yield "saved", _saving(facts.under_plans), _colour_of_saving(facts.under_plans)
+    for order in facts.orders[:_MOST_ORDERS]:
+        yield "  of these", order.in_words(), ""
     if facts.profiling_s or facts.profiling_j:
         yield "profiling", against_default_clocks(facts.profiling_s, facts.profiling_j), ""
     if facts.whole is not None:
-        yield "in all", facts.whole.in_words(), _colour_of_saving(facts.whole.saved)
+        yield "in all", _saving(facts.whole), _colour_of_saving(facts.whole)
     yield "pipelines", _pipelines(facts), ""
 
 
@@ -286,13 +286,10 @@ def _about(time_s: float) -> str:
     return f"{time_s / size:.0f} {unit}"
 
 
-def _saved(facts: JobFacts) -> str:
-    if facts.saved is None:
-        return "nothing yet: no iteration under a plan" if not facts.planned else "unknown"
-    energy = f"{joules(abs(facts.saved_j))} {'saved' if facts.saved_j >= 0 else 'more used'}"
-    time = f"{duration(abs(facts.gained_s))} {'gained' if facts.gained_s >= 0 else 'lost'}"
-    undecided = "undecided: " if facts.undecided else ""
-    return f"{undecided}{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
+def _saving(saving: SavingSummary | None) -> str:
+    if saving is None:
+        return "nothing yet: no iteration under a plan"
+    return f"{saving.in_words()}; {saving.iterations} iterations"
 
 
 def _pipelines(facts: JobFacts) -> str:
@@ -300,7 +297,7 @@ def _pipelines(facts: JobFacts) -> str:
         return ""
     shown = [
         f"{each.pipeline}: {joules(each.energy_j)}"
-        + (f", {joules(each.saved_j)} saved" if facts.saved is not None else "")
+        + (f", {joules(each.saved_j)} saved" if facts.under_plans is not None else "")
         for each in facts.pipelines[:_MOST_PIPELINES]
     ]
     if rest := facts.pipelines[_MOST_PIPELINES:]:
@@ -326,30 +323,31 @@ def _clocks(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
     yield "reached", Text.assemble(drawn, "  ", (text, "red" if below else "")), ""
 
 
-def _colour_of_saving(saving: float | None) -> str:
-    return "" if saving is None else "green" if saving >= 0 else "red"
+def _colour_of_saving(saving: SavingSummary | None) -> str:
+    if saving is None or saving.saved is None:
+        return ""
+    return "green" if saving.saved >= 0 else "red"
 
 
 def jobs_table(jobs: Sequence[JobFacts]) -> Table:
     """Return a table with a row for each job."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("job", overflow="ellipsis", min_width=8)
-    for column in ("step", "iter.", "power", "time", "energy", "saved", "end in"):
+    for column in ("step", "iter.", "power", "energy", "saved", "end in"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("phase, *SIMULATED" if any(facts.simulated for facts in jobs) else "phase", no_wrap=True)
     for facts in jobs:
-        plan = facts.plan
+        plan, saving = facts.plan, facts.under_plans
         phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
         if phase == "run" and plan is not None:
             phase = f"plan {plan.plan}"
-        phase += ", undecided" if facts.undecided else ""
+        phase += f", {saving.word}" if saving is not None else ""
         cells = (
             "-" if facts.step is None else str(facts.step),
             "-" if facts.iteration_s is None else duration(facts.iteration_s),
             "-" if facts.power_w is None else watts(facts.power_w),
-            "-" if plan is None else percent(plan.slowdown),
-            "-" if plan is None or plan.saving is None else percent(-plan.saving),
-            "-" if facts.saved is None else joules(facts.saved_j),
+            "-" if saving is None else saving.energy,
+            "-" if saving is None else joules(saving.saved_j),
             "-" if facts.remaining_s is None else _about(facts.remaining_s),
             f"{phase}*" if facts.simulated else phase,
         )

@@ -21,6 +21,7 @@ from perseus_ds.artifacts.profile import StageProfile, energy_note
 from perseus_ds.artifacts.schedule_table import ScheduleTable
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.report.facts import MeasuredPoint
 from perseus_ds.report.figures import (
     MEASURED_SYMBOLS,
     PALETTE,
@@ -29,7 +30,6 @@ from perseus_ds.report.figures import (
     frontier_traces,
     profile_figures,
 )
-from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.page import write_output
 from perseus_ds.report.timeline import Bar, Timeline, short_name
 from perseus_ds.units import percent

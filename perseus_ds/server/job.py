@@ -243,6 +243,8 @@ class Job:
             goal=self.config.goal.given(),
             engines=list(self.facts[0].models) or None,
             micro_batches=self.schedule.micro_batches,
+            ranks=self.world_size,
+            pipelines=self.info.data_parallel,
             settings=self.info.settings,
         )
 
@@ -351,6 +353,11 @@ class Order:
     @cached_property
     def dag(self) -> Dag:
         return Dag.build(self.job.schedule)
+
+    @cached_property
+    def passes(self) -> int:
+        """Number of passes of a pipeline in one iteration."""
+        return sum(map(len, self.job.schedule.instructions))
 
 
 def with_permission(job: Job) -> tuple[Job, str]:

@@ -14,8 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
+from perseus_ds.artifacts.run_records import SavingSummary
 from perseus_ds.config import MetricsConfig
-from perseus_ds.server.progress import PHASES, JobFacts, PipelineFacts, PlanFacts
+from perseus_ds.progress.facts import JobFacts, PipelineFacts, PlanFacts
+from perseus_ds.progress.present import PHASES
 
 _PERIOD_S = 5.0
 _CLOSE_S = 2.0
@@ -95,13 +97,15 @@ _COUNTERS = {
     "time_s": "perseus_iteration_seconds",
     "clock_changes": "perseus_clock_changes",
     "clock_skips": "perseus_clock_skips",
-    "planned": "perseus_planned_iterations",
 }
+# By field of a saving, and by suffix of the metric's name: of iterations under plans, of all, and of the plan's trial.
 _SAVINGS = {
-    "gained_s": "perseus_gained_seconds",
-    "saved": "perseus_saving_ratio",
-    "slowdown": "perseus_slowdown_ratio",
-    "undecided": "perseus_undecided",
+    "gained_s": "gained_seconds",
+    "saved": "saving_ratio",
+    "saved_error": "saving_error_ratio",
+    "slowdown": "slowdown_ratio",
+    "slowdown_error": "slowdown_error_ratio",
+    "pairs": "pairs",
 }
 _GAUGES = {
     "step": "perseus_step",
@@ -124,9 +128,7 @@ _GAUGES = {
 _GAUGES_OF_PLAN = {
     "plan": "perseus_plan",
     "promised_slowdown": "perseus_plan_promised_slowdown_ratio",
-    "slowdown": "perseus_plan_slowdown_ratio",
     "promised_saving": "perseus_plan_promised_saving_ratio",
-    "saving": "perseus_plan_saving_ratio",
 }
 
 
@@ -163,11 +165,25 @@ class JobCollector(Collector):
         saved_j = {str(each.pipeline): each.saved_j for each in facts.pipelines}
         text = of(PipelineFacts, "saved_j")
         yield metric(GaugeMetricFamily, "perseus_saved_joules", text, saved_j, "pipeline")
-        for field, name in _SAVINGS.items():
-            yield metric(GaugeMetricFamily, name, of(JobFacts, field), {"": getattr(facts, field)})
 
         def now(values: _Values) -> _Values:
             return {} if facts.ended else values
+
+        planned = facts.under_plans.iterations if facts.under_plans is not None else 0
+        text = "Iterations under plans."
+        yield metric(CounterMetricFamily, "perseus_planned_iterations", text, {"": planned})
+        savings = {"perseus_": facts.under_plans, "perseus_whole_": facts.whole}
+        for prefix, saving in savings.items():
+            for field, suffix in _SAVINGS.items():
+                value = getattr(saving, field, None)
+                yield metric(GaugeMetricFamily, prefix + suffix, of(SavingSummary, field), {"": value})
+            is_undecided = None if saving is None else float(saving.saved is None)
+            text = "1 as long as it is undecided whether plans save energy."
+            yield metric(GaugeMetricFamily, f"{prefix}undecided", text, {"": is_undecided})
+        real = None if facts.plan is None else facts.plan.real
+        for field, suffix in _SAVINGS.items():
+            value = getattr(real, field, None)
+            yield metric(GaugeMetricFamily, f"perseus_plan_{suffix}", of(SavingSummary, field), now({"": value}))
 
         for field, name in _GAUGES.items():
             yield metric(GaugeMetricFamily, name, of(JobFacts, field), now({"": getattr(facts, field)}))

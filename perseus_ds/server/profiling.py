@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from perseus_ds.config import ProfileConfig
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import Refreshes
-from perseus_ds.measures import Typical
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
@@ -37,6 +36,7 @@ from perseus_ds.profiler.fixed_durations import (
 )
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power_w, pooled
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
+from perseus_ds.savings import Sums, mean_without_stalls
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
 from perseus_ds.server.job import Job
 from perseus_ds.server.phases import ModeContext, observe
@@ -53,28 +53,16 @@ class Baseline:
     Attributes:
         spans: Operations of the shown pipeline, by rank and iteration.
         time_s: Mean time of the job's iterations without stalls [s]. Those of other orders are scaled to the last one.
-        energy_j: Their mean energy, of all GPUs [J].
         passes: Number of passes of a pipeline in such an iteration.
         tokens: Tokens of a micro-batch. None if they are unknown.
-        of_order: The same of each order that occurred, by its number.
         info: The job, and the durations of operations without a choice of clock.
     """
 
     spans: list[list[list[Span]]]
     time_s: float
-    energy_j: float
     passes: int
     tokens: float | None
-    of_order: Mapping[int, Typical]
     info: ProfileInfo
-
-    def cost_of(self, seen: Seen, passes: int) -> tuple[float, float]:
-        """Return the time [s] and energy [J] at default clocks of an iteration with a number of passes."""
-        own = None if seen.order is None else self.of_order.get(seen.order.number)
-        if own is not None:
-            return own.time_s, own.energy_j or 0.0
-        share = passes / self.passes
-        return share * self.time_s, share * self.energy_j
 
 
 async def warm_up(context: ModeContext) -> Baseline:
@@ -110,28 +98,11 @@ async def warm_up(context: ModeContext) -> Baseline:
     ]
     shares = [_passes(seen, job.shown) / _passes(measured[-1], job.shown) for seen in measured]
     times_s = [seen.time_s / share for seen, share in zip(measured, shares, strict=True)]
-    energies_j = [seen.reports.energy_j / share for seen, share in zip(measured, shares, strict=True)]
-    mean = Typical.mean_of(times_s, energies_j)
-    assert mean is not None, "there are iterations"
     passes = _passes(measured[-1], job.shown)
     tokens = [seen.size.mean for seen in measured if seen.size is not None]
     usual = statistics.geometric_mean(tokens) if len(tokens) == len(measured) else None
     info = _info(job, spans, measured).model_copy(update={"tokens_per_micro_batch": usual})
-    return Baseline(spans, mean.time_s, mean.energy_j or 0.0, passes, usual, _by_order(measured), info)
-
-
-def _by_order(iterations: Sequence[Seen]) -> dict[int, Typical]:
-    """Return the mean iteration of each order, by its number."""
-    found: dict[int, list[Seen]] = defaultdict(list)
-    for seen in iterations:
-        if seen.order is not None:
-            found[seen.order.number].append(seen)
-    means = {}
-    for number, of_order in found.items():
-        mean = Typical.mean_of([seen.time_s for seen in of_order], [seen.reports.energy_j for seen in of_order])
-        if mean is not None:
-            means[number] = mean
-    return means
+    return Baseline(spans, mean_without_stalls(times_s), passes, usual, info)
 
 
 def _after_tail_s(job: Job, seen: Seen) -> float:
@@ -231,8 +202,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
             order=job.order,
             resumed_clocks=search.resumed,
             iterations=measurement.iterations,
-            lost_s=round(measurement.lost_s, 3),
-            lost_j=round(measurement.lost_j, 3),
+            lost_s=round(-measurement.sums.gained_s, 3),
+            lost_j=round(-measurement.sums.saved_j, 3),
         )
     )
 
@@ -273,8 +244,7 @@ class _Measurement:
 
     Attributes:
         iterations: Number of measured iterations.
-        lost_s: Additional time of the job relative to default clocks [s].
-        lost_j: Additional energy of all GPUs [J].
+        sums: Sums over all iterations of the job meanwhile.
     """
 
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:
@@ -297,8 +267,8 @@ class _Measurement:
         self._received: Counter[int] = Counter()
         self.iterations = 0
         self._shares: list[float] = []
-        self.lost_s = 0.0
-        self.lost_j = 0.0
+        self.sums = Sums()
+        self._recorder = context.recorder
 
     async def measure(
         self, clock_mhz: int, time_s: float, next_phase: Callable[[], NextPhase], then_mhz: int | None
@@ -344,7 +314,9 @@ class _Measurement:
         return math.ceil((_SETTLE_S + self._settle_s + (refreshes + 1) * self._period_s) / time_s)
 
     def _add_iteration(self, seen: Seen) -> None:
-        run = seen.run
+        run, record = seen.run, self._recorder.last
+        if record is not None and record.phase == "profile":
+            self.sums.add(Sums.of(record))
         is_measured = run is not None and run.phase == "profile" and all(seen.contents.get(r) for r in self._ranks)
         clock_mhz = run.clock_mhz if run is not None and is_measured else None
         is_gap = bool(self._visit) and seen.number != self._visit[-1].number + 1  # another order may have run there
@@ -376,9 +348,6 @@ class _Measurement:
         for seen in visit:
             passes = _passes(seen, self._shown)
             self._shares.append(passes / self._baseline.passes)
-            default_s, default_j = self._baseline.cost_of(seen, passes)
-            self.lost_s += seen.time_s - default_s
-            self.lost_j += seen.reports.energy_j - default_j
 
     def _add(self, rank: int, clock_mhz: int, visit: Sequence[Seen], tails_s: Sequence[float]) -> None:
         counter = self._counters[rank]
@@ -445,8 +414,9 @@ class _Measurement:
 
     def remaining_s(self, iterations: int) -> float:
         """Estimate the time until a number of iterations are measured, at least one more [s]."""
-        lost_s = self.lost_s / self.iterations if self.iterations else 0.0
-        return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
+        sums = self.sums
+        each_s = sums.time_s / sums.iterations if sums.iterations else self._baseline.time_s
+        return max(1, iterations - self.iterations) * each_s
 
 
 def _passes(seen: Seen, ranks: Iterable[int]) -> int:

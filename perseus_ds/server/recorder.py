@@ -29,17 +29,21 @@ from perseus_ds.artifacts.run_records import (
     Record,
     RecordFollower,
     Started,
+    TrialState,
     to_line,
 )
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile, Work
 from perseus_ds.artifacts.validation import MOST_OPERATIONS
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Span, Transfer, Wait
+from perseus_ds.policy.plans import Forecast
 from perseus_ds.policy.reports import GpuLimit, RankReports
+from perseus_ds.progress.facts import JobFacts, end_of, facts_of
+from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.protocol.job_messages import Observed, Say, ToRank
+from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job
-from perseus_ds.server.progress import JobFacts, JobLog
 from perseus_ds.units import joules, plain
 
 _MONITOR_TAGS = {
@@ -88,8 +92,9 @@ class Recorder:
         self._send = send
         self._steps_per_print = steps_per_print
         self._has_monitor = has_monitor
-        self._log = JobLog(directory.resolve().name)
-        self._writer = RecordWriter(directory, self._log, self.warn)
+        self._jobs = JobsOfFile()
+        self._job: str | None = None
+        self._writer = RecordWriter(directory, self._jobs, self.warn)
         self.last: IterationRecord | None = None
         self._summarised = 0
         self._drift: float | None = None
@@ -104,6 +109,7 @@ class Recorder:
 
     def start(self, event: Started) -> None:
         """Record the start of the job, after all checks."""
+        self._job = event.job
         self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does")
         self.event(event)
 
@@ -116,11 +122,18 @@ class Recorder:
         self.event(event)
         self.say(plain(event.in_words()))
 
-    def add(self, seen: Seen, run: Run) -> None:
-        """Record an iteration. If ranks ran differently, ``run`` is what rank 0 ran."""
+    def add(self, seen: Seen, run: Run, default: Default | None = None, trial: TrialState | None = None) -> None:
+        """Record an iteration.
+
+        Args:
+            seen: The iteration.
+            run: What it ran; if ranks ran differently, what rank 0 ran.
+            default: What default clocks take for its order, if this is known.
+            trial: What the trial of its plans knows, if it ran under plans.
+        """
         self._time_s += seen.time_s
         self._compare_limits(self._lasting(seen.ranks.limits))
-        record = self.last = self._of_job(seen, run)
+        record = self.last = self._of_job(seen, run, default, trial)
         self._writer.write(record, may_wait=True)
         if self._has_monitor:
             prefix = "Perseus/simulated" if self._simulated else "Perseus"
@@ -168,7 +181,7 @@ class Recorder:
         There is no summary if the records of earlier starts are still being read.
         """
         self._writer.flush(_AT_END_S)
-        ended = self._log.at_end()
+        ended = self._jobs.read(end_of, self._job)
         if self._writer.has_read and ended.iterations > self._summarised:
             self._summarised = ended.iterations
             self.say(ended.in_words())
@@ -183,7 +196,9 @@ class Recorder:
 
     def facts(self) -> JobFacts:
         """Return the facts of the job over all its starts. Thread-safe."""
-        return self._log.facts(time.time())
+        name, now = self._directory.resolve().name, time.time()
+        facts: JobFacts = self._jobs.read(lambda job: facts_of(job, name, now))
+        return facts
 
     def say(self, text: str) -> None:
         """Print a line for the whole job."""
@@ -198,7 +213,7 @@ class Recorder:
         self.warn(warning)
         self.event(failed)
 
-    def _of_job(self, seen: Seen, run: Run) -> IterationRecord:
+    def _of_job(self, seen: Seen, run: Run, default: Default | None, trial: TrialState | None) -> IterationRecord:
         reports = seen.ranks
         energies_j = reports.energy_j
         energy_j = float(energies_j.sum())
@@ -210,7 +225,9 @@ class Recorder:
         failed = np.flatnonzero(reports.failed).tolist()
         order = NO_ORDER if seen.order is None else seen.order.number
         plans, following = run.plans.get(order), run.next_phase
-        forecast = None if plans is None or plans.forecast is None or plans.forecast.is_refuted else plans.forecast
+        forecast = None if plans is None else plans.forecast
+        if forecast is not None and forecast.is_refuted:
+            forecast = default = None
         return IterationRecord(
             simulated=self._simulated,
             iteration=seen.number,
@@ -224,12 +241,11 @@ class Recorder:
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline, energies_j)))
             if has_energy
             else None,
-            predicted_time_s=forecast and _rounded(forecast.time_s),
-            predicted_energy_j=forecast and _rounded(forecast.energy_j),
-            stall_s=forecast and _rounded(forecast.stall_s),
-            default_time_s=forecast and _rounded(forecast.default_time_s),
-            default_energy_j=forecast and _rounded(forecast.default_energy_j),
-            default_measured=forecast is not None and forecast.default_measured,
+            **_promise(forecast, default),
+            default_time_s=default and _rounded(default.time_s),
+            default_energy_j=default and _rounded(default.energy_j),
+            default_measured=default is not None and default.is_measured,
+            trial=None if plans is None else trial,
             drift=None if self._drift is None else _rounded(self._drift),
             clock_changes=int(reports.clock_changes.sum()),
             clock_skips=int(reports.clock_skips.sum()),
@@ -263,6 +279,16 @@ class Recorder:
         self.say(plain(text))
 
 
+def _promise(forecast: Forecast | None, default: Default | None) -> dict[str, float]:
+    """Return the time and energy that plans promise, relative to what default clocks take for this iteration."""
+    if forecast is None or default is None:
+        return {}
+    return {
+        "predicted_time_s": _rounded(default.time_s * forecast.time_s / forecast.default_time_s),
+        "predicted_energy_j": _rounded(default.energy_j * forecast.energy_j / forecast.default_energy_j),
+    }
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -289,14 +315,14 @@ class RecordWriter:
     """Appends records to the file in order, on a separate thread. All methods are thread-safe.
 
     Attributes:
-        has_read: Whether the log has all records of earlier starts.
+        has_read: Whether the sums contain all records of earlier starts.
     """
 
-    def __init__(self, directory: Path, log: JobLog, warn: Callable[[str], None]) -> None:
-        """Begin to read the records of earlier starts in a job's output folder, and add all records to a log."""
+    def __init__(self, directory: Path, jobs: JobsOfFile, warn: Callable[[str], None]) -> None:
+        """Begin to read the records of earlier starts in a job's output folder, and add all records to their sums."""
         self._path = directory / FILE_NAME
         self._warn = warn
-        self._log = log
+        self._jobs = jobs
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
         self._enqueued = self._written = 0  # numbers of records
@@ -339,7 +365,7 @@ class RecordWriter:
         while not is_over:
             read = None if self.has_read else next(earlier, None)
             self.has_read = read is None
-            self._log.add(read or ())
+            self._jobs.add(read or ())
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due, _TOGETHER_S if self.has_read else 0.0)
                 records, self._waiting = self._waiting, []
@@ -362,11 +388,11 @@ class RecordWriter:
             self._warn(f"the records of earlier starts cannot be read ({error!r})")
 
     def _line(self, record: Record) -> bytes:
-        """Add a record to the log, and return its line. Empty if there is an error."""
+        """Add a record to the sums, and return its line. Empty if there is an error."""
         try:
             line = to_line(record).encode()
             if self.has_read:  # otherwise it is read at the end of the file
-                self._log.add([record])
+                self._jobs.add([record])
         except Exception as error:  # the following records are still useful
             self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
             return b""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import energy_note
-from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, Failed, Recovered
+from perseus_ds.artifacts.run_records import FILE_NAME, NO_ORDER, ClockRefused, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
@@ -37,6 +37,7 @@ from perseus_ds.protocol.job_messages import (
     ToServer,
     Welcome,
 )
+from perseus_ds.savings import Default
 from perseus_ds.server import modes
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
 from perseus_ds.server.iterations import Mode, Run, Seen
@@ -52,6 +53,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _FIRST_BACK_OFF = 10
+_AT_DEFAULT_CLOCKS = None, None
+"""The key of default clocks, as returned by :meth:`Run.clocks`."""
 _MOST_OPEN = 64
 """Maximum number of iterations that wait for reports of ranks. The oldest ones are dropped."""
 _MISSING_S, _MISSING_ITERATIONS = 10.0, 5
@@ -133,6 +136,7 @@ class JobServer:
         self.control.steps = first.steps or 0
         self._step_offsets.append((0, self.control.steps))
         self._back_off = BackOff(_FIRST_BACK_OFF)
+        self._was_at_default_clocks = False
         self._left_s: float | None = None
         self.is_over = False
         self.has_ended = False
@@ -355,6 +359,7 @@ class JobServer:
             ended=first.ended,
             order=order,
         )
+        default = self._default_clocks(seen)
         self.control.count_step(seen.number)
         self.runs.time_s = seen.time_s
         if order is not None:
@@ -364,13 +369,30 @@ class JobServer:
         recorded = run or self.runs.known.get(first.serial) or UNPLANNED
         if messages[0].has_failed:
             recorded = Run(recorded.phase, next_phase=recorded.next_phase)  # without its plan
-        self.recorder.add(seen, recorded)
+        self.recorder.add(seen, recorded, default, self.plan_state.trial.recorded())
         if run is not None and order is self.orders.first:
             self._timelines.add(seen, run, self.job)
         for rank in self.runs.behind(number, messages):
             self.resend(rank)
         if not self.has_ended and self._left_s is None:
             self._advance(seen)
+
+    def _default_clocks(self, seen: Seen) -> Default | None:
+        """Return what default clocks take for the order of an iteration, and learn from it if it ran at these.
+
+        The first iteration after a change of clocks may begin at the previous ones.
+        """
+        order, run, known = seen.order, seen.run, self.plan_state.default
+        number = NO_ORDER if order is None else order.number
+        was_at_default_clocks = self._was_at_default_clocks
+        is_at_default_clocks = run is not None and run.clocks(number) == _AT_DEFAULT_CLOCKS
+        self._was_at_default_clocks = is_at_default_clocks and not seen.reports.failed
+        if order is None:
+            return None
+        known.set_passes(number, order.passes)
+        if was_at_default_clocks and self._was_at_default_clocks:
+            known.add(number, seen.time_s, seen.reports.energy_j, seen.size)
+        return known.of(number, seen.size)
 
     def _advance(self, seen: Seen | None) -> None:
         """Pass an iteration to the job's mode, or None to start it, and send the run that it requests."""

@@ -12,8 +12,9 @@ from typing import Any
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.policy.reports import JobDrift, rank_drift
 from perseus_ds.policy.trial import Block, BlockIteration, Limits, Verdict, compare
+from perseus_ds.progress.sums import saving_summary
 from perseus_ds.protocol.job_messages import Times
-from perseus_ds.savings import DefaultClocks
+from perseus_ds.savings import DefaultClocks, Sums
 from perseus_ds.server.frontiers import Planner
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 from perseus_ds.server.job import Job
@@ -159,9 +160,6 @@ class PlanRunner:
             before = self._latest_clocks
             seen = await self._train(self._planned() if is_planned else self._default("default"))
             self._add(block, seen, before)
-        if not is_planned:
-            for one in block.iterations:
-                self._state.default.add(one.order, one.time_s, float(one.energies_j.sum()), one.size)
         return block
 
     def _add(self, block: Block, seen: Seen, before: _Clocks) -> None:
@@ -200,6 +198,8 @@ class PlanRunner:
         """
         condition = self.selector.is_paused, self.selector.is_capped
         seen = await iteration(run)
+        if seen.plans is not None and self._recorder.last is not None:
+            self._state.trial.saving.add(Sums.of(self._recorder.last))
         self._iteration_s = seen.time_s
         self._latest_clocks = _Clocks.of(seen)
         self.selector.learn(seen)
@@ -277,7 +277,7 @@ class PlanRunner:
     def _announce(self, verdict: Verdict, then: str) -> None:
         """Print and record how plans compare with default clocks, and what follows."""
         self._state.announced = verdict
-        figures = self._state.trial.figures
+        trial = self._state.trial
         plans = next(iter(self.selector.plans().values()))
         promised = None if plans.forecast is None else plans.forecast.saved
         self._recorder.announce(
@@ -286,12 +286,9 @@ class PlanRunner:
                 kept=not verdict.is_dropped,
                 reason=_REASONS[verdict],
                 then=then,
-                slowdown=_rounded(figures.slowdown),
-                slowdown_error=_rounded(figures.slowdown_error),
-                promised_slowdown=_rounded(figures.promised_slowdown),
-                saved=_rounded(figures.saved),
-                saved_error=_rounded(figures.saved_error),
-                promised_saved=_rounded(promised or 0.0),
+                saving=saving_summary(trial.saving.as_in(trial.recorded()), trial.recorded()),
+                promised_slowdown=round(trial.figures.promised_slowdown, 5),
+                promised_saved=round(promised or 0.0, 5),
             )
         )
 
@@ -336,7 +333,3 @@ def _limits(seen: Seen) -> Limits:
     for limit in seen.ranks.limits:
         found.add((limit.rank, limit.power_w if math.isfinite(limit.power_w) else 0.0))
     return frozenset(found)
-
-
-def _rounded(figure: float) -> float | None:
-    return round(figure, 5) if math.isfinite(figure) else None

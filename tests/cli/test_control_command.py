@@ -4,10 +4,10 @@ import json
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from live_records import facts_at
 
 from perseus_ds.policy.goal import Goal
 from perseus_ds.server.control_socket import ControlServer
-from perseus_ds.server.progress import JobProgress
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def received(run, tmp_path):
     def handle(command):
         received.append(command)
         if command.command == "status":
-            return {"status": {**JobProgress().facts("gpt3", 0.0).model_dump(mode="json"), "paused": True}}
+            return {"status": {**facts_at([], 0.0).model_dump(mode="json"), "paused": True}}
         return {"done": "as you say"}
 
     server = ControlServer(tmp_path, handle)
@@ -33,7 +33,7 @@ def test_status_is_printed_as_by_watch_or_as_json(run, received):
     assert words.startswith("job gpt3 state no step yet phase starting")
     assert "saved nothing yet: no iteration under a plan" in words
     status = json.loads(run("control", "status", ".", "--json")[1])
-    assert (status["name"], status["paused"], status["saved_j"]) == ("gpt3", True, 0.0)
+    assert (status["name"], status["paused"], status["under_plans"]) == ("gpt3", True, None)
 
 
 def test_a_command_is_sent_as_it_was_given(run, received):

@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
+from live_records import BEGIN, auto_job, default_iteration, facts_at, planned_iteration, started, write
 from rich.console import Console
 from run_log import GIVE_UP_S, wait_until
 
@@ -21,7 +21,6 @@ from perseus_ds.policy.goal import Goal
 from perseus_ds.report.live import JobScreen, Keys, jobs_table, with_footer
 from perseus_ds.server.control_socket import ControlServer
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.progress import JobLog
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
 
@@ -39,9 +38,7 @@ def many_ranks(ranks):
 
 
 def facts_of(records):
-    log = JobLog("gpt3")
-    log.add(records)
-    return log.facts(BEGIN + 40)
+    return facts_at(records, BEGIN + 40)
 
 
 def rendered(view, *, width=80, height=24, encoding="utf-8", **options):
@@ -71,7 +68,7 @@ def test_all_facts_are_words_in_ascii_without_colour():
         "step 39 of 1000000",
         "running under plan 3; then: comparing plan and default clocks",
         "promised 0.0 % time, -25.0 % energy",
-        "real     +2.0 % time",
+        "(-20.0 +/- 0.3 %)",
         "rank 5 at 1035 of 1335 MHz",
         "pipeline 1 takes 1.30 times as long as the others",
         "fallen back to default clocks: rank 3",
@@ -84,10 +81,10 @@ def test_several_jobs_take_a_line_each():
     long = facts_of(ENDED).model_copy(update={"name": "a-job-with-a-name-that-is-much-too-long"})
     lines = rendered(jobs_table([facts_of(auto_job()), long, facts_of([])]))
     assert max(map(len, lines)) <= 80
-    assert " ".join(lines[0].split()) == "job step iter. power time energy saved end in phase, *SIMULATED"
-    assert " ".join(lines[1].split()) == "gpt3 26 1.020 s 83.46 W +2.0 % -20.0 % 400.0 J - plan 3, undecided*"
+    assert " ".join(lines[0].split()) == "job step iter. power energy saved end in phase, *SIMULATED"
+    assert " ".join(lines[1].split()) == "gpt3 26 1.020 s 83.46 W -20.0 +/- 0.3 % 400.0 J - plan 3, certain*"
     assert lines[2].startswith("a-job-wi")
-    assert lines[2].rstrip().endswith("ended, undecided*")
+    assert lines[2].rstrip().endswith("ended, certain*")
     assert len(rendered(with_footer(jobs_table([facts_of(auto_job())] * 50), "[q] leave", 80))) == 24
 
 
@@ -146,9 +143,9 @@ def test_json_is_one_object_per_job_and_change_until_the_jobs_end(run, tmp_path,
         code, out, _ = run("watch", ".", "--json", *once)
         assert code == 0
         jobs = list(map(json.loads, out.splitlines()))
-        assert [(job["planned"], job["ended"]) for job in jobs if job["name"] == "a"] == expected
+        assert [(job["under_plans"]["iterations"], job["ended"]) for job in jobs if job["name"] == "a"] == expected
         (other,) = (job for job in jobs if job["name"] == "b")
-        assert (other["planned"], other["ended"], other["saved_j"]) == (20, True, pytest.approx(400.0))
+        assert (other["under_plans"]["saved_j"], other["ended"]) == (pytest.approx(400.0), True)
 
 
 @pytest.fixture
@@ -214,13 +211,13 @@ def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(
     reader.start()
     wait_until(lambda: b"Waiting for a job to start" in seen, "the words that there is none yet")
     write(tmp_path / "gpt3", auto_job(3))
-    wait_until(lambda: b"60.00 J saved" in seen, "the first screen")
+    wait_until(lambda: b"60.00 J less energy" in seen, "the first screen")
     write(tmp_path / "gpt3", [*auto_job(4), Ended(time=BEGIN + 30)])
     assert process.wait(GIVE_UP_S) == 0
     reader.join()
     os.close(screen)
     text = seen.decode()
-    assert "80.00 J saved" in text
+    assert "80.00 J less energy" in text
     assert "\x1b[32m" in text or ";32m" in text  # green
 
 

@@ -24,7 +24,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import command_of
 from perseus_ds.errors import PerseusError
-from perseus_ds.report.sources import read_history
+from perseus_ds.report.inputs import read_run
 
 # `make test` runs few examples, always the same.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
@@ -69,7 +69,7 @@ READERS = {
     "run/profile.csv": StageProfile.load,
     "run/profile.json": lambda path: StageProfile.load(path.with_suffix(".csv")),
     "run/frontier.json": Frontier.load,
-    "run/run.jsonl": read_history,
+    "run/run.jsonl": read_run,
     "run/timeline.json": TimelineFile.load,
     corpus.PLAN: read_zeus,
     corpus.EVIDENCE: Evidence.load,

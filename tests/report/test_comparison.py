@@ -6,8 +6,8 @@ from run_folders import record, write_log
 from perseus_ds.cli.main import main
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.comparison import compare
-from perseus_ds.report.jobs import MeasuredPoint, measured_points
-from perseus_ds.report.sources import find_sources, read_history
+from perseus_ds.report.facts import MeasuredPoint, measured_points
+from perseus_ds.report.inputs import read, read_run
 from perseus_ds.units import plain
 
 
@@ -27,24 +27,42 @@ def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, saved=N
 @pytest.fixture
 def runs(tmp_path):
     capped = {"event": "refused", "rank": 0, "clock_mhz": None, "reached_mhz": 1200, "reasons": ["sw_power_cap"]}
-    write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4)
+    write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4, saved=0.15)
     write_run(tmp_path / "capped", "observe", 1.1, 900.0, events=[capped])
     write_run(tmp_path / "default", "observe", 1.0, 1000.0)
     return tmp_path
 
 
 def compared(folder, *names, baseline=None):
-    return compare([find_sources(folder / name) for name in names], baseline)
+    return compare([read(folder / name) for name in names], baseline)
 
 
-def test_the_run_with_most_iterations_at_default_clocks_is_the_baseline(runs):
+def test_without_plans_the_run_with_most_iterations_at_default_clocks_is_the_baseline(runs):
     write_run(runs / "default", "observe", 1.0, 1000.0, iterations=9)
-    found = compared(runs, "planned", "capped", "default")
+    found = compared(runs, "capped", "default")
     assert (found.baseline.name, found.why) == ("default: default clocks", "the longest series at default clocks")
-    changes = {row.name: (found.time(row), found.energy(row)) for row in found.rows}
-    assert changes["planned: plan 4"] == pytest.approx((0.01, -0.15))
-    assert changes["capped: default clocks"] == pytest.approx((0.1, -0.1))
+    (capped, _) = found.rows
+    assert (plain(found.time(capped)), plain(found.energy(capped))) == ("+10.0 %", "-10.0 %")
     assert any(note.startswith("capped: ") and "power limit" in note for note in found.notes)
+
+
+def test_what_default_clocks_take_for_the_iterations_under_plans_is_the_best_baseline(runs):
+    found = compared(runs, "default", "planned")
+    assert found.baseline.name == "planned: default clocks"
+    assert found.why == "what default clocks take for the iterations under its plans"
+    changes = {row.name: plain(found.energy(row)) for row in found.rows}
+    assert changes["planned: plan 4"] == "-15.0 +/- 0.3 %"
+    assert changes["default: default clocks"] == "0.0 %"
+    assert "planned: the saving is certain." in found.notes
+
+
+def test_a_run_with_undecided_plans_has_a_number_of_pairs_instead_of_per_cents(runs):
+    ran = [record(n, "run", 1.0, 900.0, plan=4, saved=0.1) | {"trial": {"pairs": 2}} for n in range(6)]
+    write_log(runs / "undecided", [start("run"), *ran])
+    found = compared(runs, "undecided", "default")
+    (row,) = (row for row in found.rows if row.name == "undecided: plan 4")
+    assert (found.time(row), found.energy(row)) == ("2 pairs", "2 pairs")
+    assert "undecided: the saving is undecided after 2 pairs of blocks." in found.notes
 
 
 def test_runs_under_different_power_limits_name_them(runs):
@@ -55,42 +73,29 @@ def test_runs_under_different_power_limits_name_them(runs):
     assert "limited: GPUs with power limit 300 W" in notes
 
 
-def test_iterations_with_which_a_job_compared_its_plans_are_the_best_baseline(runs):
-    plan = [record(n, "run", 1.0, 900.0, plan=4, saved=0.2) for n in range(20, 30)]
-    judged = {"event": "proof", "plan": 4, "kept": True}
-    write_log(runs / "auto", [start("auto"), *default(6, 950.0, "default"), *plan, judged])
-    found = compared(runs, "default", "auto")
-    assert (found.baseline.name, found.why) == ("auto: default clocks", "with which its job compared its plans")
-
-
-def test_a_run_without_enough_iterations_at_default_clocks_is_compared_with_the_profile(runs):
-    write_run(runs / "alone", "run", 1.0, 900.0, plan=4, saved=0.2)
-    found = compared(runs, "alone")
-    assert found.baseline.name == "alone: default clocks, by the profile"
-    assert found.energy(found.rows[0]) == pytest.approx(-0.2)
-
-
 def test_the_baseline_can_be_chosen_by_its_run(runs):
     found = compared(runs, "planned", "capped", baseline="capped")
     assert (found.baseline.name, found.why) == ("capped: default clocks", "as requested")
-    assert found.energy(found.rows[0]) == pytest.approx(850 / 900 - 1)
-    with pytest.raises(ConfigError, match="--baseline nobody: expected one of planned: plan 4, capped: default"):
+    assert plain(found.energy(found.rows[1])).startswith("-5.6")
+    with pytest.raises(
+        ConfigError,
+        match="--baseline nobody: expected one of planned: default clocks, planned: plan 4",
+    ):
         compared(runs, "planned", "capped", baseline="nobody")
 
 
 def test_another_job_is_compared_with_a_warning(runs):
     write_run(runs / "larger", "run", 2.0, 2000.0, plan=0, job="theirs")
     notes = compared(runs, "default", "larger").notes
-    assert any(note.startswith("larger: not the same job as default") for note in notes)
-    assert compared(runs, "default", "planned").notes == ()
+    assert any(note.startswith("default: not the same job as larger") for note in notes)
+    assert compared(runs, "default", "planned").notes == ("planned: the saving is certain.",)
 
 
 def test_runs_of_the_same_name_are_distinguished_by_their_folders(tmp_path):
     for day in ("monday", "tuesday"):
         write_run(tmp_path / day / "perseus", "run", 1.0, 100.0, plan=0)
     found = compared(tmp_path, "monday/perseus", "tuesday/perseus")
-    assert [row.history.name for row in found.rows] == ["monday/perseus", "tuesday/perseus"]
-    assert found.why == "the first one; none is at default clocks"
+    assert {row.run.name for row in found.rows} == {"monday/perseus", "tuesday/perseus"}
 
 
 def test_a_run_without_energies_is_named(runs):
@@ -105,20 +110,20 @@ def test_the_command_prints_a_table_and_writes_the_page(runs, capsys):
     assert main(["compare", *folders, "--out", f"{runs}"]) == 0
     lines = [plain(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[1].split()[:3] == ["default:", "default", "clocks"]
-    assert "baseline" in lines[1]
-    assert "+1.0 %" in lines[2]
-    assert "-15.0 %" in lines[2]
+    assert "baseline" in lines[2]
+    assert "-15.0 +/- 0.3 %" in lines[3]
     assert any(line.startswith("SIMULATED: capped, default, planned.") for line in lines)
     page = (runs / "comparison.html").read_text(encoding="utf-8")
-    assert "default: default clocks (baseline)" in page
+    assert "planned: default clocks (baseline)" in page
     assert "Simulated GPUs: no energy was really used or saved" in page
 
 
-def test_points_are_typical_iterations_at_default_clocks_and_of_each_plan(tmp_path):
-    observed = [record(n, "observe", t, 100 * t) for n, t in enumerate((99.0, 1.0, 2.0, 2.5, 9.0), start=1)]
+def test_points_are_means_of_iterations_at_default_clocks_and_of_each_plan(tmp_path):
+    default = {"default_time_s": 2.0, "default_energy_j": 200.0}
+    observed = [record(n, "observe", t, 100 * t) | default for n, t in enumerate((1.0, 2.0, 2.7, 9.0), start=1)]
     ran = [record(n, "run", 3.0, 300.0, plan=7) for n in (1, 2)]
     write_log(tmp_path, [start("observe"), *observed, start("run"), record(1, "calibrate", 50.0, 50.0), *ran])
-    assert measured_points(read_history(tmp_path)) == [
-        MeasuredPoint("default clocks", None, 2.0, 200.0, 4),  # one with a stall
-        MeasuredPoint("plan 7", 7, 3.0, 300.0, 1),
+    assert measured_points(read_run(tmp_path)) == [
+        MeasuredPoint("default clocks", None, pytest.approx(1.9), pytest.approx(190.0), 3),  # without the stall
+        MeasuredPoint("plan 7", 7, 3.0, 300.0, 2),
     ]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from live_records import auto_job, started
+from live_records import auto_job, facts_at, started
 from prometheus_client import generate_latest
 from run_folders import write_auto_run
 
@@ -11,7 +11,6 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import GpuSettings, StageProfile
 from perseus_ds.cli.main import main
 from perseus_ds.server.metrics import registry_of
-from perseus_ds.server.progress import JobLog
 from perseus_ds.server.recorder import Recorder
 
 NOTES = {True: "energy of whole modules", None: "unknown: energy of GPUs or whole modules", False: ""}
@@ -53,10 +52,9 @@ def test_lines_and_metrics_of_a_job_say_whose_energies_they_are(tmp_path, whole_
     received = []
     Recorder(tmp_path, simulated=False, energy_note=note, send=received.append).say("step 1: 1.000 s, 80.00 J")
     assert received[-1].text == "perseus: step 1: 1.000 s, 80.00 J" + (f", {note}" if note else "")
-    log = JobLog("gpt3")
     start = started().model_copy(update={"settings": GpuSettings(whole_module=whole_module)})
-    log.add([start, *auto_job()[1:]])
-    lines = generate_latest(registry_of(lambda: log.facts(0.0))).decode().splitlines()
+    facts = facts_at([start, *auto_job()[1:]], 0.0)
+    lines = generate_latest(registry_of(lambda: facts)).decode().splitlines()
     energies = [line for line in lines if line.startswith("perseus_energy_joules_total")]
     assert energies
     assert all(f'energy_note="{note}"' in line for line in energies)

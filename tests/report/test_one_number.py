@@ -1,4 +1,4 @@
-"""All outputs show the same saving, with the same named baseline."""
+"""All outputs show one saving: that of the job, with its error and certainty, or the number of pairs."""
 
 import importlib.util
 import io
@@ -6,109 +6,26 @@ import re
 from pathlib import Path
 
 import pytest
-from live_records import BEGIN, auto_job, default_iteration, planned_iteration, write
+from live_records import BEGIN, auto_job, end_after, facts_at, planned_iteration, write
 from rich.console import Console
+from virtual.job import SLOWER, VirtualJob
 
-from perseus_ds.artifacts.run_records import PlanJudged
+from perseus_ds.artifacts.run_records import PlanJudged, TrialState, read_records
 from perseus_ds.cli.main import main
-from perseus_ds.report.jobs import jobs_of, main_job
+from perseus_ds.progress.sums import fold
 from perseus_ds.report.live import jobs_table
-from perseus_ds.report.sources import find_sources
 from perseus_ds.server.metrics import registry_of
-from perseus_ds.server.progress import JobLog
 from perseus_ds.units import plain
 
-STALLED = planned_iteration(40, time_s=60.0, energy_j=80.0 * 60 / 1.02)
+DEMO = Path(__file__).parents[2] / "examples" / "gpt3" / "demo.py"
+ITERATIONS = 60
 
 
-def judged():
-    """Return a job that compared its plan with default clocks, on a host that stalled later."""
-    blocks = [default_iteration(n, time_s=1.01 if n % 2 else 0.99) for n in range(30, 39)]
-    verdict = PlanJudged(plan=3, kept=True, slowdown=0.021, saved=0.199, time=BEGIN)
-    return [
-        *auto_job(),
-        *blocks,
-        planned_iteration(39),
-        verdict,
-        STALLED,
-        *(planned_iteration(n) for n in range(41, 60)),
-    ]
-
-
-def not_judged():
-    """Return a job that measured default clocks in observe mode, without a comparison."""
-    observed = [default_iteration(n, "observe", time_s=1.03, energy_j=101.0) for n in range(1, 9)]
-    return [*auto_job()[:1], *observed, *auto_job()[1:], STALLED]
-
-
-def by_the_profile():
-    """Return a job that measured almost nothing at default clocks."""
-    return [record for record in auto_job() if getattr(record, "phase", "") not in ("warm-up", "default")]
-
-
-@pytest.mark.parametrize(
-    ("records", "named", "undecided"),
-    [
-        (judged(), "default clocks, 8 iterations of this job measured for the comparison", False),
-        (not_judged(), "default clocks, 7 iterations of this job in observe mode", False),
-        (by_the_profile(), "default clocks, by the profile", True),
-    ],
-    ids=["judged", "not judged", "by the profile"],
-)
-def test_all_surfaces_say_the_same(tmp_path, capsys, records, named, undecided):
-    write(tmp_path / "gpt3", records)
-    job = main_job(jobs_of(find_sources(tmp_path / "gpt3")))
-    (measured,) = job.plans
-    assert str(measured.baseline) == named
-    time, energy = (f"{100 * value:+.1f} %" for value in (measured.slowdown, -measured.saved))
-
-    log = JobLog("gpt3")
-    log.add(records)
-    facts = log.facts(BEGIN + 60)
-    assert (facts.plan.slowdown, facts.plan.saving) == (measured.slowdown, measured.saved)
-    assert (facts.slowdown, facts.saved) == (pytest.approx(measured.slowdown), pytest.approx(measured.saved))
-
-    # `control status` prints the same.
-    assert main(["watch", str(tmp_path / "gpt3"), "--once"]) == 0
-    watched = " ".join(capsys.readouterr().out.split())
-    assert f"against {named}" in watched
-    assert f"real {time} time, {energy} energy" in watched
-
-    gauges = {s.name: s.value for family in registry_of(lambda: facts).collect() for s in family.samples}
-    assert gauges["perseus_plan_slowdown_ratio"] == measured.slowdown
-    assert gauges["perseus_plan_saving_ratio"] == measured.saved
-
-    last = log.at_end().in_words()
-    words = [f"{change.strip('+-')} {'less' if change[0] == '-' else 'more'}" for change in (energy, time)]
-    assert f"{words[0]} energy and {words[1]} time than at {named}" in last
-
-    assert main(["report", str(tmp_path / "gpt3")]) == 0
-    reported = " ".join(plain(capsys.readouterr().out).split())
-    assert f"Energy under plan 3 {energy}" in reported
-    assert f"Iteration time under plan 3 {time}" in reported
-    assert named in reported
-
-    page = (tmp_path / "gpt3" / "report.html").read_text(encoding="utf-8")
-    table = page[page.index('id="savings-1"') :].partition("</p>")[0]
-    jobs = Console(file=io.StringIO(), width=80)
-    jobs.print(jobs_table([facts]))
-    for shown in (watched, last, reported, table, jobs.file.getvalue()):
-        assert ("undecided" in shown) == undecided, shown
-
-    assert main(["compare", str(tmp_path / "gpt3")]) == 0
-    assert (tmp_path / "gpt3" / "comparison.html").is_file()
-    out = capsys.readouterr().out
-    row = next(plain(line) for line in out.splitlines() if line.startswith("gpt3: plan 3"))
-    assert re.findall(r"[+-]\d+\.\d %", row) == [time, energy]
-
-
-def test_the_table_of_the_demo_says_the_same(tmp_path):
-    path = Path(__file__).parents[2] / "examples" / "gpt3" / "demo.py"
-    spec = importlib.util.spec_from_file_location("demo", path)
+def demo_table(job):
+    """Return the table of the demo for a job under a plan."""
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
-    write(tmp_path, judged())
-    (measured,) = main_job(jobs_of(find_sources(tmp_path))).plans
 
     class Plan:
         time_s, energy_j = 1.0, 75.0
@@ -120,6 +37,111 @@ def test_the_table_of_the_demo_says_the_same(tmp_path):
         def within(slowdown):
             return Plan
 
-    text, _ = demo.table(OnePlan, measured)
-    assert f"Energy saved: {measured.saved:.1%} (measured), at {measured.slowdown:+.1%} iteration time" in text
-    assert f"compared with {measured.baseline}" in text
+    return demo.table(OnePlan, job)[0]
+
+
+def surfaces_of(folder, capsys):
+    """Return what all outputs print about the job in a folder, by name."""
+    capsys.readouterr()
+    records = list(read_records(folder))
+    facts = facts_at(records, BEGIN)
+    shown = {"last line": end_after(records).in_words(), "demo": demo_table(fold(records).current)}
+    assert main(["watch", str(folder), "--once"]) == 0
+    shown["watch"] = capsys.readouterr().out
+    table = Console(file=io.StringIO(), width=200)
+    table.print(jobs_table([facts]))
+    shown["watch, several jobs"] = table.file.getvalue()
+    assert main(["report", str(folder)]) == 0
+    shown["report"] = capsys.readouterr().out
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    table = page[page.index('id="savings-1"') :].partition("</table>")[0]
+    shown["report.html"] = re.sub(r"<[^>]+>", " ", table)
+    assert main(["compare", str(folder)]) == 0
+    shown["compare"] = capsys.readouterr().out
+    return {name: " ".join(plain(text).split()) for name, text in shown.items()}, facts
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Return a job that has compared its plan, and what default clocks really take for an iteration."""
+    default = VirtualJob(tmp_path_factory.mktemp("observe"), mode="observe", **SLOWER)
+    default.train(6)
+    default.close()
+    job = VirtualJob(tmp_path_factory.mktemp("auto"), mode="auto", **SLOWER)
+    job.train_until_compared()
+    job.train(ITERATIONS)
+    job.close()
+    _, time_s, energy_j = default.taken[-1]
+    return job, time_s, energy_j
+
+
+def test_the_saving_is_the_true_one(compared):
+    job, default_s, default_j = compared
+    planned = [(time_s, energy_j) for phase, time_s, energy_j in job.taken if phase == "run"]
+    saving = fold(read_records(job.folder)).current.under_plans
+    assert saving.iterations == len(planned)
+    true_j = sum(default_j - energy_j for _, energy_j in planned)
+    assert saving.saved_j == pytest.approx(true_j, rel=0.05)
+    assert saving.saved == pytest.approx(true_j / (default_j * len(planned)), abs=0.01)
+    slowdown = sum(time_s for time_s, _ in planned) / (default_s * len(planned)) - 1
+    assert saving.slowdown == pytest.approx(slowdown, abs=0.01)
+
+
+def test_the_saving_of_the_whole_job_is_the_true_one(compared):
+    job, default_s, default_j = compared
+    taken = job.taken
+    whole = fold(read_records(job.folder)).current.whole
+    assert whole.iterations == len(taken)
+    energy_j, time_s = sum(energy_j for *_, energy_j in taken), sum(time_s for _, time_s, _ in taken)
+    assert whole.saved_j == pytest.approx(default_j * len(taken) - energy_j, abs=0.02 * energy_j)
+    assert whole.gained_s == pytest.approx(default_s * len(taken) - time_s, abs=0.01 * time_s)
+
+
+def test_all_outputs_show_the_same_saving(compared, capsys):
+    job, *_ = compared
+    shown, facts = surfaces_of(job.folder, capsys)
+    saving = facts.under_plans
+    assert facts.plan is None or facts.plan.real == saving.model_copy(update={"iterations": facts.plan.real.iterations})
+    energy, time = plain(saving.energy), plain(saving.time)
+    assert re.fullmatch(r"-\d+\.\d \+/- \d\.\d %", energy)
+    for name, text in shown.items():
+        assert energy in text, name
+        assert "certain" in text, name
+        if name != "watch, several jobs":  # which has no room for the time
+            assert time in text, name
+    gauges = {s.name: s.value for family in registry_of(lambda: facts).collect() for s in family.samples}
+    assert gauges["perseus_saving_ratio"] == saving.saved
+    assert gauges["perseus_saving_error_ratio"] == saving.saved_error
+    assert gauges["perseus_slowdown_ratio"] == saving.slowdown
+    assert gauges["perseus_pairs"] == saving.pairs
+    assert gauges["perseus_undecided"] == 0.0
+
+
+def test_the_verdict_in_the_log_has_the_saving_of_all_outputs(compared, capsys):
+    job, *_ = compared
+    records = list(read_records(job.folder))
+    place = next(place for place, record in enumerate(records) if isinstance(record, PlanJudged))
+    verdict, then = records[place], fold(records[: place + 1]).current.under_plans
+    assert verdict.saving.in_words() == then.in_words()
+    assert then.in_words() in plain(verdict.in_words())
+
+
+def test_every_per_cent_of_a_saving_has_an_error(compared, capsys):
+    job, *_ = compared
+    shown, _ = surfaces_of(job.folder, capsys)
+    for name in ("last line", "watch, several jobs", "report.html"):
+        for value in re.findall(r"[-+]?\d+\.\d (?:\+/- \d+\.\d )?%", shown[name]):
+            assert "+/-" in value, (name, value)
+
+
+def test_an_undecided_saving_is_a_number_of_pairs_on_all_outputs(tmp_path, capsys):
+    records = [*auto_job()[:8], *(planned_iteration(n, trial=TrialState(pairs=2)) for n in range(7, 20))]
+    write(tmp_path, records)
+    shown, facts = surfaces_of(tmp_path, capsys)
+    for name, text in shown.items():
+        assert "2 pairs" in text, name
+        assert "undecided" in text, name
+        assert "20.0 %" not in text, name
+    gauges = {s.name: s.value for family in registry_of(lambda: facts).collect() for s in family.samples}
+    assert "perseus_saving_ratio" not in gauges
+    assert (gauges["perseus_pairs"], gauges["perseus_undecided"]) == (2.0, 1.0)

@@ -10,10 +10,8 @@ from run_folders import compared_with, record, write_auto_run, write_log
 
 from perseus_ds import units
 from perseus_ds.cli.main import main
-from perseus_ds.measures import Baseline, Typical
-from perseus_ds.report.jobs import Factors, jobs_of, main_job, trend_of
-from perseus_ds.report.page import tiles
-from perseus_ds.report.sources import find_sources, read_history
+from perseus_ds.report.facts import Factors, facts, trend_of
+from perseus_ds.report.inputs import read, read_run
 from perseus_ds.units import plain
 
 FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR", pue=1.5, tokens_per_sample=1000)
@@ -21,7 +19,7 @@ START = {"event": "start", "mode": "auto", "job": "ours", "time": 1000.0}
 
 
 def tile_of(found, title):
-    return next(tile for tile in tiles(found, main_job(jobs_of(found)), FACTORS) if tile.title == title)
+    return next(tile for tile in facts(found, FACTORS).tiles if tile.title == title)
 
 
 def three_plans(folder, job):
@@ -35,29 +33,33 @@ def three_plans(folder, job):
         for n, (plan, time_s, energy_j) in enumerate(ran)
     ]
     write_log(folder, [START, *default, *planned])
-    found = find_sources(folder)
-    return found, main_job(jobs_of(found))
+    return facts(read(folder), FACTORS)
 
 
 def test_figures_are_per_plan_or_say_that_they_are_of_all(tmp_path, job):
-    found, ran = three_plans(tmp_path, job)
-    assert {one.plan: one.saved for one in ran.plans} == pytest.approx({0: 0.1, 3: 0.2, 5: 0.3})
-    assert [what for what, _ in ran.rows] == [
+    report = three_plans(tmp_path, job)
+    ran = report.main
+    saved = {row.what: row.saved for row in ran.rows}
+    assert saved["under plan 0"] == units.joules(2 * 10)
+    assert saved["under plan 3"] == units.joules(4 * 20)
+    assert saved["under all 3 plans"] == units.joules(2 * 10 + 4 * 20 + 3 * 30)
+    assert plain(ran.rows[3].energy) == "-21.1 +/- 0.3 %"
+    assert [row.what for row in ran.rows] == [
         "under plan 0", "under plan 3", "under plan 5", "under all 3 plans", "in all, profiling counted",
         "under all 3 plans, at that rate",
     ]  # fmt: skip
-    shown = {tile.title: tile for tile in tiles(found, ran, FACTORS)}
+    shown = {tile.title: tile for tile in report.tiles}
     assert "Energy under all 3 plans" in shown
     assert "Iteration time under all 3 plans" in shown
     plan = shown["Plan in use"]
     assert plan.value.startswith("5 of ")
-    assert re.match(r"its 3 iterations alone: .30\.0.% energy, \+20\.0.% time", plan.note)
+    assert plan.note.startswith(f"its 3 iterations alone: {units.joules(90)} saved")
 
 
 def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
     records = [START, *(record(n, "observe", 2.0, 400.0) for n in (1, 2)), record(3, "observe", 2.0, 600.0)]
     write_log(tmp_path, records)
-    tile = tile_of(find_sources(tmp_path), "Power over a second")
+    tile = tile_of(read(tmp_path), "Power over a second")
     assert tile.value == "200.0 W to 300.0 W"
     assert "100.0 W at most from one to the next" in tile.note
     assert "2.000 s" in tile.note
@@ -66,30 +68,29 @@ def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
 def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
     records = [START, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
     write_log(tmp_path, records)
-    found = find_sources(tmp_path)
+    found = read(tmp_path)
     found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4)
     bill = tile_of(found, "The whole run")
     assert bill.value == units.watt_hours(1.5 * 200.0)
     price = units.money(1.5 * 200.0 / 3.6e6 * 0.25, "EUR")
     for part in ("3 iterations in 6.000 s", "not counting 1 iterations", "48.00 GPU-s", plain(price)):
         assert part in plain(bill.note)
-    assert FACTORS.carbon_g(3.6e6) == pytest.approx(1.5 * 400)
+    assert FACTORS.carbon(3.6e6) == units.grams(1.5 * 400)
 
 
 def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, job):
     write_auto_run(tmp_path, job, is_compared=True)
-    found = find_sources(tmp_path)
-    assert "Energy of a sample" not in [t.title for t in tiles(found, main_job(jobs_of(found)), FACTORS)]
+    found = read(tmp_path)
+    assert "Energy of a sample" not in [tile.title for tile in facts(found, FACTORS).tiles]
     sizes = {"micro_batch_size": 2, "pipeline_ranks": 3, "data_parallel": 2}
     found.profile.info = found.profile.info.model_copy(update=sizes)
-    (history,) = found.histories
-    assert (found.gpus(history), found.samples(history)) == (6, 16)
-    ran = main_job(jobs_of(found))
+    (run,) = found.runs
+    assert (found.gpus(run), found.samples(run)) == (6, 16)
     tile = tile_of(found, "Energy of a sample")
-    per_sample_j = ran.history.total.energy_j / (ran.history.total.iterations * 16)
+    per_sample_j = run.job.total().energy_j / (run.job.total().iterations * 16)
     assert tile.value == f"{per_sample_j:.2f} J"
     assert f"{per_sample_j / 1000:.5f} J a token of 1000" in tile.note
-    gained_s = ran.everything.gained_s
+    gained_s = run.job.whole.gained_s
     gpu_time = tile_of(found, f"GPU time {'gained' if gained_s >= 0 else 'lost'}")
     assert gpu_time.value == units.gpu_time(abs(6 * gained_s))
 
@@ -97,11 +98,11 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
 def test_energy_is_shown_by_rank_if_it_is_recorded(tmp_path):
     lines = [record(n, "observe", 2.0, 100.0) for n in (1, 2)]
     write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [40.0, 60.0]} for line in lines)])
-    assert read_history(tmp_path).by_rank == [(80.0, 20.0), (120.0, 30.0)]
+    assert read_run(tmp_path).job.history.by_rank == [(80.0, 20.0), (120.0, 30.0)]
     without_energy = record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}
     for records in (lines, [without_energy]):
         write_log(tmp_path, [START, *records])
-        assert read_history(tmp_path).by_rank == []
+        assert read_run(tmp_path).job.history.by_rank == []
 
 
 def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
@@ -110,27 +111,27 @@ def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
     write_log(tmp_path, [START, *[event] * 50, *(record(n, "observe", 2.0, 100.0) | by_rank for n in range(1, 2001))])
     tracemalloc.start()
     try:
-        history = read_history(tmp_path)
+        history = read_run(tmp_path).job.history
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(history.by_rank) == 64
-    assert kept / len(history.steps) < 500
+    assert kept / history.iterations < 500
 
 
 def test_the_trend_shows_a_saving_that_fades(tmp_path):
-    reference = Baseline(Typical(9, 1.0, 100.0), "observe")
-    ran = [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | {"ended": 1000.0 + 36 * n} for n in range(101)]
+    default = {"default_time_s": 1.0, "default_energy_j": 100.0}
+    ran = [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | {"ended": 1000.0 + 36 * n} | default for n in range(101)]
     write_log(tmp_path, [START, *ran])
-    trend = trend_of(read_history(tmp_path), reference)
-    assert len(trend.x) == len(trend.energy) == 20
+    trend = trend_of(read_run(tmp_path).job)
+    assert len(trend.x) == len(trend.energy) == 17
     assert trend.x_title == "hours since the start"
-    assert trend.x[-1] == pytest.approx(0.98, abs=0.01)
+    assert trend.x[-1] == pytest.approx(1.0, abs=0.01)
     assert trend.energy[0] == pytest.approx(-0.197, abs=0.001)
-    assert trend.energy[-1] == pytest.approx(-0.102, abs=0.001)
-    assert trend.time == pytest.approx([0.0] * 20)
+    assert trend.energy[-1] == pytest.approx(-0.102, abs=0.002)
+    assert trend.time == pytest.approx([0.0] * 17)
     write_log(tmp_path, [START, *ran[:19]])
-    assert trend_of(read_history(tmp_path), reference) is None
+    assert trend_of(read_run(tmp_path).job) is None
 
 
 def test_other_plans_are_compared_with_the_one_in_use(tmp_path, job):
@@ -166,10 +167,10 @@ def test_the_terminal_shows_the_tiles_of_the_page(tmp_path, job, capsys):
     write_auto_run(tmp_path, job)
     assert main(["report", str(tmp_path)]) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    found = find_sources(tmp_path)
+    found = read(tmp_path)
     default = Factors(carbon_g_per_kwh=436, price_per_kwh=0.1, currency="USD")
     page = re.sub(r"\s+", " ", (tmp_path / "report.html").read_text(encoding="utf-8"))
-    for tile in tiles(found, main_job(jobs_of(found)), default):
+    for tile in facts(found, default).tiles:
         for text in (tile.title, tile.value):
             assert re.sub(r"\s", " ", text) in shown
             assert re.sub(r"\s", " ", text) in page

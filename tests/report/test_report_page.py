@@ -14,8 +14,9 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Event, PlanChosen, to_line
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
-from perseus_ds.report.jobs import jobs_of, points_of_one_pipeline
-from perseus_ds.report.sources import find_sources, read_history
+from perseus_ds.report.facts import Factors, facts, points_of_one_pipeline
+from perseus_ds.report.inputs import read, read_run
+from perseus_ds.units import joules
 
 
 @pytest.fixture
@@ -68,8 +69,8 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, job, 
     assert [measured["plan"] for measured in data["measured"]] == [2, None]
     assert set(data["figures"]) == {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
     names = [trace.get("name") for trace in data["figures"]["frontier"]["data"]]
-    assert "measured: plan 2 (2 iterations)" in names
-    assert "measured: default clocks (2 iterations)" in names
+    assert "measured: plan 2 (3 iterations)" in names
+    assert "measured: default clocks (3 iterations)" in names
     assert "one power cap for all GPUs" in names
     for iteration in TimelineFile.load(folder / "timeline.json").iterations:
         slowest = max(range(len(iteration.ranks)), key=lambda rank: iteration.busy_s[rank])
@@ -91,31 +92,36 @@ def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(tmp_path, 
     if profiled_pipelines is not None:
         job.profile.save(folder / "profile.csv")
     write_log(folder, [start("ours", "observe"), *ran])
-    found = find_sources(folder)
+    found = read(folder)
     (point,) = points_of_one_pipeline(found)
     assert (point.time_s, point.energy_j) == pytest.approx((default.time_s, default.energy_j))
-    assert found.gpus(found.histories[0]) == RANKS * pipelines
+    assert found.gpus(found.runs[0]) == RANKS * pipelines
 
 
 def test_a_job_with_an_unknown_number_of_gpus_is_not_drawn_beside_plans(tmp_path, job):
     job.frontier.save(tmp_path)
     write_log(tmp_path, [start("ours", "observe"), *(record(n, "observe", 1.0, 5000.0) for n in range(1, 8))])
-    assert points_of_one_pipeline(find_sources(tmp_path)) == []
+    assert points_of_one_pipeline(read(tmp_path)) == []
+
+
+FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR")
 
 
 def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
     write_auto_run(tmp_path, job, is_compared=True)
-    history = read_history(tmp_path, "run")
     default, plan = job.frontier.baseline, job.frontier.plans[2]
-    (found,) = jobs_of(find_sources(tmp_path))
-    planned, everything, projected = (saving for _, saving in found.rows)
-    assert (planned.iterations, everything.iterations, projected.iterations) == (3, 8, 100_000)
-    assert planned.saved == pytest.approx(1 - plan.energy_j / default.energy_j)
-    assert everything.gained_s == pytest.approx(planned.gained_s - 2 * 0.1 * default.time_s)
-    assert everything.saved_j == pytest.approx(planned.saved_j)
-    assert projected.saved_j == pytest.approx((default.energy_j - plan.energy_j) * 100_000)
-    assert (everything.saved_j, everything.saved) == pytest.approx((history.whole.saved_j, history.whole.saved))
-    assert len(history.steps) == 8
+    (found,) = facts(read(tmp_path), FACTORS).runs
+    planned, everything, projected = found.rows
+    assert (planned.iterations, everything.iterations) == ("3", "8")
+    assert projected.what == "under plan 2, at that rate"
+    saved_j = default.energy_j - plan.energy_j
+    assert planned.saved == joules(3 * saved_j)
+    assert everything.saved == joules(3 * saved_j)
+    assert projected.saved == joules(100_000 * saved_j)
+    assert found.saving.saved == pytest.approx(1 - plan.energy_j / default.energy_j)
+    gained_s = 3 * (default.time_s - plan.time_s) - 2 * 0.1 * default.time_s
+    assert found.run.job.whole.gained_s == pytest.approx(gained_s)
+    assert found.iterations == 8
 
 
 def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, job):
@@ -125,31 +131,24 @@ def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, 
     ours = [start("ours", "run"), *(record(n, "run", 1.0, 360.0, plan=0, saved=0.1) for n in (1, 2))]
     write_log(tmp_path, [*slow, *ours, start("crashed", "run")])
     write_log(tmp_path / "other", slow[:4])
-    found = find_sources(tmp_path)
-    history = next(history for history in found.histories if history.folder == tmp_path)
-    assert history.left_out == 4
-    assert any("4 iterations of other jobs" in sentence for sentence in found.missing)
-    (ran,) = (one for one in jobs_of(found) if one.history is history)
-    assert not ran.baseline.is_measured
-    assert [saving.saved for _, saving in ran.rows] == pytest.approx([0.1, 0.1])
-    # Its baseline is its own iterations at default clocks, even from an earlier start.
-    default = [start("ours", "observe"), *(record(n, "observe", 1.0, 450.0) for n in range(1, 7))]
-    write_log(tmp_path, [*default, *slow, *ours])
-    (ran,) = (one for one in jobs_of(find_sources(tmp_path)) if one.history.folder == tmp_path)
-    assert ran.saving.saved == pytest.approx(0.2)
+    report = facts(read(tmp_path), FACTORS)
+    ran = next(run for run in report.runs if run.run.folder == tmp_path)
+    assert ran.run.left_out == 4
+    assert any("4 iterations of other jobs" in sentence for sentence in report.inputs.missing)
+    assert (ran.iterations, ran.saving.saved) == (2, pytest.approx(0.1))
 
 
 def test_plans_of_an_earlier_frontier_are_not_taken_for_those_of_the_last(tmp_path):
+    def plans_of(*records):
+        write_log(tmp_path, list(records))
+        return [(one.plan, one.iterations) for one in read_run(tmp_path).job.plans()]
+
     ran = [record(n, "run", 1.0, 100.0, plan=3, saved=0.1) for n in range(1, 4)]
     profiled_again = {"event": "profile"}
-    write_log(tmp_path, [start("ours", "auto"), ran[0], profiled_again, ran[1], start("ours", "auto"), ran[2]])
-    assert [step.iteration for step in read_history(tmp_path).under_plans] == [2, 3]
-    write_log(
-        tmp_path, [start("ours", "run", "a"), *ran[:2], start("ours", "run", "b"), ran[2], start("ours", "observe")]
-    )
-    history = read_history(tmp_path, "run")
-    assert [step.iteration for step in history.under_plans] == [3]
-    assert history.frontier == "b"
+    assert plans_of(start("ours", "auto"), ran[0], profiled_again, ran[1], start("ours", "auto"), ran[2]) == [(3, 2)]
+    of_b = [start("ours", "run", "b"), ran[2], start("ours", "observe")]
+    assert plans_of(start("ours", "run", "a"), *ran[:2], *of_b) == [(3, 1)]
+    assert read_run(tmp_path).job.history.frontier == "b"
 
 
 def start(job, mode, frontier=None):
@@ -163,7 +162,7 @@ def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, 
         shutil.move(folder / name, elsewhere / name)
     provenance = job.frontier.provenance.model_copy(update={"profile": str(elsewhere / "profile.csv")})
     replace(job.frontier, provenance=provenance).save(elsewhere)
-    assert find_sources(folder).frontier is None
+    assert read(folder).frontier is None
     lines = (folder / "run.jsonl").read_text().splitlines()
     lines[0] = json.dumps(json.loads(lines[0]) | {"frontier": str(elsewhere)})
     (folder / "run.jsonl").write_text("\n".join(lines) + "\n")
@@ -181,7 +180,7 @@ def test_of_runs_that_have_plans_of_their_own_the_last_ones_are_shown_with_their
         ran = [record(n, "run", 1.0, 100.0, plan=0) for n in range(1, 4)]
         write_log(folder, [{**start("ours", "auto"), "time": time}, *ran])
     write_log(tmp_path / "d, without", [{**start("ours", "observe"), "time": 4.0}, record(1, "observe", 1.0, 100.0)])
-    found = find_sources(tmp_path)
+    found = read(tmp_path)
     assert found.frontier.provenance.solver == found.profile.info.gpu == "b, last"
 
 
@@ -230,7 +229,7 @@ def test_every_event_is_described_in_words(tmp_path):
     events = [*(kind() for kind in Event.__subclasses__()), plan]
     lines = [json.loads(to_line(event)) for event in events]
     write_log(tmp_path, [lines[0], record(1, "run", 1.0, 1.0, plan=3), *lines[1:]])
-    after, occurred = zip(*read_history(tmp_path).events, strict=True)
+    after, occurred = zip(*read_run(tmp_path).job.history.events, strict=True)
     assert after == (0, *[1] * (len(events) - 1))
     texts = [event.in_words() for event in occurred]
     assert all(texts)
@@ -248,7 +247,7 @@ def test_a_long_run_makes_no_larger_page(tmp_path):
     figures = embedded(page)["figures"]
     assert figures["history"]["data"][0]["name"] == "run, one in 2"
     assert len(figures["history"]["data"][0]["x"]) == 1500
-    assert len(figures["history"]["layout"]["shapes"]) == 200
+    assert len(figures["history"]["layout"]["shapes"]) == 199  # and the start
     assert "and more, in <code>run.jsonl</code>" in page
     assert "trend" in figures
 

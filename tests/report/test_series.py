@@ -8,6 +8,7 @@ from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.report import figures
+from perseus_ds.report.facts import MeasuredPoint
 from perseus_ds.report.figures import (
     PALETTE,
     SERIES,
@@ -16,7 +17,6 @@ from perseus_ds.report.figures import (
     profile_curves,
     stage_groups,
 )
-from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.pictures import frontier_picture
 
 

@@ -9,8 +9,8 @@ from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.run_records import IterationRecord, LimitsChanged, PlanJudged, ProfileWritten
+from perseus_ds.progress.facts import JobFacts
 from perseus_ds.server.metrics import registry_of
-from perseus_ds.server.progress import JobFacts
 
 TWO = {"stages_s": (0.036, 0.05), "micro_batches": 6}
 
@@ -156,5 +156,5 @@ def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_witho
     job.gpus[1].limit()
     (judged,) = job.train_until_compared()
     assert judged.kept
-    assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
-    assert judged.saved == pytest.approx(judged.promised_saved, abs=0.02)
+    assert judged.saving.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
+    assert judged.saving.saved == pytest.approx(judged.promised_saved, abs=0.02)

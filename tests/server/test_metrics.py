@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 from forked import free_port
-from live_records import BEGIN, auto_job, planned_iteration, started
+from live_records import BEGIN, auto_job, facts_at, planned_iteration, started
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,23 +18,16 @@ from perseus_ds.artifacts.run_records import Ended
 from perseus_ds.config import MetricsConfig
 from perseus_ds.server import metrics
 from perseus_ds.server.metrics import MetricsReporter
-from perseus_ds.server.progress import JobLog
 
 ALL = ("perseus_iterations_total", "perseus_energy_joules_total", "perseus_planned_iterations_total")
-
-
-def log_of(records):
-    log = JobLog("gpt3")
-    log.add(records)
-    return log
 
 
 @contextlib.contextmanager
 def reporter(records, **config):
     """Run a reporter of records, and yield the list of problems that it reports."""
     problems = []
-    log = log_of(records)
-    reporter = MetricsReporter(MetricsConfig(**config), lambda: log.facts(BEGIN + 100), problems.append)
+    facts = facts_at(records, BEGIN + 100)
+    reporter = MetricsReporter(MetricsConfig(**config), lambda: facts, problems.append)
     try:
         yield problems
     finally:
@@ -63,14 +56,14 @@ def get(port, accept="text/plain", host="127.0.0.1"):
 
 def test_gpus_with_a_locked_clock_are_counted_as_slowed_on_purpose():
     clocks = {"clocks_asked_mhz": (1305, None, 1110), "clocks_reached_mhz": (1305, None, 1110)}
-    log = log_of([started(), planned_iteration(1, **clocks)])
-    text = generate_latest(metrics.registry_of(lambda: log.facts(BEGIN + 2))).decode()
+    facts = facts_at([started(), planned_iteration(1, **clocks)], BEGIN + 2)
+    text = generate_latest(metrics.registry_of(lambda: facts)).decode()
     assert values(text)["perseus_slowed_gpus", None] == 2.0
 
 
 def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     port = free_port()
-    facts = log_of(auto_job()).facts(BEGIN + 100)
+    facts = facts_at(auto_job(), BEGIN + 100)
     with reporter(auto_job(), port=port):
         _, text = get(port)
         headers, openmetrics = get(port, "application/openmetrics-text; version=1.0.0")
@@ -81,7 +74,7 @@ def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     assert found["perseus_energy_joules_total", "1"] == pytest.approx(facts.pipelines[1].energy_j)
     saved_j = [found["perseus_saved_joules", pipeline] for pipeline in "01"]
     assert saved_j == pytest.approx([pipeline.saved_j for pipeline in facts.pipelines])
-    assert found["perseus_plan_slowdown_ratio", None] == pytest.approx(facts.plan.slowdown)
+    assert found["perseus_plan_slowdown_ratio", None] == pytest.approx(facts.plan.real.slowdown)
     assert found["perseus_highest_power_watts", None] == pytest.approx(facts.highest_power_w)
     assert found["perseus_power_window_seconds", None] == pytest.approx(facts.power_window_s)
     assert (found["perseus_phase", "run"], found["perseus_phase", "profile"]) == (1.0, 0.0)

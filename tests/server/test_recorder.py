@@ -9,16 +9,25 @@ from seen import seen
 from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, LimitsChanged, Started, read_records, to_line
+from perseus_ds.artifacts.run_records import (
+    Failed,
+    IterationRecord,
+    LimitsChanged,
+    Started,
+    TrialState,
+    read_records,
+    to_line,
+)
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
 from perseus_ds.policy.plans import Forecast, Plans
+from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.protocol.job_messages import Observed, RankFacts, Say
-from perseus_ds.report.sources import read_history
+from perseus_ds.report.inputs import read_run
+from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Run
 from perseus_ds.server.job import Place, RankState
-from perseus_ds.server.progress import JobLog
 from perseus_ds.server.recorder import Recorder, RecordWriter, TimelineLog, begin_after_s
 
 
@@ -38,7 +47,9 @@ def observed(received):
     return [each for each in received if isinstance(each, Observed)]
 
 
-FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0, stall_s=1.5)
+FORECAST = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
+AT_DEFAULT_CLOCKS = Default(1.0, 100.0, is_measured=False)
+GOOD = TrialState(pairs=6, verdict="good", slowdown_error=0.002, saved_error=0.003)
 UNDER_PLAN = Run("run", plans={0: Plans(None, None, 4, (1.0,), (4,), forecast=FORECAST)})
 DEFAULT = Run("observe")
 
@@ -81,8 +92,8 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, re
     recorder = Recorder(tmp_path, simulated=True, send=received.append, has_monitor=True, steps_per_print=2)
     recorder.start(Started())
     recorder.add(seen({}), DEFAULT)
-    recorder.add(*under_plan(2, drift=0.02))
-    recorder.add(*under_plan(3))
+    recorder.add(*under_plan(2, drift=0.02), AT_DEFAULT_CLOCKS, GOOD)
+    recorder.add(*under_plan(3), AT_DEFAULT_CLOCKS, GOOD)
     recorder.close()
     (told,) = (dict(each.figures) for each in observed(received) if each.samples == 16)
     assert told == {
@@ -99,11 +110,14 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, re
     _, first, second, _, end = read_records(tmp_path)
     assert (first.saved, first.late, first.drift) == (None, None, None)
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
-    assert (end.iterations, end.energy_j, end.saved) == (3, 260.0, pytest.approx(0.2))
+    assert (end.iterations, end.energy_j, end.under_plans.saved) == (3, 260.0, pytest.approx(0.2))
     step, summary = said(received)[1:3]
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
-    assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
-    assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
+    assert (
+        "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 iterations under plans" in summary
+    )
+    assert "40.00 J less energy (-20.0 +/- 0.3 %)" in summary
+    assert "default clocks by the profile: certain" in summary
 
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
@@ -126,19 +140,19 @@ def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(rec
     assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
     assert [record.iteration for record in records if record.clocks_asked_mhz is not None] == [4, 8]
     assert records[0].energy_j == 200.0
-    assert read_history(tmp_path).by_rank[0] == (33.0, pytest.approx(33.0 / 7))
+    assert read_run(tmp_path).job.history.by_rank[0] == (33.0, pytest.approx(33.0 / 7))
 
 
 def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, received):
     recorder = Recorder(tmp_path, simulated=False, send=received.append, has_monitor=True)
     recorder.start(Started())
-    recorder.add(*under_plan(1, energy_j=math.nan))
-    recorder.add(*under_plan(2))
+    recorder.add(*under_plan(1, energy_j=math.nan), AT_DEFAULT_CLOCKS, GOOD)
+    recorder.add(*under_plan(2), AT_DEFAULT_CLOCKS, GOOD)
     (first, _), end = records_of(recorder, tmp_path)
     assert (first.energy_j, first.power_w, first.saved) == (None, None, None)
     assert "NaN" not in (tmp_path / "run.jsonl").read_text()
     assert all(math.isfinite(value) for each in observed(received) for _, value in each.figures)
-    assert (end.energy_j, end.saved) == (80.0, pytest.approx(0.2))
+    assert (end.energy_j, end.under_plans.saved) == (80.0, pytest.approx(0.2))
     assert any("not counting 1 iterations" in line for line in said(received))
 
 
@@ -153,7 +167,7 @@ def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, t
 
 def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path):
     warnings = []
-    writer = RecordWriter(tmp_path, JobLog("job"), warnings.append)
+    writer = RecordWriter(tmp_path, JobsOfFile(), warnings.append)
     writer.write(lambda: Failed(error=object()), may_wait=True)
     writer.write(Failed.model_construct(event="failure", rank=[object()]))
     writer.write(Failed(error="/data/\udcff: no such file"))
@@ -202,14 +216,14 @@ def test_records_are_written_while_those_of_earlier_starts_are_read(tmp_path, mo
     monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORD_LINE_BYTES", 500)
     begins, may_go_on, added, lines = threading.Event(), threading.Event(), [], []
 
-    class Log(JobLog):
+    class Log(JobsOfFile):
         def add(self, records):
             begins.set()
             assert may_go_on.wait(60.0)
             added.extend(records)
             lines.append((tmp_path / "run.jsonl").read_text().count("\n"))
 
-    writer = RecordWriter(tmp_path, Log("job"), print)
+    writer = RecordWriter(tmp_path, Log(), print)
     assert begins.wait(60.0)
     writer.write(Failed(time=4.0, error="early"))
     may_go_on.set()

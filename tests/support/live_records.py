@@ -1,13 +1,26 @@
 """Records of a job in the form that it writes, for tests of the output during a run."""
 
-from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started, to_line
+from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started, TrialState, to_line
+from perseus_ds.progress.facts import end_of, facts_of
+from perseus_ds.progress.sums import fold
 
 BEGIN = 1_000_000.0
+AS_RECORDED = TrialState(pairs=6, verdict="good", slowdown_error=0.002, saved_error=0.003)
+"""A trial with pairs that do not say more than the records."""
+GOOD = TrialState(pairs=6, verdict="good", slowdown=0.02, slowdown_error=0.002, saved=0.2, saved_error=0.003)
 
 
 def default_iteration(number, phase="default", **fields):
     """Return an iteration of two pipelines at default clocks, with 1 s and 100 J."""
-    values = {"time_s": 1.0, "energy_j": 100.0, "energy_by_pipeline_j": (60.0, 40.0), **fields}
+    values = {
+        "time_s": 1.0,
+        "energy_j": 100.0,
+        "energy_by_pipeline_j": (60.0, 40.0),
+        "default_time_s": 1.0,
+        "default_energy_j": 100.0,
+        "default_measured": True,
+        **fields,
+    }
     return IterationRecord(iteration=number, phase=phase, ended=BEGIN + number, simulated=True, **values)
 
 
@@ -18,11 +31,11 @@ def planned_iteration(number, plan=3, **fields):
         "energy_j": 80.0,
         "energy_by_pipeline_j": (50.0, 30.0),
         "predicted_time_s": 1.0,
-        "stall_s": 1.5,
         "predicted_energy_j": 75.0,
         "default_time_s": 1.0,
         "default_energy_j": 100.0,
         "default_measured": True,
+        "trial": GOOD,
         **fields,
     }
     return IterationRecord(iteration=number, phase="run", plan=plan, ended=BEGIN + number, simulated=True, **values)
@@ -50,3 +63,13 @@ def write(folder, records):
     """Write records to the folder's run.jsonl, replacing its contents."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.jsonl").write_text("".join(map(to_line, records)), encoding="utf-8")
+
+
+def facts_at(records, now, name="gpt3"):
+    """Return the facts of the current job of records at a time [Unix seconds]."""
+    return facts_of(fold(records).current, name, now)
+
+
+def end_after(records):
+    """Return the record of the end of the current job of records."""
+    return end_of(fold(records).current)

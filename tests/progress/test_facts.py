@@ -6,9 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
+from live_records import (
+    AS_RECORDED,
+    BEGIN,
+    auto_job,
+    default_iteration,
+    end_after,
+    facts_at,
+    planned_iteration,
+    started,
+    write,
+)
 from rich.console import Console
-from virtual.job import SLOWER
+from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.run_records import (
     CommandGiven,
@@ -18,15 +28,13 @@ from perseus_ds.artifacts.run_records import (
     PlanChosen,
     PowerCapChanged,
 )
+from perseus_ds.progress.facts import JobFacts
 from perseus_ds.report.live import JobFollower, JobScreen
-from perseus_ds.server.progress import JobFacts, JobLog
 
 
 def facts_of(records, after_s=1.0):
-    log = JobLog("gpt3")
-    log.add(records)
     last = max((getattr(record, "ended", None) or getattr(record, "time", 0.0) for record in records), default=0.0)
-    return log.facts(last + after_s)
+    return facts_at(records, last + after_s)
 
 
 def told(facts):
@@ -39,23 +47,24 @@ def told(facts):
 
 def test_totals_are_of_all_iterations_and_savings_of_those_under_plans():
     facts = facts_of(auto_job())
-    assert (facts.iterations, facts.planned) == (26, 20)
+    assert (facts.iterations, facts.under_plans.iterations) == (26, 20)
     assert facts.energy_j == pytest.approx(4 * 100 + 2 * 110 + 20 * 80)
-    assert facts.saved_j == pytest.approx(20 * 20)
-    assert facts.gained_s == pytest.approx(-20 * 0.02)
-    assert (facts.profiling_s, facts.profiling_j) == (0.2, 20.0)
+    assert facts.under_plans.saved_j == pytest.approx(20 * 20)
+    assert facts.under_plans.gained_s == pytest.approx(-20 * 0.02)
+    assert (facts.profiling_s, facts.profiling_j) == (pytest.approx(0.2), pytest.approx(20.0))
     assert facts.simulated
-
-
-def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
-    first, second = facts_of(auto_job()).pipelines
-    assert first.saved_j == pytest.approx(20 * (60 - 50))
-    assert second.saved_j == pytest.approx(20 * (40 - 30))
 
 
 def alternating_job():
     """Return records of a job with 8, 4 and a rare number of micro-batches."""
-    other = {"order": 1, "time_s": 0.5, "energy_j": 30.0, "default_time_s": 0.5, "default_energy_j": 50.0}
+    other = {
+        "trial": AS_RECORDED,
+        "order": 1,
+        "time_s": 0.5,
+        "energy_j": 30.0,
+        "default_time_s": 0.5,
+        "default_energy_j": 50.0,
+    }
     records = [*auto_job(micro_batches=8), OrderPlanned(time=BEGIN + 27, order=1, micro_batches=4)]
     records += [planned_iteration(number, plan=0, **other) for number in range(27, 37)]
     return [*records, default_iteration(37, "observe", order=255, energy_j=70.0)]
@@ -63,38 +72,22 @@ def alternating_job():
 
 def test_each_kind_of_iterations_says_how_many_ran_under_plans_and_what_they_saved():
     facts = facts_of(alternating_job())
-    assert [(kind.name, kind.planned, kind.iterations) for kind in facts.kinds] == [
+    assert [(kind.name, kind.planned, kind.iterations) for kind in facts.orders] == [
         ("8 micro-batches", 20, 26),
         ("4 micro-batches", 10, 10),
         ("other orders", 0, 1),
     ]
-    assert [kind.saved for kind in facts.kinds] == [pytest.approx(0.2), pytest.approx(0.4), None]
-    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20), "one sum, weighted by the iterations that ran"
-    assert facts.saved == pytest.approx((20 * 20 + 10 * 20) / (20 * 100 + 10 * 50))
-    assert "of these 4 micro-batches: 10 of 10 iterations under plans, 40.0 % less energy" in told(facts)
-    log = JobLog("gpt3")
-    log.add(alternating_job())
-    assert "8 micro-batches: 20 of 26 iterations under plans" in log.at_end().in_words()
-
-
-def test_orders_that_are_numbered_anew_after_a_restart_stay_what_they_are():
-    other = {"order": 1, "plan": 0, "time_s": 2.0, "energy_j": 180.0, "default_time_s": 2.0, "default_energy_j": 200.0}
-    records = [*alternating_job(), started(micro_batches=4), *(planned_iteration(n) for n in range(38, 48))]
-    records += [OrderPlanned(time=BEGIN + 48, order=1, micro_batches=8)]
-    records += [planned_iteration(number, **other) for number in range(48, 53)]
-    facts = facts_of(records)
-    assert {kind.micro_batches: kind.iterations for kind in facts.kinds} == {8: 26 + 5, 4: 10 + 10, None: 1}
-    assert {kind.micro_batches: kind.saved for kind in facts.kinds if kind.planned} == {
-        8: pytest.approx((20 * 20 + 5 * 20) / (20 * 100 + 5 * 200)),
-        4: pytest.approx((10 * 20 + 10 * 20) / (10 * 50 + 10 * 100)),
-    }
-    assert facts.saved_j == pytest.approx(20 * 20 + 10 * 20 + 10 * 20 + 5 * 20)
+    assert [kind.saved_j for kind in facts.orders] == [pytest.approx(400), pytest.approx(200), 0.0]
+    assert facts.under_plans.saved_j == pytest.approx(20 * 20 + 10 * 20), "one sum, weighted by the iterations that ran"
+    assert facts.under_plans.saved == pytest.approx((20 * 20 + 10 * 20) / (20 * 100 + 10 * 50))
+    assert "of these 4 micro-batches: 10 of 10 iterations under plans, 0 ms more and 200.0 J less" in told(facts)
+    assert "8 micro-batches: 20 of 26 iterations under plans" in end_after(alternating_job()).in_words()
 
 
 def test_a_resumed_job_goes_on_counting_and_another_job_does_not():
     first = facts_of(auto_job())
     resumed = facts_of([*auto_job(), Ended(time=BEGIN + 30), started(), planned_iteration(27)])
-    assert (resumed.iterations, resumed.starts, resumed.planned) == (27, 2, 21)
+    assert (resumed.iterations, resumed.starts, resumed.under_plans.iterations) == (27, 2, 21)
     assert resumed.energy_j == pytest.approx(first.energy_j + 80)
     other = facts_of([*auto_job(), started(job="b"), default_iteration(1)])
     assert (other.iterations, other.starts, other.energy_j) == (1, 1, 100.0)
@@ -140,9 +133,9 @@ def test_clocks_and_stragglers_are_those_of_now():
 def test_energy_that_cannot_be_read_is_said_and_saves_nothing():
     blind = [planned_iteration(n, energy_j=None, energy_by_pipeline_j=None) for n in range(1, 6)]
     facts = facts_of([started(), *blind])
-    assert (facts.without_energy, facts.planned, facts.saved_j, facts.power_w) == (5, 5, 0.0, None)
-    assert facts.plan.slowdown == pytest.approx(0.02)
-    assert facts.plan.saving is None
+    assert (facts.without_energy, facts.under_plans.iterations, facts.power_w) == (5, 5, None)
+    assert facts.plan.real.slowdown == pytest.approx(0.02)
+    assert (facts.plan.real.saved_j, facts.plan.real.saved) == (0.0, None)
     assert "energy of 5 could not be read" in told(facts)
 
 
@@ -209,8 +202,8 @@ def recomputed(folder, monkeypatch):
     return found, printed
 
 
-def test_the_last_line_states_what_the_lines_of_the_page_compute(start, monkeypatch, capsys, tmp_path):
-    job = start(mode="auto", **SLOWER)
+def test_the_last_line_states_what_the_lines_of_the_page_compute(monkeypatch, capsys, tmp_path):
+    job = VirtualJob(tmp_path / "perseus", mode="auto", **SLOWER)
     job.train_until_compared()
     job.train(20)
     job.close()
@@ -218,9 +211,9 @@ def test_the_last_line_states_what_the_lines_of_the_page_compute(start, monkeypa
     (ended,) = job.events(Ended)
     whole = ended.whole
     assert (whole.saved_j, whole.gained_s) == pytest.approx((found["saved_j"], found["gained_s"]), abs=1e-3)
-    assert whole.steps == len(found["steps"])
+    assert whole.iterations == len(found["steps"])
     assert whole.saved > 0.01, "there must be a saving to report"
-    lines = [line for line in capsys.readouterr().out.splitlines() if "iterations," in line and "clock changes" in line]
-    stated = re.search(rf"all {whole.steps} steps, profiling and comparisons included: .* a step", lines[-1])[0]
-    assert f"less energy (-{100 * whole.saved:.1f} %)" in stated
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "profiling counted" in line]
+    assert f"{whole.iterations} iterations in all, profiling counted: {whole.in_words()}" in line
+    assert whole.energy.startswith(f"\N{MINUS SIGN}{100 * whole.saved:.1f}")
     assert f"{whole.saved:.2%} less" in printed[0]

@@ -1,0 +1,1 @@
+"""What is known of a job, from its records in order."""

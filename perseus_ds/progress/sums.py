@@ -1,0 +1,365 @@
+"""The sums over a job's records: what it took, and what it saved compared with default clocks.
+
+Everything that is shown of a job is computed from these sums: by the server, ``watch``, metrics, the report and
+``compare``. Memory and time per record do not grow with the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from perseus_ds.artifacts.run_records import (
+    Event,
+    IterationRecord,
+    OrderPlanned,
+    OrderSummary,
+    PlanJudged,
+    PlanSummary,
+    ProfileWritten,
+    Record,
+    SavingSummary,
+    Started,
+    TrialState,
+    is_training_iteration,
+)
+from perseus_ds.progress.history import History
+from perseus_ds.progress.present import Present
+from perseus_ds.savings import Sums, total_of
+
+AT_DEFAULT_CLOCKS = ("observe", "default", "pause", "optimizing", "warm-up")
+"""The phases at default clocks. Those in which iterations are least disturbed are first."""
+
+
+class Conditions(NamedTuple):
+    """Conditions under which iterations ran.
+
+    Attributes:
+        frontier: Number of the frontier of the plans; numbers of plans are valid for one frontier only.
+        plan: None at other clocks than those of plans.
+    """
+
+    frontier: int
+    phase: str
+    order: int
+    plan: int | None
+
+    @property
+    def is_planned(self) -> bool:
+        return self.phase == "run" and self.plan is not None
+
+
+class JobSums:
+    """The sums over the records of a job so far.
+
+    Attributes:
+        since_start: Sums of all iterations since the last start of the job.
+        present: The present state of the job.
+        history: The job's history for charts and lists.
+    """
+
+    def __init__(self, energies_of: Collection[int] = ()) -> None:
+        """Begin without records. The history keeps the energies of the iterations with the given numbers."""
+        # Sums of all other iterations except those that calibrate a simulated GPU.
+        self._before: defaultdict[Conditions, Sums] = defaultdict(Sums)
+        self.since_start = Sums()
+        self.present = Present()
+        self.history = History(energies_of)
+        self._frontier = 0
+        self._named_frontier: str | None = None
+        self._micro_batches: dict[int, int | None] = {}
+        # Sums of the iterations under the plans that are tried at present, as recorded, and the state of their trial.
+        self._of_trial: defaultdict[Conditions, Sums] = defaultdict(Sums)
+        self._trial = TrialState()
+        self._decided: TrialState | None = None
+        self._by_profile = False
+        # Energy by pipeline [J]: of all iterations, of those at default clocks, and of those under plans.
+        self._all_j: list[float] = []
+        self._default_j: list[float] = []
+        self._planned_j: list[float] = []
+
+    def add(self, record: Record) -> None:
+        """Add a record."""
+        if isinstance(record, Event):
+            self._add_event(record)
+        elif is_training_iteration(record):
+            self._add_iteration(record)
+        self.present.add(record)
+        self.history.add(record, self._frontier)
+
+    def _add_event(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.since_start = Sums()
+            self._micro_batches[0] = event.micro_batches
+            if event.frontier != self._named_frontier:
+                self._named_frontier = event.frontier
+                self._frontier += 1
+        elif isinstance(event, OrderPlanned) and not event.given_up:
+            self._micro_batches[event.order] = event.micro_batches
+        elif isinstance(event, ProfileWritten) and not event.order:
+            self._frontier += 1
+        elif isinstance(event, PlanJudged) and event.saving is not None:
+            saving = event.saving
+            self._decided = self._trial = TrialState(
+                pairs=saving.pairs,
+                verdict=saving.verdict,
+                slowdown=saving.slowdown,
+                slowdown_error=saving.slowdown_error,
+                saved=saving.saved,
+                saved_error=saving.saved_error,
+            )
+
+    def _add_iteration(self, record: IterationRecord) -> None:
+        sums = Sums.of(record)
+        conditions = Conditions(self._frontier, record.phase, record.order or 0, record.plan)
+        if conditions.is_planned:
+            self._add_state(record)
+            self._of_trial[conditions].add(sums)
+        else:
+            self._before[conditions].add(sums)
+        self.since_start.add(sums)
+        parts_j = record.energy_by_pipeline_j or ()
+        self._all_j = sums_by_place(self._all_j, parts_j)
+        if record.phase in AT_DEFAULT_CLOCKS:
+            self._default_j = sums_by_place(self._default_j, parts_j)
+        if not conditions.is_planned:
+            return
+        self._planned_j = sums_by_place(self._planned_j, parts_j)
+
+    def _add_state(self, record: IterationRecord) -> None:
+        """Add the state of the trial of an iteration under plans."""
+        self._by_profile = not record.default_measured
+        state = record.trial or TrialState()
+        if state.pairs < self._trial.pairs:  # another trial has begun
+            for conditions, sums in self._present_trial().items():
+                self._before[conditions].add(sums)
+            self._of_trial.clear()
+        self._trial = state
+        if not state.is_undecided:
+            self._decided = state
+
+    def total(self, wanted: Callable[[Conditions], bool] = lambda conditions: True) -> Sums:
+        """Return the sums over all iterations under some conditions."""
+        return total_of(sums for conditions, sums in self.by_conditions().items() if wanted(conditions))
+
+    def by_conditions(self) -> dict[Conditions, Sums]:
+        """Return the sums of all iterations except those that calibrate a simulated GPU."""
+        found: defaultdict[Conditions, Sums] = defaultdict(Sums)
+        for part in (self._before, self._present_trial()):
+            for conditions, sums in part.items():
+                found[conditions].add(sums)
+        return dict(found)
+
+    def _present_trial(self) -> dict[Conditions, Sums]:
+        """Return the sums of the present trial with the saving that its pairs show."""
+        recorded = total_of(self._of_trial.values())
+        shown = recorded.as_in(self._trial)
+        time_factor = shown.default_s / recorded.default_s if recorded.default_s else 1.0
+        energy_factor = shown.default_j / recorded.default_j if recorded.default_j else 1.0
+        found = {}
+        for conditions, sums in self._of_trial.items():
+            default_s, default_j = sums.default_s * time_factor, sums.default_j * energy_factor
+            found[conditions] = replace(sums, default_s=default_s, default_j=default_j)
+        return found
+
+    @property
+    def planned(self) -> Sums:
+        """Sums of all iterations under plans."""
+        return self.total(lambda conditions: conditions.is_planned)
+
+    def _planned_of(self, order: int) -> Sums:
+        return self.total(lambda conditions: conditions.is_planned and conditions.order == order)
+
+    @property
+    def profiled(self) -> Sums:
+        """Sums of the iterations in which the profile was measured."""
+        return self.total(lambda conditions: conditions.phase == "profile")
+
+    @property
+    def at_default_clocks(self) -> Sums:
+        """Sums of the iterations at default clocks."""
+        return self.total(lambda conditions: conditions.phase in AT_DEFAULT_CLOCKS)
+
+    @property
+    def under_plans(self) -> SavingSummary | None:
+        """The saving of all iterations under plans. None if there are none."""
+        planned = self.planned
+        return self._summary(planned, self._decided or self._trial) if planned.iterations else None
+
+    @property
+    def of_trial(self) -> SavingSummary | None:
+        """The saving of the iterations under the present plans since their trial began. None if there are none."""
+        trial = total_of(self._present_trial().values())
+        return self._summary(trial, self._trial) if trial.iterations else None
+
+    def _summary(self, sums: Sums, trial: TrialState) -> SavingSummary:
+        return saving_summary(sums, trial, by_profile=self._by_profile)
+
+    @property
+    def whole(self) -> SavingSummary | None:
+        """The saving of all iterations, including profiling and comparisons. None before a plan has run.
+
+        Iterations at default clocks save nothing.
+        """
+        total, planned, profiled = self.total(), self.planned, self.profiled
+        if not planned.compared:
+            return None
+        saved_j, gained_s = planned.saved_j + profiled.saved_j, planned.gained_s + profiled.gained_s
+        whole = Sums(
+            iterations=total.iterations,
+            stalls=planned.stalls,
+            compared=total.iterations,
+            compared_s=total.time_s,
+            known=total.iterations - total.without_energy,
+            default_s=total.time_s + gained_s,
+            compared_j=total.energy_j,
+            default_j=total.energy_j + saved_j,
+        )
+        return saving_summary(
+            whole,
+            self._decided or self._trial,
+            by_profile=self._by_profile,
+            time_share=planned.default_s / whole.default_s,
+            energy_share=planned.default_j / whole.default_j if whole.default_j else 0.0,
+        )
+
+    def plans(self) -> tuple[PlanSummary, ...]:
+        """Return the savings of the plans of the last frontier that ran, in the order in which they first ran."""
+        return tuple(
+            PlanSummary(plan=conditions.plan, order=conditions.order, **_figures(sums))
+            for conditions, sums in self.of_last_frontier()
+            if conditions.plan is not None
+        )
+
+    def of_last_frontier(self) -> list[tuple[Conditions, Sums]]:
+        """Return the sums under each plan of the last frontier of which plans ran."""
+        planned = [(conditions, sums) for conditions, sums in self.by_conditions().items() if conditions.is_planned]
+        last = max((conditions.frontier for conditions, _ in planned), default=0)
+        return [(conditions, sums) for conditions, sums in planned if conditions.frontier == last]
+
+    def orders(self) -> tuple[OrderSummary, ...]:
+        """Return the savings of each order, the most frequent first. Empty if there is only one."""
+        iterations: defaultdict[int, int] = defaultdict(int)
+        for conditions, sums in self.by_conditions().items():
+            iterations[conditions.order] += sums.iterations
+        if len(iterations) < 2:
+            return ()
+        found = []
+        for order, count in sorted(iterations.items(), key=operator.itemgetter(1), reverse=True):
+            planned = self._planned_of(order)
+            summary = OrderSummary(
+                order=order,
+                micro_batches=self._micro_batches.get(order),
+                iterations=count,
+                planned=planned.iterations,
+                saved_j=planned.saved_j,
+                gained_s=planned.gained_s,
+            )
+            found.append(summary)
+        return tuple(found)
+
+    def pipelines_j(self) -> list[tuple[float, float]]:
+        """Return the energy of each pipeline and its share of the saving [J].
+
+        The share at default clocks is that of the pipeline's energy in iterations at default clocks.
+        """
+        planned, pipelines = self.planned, len(self._all_j)
+        saved_j = [0.0] * pipelines
+        if planned.default_j and any(self._planned_j):
+            default_j = self._default_j if any(self._default_j) else [1.0] * pipelines
+            saved_j = [
+                planned.default_j * theirs_j / sum(default_j) - planned.compared_j * ours_j / sum(self._planned_j)
+                for theirs_j, ours_j in itertools.zip_longest(default_j, self._planned_j, fillvalue=0.0)
+            ]
+        return list(itertools.zip_longest(self._all_j, saved_j, fillvalue=0.0))
+
+
+def saving_summary(
+    sums: Sums, trial: TrialState, *, by_profile: bool = False, time_share: float = 1.0, energy_share: float = 1.0
+) -> SavingSummary:
+    """Return how a saving is shown.
+
+    Args:
+        sums: The iterations that it covers.
+        trial: Verdict and errors of the trial of their plans.
+        by_profile: Whether default clocks are predicted by the profile.
+        time_share: Share of the iterations under plans in the time at default clocks.
+        energy_share: Likewise in the energy.
+    """
+    is_certain = not trial.is_undecided
+    return SavingSummary(
+        iterations=sums.iterations,
+        stalls=sums.stalls,
+        saved_j=sums.saved_j,
+        gained_s=sums.gained_s,
+        saved=sums.saved if is_certain else None,
+        slowdown=sums.slowdown if is_certain else None,
+        saved_error=None if trial.saved_error is None else energy_share * trial.saved_error,
+        slowdown_error=None if trial.slowdown_error is None else time_share * trial.slowdown_error,
+        pairs=trial.pairs,
+        verdict=trial.verdict,
+        by_profile=by_profile,
+    )
+
+
+def _figures(sums: Sums) -> dict[str, Any]:
+    return {"iterations": sums.iterations, "saved_j": sums.saved_j, "gained_s": sums.gained_s}
+
+
+def sums_by_place(sums: Sequence[float], parts: Sequence[float]) -> list[float]:
+    """Return the elementwise sum of two sequences, of which the shorter one is padded with zeros."""
+    if len(sums) == len(parts):
+        return list(map(operator.add, sums, parts))
+    return [total + part for total, part in itertools.zip_longest(sums, parts, fillvalue=0.0)]
+
+
+class JobsOfFile:
+    """The jobs whose records are in one ``run.jsonl``. Thread-safe.
+
+    The *current* job is the one that trained last or, if none has trained, that started last.
+    """
+
+    def __init__(self, energies_of: Collection[int] = ()) -> None:
+        """Begin without records. Histories keep the energies of the iterations with the given numbers."""
+        self._energies_of = energies_of
+        self._jobs: dict[str | None, JobSums] = {None: JobSums(energies_of)}
+        self._writing = self._current = self._jobs[None]
+        self._lock = threading.Lock()
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Add records in order."""
+        with self._lock:
+            for record in records:
+                if isinstance(record, Started):
+                    self._writing = self._jobs.setdefault(record.job, JobSums(self._energies_of))
+                self._writing.add(record)
+                if is_training_iteration(record) or not self._current.by_conditions():
+                    self._current = self._writing
+
+    def read(self, of: Callable[[JobSums], Any], job: str | None = None) -> Any:
+        """Return a figure of the current job, or of the one with the given key if there is one."""
+        with self._lock:
+            return of(self._jobs[job] if job in self._jobs and job is not None else self._current)
+
+    @property
+    def current(self) -> JobSums:
+        """The current job. Not thread-safe."""
+        return self._current
+
+    @property
+    def left_out(self) -> int:
+        """Number of iterations of other jobs."""
+        others = [job for job in self._jobs.values() if job is not self._current]
+        return sum(job.total().iterations for job in others)
+
+
+def fold(records: Iterable[Record], energies_of: Collection[int] = ()) -> JobsOfFile:
+    """Return the jobs of a file of records."""
+    jobs = JobsOfFile(energies_of)
+    jobs.add(records)
+    return jobs
