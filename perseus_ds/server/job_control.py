@@ -22,6 +22,11 @@ from perseus_ds.units import duration, percent, plain, watts
 logger = logging.getLogger("perseus_ds")
 
 
+def cost_in_words(slowdown: float, saved: float) -> str:
+    """Return a description of the slowdown of a plan and the energy that it saves, as fractions."""
+    return f"about {percent(slowdown).lstrip('+')} slower, {percent(-saved)} energy"
+
+
 @dataclass(frozen=True)
 class Effect:
     """Predicted effect of a goal, using measurements of the job.
@@ -49,10 +54,10 @@ class Effect:
     @property
     def in_words(self) -> str:
         """Description of the figures that matter for the goal."""
-        words = f"about {percent(self.slowdown).lstrip('+')} slower, {percent(-self.saved)} energy"
+        words = cost_in_words(self.slowdown, self.saved)
         return words if self.limit_w is None else f"{words}, {watts(self.power_w)} of {watts(self.limit_w)}"
 
-    def cost_in_words(self, duration_s: float) -> str:
+    def delay_in_words(self, duration_s: float) -> str:
         """Describe the time that a power limit costs during some time [s]. Empty if it costs none."""
         if self.later <= 0:
             return ""
@@ -199,7 +204,7 @@ class JobControl:
         effect = self.effect_of(goal)
         if effect is None:
             return ", once the job runs under plans"
-        cost = "" if goal.until is None else effect.cost_in_words((goal.until - now).total_seconds())
+        cost = "" if goal.until is None else effect.delay_in_words((goal.until - now).total_seconds())
         words = f": plan {effect.plan} in at most {duration(effect.begins_in_s)}, {effect.in_words}{cost}"
         words += f". However, {effect.problem}" if effect.problem else ""
         words += ". However, the job is paused, and runs at default clocks until it is resumed" if self.paused else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from perseus_ds.policy.stragglers import StragglerWatch, straggler_of, with_repo
 from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Seen
 from perseus_ds.server.job import Order
-from perseus_ds.server.job_control import Effect
+from perseus_ds.server.job_control import Effect, cost_in_words
 from perseus_ds.server.phases import ModeContext
 from perseus_ds.units import plain
 
@@ -54,6 +55,8 @@ class PlanSelector:
         self._plans: dict[int, Plans] = {}
         self._chosen_for: dict[int, tuple[object, ...]] = {}
         self._recorded: dict[int, Mapping[str, Any]] = {}
+        # The last plans of each order that were printed. Two plans that take turns are printed once.
+        self._said: dict[int, deque[tuple[int, ...]]] = defaultdict(lambda: deque(maxlen=2))
         self.is_paused = self.is_capped = self.is_refuted = False
         self.decide()
         self._control.effect_of = self.effect_of
@@ -104,6 +107,7 @@ class PlanSelector:
             self._record_cap(decision.cap)
         if has_changed:
             self._say_goal()
+        self._say_plans(is_known=has_changed)
         for decision in decided.values():
             self._say_problem(decision.problem)
         if self.is_paused != was_paused and not any(decision.failed for decision in decided.values()):
@@ -196,6 +200,22 @@ class PlanSelector:
         if effect is not None:
             text = f"{self._control.change_in_words}: plan {effect.plan} {self._from_step()}, {effect.in_words}"
             self._recorder.say(plain(text))
+
+    def _say_plans(self, *, is_known: bool) -> None:
+        """Print other plans of the order that represents the job, unless they are known already."""
+        order = self._shown
+        if order is None or self.is_paused:
+            return
+        plans, said = self._plans_of(order), self._said[order.number]
+        if plans.plans in said:
+            return
+        is_first = not said
+        said.append(plans.plans)
+        if is_known or is_first or plans.forecast is None:
+            return
+        words = PlanChosen.model_validate(self.status(order)).in_words()
+        cost = cost_in_words(plans.forecast.slowdown, plans.forecast.saved)
+        self._recorder.say(plain(f"{words} {self._from_step()}, {cost}"))
 
     def _say_problem(self, problem: str) -> None:
         """Record and print a part of the goal that no plan keeps, once."""

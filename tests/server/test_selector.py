@@ -141,6 +141,16 @@ def test_changes_by_control_are_in_the_log_with_their_effect():
     ]
 
 
+def test_changes_of_plan_are_in_the_log_and_two_that_take_turns_once():
+    job = Job(Goal(max_slowdown=0.045))
+    plans = [job.iterate() for _ in range(200)]
+    assert set(plans) == {4, 5}
+    assert job.said == ["plan 5 from step 23, about 5.0 % slower, -5.0 % energy"]
+    job.give("straggler", pipeline=0, slowdown=1.2)
+    job.iterate()
+    assert len(job.said) == 1, "a single pipeline has no others that wait for it"
+
+
 def test_the_answer_says_what_a_goal_costs():
     job = Job(Goal())
     until = (job.time.date() + timedelta(hours=1)).isoformat()
