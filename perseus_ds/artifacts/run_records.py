@@ -307,6 +307,7 @@ class ProfileWritten(Event):
     iterations: int | None = None
     lost_s: float | None = None
     lost_j: float | None = None
+    waiting: str | None = None
 
     def in_words(self) -> str:
         cost = against_default_clocks(self.lost_s or 0.0, self.lost_j or 0.0)

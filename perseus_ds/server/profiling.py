@@ -151,6 +151,8 @@ _LONGEST_VISIT = 8
 _UNDER_WAY = 2
 # Fraction of clocks that cost another iteration, because the next one was not known before their last report.
 _UNKNOWN = 0.5
+# Number of iterations in which plans are computed.
+_PLANNED_WITHIN = 3
 # Number of iterations after which a profile that could not be written is written again.
 _SAVED_AGAIN_AFTER = 10
 # A tail shorter than this fraction of an iteration needs no separate clock.
@@ -173,12 +175,11 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     visit = measurement.iterations_with(_REFRESHES, longest_s(clocks[3 * len(clocks) // 4]))
     expected = most * visit + math.ceil(_UNKNOWN * most) + _UNDER_WAY
     following = "optimizing" if job.config.mode == "auto" else "observe"
-    recorder.say(
-        f"profiling during training: about {most} clocks in {expected} iterations, which take "
-        f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
-    )
+    begin = context.control.steps + 1
+    outlook = f"profiling: about {expected} iterations from step {begin} on, slower ones included"
     if following == "optimizing":
-        recorder.say(f"a plan runs in about {expected} iterations, and a few more while plans are computed")
+        outlook += f"; first plan at about step {begin + expected + _PLANNED_WITHIN}"
+    recorder.say(outlook)
 
     def next_phase() -> NextPhase:
         return NextPhase(following, measurement.remaining_s(expected))
@@ -189,7 +190,6 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
         search.add(measurement.rows(chosen))
     power_w, why = measurement.blocking_power_w()
     if why is not None:
-        recorder.say(why)
         measurement.use_blocking_power_w(power_w)
         search.add(measurement.rows([]))
     known = {"blocking_power_w": power_w, "least_dwell_s": job.least_dwell_s()}
@@ -204,6 +204,7 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
             iterations=measurement.iterations,
             lost_s=round(-measurement.sums.gained_s, 3),
             lost_j=round(-measurement.sums.saved_j, 3),
+            waiting=why,
         )
     )
 

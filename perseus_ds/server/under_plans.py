@@ -110,10 +110,11 @@ class PlanRunner:
 
     def _say_beginning(self) -> None:
         plans = next(iter(self.selector.plans().values()))
-        beginning = f"running under plan {plans.plan} of the frontier's {len(plans.frontier.plans)}"
+        beginning = f"plan {plans.plan} of {len(plans.frontier.plans)}"
         if (forecast := plans.forecast) is not None:
-            promised = changes(forecast.slowdown, forecast.saved)
-            beginning += f" (promised {promised}), against default clocks of this job"
+            beginning += f": promised {changes(forecast.slowdown, forecast.saved)}"
+        if self._state.announced is Verdict.UNKNOWN and not self.selector.is_capped:
+            beginning += "; now compared with default clocks"
         self._recorder.say(plain(beginning))
 
     async def run_until_outdated(self) -> None:

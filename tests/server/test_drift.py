@@ -23,7 +23,7 @@ def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_li
     assert changes(records[0].promised_slowdown, records[0].promised_saving) == promised, (
         "also before default clocks were measured"
     )
-    assert capsys.readouterr().out.count(f"(promised {plain(promised)})") == 2, "at the start and with the verdict"
+    assert capsys.readouterr().out.count(f"promised {plain(promised)}") == 2, "at the start and with the verdict"
 
 
 @pytest.fixture
