@@ -125,6 +125,9 @@ class PerseusConfig(StrictModel):
         description="Largest deviation of instruction times from the profile, as a fraction, beyond what they vary by; "
         "a larger one is printed, and auto mode profiles again if the plan is dropped or cannot be compared.",
     )
+    log_level: Literal["info", "warning"] = Field(
+        "info", description="info: print a line for each event of the job; warning: only warnings."
+    )
     metrics: MetricsConfig | None = Field(
         None,
         description='Figures for Prometheus: {"port": 9400} serves them, {"textfile": "…/perseus.prom"} writes them.',

@@ -346,8 +346,7 @@ class PlanJudged(Event):
     promised_saved: float = 0.0
 
     def in_words(self) -> str:
-        text = f"plan {self.plan} is {'kept' if self.kept else 'dropped'}"
-        text += f", since {self.reason}" if self.reason else ""
+        text = f"plan {self.plan} is kept" if self.kept else f"plan {self.plan} is dropped, since {self.reason}"
         if self.saving is not None:
             text += f": {self.saving.in_words()} (promised {changes(self.promised_slowdown, self.promised_saved)})"
         return f"{text}; {self.then}" if self.then else text
@@ -484,7 +483,6 @@ class Ended(Event):
         text += f" ({watt_hours(self.energy_j)})"
         if self.without_energy:
             text += f" (not counting {self.without_energy} iterations with unknown energy)"
-        text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
         if self.under_plans is not None:
             text += f"; {self.under_plans.iterations} iterations under plans: {self.under_plans.in_words()}"
         if self.whole is not None:

@@ -79,11 +79,12 @@ class Recorder:
         send: Callable[[ToRank], None],
         steps_per_print: int | None = None,
         has_monitor: bool = False,
+        is_quiet: bool = False,
     ) -> None:
         """Begin to record in the job's output folder.
 
         ``energy_note`` is shown with energies. ``send`` sends a message to rank 0, from any thread. Rank 0 receives the
-        figures of every iteration if it has a monitor.
+        figures of every iteration if it has a monitor. If ``is_quiet``, only warnings are printed.
         """
         self._directory = directory
         self._simulated = simulated
@@ -92,6 +93,7 @@ class Recorder:
         self._send = send
         self._steps_per_print = steps_per_print
         self._has_monitor = has_monitor
+        self._is_quiet = is_quiet
         self._jobs = JobsOfFile()
         self._job: str | None = None
         self._writer = RecordWriter(directory, self._jobs, self.warn)
@@ -110,7 +112,7 @@ class Recorder:
     def start(self, event: Started) -> None:
         """Record the start of the job, after all checks."""
         self._job = event.job
-        self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does")
+        self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does{self._about}")
         self.event(event)
 
     def event(self, event: Event) -> None:
@@ -184,7 +186,7 @@ class Recorder:
         ended = self._jobs.read(end_of, self._job)
         if self._writer.has_read and ended.iterations > self._summarised:
             self._summarised = ended.iterations
-            self.say(ended.in_words())
+            self.say(f"{ended.in_words()}{self._about}")
             self.event(ended)
             if (missing := self.facts().unfinished) is not None:
                 self.say(missing)
@@ -202,7 +204,8 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """Print a line for the whole job."""
-        self._send(Say(f"perseus: {text}{self._about}"))
+        if not self._is_quiet:
+            self._send(Say(f"perseus: {text}"))
 
     def warn(self, text: str) -> None:
         """Log a warning for the whole job."""

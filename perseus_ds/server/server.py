@@ -114,6 +114,7 @@ class JobServer:
             send=lambda message: send(0, message),
             steps_per_print=first.steps_per_print,
             has_monitor=first.has_monitor,
+            is_quiet=config.log_level == "warning",
         )
         info = self.job.info.model_copy(update={"streams": ScheduleStreams.of(self.job.schedule)})
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)

@@ -242,7 +242,7 @@ class PlanRunner:
         state = self._state
         if verdict is Verdict.GOOD:
             if state.announced is not Verdict.GOOD:
-                self._announce(verdict, "compared with default clocks again and again, ever more rarely")
+                self._announce(verdict, "compared again, ever more rarely")
                 self._planner.keep()
             if state.trial.is_confirmed:
                 state.next_rest = FIRST_REST

@@ -112,10 +112,8 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, re
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
     assert (end.iterations, end.energy_j, end.under_plans.saved) == (3, 260.0, pytest.approx(0.2))
     step, summary = said(received)[1:3]
-    assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
-    assert (
-        "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 iterations under plans" in summary
-    )
+    assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J)"
+    assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh); 2 iterations under plans" in summary
     assert "40.00 J less energy (-20.0 +/- 0.3 %)" in summary
     assert "default clocks by the profile: certain" in summary
 
