@@ -339,6 +339,7 @@ class Sums:
         compared_j: Energy of these [J].
         default_s: Time that default clocks take for the compared iterations [s].
         default_j: Energy that default clocks take for those with a known energy [J].
+        tokens: Number of tokens in those with a known energy. 0 if it is unknown.
     """
 
     iterations: int = 0
@@ -354,6 +355,7 @@ class Sums:
     compared_j: float = 0.0
     default_s: float = 0.0
     default_j: float = 0.0
+    tokens: int = 0
 
     @classmethod
     def of(cls, record: IterationRecord) -> Sums:
@@ -371,6 +373,7 @@ class Sums:
             sums.compared, sums.compared_s, sums.default_s = 1, record.time_s, record.default_time_s
             if record.energy_j is not None:
                 sums.known, sums.compared_j, sums.default_j = 1, record.energy_j, record.default_energy_j
+                sums.tokens = record.tokens or 0
         return sums
 
     def add(self, other: Sums) -> None:

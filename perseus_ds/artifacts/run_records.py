@@ -29,7 +29,7 @@ from perseus_ds.artifacts.validation import (
     UnixTime,
 )
 from perseus_ds.errors import ConfigError
-from perseus_ds.units import bounded, duration, joules, percent, plain, watt_hours, watts
+from perseus_ds.units import bounded, duration, joules, number, percent, plain, watt_hours, watts
 
 logger = logging.getLogger("perseus_ds")
 SCHEMA_VERSION = 1
@@ -118,6 +118,7 @@ class IterationRecord(RunRecord):
     default_time_s: float | None = None
     default_energy_j: float | None = None
     default_measured: bool = False
+    tokens: int | None = None
     trial: TrialState | None = None
     drift: float | None = None
     clock_changes: int = 0
@@ -219,6 +220,25 @@ class SavingSummary(BaseModel):
         time += "" if self.slowdown is None else f" ({self.time})"
         stalls = f", {self.stalls} with stalls not compared" if self.stalls else ""
         return plain(f"{energy}, {time} than {self.baseline}{stalls}: {self.certainty}")
+
+
+class TokenSummary(BaseModel):
+    """Energy and throughput by token, of iterations under plans or otherwise of those at default clocks."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    energy_j: float = Field(description="Energy of a token [J].")
+    per_s: float = Field(description="Tokens per second.")
+    default_energy_j: float = Field(description="Energy of a token at default clocks [J].")
+    default_per_s: float = Field(description="Tokens per second at default clocks.")
+    under_plans: bool = Field(description="Whether these are iterations under plans.")
+
+    def in_words(self) -> str:
+        """Return a description in one line."""
+        default = f"{number(self.default_energy_j)} J a token, {number(self.default_per_s)} tokens/s at default clocks"
+        if not self.under_plans:
+            return plain(default)
+        return plain(f"{number(self.energy_j)} J a token, {number(self.per_s)} tokens/s under plans; {default}")
 
 
 class PlanSummary(BaseModel):
@@ -475,6 +495,7 @@ class Ended(Event):
     clock_skips: int = 0
     under_plans: SavingSummary | None = None
     whole: SavingSummary | None = None
+    tokens: TokenSummary | None = None
     plans: tuple[PlanSummary, ...] = ()
     orders: tuple[OrderSummary, ...] = ()
 
@@ -487,6 +508,8 @@ class Ended(Event):
             text += f"; {self.under_plans.iterations} iterations under plans: {self.under_plans.in_words()}"
         if self.whole is not None:
             text += f"; {self.whole.iterations} iterations in all, profiling counted: {self.whole.in_words()}"
+        if self.tokens is not None:
+            text += f"; {self.tokens.in_words()}"
         if self.orders:
             text += f"; {'; '.join(order.in_words() for order in self.orders[:_MOST_IN_WORDS])}"
         return plain(text)
@@ -542,8 +565,8 @@ def with_error(change: float, error: float | None) -> str:
     """Return a relative change with its error."""
     if error is None:
         return percent(change)
-    number, unit = percent(change).split()
-    return f"{number} \N{PLUS-MINUS SIGN} {100 * error:.1f}\N{NARROW NO-BREAK SPACE}{unit}"
+    value, unit = percent(change).split()
+    return f"{value} \N{PLUS-MINUS SIGN} {100 * error:.1f}\N{NARROW NO-BREAK SPACE}{unit}"
 
 
 def against_default_clocks(extra_s: float, extra_j: float) -> str:

@@ -18,6 +18,7 @@ from perseus_ds.artifacts.run_records import (
     PowerCapChanged,
     SavingSummary,
     Started,
+    TokenSummary,
 )
 from perseus_ds.progress.sums import JobSums
 
@@ -82,6 +83,7 @@ class JobFacts(_Facts):
     whole: SavingSummary | None = Field(
         description="Saving of all iterations, profiling and comparisons included; none before a plan ran."
     )
+    tokens: TokenSummary | None = Field(description="Energy and throughput by token; none if their number is unknown.")
     profiling_s: float = Field(description="Additional time for profiling; negative for less.")
     profiling_j: float = Field(description="Additional energy for profiling; negative for less.")
     iteration_s: float | None = Field(description="Median time of the last iterations.")
@@ -156,6 +158,7 @@ def facts_of(job: JobSums, name: str, now: float) -> JobFacts:
         **_totals(asdict(job.total())),
         under_plans=job.under_plans,
         whole=job.whole,
+        tokens=job.tokens,
         profiling_s=-profiled.gained_s,
         profiling_j=-profiled.saved_j,
         iteration_s=present.iteration_s,
@@ -210,6 +213,7 @@ def end_of(job: JobSums) -> Ended:
         **_totals(asdict(job.since_start)),
         under_plans=job.under_plans,
         whole=job.whole,
+        tokens=job.tokens,
         plans=job.plans(),
         orders=job.orders(),
     )

@@ -25,6 +25,7 @@ from perseus_ds.artifacts.run_records import (
     Record,
     SavingSummary,
     Started,
+    TokenSummary,
     TrialState,
     is_training_iteration,
 )
@@ -241,6 +242,21 @@ class JobSums:
         planned = [(conditions, sums) for conditions, sums in self.by_conditions().items() if conditions.is_planned]
         last = max((conditions.frontier for conditions, _ in planned), default=0)
         return [(conditions, sums) for conditions, sums in planned if conditions.frontier == last]
+
+    @property
+    def tokens(self) -> TokenSummary | None:
+        """Energy and throughput by token. None if the number of tokens is unknown."""
+        planned = self.planned
+        sums = planned if planned.tokens else self.at_default_clocks
+        if not sums.tokens:
+            return None
+        return TokenSummary(
+            energy_j=sums.compared_j / sums.tokens,
+            per_s=sums.tokens / sums.compared_s,
+            default_energy_j=sums.default_j / sums.tokens,
+            default_per_s=sums.tokens / sums.default_s,
+            under_plans=sums is planned,
+        )
 
     def orders(self) -> tuple[OrderSummary, ...]:
         """Return the savings of each order, the most frequent first. Empty if there is only one."""

@@ -449,11 +449,13 @@ def _total(run: RecordedRun, found: Inputs, factors: Factors) -> Iterator[Tile]:
     parts.append(f"{factors.carbon(total.energy_j)} CO₂e")
     parts.append(factors.price(total.energy_j))
     yield Tile("The whole run", factors.with_pue(total.energy_j), ", ".join(parts))
+    if (tokens := run.job.tokens) is not None:
+        yield Tile("Energy of a token", f"{number(tokens.energy_j)} J", tokens.in_words())
     known = total.iterations - total.without_energy
     if samples is not None and known:
-        per_sample_j, tokens = total.energy_j / (known * samples), factors.tokens_per_sample
+        per_sample_j, length = total.energy_j / (known * samples), factors.tokens_per_sample
         note = f"{samples} samples an iteration, GPUs only"
-        per_token = f"; {number(per_sample_j / tokens)} J a token of {tokens}" if tokens else ""
+        per_token = f"; {number(per_sample_j / length)} J a token of {length}" if length else ""
         yield Tile("Energy of a sample", joules(per_sample_j), note + per_token)
 
 

@@ -201,6 +201,7 @@ def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
         yield "profiling", against_default_clocks(facts.profiling_s, facts.profiling_j), ""
     if facts.whole is not None:
         yield "in all", _saving(facts.whole), _colour_of_saving(facts.whole)
+    yield "tokens", facts.tokens.in_words() if facts.tokens is not None else "", ""
     yield "pipelines", _pipelines(facts), ""
 
 

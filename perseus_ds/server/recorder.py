@@ -248,6 +248,7 @@ class Recorder:
             default_time_s=default and _rounded(default.time_s),
             default_energy_j=default and _rounded(default.energy_j),
             default_measured=default is not None and default.is_measured,
+            tokens=_tokens(reports),
             trial=None if plans is None else trial,
             drift=None if self._drift is None else _rounded(self._drift),
             clock_changes=int(reports.clock_changes.sum()),
@@ -280,6 +281,12 @@ class Recorder:
         if record.predicted_time_s is not None:
             text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {joules(record.predicted_energy_j)})"
         self.say(plain(text))
+
+
+def _tokens(reports: RankReports) -> int | None:
+    """Return the number of tokens in the inputs of all pipelines. None if a pipeline does not know them."""
+    by_pipeline = reports.by_pipeline(reports.tokens)
+    return int(by_pipeline.sum()) if by_pipeline.min() > 0 else None
 
 
 def _promise(forecast: Forecast | None, default: Default | None) -> dict[str, float]:

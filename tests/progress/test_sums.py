@@ -184,3 +184,16 @@ def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
     (_, first_j), (_, second_j) = job_of(*auto_job()).pipelines_j()
     assert first_j == pytest.approx(20 * (60 - 50))
     assert second_j == pytest.approx(20 * (40 - 30))
+
+
+def test_joules_and_tokens_per_second_are_those_of_the_same_iterations():
+    job = job_of(*auto_job()[:8], *planned(6, tokens=1000))
+    tokens = job.tokens
+    assert (tokens.energy_j, tokens.per_s) == (pytest.approx(0.08), pytest.approx(1000 / 1.02))
+    assert (tokens.default_energy_j, tokens.default_per_s) == (pytest.approx(0.1), pytest.approx(1000))
+    assert tokens.in_words() == (
+        "0.08000 J a token, 980.4 tokens/s under plans; 0.1000 J a token, 1 000 tokens/s at default clocks"
+    )
+    observed = job_of(default_iteration(1, "observe", tokens=500), default_iteration(2, "observe", tokens=1500))
+    assert observed.tokens.in_words() == "0.1000 J a token, 1 000 tokens/s at default clocks"
+    assert job_of(*auto_job()).tokens is None

@@ -117,6 +117,13 @@ def test_all_outputs_show_the_same_saving(compared, capsys):
     assert gauges["perseus_undecided"] == 0.0
 
 
+def test_joules_per_token_are_the_same_wherever_they_are_shown(tmp_path, capsys):
+    write(tmp_path, [*auto_job()[:8], *(planned_iteration(n, tokens=1000) for n in range(7, 20))])
+    shown, facts = surfaces_of(tmp_path, capsys)
+    for name in ("last line", "watch", "report"):
+        assert facts.tokens.in_words() in shown[name], name
+
+
 def test_the_verdict_in_the_log_has_the_saving_of_all_outputs(compared, capsys):
     job, *_ = compared
     records = list(read_records(job.folder))

@@ -342,3 +342,12 @@ def test_records_of_a_start_after_a_crash_begin_on_a_line_of_their_own(tmp_path)
     records = [*read_records(tmp_path)]
     assert sum(isinstance(record, IterationRecord) for record in records) == 6
     assert sum(isinstance(record, Started) for record in records) == 2
+
+
+def test_the_tokens_of_all_pipelines_are_recorded(start):
+    job = start(mode="observe", pipelines=2)
+    job.tokens = [100, 200]
+    job.train(3)
+    job.tokens = [100, 0]
+    job.train(2)
+    assert [record.tokens for record in job.close()][1:] == [900, 900, None, None]
