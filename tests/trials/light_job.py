@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -25,6 +26,8 @@ from torch.utils.data import DataLoader
 from trials.cgroups import join
 
 import perseus_ds
+from perseus_ds.client import lease
+from perseus_ds.errors import GpuError
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
 
@@ -54,6 +57,8 @@ class LightJob:
         ignores_term: Whether the script has a handler of SIGTERM after which it continues.
         is_container: Whether the ranks have their own PID namespace, with rank 0 as its first process.
         small_cgroup: Control group with little memory, for the rank that ends by exceeding it.
+        trouble: Key in :data:`TROUBLES` of what happens on each rank in its first iteration in phase ``run``.
+        differing_variables: Whether each rank has another XDG_RUNTIME_DIR and TMPDIR.
     """
 
     folder: Path
@@ -67,6 +72,8 @@ class LightJob:
     cgroup: Path | None = None
     is_container: bool = False
     small_cgroup: Path | None = None
+    trouble: str | None = None
+    differing_variables: bool = False
 
 
 def launch(job: LightJob) -> None:
@@ -132,6 +139,10 @@ def _run(job: LightJob, rank: int) -> None:
     if job.ignores_term:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)})
+    if job.differing_variables:
+        for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+            (job.folder / f"{variable}-{rank}").mkdir()
+            os.environ[variable] = str(job.folder / f"{variable}-{rank}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     schedule = read_schedule(schedule_class("1f1b"), ranks=RANKS, micro_batches=_MICRO_BATCHES)
@@ -140,6 +151,7 @@ def _run(job: LightJob, rank: int) -> None:
     context = "fork" if job.workers else None
     data = iter(DataLoader(range(1 << 30), num_workers=job.workers, multiprocessing_context=context))
     end_s = float("inf")
+    trouble = None if job.trouble is None else TROUBLES[job.trouble]
     for step in range(job.steps):
         if step == job.steps - _LAST_STEPS:
             (job.folder / "closing").touch()
@@ -154,6 +166,9 @@ def _run(job: LightJob, rank: int) -> None:
             dist.all_reduce(torch.zeros(1))  # ranks wait for each other
         phase = perseus.phase
         (job.folder / phase).touch()
+        if phase == "run" and trouble is not None:
+            trouble(perseus)
+            trouble = None
         if phase == "run" and job.end_by and rank == RANKS - 1:
             end_s = min(end_s, time.monotonic() + job.end_after_s)
     perseus.close()
@@ -212,3 +227,37 @@ ENDS: Mapping[str, Callable[[LightJob], object]] = {
     "exec": _become_another_program,
     "fork": _leave_a_copy,
 }
+
+
+def _break_a_mark(perseus: Any) -> None:
+    """Make the next mark of a pass fail."""
+    clocks = perseus.clocks
+    working = clocks._marks
+
+    class FailsOnce:
+        begin, end = working.begin, working.end
+
+        def mark(self, slot: int) -> None:
+            clocks._marks = working
+            raise GpuError("The GPU cannot write marks: writing a mark failed with CUDA_ERROR_INVALID_HANDLE.")
+
+    clocks._marks = FailsOnce()
+
+
+def _prevent_agents(perseus: Any) -> None:
+    """Make agents fail that this rank starts from now on."""
+    lease._CODE = "raise SystemExit(1)"
+
+
+def _work_in_a_pool(perseus: Any) -> None:
+    """Use a pool of processes, which it ends with SIGTERM, as data loaders do."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(abs, range(100))
+
+
+TROUBLES: Mapping[str, Callable[[Any], object]] = {
+    "a mark fails": _break_a_mark,
+    "agents cannot start": _prevent_agents,
+    "a pool": _work_in_a_pool,
+}
+"""What happens to a rank in mid-training."""

@@ -71,6 +71,55 @@ def _agent_then_ranks_soon(trial: Trial) -> float:
     return kill(trial.tree)
 
 
+def _stopped_agent_then_ranks_of_its_successor(trial: Trial) -> float:
+    """Stop the agent, for which no rank waits, and kill the ranks when another agent has set their clocks."""
+    stopped = trial.agents
+    send(stopped, signal.SIGSTOP)
+    trial.wait_until(lambda: trial.has_agent(besides=stopped), "another agent")
+    trial.look()
+    trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
+    return kill(trial.ranks)
+
+
+def _agent_that_cannot_be_replaced_then_ranks(trial: Trial) -> float:
+    kill(trial.agents)
+    time.sleep(1.5)
+    trial.look()
+    return kill(trial.tree)
+
+
+def _after_a_failed_mark(trial: Trial) -> float:
+    """Kill the ranks when their clocks are set again after a mark has failed."""
+    _wait_for_changes(trial, 0)
+    trial.wait_until(lambda: "a mark" in trial.output(), "the message of the failed mark")
+    trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
+    return kill(trial.tree)
+
+
+def _while_calls_return_late(trial: Trial) -> float:
+    """Kill the ranks while calls that lock a clock hang, which take effect afterwards."""
+    before = [gpu.calls("set_locked") for gpu in trial.node.gpus]
+    for gpu in trial.node.gpus:
+        gpu.hang("set_locked")
+
+    def are_hanging() -> bool:
+        return all(gpu.calls("set_locked") > calls for gpu, calls in zip(trial.node.gpus, before, strict=True))
+
+    trial.wait_until(are_hanging, "calls that hang")
+    now_s = kill(trial.tree)
+    time.sleep(0.7)
+    for gpu in trial.node.gpus:
+        gpu.hang("set_locked", False)
+    return now_s
+
+
+def _after_a_reset_from_outside(trial: Trial) -> float:
+    for gpu in trial.node.gpus:
+        gpu.locked_clock_mhz = 0
+    trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "clocks that are set again")
+    return kill(trial.tree)
+
+
 def _stopped_agent_then_ranks(trial: Trial) -> float:
     agents = trial.agents
     send(agents, signal.SIGSTOP)
@@ -268,6 +317,22 @@ LIGHT = [
         ends_agent=True,
         gpus=4,
     ),
+    Scenario("the agent is stopped; when replaced, all ranks", _stopped_agent_then_ranks_of_its_successor),
+    Scenario(
+        "the agent, which cannot be replaced; 1.5 s later all ranks",
+        _agent_that_cannot_be_replaced_then_ranks,
+        settings={"trouble": "agents cannot start"},
+        ends_agent=True,
+    ),
+    Scenario("SIGKILL to all after a failed mark", _after_a_failed_mark, settings={"trouble": "a mark fails"}),
+    Scenario("SIGKILL to all while calls hang, which take effect later", _while_calls_return_late),
+    Scenario(
+        "a container with a pool of processes: SIGTERM to its ranks, 0.5 s later SIGKILL to its first process",
+        _term_then_kill_container,
+        settings={"is_container": True, "trouble": "a pool"},
+    ),
+    Scenario("SIGKILL to all after a reset from outside, one clock", _after_a_reset_from_outside, clocks_mhz=(1200,)),
+    Scenario("SIGKILL to all, other variables on each rank", _tree, settings={"differing_variables": True}),
     Scenario("another job on the same GPUs is refused; then all ranks", _after_another_was_refused),
     Scenario("the job's cgroup, the agent in it", _cgroup, settings={"cgroup": True}, ends_agent=True),
 ]

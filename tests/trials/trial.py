@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import job
 import psutil
 from forked import fork, free_port
-from frontiers import save_random_plan
+from frontiers import MODEL, save_random_plan
 from job import QUICK_PROFILE
 from stub_nvml.controller import StubGpu, StubNvml
 from trials.cgroups import new_cgroup
@@ -67,6 +67,7 @@ class Scenario:
         prepare: Prepares the GPUs.
         loses_records: Whether the records of locked clocks are lost at the end of the job.
         gpus: Number of GPUs of the node. Another job runs on those that this job does not use.
+        clocks_mhz: Clocks of the plan, of which each instruction has a random one.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Scenario:
     prepare: Callable[[StubNvml], object] = lambda node: None
     loses_records: bool = False
     gpus: int = RANKS
+    clocks_mhz: Sequence[int] = MODEL.clocks_mhz[40:]
 
 
 class Trial:
@@ -205,7 +207,7 @@ def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensio
 
 
 def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_end: contextlib.ExitStack) -> None:
-    save_random_plan(trial.folder / "frontier", simulated=False)
+    save_random_plan(trial.folder / "frontier", simulated=False, clocks_mhz=scenario.clocks_mhz)
     block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
     if scenario.when != "profile":
         block |= {"mode": "run", "frontier": str(trial.folder / "frontier")}
