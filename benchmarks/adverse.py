@@ -145,7 +145,7 @@ def without_countermeasures() -> Any:
 
     with (
         patch.object(timeline, "plan_transitions", plan_without_latencies),
-        patch.object(online._Refreshes, "variation_s", 2e-5),
+        patch.object(online._Energies, "variance_rate_s", 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
     ):
         yield
