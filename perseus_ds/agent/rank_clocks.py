@@ -76,7 +76,8 @@ class RankClocks:
 
     def update(self) -> None:
         """Complete reports, and check the driver. Called after each iteration of the GPU, and ten times a second."""
-        self._actor.update()
+        if not self._is_revoked:  # a probe sets a clock
+            self._actor.update()
         if (latencies := self._actor.readback.latencies) is not self._latencies:
             self._latencies = latencies
             self._to_server(latencies)

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual.agent import actor_of
-from virtual.gpu import RecordingGpu, set_clock
+from virtual.gpu import HostileGpu, RecordingGpu, set_clock
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.actor import GpuActor
@@ -318,71 +318,12 @@ def test_an_agent_that_replaces_another_one_resets_its_gpus_at_once(record, time
     assert gpu.set_at == [(None, 0.0)]
 
 
-class HostileGpu:
-    """A driver whose calls fail, hang, take effect late or in spite of an error, as given by a list of moods.
-
-    Attributes:
-        clock_mhz_now: The clock, None for the default.
-        callers: Greatest number of simultaneous calls.
-    """
-
-    name = "hostile"
-    has_energy_counter = True
-
-    def __init__(self, time, moods):
-        self._time = time
-        self._moods = moods
-        self._is_called = 0
-        self.callers = 0
-        self.clock_mhz_now = None
-
-    def supported_clocks_mhz(self):
-        return (900, 1200, 1410)
-
-    def lock_clock(self, clock_mhz):
-        self._answer(clock_mhz)
-
-    def reset_clock(self):
-        self._answer(None)
-
-    def energy_j(self):
-        return self._answer(self.clock_mhz_now) or 0.0
-
-    def clock_mhz(self):
-        return self.clock_mhz_now or 1410
-
-    def throttle_reasons(self):
-        return ()
-
-    def power_limit_w(self):
-        return None
-
-    def close(self):
-        pass
-
-    def _answer(self, clock_mhz):
-        self._is_called += 1
-        self.callers = max(self.callers, self._is_called)
-        mood = self._moods.pop() if self._moods else "well"
-        if mood == "hangs":
-            self._time.sleep(20.0)
-        if mood != "refuses":
-            self._time.sleep(0.01)
-            self.clock_mhz_now = clock_mhz
-        self._is_called -= 1
-        if mood in ("refuses", "fails although it takes effect"):
-            raise GpuError("unknown error")
-        if mood == "busy":
-            raise GpuBusyError("busy")
-        if mood == "mistake":
-            raise ZeroDivisionError
-
-
 MOODS = st.sampled_from(["well", "well", "hangs", "refuses", "busy", "fails although it takes effect", "mistake"])
 ACTIONS = st.sampled_from(["lock", "lock lower", "default", "read", "reset", "update", "replace"])
 PAUSES_S = st.sampled_from([0.0, 0.005, 0.1, 1.0, 5.0])
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(MOODS, max_size=8), st.lists(st.tuples(ACTIONS, PAUSES_S), max_size=20))
 def test_whatever_happens_the_gpu_ends_at_its_default_clock_and_its_driver_has_one_caller(moods, actions):
     time = VirtualTime()
@@ -420,6 +361,7 @@ def test_whatever_happens_the_gpu_ends_at_its_default_clock_and_its_driver_has_o
     time.sleep(1.0)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(MOODS, max_size=8), st.lists(st.sampled_from([None, 900, 1200, 1410]), max_size=20), PAUSES_S)
 def test_after_errors_the_actual_clock_is_the_requested_one_or_the_default(moods, clocks_mhz, pause_s):
     time = VirtualTime()
