@@ -1,4 +1,4 @@
-"""Compares our frontier with lowtime's and our relaxation with HiGHS's, on the same input.
+"""Compares our frontier with lowtime's and our relaxation with HiGHS's, on the same input. Times are processor times.
 
 python benchmarks/frontier.py
 python benchmarks/frontier.py --profile tests/data/sosp24/stage_profile/gpt3-175b_a100-sxm.csv \
@@ -58,15 +58,10 @@ def _compare(schedule: Schedule, profile: StageProfile, arguments: argparse.Name
     def ours() -> Frontier:
         return optimize(schedule, profile, blocking_power_w=arguments.blocking_power_w, plans=arguments.plans)
 
-    begin_s = time.process_time()
     taken_s, frontier = _timed(ours)
-    processor_s = time.process_time() - begin_s
     gaps = np.array([plan.gap for plan in frontier.plans])
     memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"  ours     {taken_s:9.2f} s, {processor_s:.2f} s of processor time, {len(frontier.plans)} plans, "
-        f"{memory_gib:.1f} GiB at most so far"
-    )
+    print(f"  ours     {taken_s:9.2f} s, {len(frontier.plans)} plans, {memory_gib:.1f} GiB at most so far")
     print(f"           gap mean {gaps.mean():.3%}, worst {gaps.max():.3%} (plan {gaps.argmax()}), first {gaps[0]:.3%}")
     print(f"           fastest plan against T_min {frontier.plans[0].time_s / frontier.t_min_s - 1:+.1e}")
     changes = [sum(map(len, frontier.instructions)), *(frontier.plans[i].clock_changes for i in (0, -1))]
@@ -133,7 +128,7 @@ def _compare_milp(schedule: Schedule, profile: StageProfile, arguments: argparse
 def lowtime_within(
     limit_s: float, schedule: Schedule, profile: StageProfile, blocking_power_w: float
 ) -> tuple[float, Energies] | None:
-    """Run lowtime in a separate process. Return its duration [s] and plans, or None after the time limit."""
+    """Run lowtime in a separate process. Return its processor time [s] and plans, or None after the limit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_lowtime, args=(theirs, schedule, profile, blocking_power_w))
@@ -157,9 +152,10 @@ def _lowtime(pipe: Connection, schedule: Schedule, profile: StageProfile, blocki
 
 
 def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
-    begin_s = time.perf_counter()
+    """Return the processor time that the work takes, which depends little on other work of the machine [s]."""
+    begin_s = time.process_time()
     result = work()
-    return time.perf_counter() - begin_s, result
+    return time.process_time() - begin_s, result
 
 
 def last_stages(profile: StageProfile, count: int) -> StageProfile:
