@@ -1,10 +1,21 @@
-"""Computes the frontier from the relaxed problem: proven bounds, and plans close to them."""
+"""Computes the frontier from the relaxed problem: proven bounds, and plans close to them.
+
+1. The relaxed problem is solved at ``T_min``, at ``T*``, and where the curve of lower bounds is least known.
+2. Deadlines are spread evenly along that curve.
+3. *Free* plans, without a dwell time, are searched from the relaxed optima, which are interpolated between the solved
+   deadlines. Each one starts from several optima and from mixtures of two plans, and the best result counts.
+4. If the dwell time is longer than an instruction, *held* plans, in which each run lasts the dwell time, are searched
+   from the free ones.
+
+Simple settings, such as one clock for all GPUs, are among the plans if they hold their clocks.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import attrgetter
 
@@ -44,81 +55,110 @@ _LONG_PLANS = 12
 """Number of deadlines in such iterations if clocks have a dwell time."""
 
 
+@dataclass(frozen=True)
+class _Optima:
+    """The relaxed optima of several deadlines.
+
+    Attributes:
+        time_s: Shape (optima,): their deadlines, rising [s].
+        event_s: Shape (events, optima): event times [s].
+        price_w: Shape (decisions, optima): price of a second of each decision [W].
+    """
+
+    time_s: Floats
+    event_s: Floats
+    price_w: Floats
+
+
 def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPlan], Bounds]:
     """Return about ``settings.plans`` plans from ``T_min`` to ``T*``, and their bounds."""
-    plans, network = problem.settings.plans, Network(problem)
-    relaxation = Relaxation(network)
+    network = Network(problem)
     bounds = Bounds(network)
-    solved = _relaxed(problem, relaxation, bounds, max(2, min(plans, 4 + plans // 4)), progress)
-    time_s = np.array([r.deadline_s for r in solved])
-    time_s[0] = problem.t_min_s
-    slowest_s = problem.time_s(problem.most_frugal)
-    # In a flat profile, the least energy costs no time.
-    deadline_s = np.unique([time_s[0], slowest_s]) if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
-    if deadline_s[0] < problem.no_slower_s < deadline_s[-1]:
-        deadline_s = np.unique(np.append(deadline_s, problem.no_slower_s))
+    relaxed = _relaxed(network, bounds, progress)
+    deadline_s = _deadlines(problem, relaxed, bounds)
     simple = simple_plans(problem)
-    target_s = np.stack([r.event_s for r in solved], axis=1)
-    is_held = _is_held(problem)
-    if _is_long(problem):
-        found_s = _round(network, [target_s], time_s, progress)
-        # With many micro-batches, a change from one plan to another within the iteration costs almost nothing.
-        other_s = np.setdiff1d(deadline_s, time_s)
-        _, mixed_s = _mixtures(network, found_s, time_s, other_s, slow_first=True)
-        event_s = np.concatenate([found_s, mixed_s], axis=1)
-    else:
-        # Plans with a dwell time start from plans without one at some of the deadlines only.
-        own_s = deadline_s[searched_of(len(deadline_s))] if is_held else deadline_s
-        targets_s = [_between(target_s, time_s, own_s)]
-        # Runs of instructions at one clock do not alternate, so alternating optima do not help.
-        if not is_held:
-            targets_s += [_between(_alternating_s(network, time_s, turns), time_s, own_s) for turns in _TURNS]
-        event_s = _round(network, targets_s, own_s, progress)
+    event_s = _free_plans(network, relaxed, deadline_s, progress)
     options = choose_clocks(network, event_s)
-    if is_held:
-        flow_w = np.stack([r.flow_w[: network.decisions] for r in solved], axis=1)
-        price_w = _between(flow_w, time_s, event_s[-1])
-        clock_mhz = problem.table.clock_mhz[options]
-        return _held(network, event_s[-1], clock_mhz, price_w, deadline_s, simple=simple, progress=progress), bounds
+    if _is_held(problem):
+        free_s = event_s[-1]
+        free = _FreePlans(free_s, problem.table.clock_mhz[options], _between(relaxed.price_w, relaxed.time_s, free_s))
+        return _held_plans(network, free, deadline_s, simple, progress), bounds
     choices = [*options.T, problem.most_frugal]
     return [*map(problem.plan, choices), *map(problem.evaluate, simple)], bounds
 
 
-def _held(
-    network: Network,
-    free_s: Floats,
-    clock_mhz: Indices,
-    price_w: Floats,
-    deadline_s: Floats,
-    *,
-    simple: Sequence[Clocks],
-    progress: Progress,
-) -> list[FrequencyPlan]:
-    """Return plans that respect the dwell time at ascending deadlines, given plans without one.
+def _deadlines(problem: Problem, relaxed: _Optima, bounds: Bounds) -> Floats:
+    """Return the deadlines of the plans, rising [s]. The time of default clocks is one of them."""
+    if len(relaxed.time_s) == 1:
+        # In a flat profile, the least energy costs no time.
+        deadline_s = np.unique([relaxed.time_s[0], problem.time_s(problem.most_frugal)])
+    else:
+        deadline_s = spread(relaxed.time_s, bounds.energies_j, problem.settings.plans)
+    if deadline_s[0] < problem.no_slower_s < deadline_s[-1]:
+        deadline_s = np.unique(np.append(deadline_s, problem.no_slower_s))
+    return deadline_s
 
-    ``free_s`` has the deadlines of the latter. ``clock_mhz`` has their clocks, and ``price_w`` the price of a second of
-    each decision in the relaxed problems, both of shape (decisions, free plans). Of the free plans and the ``simple``
-    ones, those that respect the dwell time are among those returned.
+
+def _free_plans(network: Network, relaxed: _Optima, deadline_s: Floats, progress: Progress) -> Floats:
+    """Return event times of plans without a dwell time, shape (events, plans) [s]."""
+    if _is_long(network.problem):
+        found_s = _round(network, [relaxed.event_s], relaxed.time_s, progress)
+        # With many micro-batches, a change from one plan to another within the iteration costs almost nothing.
+        other_s = np.setdiff1d(deadline_s, relaxed.time_s)
+        _, mixed_s = _mixtures(network, found_s, relaxed.time_s, other_s, slow_first=True)
+        return np.concatenate([found_s, mixed_s], axis=1)
+    if _is_held(network.problem):
+        # Held plans start from free ones at some of the deadlines only. Their runs of instructions at one clock do not
+        # alternate, so alternating optima do not help.
+        deadline_s = deadline_s[searched_of(len(deadline_s))]
+        optima_s = [relaxed.event_s]
+    else:
+        optima_s = [relaxed.event_s, *(_alternating_s(network, relaxed.time_s, turns) for turns in _TURNS)]
+    targets_s = [_between(optimum_s, relaxed.time_s, deadline_s) for optimum_s in optima_s]
+    return _round(network, targets_s, deadline_s, progress)
+
+
+@dataclass(frozen=True)
+class _FreePlans:
+    """Plans without a dwell time.
+
+    Attributes:
+        time_s: Shape (plans,): their deadlines [s].
+        clock_mhz: Shape (decisions, plans): their clocks [MHz].
+        price_w: Shape (decisions, plans): price of a second of each decision in the relaxed problem [W].
+    """
+
+    time_s: Floats
+    clock_mhz: Indices
+    price_w: Floats
+
+
+def _held_plans(
+    network: Network, free: _FreePlans, deadline_s: Floats, simple: Sequence[Clocks], progress: Progress
+) -> list[FrequencyPlan]:
+    """Return plans that respect the dwell time at rising deadlines, given plans without one.
+
+    Of the free plans and the ``simple`` ones, those that respect the dwell time are among those returned. Plans for
+    longer dwell times are where the search for shorter ones starts.
     """
     problem = network.problem
-    ladder = dwell_ladder(problem.settings.least_dwell_s or 0.0)
-    by_time = np.argsort(free_s, kind="stable")
+    by_time = np.argsort(free.time_s, kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
-        deadline_s = free_s[by_time]
+        deadline_s = free.time_s[by_time]
         by_time = by_time[searched_of(len(by_time))]
-    begun = list(zip(clock_mhz.T[by_time], price_w.T[by_time], strict=True))
+    begun = list(zip(free.clock_mhz.T[by_time], free.price_w.T[by_time], strict=True))
+    candidates = [*simple, *_clocks_of(problem, free), problem.plan(problem.most_frugal).clocks_mhz]
     found: list[HeldPlan] = []
-    own_clocks = [tuple(tuple(of_plan[rank].tolist()) for rank in problem.rank_decisions) for of_plan in clock_mhz.T]
-    candidates = [*simple, *own_clocks, problem.plan(problem.most_frugal).clocks_mhz]
     held: list[Clocks] = []
+    ladder = dwell_ladder(problem.settings.least_dwell_s or 0.0)
     for number, dwell_s in enumerate(ladder):
-        search = RunSearch(network, dwell_s)
-        own = [FreePlan(search.sequences(clocks), price_w) for clocks, price_w in begun]
 
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))
 
+        search = RunSearch(network, dwell_s)
+        own = [FreePlan(search.sequences(clocks), price_w) for clocks, price_w in begun]
         checked = [(clocks, search.checked(search.of_clocks(clocks), np.inf)) for clocks in candidates]
         held += [clocks for clocks, plan in checked if plan is not None]
         start = [*found, *(plan for _, plan in checked if plan is not None)]
@@ -128,8 +168,15 @@ def _held(
     return [problem.evaluate(clocks) for clocks in clocks_mhz] or [problem.baseline]
 
 
-def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:
+def _clocks_of(problem: Problem, free: _FreePlans) -> list[Clocks]:
+    """Return the clocks of each free plan, by rank and in program order."""
+    return [tuple(tuple(clocks[own].tolist()) for own in problem.rank_decisions) for clocks in free.clock_mhz.T]
+
+
+def _relaxed(network: Network, bounds: Bounds, progress: Progress) -> _Optima:
     """Solve the relaxed problem at ``T_min``, at ``T*`` and where the bound bends."""
+    problem, relaxation = network.problem, Relaxation(network)
+    count = max(2, min(problem.settings.plans, 4 + problem.settings.plans // 4))
     solved: list[Relaxed] = []
 
     def record(relaxed: Relaxed) -> Tangent:
@@ -152,7 +199,11 @@ def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: in
         star = relaxation.solve(max(slowest_s, fastest_s * (1 + _NEAR)))
     if star.deadline_s > fastest_s * (1 + 10 * _NEAR):
         refine(left, record(star), at, count)
-    return solved
+    return _Optima(
+        time_s=np.array([problem.t_min_s, *(relaxed.deadline_s for relaxed in solved[1:])]),
+        event_s=np.stack([relaxed.event_s for relaxed in solved], axis=1),
+        price_w=np.stack([relaxed.flow_w[: network.decisions] for relaxed in solved], axis=1),
+    )
 
 
 def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> None:
