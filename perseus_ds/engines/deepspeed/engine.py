@@ -54,6 +54,7 @@ class DeepSpeedEngine(Engine):
         """Wrap an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
         self._engine = engine
         self._session: Session
+        self._hooks = Hooks()
         self._schedule: Any = None  # of the current iteration
         self._order: tuple[type, int] | None = None
         self._reader = RepeatedReader(0, 1, batched=False)
@@ -102,11 +103,18 @@ class DeepSpeedEngine(Engine):
 
     def surround(self, session: Session) -> None:
         self._session = self._engine.perseus = session
-        self._engine.__class__ = _with_perseus(self._engine.__class__)
+        for name, around in (
+            ("train_batch", self.train_batch),
+            ("_exec_schedule", self.execute),
+            ("eval_batch", self.evaluate),
+            ("load_checkpoint", self.load),
+            ("destroy", self.destroy),
+        ):
+            self._hooks.surround(self._engine, name, around)
 
     def release(self) -> None:
+        self._hooks.remove()
         del self._engine.perseus
-        self._engine.__class__ = type(self._engine).__mro__[2]  # after the class with Perseus, and what it adds
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": str(deepspeed_version())}
@@ -231,38 +239,10 @@ class _Step(list[Any]):
         return self._surrounded(super().__iter__())
 
 
-class _PerseusEngine:
-    """Methods of a pipeline engine with Perseus."""
-
-    perseus: Any  # a session with a DeepSpeedEngine
-
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self.perseus.engine.train_batch(super().train_batch, *args, **kwargs)  # type: ignore[misc]
-
-    def _exec_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        return self.perseus.engine.execute(super()._exec_schedule, *args, **kwargs)  # type: ignore[misc]
-
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self.perseus.engine.evaluate(super().eval_batch, *args, **kwargs)  # type: ignore[misc]
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        return self.perseus.engine.load(super().load_checkpoint, *args, **kwargs)  # type: ignore[misc]
-
-    def destroy(self) -> None:
-        self.perseus.engine.destroy(super().destroy)  # type: ignore[misc]
-
-
-@functools.cache
-def _with_perseus(engine_class: type) -> type:
-    """Return a subclass of an engine's class with the same name, which some versions of DeepSpeed test."""
-    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
-
-
 def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
     """Attach Perseus to an engine. See :func:`perseus_ds.attach`.
 
-    The engine remains the same object, with a subclass of its class.
+    The engine remains the same object. Some of its methods are wrapped.
     """
     return attach_if_configured(engine, block, otherwise=PerseusConfig.model_validate({}))
 
