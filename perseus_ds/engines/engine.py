@@ -31,6 +31,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from perseus_ds.client.meeting import EngineFacts, await_ranks, decline, local_r
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
+from perseus_ds.engines.graphs import CudaGraphs, Run
 from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
@@ -52,7 +54,6 @@ from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.frontiers import read_frontier
 
 logger = logging.getLogger("perseus_ds")
-Run = Callable[[], Any]
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
 _MAY_DIFFER = {"output_dir", "frontier", "simulated"}
 _NOT_CAPTURED = (
@@ -62,6 +63,16 @@ _NOT_CAPTURED = (
 )
 # Engines share the GPU of the process, so an engine that evaluates must be able to pause the one that trains.
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class SessionState(Enum):
+    """What a session's engine does. Captures of CUDA graphs do not change it."""
+
+    WAITING = "it has not trained yet, or another engine of the process is planned"
+    BETWEEN = "between two iterations"
+    PASSES = "the passes of an iteration"
+    TAIL = "the end of an iteration, after its passes"
+    CLOSED = "it trains without Perseus from now on"
 
 
 class Engine(ABC):
@@ -114,80 +125,6 @@ class Engine(ABC):
         return {}
 
 
-class Hooks:
-    """Wraps methods of single objects, without changing their classes, until :meth:`remove`."""
-
-    def __init__(self) -> None:
-        self._installed: list[tuple[Any, str, Any, bool]] = []
-        self._removed = False
-
-    def surround(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a method of an object by a call of ``around`` with the method and its arguments."""
-        method, was_own = getattr(owner, name), name in vars(owner)
-        is_fixed = was_own or isinstance(owner, type)
-
-        @functools.wraps(method)
-        def surrounded(*args: Any, **kwargs: Any) -> Any:
-            # The method of an object's class may have been replaced since.
-            now = method if is_fixed else functools.partial(getattr(type(owner), name), owner)
-            # Another hook may have stored this function and may call it after the removal.
-            return now(*args, **kwargs) if self._removed else around(now, *args, **kwargs)
-
-        self._installed.append((owner, name, surrounded, was_own))
-        setattr(owner, name, surrounded)
-
-    def remove(self) -> None:
-        """Restore the objects. A hook that was installed over one of ours stays."""
-        self._removed = True
-        for owner, name, surrounded, was_own in reversed(self._installed):
-            if vars(owner).get(name) is not surrounded:
-                continue
-            if was_own:
-                setattr(owner, name, surrounded.__wrapped__)
-            else:
-                delattr(owner, name)
-        self._installed.clear()
-
-
-class CudaGraphs:
-    """Wraps torch's CUDA graphs until :meth:`remove`, to call functions around their replays.
-
-    Attributes:
-        capturing: The graph that is being captured. None if there is none.
-    """
-
-    def __init__(self) -> None:
-        self.capturing: Any = None
-        self._around: weakref.WeakKeyDictionary[Any, Callable[[Run], Any]] = weakref.WeakKeyDictionary()
-        self._hooks = Hooks()
-        for name, around in (("capture_begin", self._begin), ("capture_end", self._end), ("replay", self._replay)):
-            self._hooks.surround(torch.cuda.CUDAGraph, name, around)
-
-    def remove(self) -> None:
-        """Restore torch's graphs."""
-        self._hooks.remove()
-        self._around.clear()
-
-    def surround_replays(self, around: Callable[[Run], Any]) -> None:
-        """Call a function with each replay of the graph that is being captured, around those given before."""
-        within = self._around.get(self.capturing)
-        self._around[self.capturing] = around if within is None else lambda run: around(functools.partial(within, run))
-
-    def _begin(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
-        self._around.pop(graph, None)  # of an earlier capture
-        begun = method(graph, *args, **kwargs)
-        self.capturing = graph
-        return begun
-
-    def _end(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
-        self.capturing = None
-        return method(graph, *args, **kwargs)
-
-    def _replay(self, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(method, graph, *args, **kwargs)
-        return run() if (around := self._around.get(graph)) is None else around(run)
-
-
 @dataclasses.dataclass
 class _PlannedEngine:
     """The engine of this process that is measured and planned, for one that waits until it is closed or dropped.
@@ -225,6 +162,7 @@ class Session:
     run at default clocks until it is detached, closed or dropped.
 
     Attributes:
+        state: What its engine does.
         runtime: Perseus on this rank. None before the engine has trained.
         operation: Context of one operation of an iteration, as :meth:`PerseusRuntime.operation`. Engines report all
             operations, whether they are timed or not. A no-op outside of the passes of an iteration.
@@ -240,10 +178,10 @@ class Session:
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self.operation: Callable[..., AbstractContextManager[None]] = _no_operation
         self.add_tokens: Callable[[int], None] = _no_tokens
-        self._open: ExitStack | None = None  # the iteration
-        self._captured: ExitStack | None = None  # the one that is being captured
+        self.state = SessionState.WAITING
+        self._iteration = ExitStack()  # contexts of the current iteration
+        self._captured: ExitStack | None = None  # those of the one that is being captured
         self._graphs = CudaGraphs()
-        self._closed = False
         self._ended = threading.Event()
         self._waits_for: _PlannedEngine | None = None
         self._at_exit = functools.partial(_end_with_process, weakref.ref(self), os.getpid())
@@ -315,7 +253,7 @@ class Session:
         Returns:
             The runtime. None if this engine trains without Perseus, for example because another one is measured.
         """
-        if self.runtime is not None or self._closed:
+        if self.state is not SessionState.WAITING:
             return self.runtime
         if self._waits_for is not None and not self._waits_for.is_over():
             return None
@@ -337,7 +275,7 @@ class Session:
             may_observe = self.engine.starts_late and self.config.mode == "auto"
             if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
                 raise
-            self.runtime, self._closed = None, True
+            self.runtime, self.state = None, SessionState.CLOSED
             if dist.get_rank() == 0:
                 logger.warning("perseus: %s. Training continues without Perseus.", str(error).rstrip("."))
         return self.runtime
@@ -366,26 +304,28 @@ class Session:
         with ExitStack() as iteration:
             iteration.callback(self._leave)
             iteration.enter_context(runtime.iteration(samples, order, read or self.engine.read))
-            self._open = iteration
+            self._iteration, self.state = iteration, SessionState.PASSES
             self.operation, self.add_tokens = runtime.operation, runtime.add_tokens
             yield
-            self._open = iteration.pop_all()
+            self._iteration = iteration.pop_all()
 
     def begin_tail(self, stage: int) -> None:
         """Begin the tail of a stage of this rank, which lasts until the end of the iteration."""
-        iteration = self._open if self._captured is None else self._captured
-        if iteration is not None and self.runtime is not None:
-            iteration.enter_context(self.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
-            if self._captured is None:
-                self.runtime.clocks.may_idle()  # the user's code continues the tail, and may take longer
+        tail = Compute(Instruction(stage, Kind.TAIL, 0))
+        if self._captured is not None:
+            self._captured.enter_context(self.operation(tail))
+        elif self.state is SessionState.PASSES and self.runtime is not None:
+            self._iteration.enter_context(self.operation(tail))
+            self.state = SessionState.TAIL
+            self.runtime.clocks.may_idle()  # the user's code continues the tail, and may take longer
         self.operation = _no_operation
 
     def end_iteration(self) -> None:
         """End the current iteration, if any. All ranks call this together."""
         if self.is_captured:
             self._graphs.surround_replays(self._end_after)
-        elif self._open is not None:
-            self._open.close()
+        else:
+            self._iteration.close()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -403,7 +343,7 @@ class Session:
         """Context of work outside of training, which runs at default clocks."""
         with ExitStack() as stack:
             for session in sessions():
-                if session.runtime is not None and session._open is None:
+                if session.runtime is not None and session.state is SessionState.BETWEEN:
                     stack.enter_context(session.runtime.paused())
             yield
 
@@ -417,7 +357,7 @@ class Session:
 
     def close(self) -> None:
         """Reset the clock and stop. May be called repeatedly. All ranks call this together."""
-        self._closed = True
+        self.state = SessionState.CLOSED
         self._ended.set()
         self._graphs.remove()
         atexit.unregister(self._at_exit)
@@ -425,7 +365,9 @@ class Session:
             self.runtime.close()
 
     def _leave(self) -> None:
-        self._open, self.operation, self.add_tokens = None, _no_operation, _no_tokens
+        self.operation, self.add_tokens = _no_operation, _no_tokens
+        if self.state is not SessionState.CLOSED:
+            self.state = SessionState.BETWEEN
 
     @contextmanager
     def _capture(self, order: Hashable, read: Callable[[], Schedule] | None) -> Iterator[None]:
@@ -474,6 +416,7 @@ class Session:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
         self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
+        self.state = SessionState.BETWEEN
         weakref.finalize(self, self.runtime.close).atexit = False
         atexit.register(self._at_exit)  # called before what the runtime has registered
         waiting, self._waiting = self._waiting, []
@@ -499,7 +442,7 @@ def token_ids(inputs: Iterable[Any]) -> int:
 
 def sessions() -> list[Session]:
     """Return the sessions of this process that are not closed."""
-    return [session for session in _SESSIONS if not session._closed]
+    return [session for session in _SESSIONS if session.state is not SessionState.CLOSED]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perseus_ds.config import parse_block
-from perseus_ds.engines.engine import Session, token_ids
+from perseus_ds.engines.engine import Session, SessionState, token_ids
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
 
@@ -26,7 +26,7 @@ def test_all_operations_and_their_inputs_are_reported_also_while_nothing_is_time
         close=lambda: None,
     )
     session = Session(SimpleNamespace(read=None), parse_block({}))
-    session.runtime = runtime
+    session.runtime, session.state = runtime, SessionState.BETWEEN
     forward = Compute(Instruction(0, Kind.FORWARD, 0)), ((8, 128),)
     with session.iteration("1f1b"):
         for reports in (forward, (Exchange(),)):

@@ -22,7 +22,6 @@ from perseus_ds.config import PerseusConfig, misspelt_block, settings_of
 from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED, deepspeed_version
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Session,
     attach_to,
     fingerprint,
@@ -31,6 +30,7 @@ from perseus_ds.engines.engine import (
     require,
     token_ids,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind

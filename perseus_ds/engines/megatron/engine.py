@@ -22,7 +22,6 @@ from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Session,
     attach_to,
     check_before_training,
@@ -33,6 +32,7 @@ from perseus_ds.engines.engine import (
     require,
     sessions,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind

@@ -27,7 +27,6 @@ from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
-    Hooks,
     Session,
     attach_to,
     fingerprint,
@@ -37,6 +36,7 @@ from perseus_ds.engines.engine import (
     require,
     token_ids,
 )
+from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.torch_pipelining.order import (
     KINDS,
     OF_STAGES,

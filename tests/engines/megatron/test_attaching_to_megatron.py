@@ -27,6 +27,7 @@ from virtual.job import predicted_over_used
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
 from perseus_ds.client.runtime import PerseusRuntime
+from perseus_ds.engines.engine import SessionState
 from perseus_ds.engines.megatron import engine as megatron_engine
 from perseus_ds.engines.megatron.engine import (
     NEWEST_MEGATRON,
@@ -530,7 +531,7 @@ def test_of_two_models_that_train_in_turn_the_first_is_planned(pipeline, caplog)
     memory = session.runtime.clocks.memory
     assert memory.iteration == 3, "the first one recorded the order"
     assert len(session.engine._orders) == 1
-    assert session._open is None, "the iteration of the first ends before that of the second"
+    assert session.state is SessionState.BETWEEN, "the iteration of the first ends before that of the second"
     assert caplog.text.count("this process trains a Part and a Part") == 1
 
 

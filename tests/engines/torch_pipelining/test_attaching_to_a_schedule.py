@@ -32,7 +32,7 @@ from perseus_ds.client import operations
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.meeting import Opened, meet
 from perseus_ds.config import parse_block
-from perseus_ds.engines.engine import Session
+from perseus_ds.engines.engine import Session, SessionState
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
 from perseus_ds.errors import ConfigError, GpuError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -111,9 +111,9 @@ def test_a_hook_that_somebody_put_in_front_of_ours_stays_and_works(make, block):
     session, ours = schedule.perseus, schedule.step
 
     def theirs(*args, **kwargs):
-        calls.append(session._open is not None)
+        calls.append(session.state is SessionState.TAIL)
         result = ours(*args, **kwargs)
-        calls.append(session._open is not None)
+        calls.append(session.state is SessionState.TAIL)
         return result
 
     schedule.step = theirs

@@ -29,7 +29,7 @@ from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
 from perseus_ds.engines import engine as engines
-from perseus_ds.engines.engine import Engine, Session
+from perseus_ds.engines.engine import Engine, Session, SessionState
 from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
@@ -331,6 +331,7 @@ class VirtualJob:
             is_rank_0=rank == 0,
             timebase=self.time,
         )
+        self.sessions[rank].state = SessionState.BETWEEN
 
     def _load(self, rank, seconds):
         if self._cuda is not None:
