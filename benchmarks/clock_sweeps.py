@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.profiler.estimates import Samples, estimate
+from perseus_ds.profiler.estimates import estimate_curves
+from perseus_ds.profiler.physical_model import Series
 from perseus_ds.simulation.device_models import DEVICES, Workload
 
 Floats = npt.NDArray[np.float64]
@@ -91,13 +92,13 @@ def prediction_errors(sweep: Sweep, *, below_limit: bool) -> tuple[list[float], 
         left_out = [index for index in range(count) if index not in kept]
         unknown = np.full(len(kept), np.nan)
         clocks = sweep.clock_mhz[kept]
-        ((time_s, _),), ((power_w, _),) = estimate(
-            [Samples(clocks, sweep.time_s[kept], unknown)],
-            [Samples(clocks, sweep.power_w[kept], unknown)],
+        (time,), (power,) = estimate_curves(
+            [Series(clocks, sweep.time_s[kept], unknown)],
+            [Series(clocks, sweep.power_w[kept], unknown)],
             sweep.clock_mhz[left_out],
         )
-        times += np.abs(time_s / sweep.time_s[left_out] - 1).tolist()
-        powers += np.abs(power_w / sweep.power_w[left_out] - 1).tolist()
+        times += np.abs(time.value / sweep.time_s[left_out] - 1).tolist()
+        powers += np.abs(power.value / sweep.power_w[left_out] - 1).tolist()
     return times, powers
 
 
