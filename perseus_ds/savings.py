@@ -21,7 +21,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError
@@ -378,8 +378,20 @@ class Sums:
 
     def add(self, other: Sums) -> None:
         """Add the sums over other iterations."""
-        for name in _NAMES:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.iterations += other.iterations
+        self.time_s += other.time_s
+        self.energy_j += other.energy_j
+        self.without_energy += other.without_energy
+        self.clock_changes += other.clock_changes
+        self.clock_skips += other.clock_skips
+        self.stalls += other.stalls
+        self.compared += other.compared
+        self.compared_s += other.compared_s
+        self.known += other.known
+        self.compared_j += other.compared_j
+        self.default_s += other.default_s
+        self.default_j += other.default_j
+        self.tokens += other.tokens
 
     def as_in(self, trial: TrialState) -> Sums:
         """Return the sums with the changes of time and energy that the pairs of the trial of these iterations show."""
@@ -428,9 +440,6 @@ class MeanIteration(NamedTuple):
     energy_j: float
     default_s: float
     default_j: float
-
-
-_NAMES = tuple(field.name for field in fields(Sums))
 
 
 def total_of(parts: Iterable[Sums]) -> Sums:

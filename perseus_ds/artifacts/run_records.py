@@ -21,11 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from perseus_ds.artifacts.io import open_bounded, parse_json
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.validation import (
-    MOST_EVENT_BYTES,
-    MOST_EVENTS,
     MOST_RECORD_BYTES,
     MOST_RECORD_LINE_BYTES,
-    MOST_RECORDS,
     UnixTime,
 )
 from perseus_ds.errors import ConfigError
@@ -602,12 +599,11 @@ def read_records(path: Path) -> Iterator[Record]:
     may still be being written, so it is skipped without a warning.
 
     Raises:
-        ConfigError: If the file is missing, no line is a record, or there are too many records.
+        ConfigError: If the file is missing or too large, or no line is a record.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    records = events = event_bytes = 0
+    records = skipped = 0  # skipped ones are followed by another line
     first_skipped: tuple[int, bytes] | None = None
-    skipped = 0  # lines that are followed by another one
     is_skipped = False
     with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_RECORD_LINE_BYTES), b""), start=1):
@@ -618,13 +614,6 @@ def read_records(path: Path) -> Iterator[Record]:
             except ValueError:
                 first_skipped = first_skipped or (number, line[:80])
             is_skipped = record is None
-            if isinstance(record, Event):
-                events, event_bytes = events + 1, event_bytes + len(line)
-            if number > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
-                raise ConfigError(
-                    f"{path}, line {number}: at most {MOST_RECORDS} records are read, of which {MOST_EVENTS} with "
-                    f"{MOST_EVENT_BYTES} bytes may be events. Give each job its own output_dir."
-                )
             if record is not None:
                 records += 1
                 yield record

@@ -14,10 +14,8 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MIB = 2**20
-MOST_RECORD_BYTES = 2048 * MIB
+MOST_RECORD_BYTES = 64 * 1024 * MIB
 MOST_RECORD_LINE_BYTES = 4 * MIB
-MOST_RECORDS = 1_000_000
-MOST_EVENTS, MOST_EVENT_BYTES = 50_000, 12 * MIB
 MOST_TIMELINE_BYTES, MOST_OPERATIONS = 16 * MIB, 100_000
 MOST_EVIDENCE_BYTES = 4 * MIB
 

@@ -11,9 +11,7 @@ from perseus_ds.artifacts.run_records import (
     Event,
     IterationRecord,
     PlanJudged,
-    Record,
     Started,
-    is_training_iteration,
 )
 from perseus_ds.progress.series import EveryNth, PowerExtremes, PowerFigures, SeriesPart, SeriesParts
 from perseus_ds.savings import Sums
@@ -83,14 +81,8 @@ class History:
         self._ranks: set[int] = set()
         self._pipelines: set[int] = set()
 
-    def add(self, record: Record, frontier: int) -> None:
-        """Add a record, and the number of the frontier that is valid for it."""
-        if isinstance(record, Event):
-            self._add_event(record)
-        elif is_training_iteration(record):
-            self._add_iteration(record, frontier)
-
-    def _add_event(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
+        """Add an event."""
         self.event_count += 1
         if len(self.events) < MOST_EVENTS:
             self.events.append(NumberedEvent(self.iterations, event))
@@ -108,7 +100,8 @@ class History:
         elif isinstance(event, PlanJudged):
             self.has_verdict = True
 
-    def _add_iteration(self, record: IterationRecord, frontier: int) -> None:
+    def add_iteration(self, record: IterationRecord, sums: Sums, frontier: int) -> None:
+        """Add an iteration, its sums, and the number of the frontier that is valid for it."""
         self.iterations += 1
         plan = None if record.order else record.plan
         point = HistoryPoint(self.iterations, record.iteration, plan, record.time_s, record.energy_j)
@@ -117,7 +110,7 @@ class History:
         if record.iteration in self._energies_of:
             self.energies_j[record.iteration] = record.energy_j
         if record.phase == "run" and plan is not None:
-            self._add_planned(record, plan, frontier)
+            self._add_planned(record, sums, plan, frontier)
         if record.energy_j is not None:
             self._since_s += record.time_s
         if record.energy_by_pipeline_j is not None:
@@ -127,12 +120,11 @@ class History:
             self._ranks.add(len(record.energy_by_rank_j))
             self._add_by_rank(record.energy_by_rank_j)
 
-    def _add_planned(self, record: IterationRecord, plan: int, frontier: int) -> None:
+    def _add_planned(self, record: IterationRecord, sums: Sums, plan: int, frontier: int) -> None:
         if frontier != self._frontier:
             self._frontier = frontier
             self.planned, self._planned_power = SeriesParts(_MOST_PARTS), PowerExtremes()
         self.plan = plan
-        sums = Sums.of(record)
         self.planned.add(SeriesPart(record.iteration, record.iteration, record.ended, frozenset({plan}), sums))
         self._planned_power.add(record.time_s, record.energy_j, record.ended)
 

@@ -88,10 +88,12 @@ class JobSums:
         """Add a record."""
         if isinstance(record, Event):
             self._add_event(record)
-        elif is_training_iteration(record):
-            self._add_iteration(record)
+            self.history.add_event(record)
+        elif isinstance(record, IterationRecord) and is_training_iteration(record):
+            sums = Sums.of(record)
+            self._add_iteration(record, sums)
+            self.history.add_iteration(record, sums, self._frontier)
         self.present.add(record)
-        self.history.add(record, self._frontier)
 
     def _add_event(self, event: Event) -> None:
         if isinstance(event, Started):
@@ -115,8 +117,7 @@ class JobSums:
                 saved_error=saving.saved_error,
             )
 
-    def _add_iteration(self, record: IterationRecord) -> None:
-        sums = Sums.of(record)
+    def _add_iteration(self, record: IterationRecord, sums: Sums) -> None:
         conditions = Conditions(self._frontier, record.phase, record.order or 0, record.plan)
         if conditions.is_planned:
             self._add_state(record)

@@ -88,24 +88,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         read_text(tmp_path / ("x" * 5000), ConfigError, "thing", 10)
 
 
-@pytest.mark.parametrize(
-    ("limit", "most", "line"),
-    [
-        ("MOST_RECORDS", 3, '{"iteration": 1, "phase": "run", "time_s": 1.0}\n'),
-        ("MOST_EVENTS", 3, '{"event": "x"}\n'),
-        ("MOST_EVENT_BYTES", 50, '{"event": "x"}\n'),
-    ],
-)
-def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, most, line):
-    monkeypatch.setattr(f"perseus_ds.artifacts.run_records.{limit}", most)
-    (tmp_path / "run.jsonl").write_text(3 * line)
-    assert len([*read_records(tmp_path)]) == 3
-    (tmp_path / "run.jsonl").write_text(4 * line)
-    with pytest.raises(ConfigError, match=r"run\.jsonl, line 4: at most "):
-        list(read_records(tmp_path))
-
-
-def test_lines_that_are_no_records_count_too_and_are_not_kept(tmp_path, monkeypatch):
+def test_lines_that_are_no_records_are_not_kept(tmp_path):
     """Otherwise, a damaged file could fill the memory of the process that reads it."""
     path = tmp_path / "run.jsonl"
     path.write_text('{"event": "x"}\n' + 100_000 * "\n")
@@ -115,9 +98,6 @@ def test_lines_that_are_no_records_count_too_and_are_not_kept(tmp_path, monkeypa
         assert tracemalloc.get_traced_memory()[1] < 1e6
     finally:
         tracemalloc.stop()
-    monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORDS", 1000)
-    with pytest.raises(ConfigError, match=r"run\.jsonl, line 1001: at most "):
-        list(read_records(tmp_path))
 
 
 def test_a_file_replaces_a_link_and_does_not_follow_it(tmp_path):

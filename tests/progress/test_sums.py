@@ -1,6 +1,7 @@
 """Sums over a job's records, and the saving that follows from them."""
 
 import random
+import tracemalloc
 
 import pytest
 from live_records import AS_RECORDED, GOOD, auto_job, default_iteration, planned_iteration, started
@@ -197,3 +198,32 @@ def test_joules_and_tokens_per_second_are_those_of_the_same_iterations():
     observed = job_of(default_iteration(1, "observe", tokens=500), default_iteration(2, "observe", tokens=1500))
     assert observed.tokens.in_words() == "0.1000 J a token, 1 000 tokens/s at default clocks"
     assert job_of(*auto_job()).tokens is None
+
+
+def kept_bytes(iterations):
+    """Return the memory of the sums over a job of a number of iterations, in which events occur."""
+
+    def records():
+        yield started()
+        for number in range(iterations):
+            phase = ("run", "default", "observe")[number % 3]
+            yield planned_iteration(number) if phase == "run" else default_iteration(number, phase)
+            if number % 10 == 0:
+                yield ProfileWritten(path="profile.csv", order=1)
+
+    tracemalloc.start()
+    try:
+        job = fold(records()).current
+        assert job.total().iterations == iterations
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_length_of_a_job():
+    assert kept_bytes(20_000) < 1.2 * kept_bytes(10_000)
+
+
+def test_the_start_names_the_size_of_a_job():
+    history = job_of(started(ranks=16, pipelines=4), default_iteration(1, energy_by_pipeline_j=None)).history
+    assert (history.gpus, history.pipelines) == (16, 4)
