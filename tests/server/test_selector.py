@@ -21,6 +21,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.goal import Goal
 from perseus_ds.policy.plans import Plans
 from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
+from perseus_ds.policy.trial import Pair
 from perseus_ds.savings import Default
 from perseus_ds.server.runs import programs_of
 from perseus_ds.units import duration, plain
@@ -139,6 +140,17 @@ def test_changes_by_control_are_in_the_log_with_their_effect():
         "paused by control: default clocks from step 154",
         "resumed by control: under plans again from step 155",
     ]
+
+
+@pytest.mark.parametrize(("late", "plan"), [(0.0, 5), (0.008, 4), (-0.008, 6)])
+def test_the_allowed_slowdown_is_relative_to_default_clocks_as_measured_in_the_job(late, plan):
+    """Plans take longer than the profile says, or less long, but by less than what counts as late."""
+    job = Job(Goal(max_slowdown=0.0555))
+    promised = math.log1p(0.05)
+    for noise in (-1e-4, 0.0, 1e-4) * 4:
+        job.state.trial.add(Pair(slowdown=promised + math.log1p(late) + noise, promised=promised, energy=-0.05))
+    job.selector.decide()
+    assert job.in_force.plan == plan
 
 
 def test_changes_of_plan_are_in_the_log_and_two_that_take_turns_once():
