@@ -182,14 +182,26 @@ def _plain(value: Any) -> Any:
 def settings_of(block: Any) -> PerseusConfig | None:
     """Return the settings of a job, or None if it has neither a ``perseus`` block nor the variable ``PERSEUS``.
 
-    Keys of the variable (JSON, or the path of a JSON file) override those of the block.
+    Keys of the variable (JSON, or the path of a JSON file) override those of the block, also within its objects.
     """
     variable = _from_environment()
     if variable is None and block is None:
         return None
     if block is not None and not isinstance(block, Mapping):
         return parse_block(block)
-    return parse_block({**(block or {}), **(variable or {})})
+    return parse_block(_merged(_plain(block or {}), variable or {}))
+
+
+def _merged(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a block with changes. Objects that both have are merged, and other values are replaced."""
+    merged = dict(block)
+    for key, value in changes.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(before, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def misspelt_block(keys: Iterable[str]) -> str | None:

@@ -115,6 +115,14 @@ def open_without_links(path: Path, *, append: bool) -> BinaryIO:
     return os.fdopen(handle, "wb")
 
 
+def has_file(folder: Path, name: str) -> bool:
+    """Return whether a folder has a file of this name, and False if this user may not look into the folder."""
+    try:
+        return (folder / name).is_file()
+    except PermissionError:
+        return False
+
+
 @contextlib.contextmanager
 def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> Iterator[BinaryIO]:
     """Open a regular file of limited size for reading.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Optimize(PlanningSettings):
     """Compute the frontier of frequency plans from a profile."""
 
-    examples = ("perseus-ds optimize perseus --out perseus/frontier",)
+    examples = ("perseus-ds optimize perseus",)
 
     profile: Positional[ProfilePath]
     out: OptionalPath = None
@@ -61,7 +61,7 @@ class Optimize(PlanningSettings):
 class Export:
     """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
 
-    examples = ("perseus-ds export perseus/frontier --out plans",)
+    examples = ("perseus-ds export perseus --out plans",)
 
     frontier: Positional[Path]
     """frontier.json or its folder"""
@@ -86,7 +86,7 @@ class Import:
     Plan files are parsed and never executed.
     """
 
-    examples = ("perseus-ds import plans --profile perseus --out perseus/frontier",)
+    examples = ("perseus-ds import plans --profile perseus --out imported",)
 
     plans: Positional[Path]
     """folder of freqs_pipeline_*.py"""

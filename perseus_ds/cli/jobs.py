@@ -28,8 +28,8 @@ class Watch:
 
     examples = (
         "perseus-ds watch perseus",
-        "perseus-ds watch runs --once",
-        "perseus-ds watch perseus --json",
+        "perseus-ds watch . --once",
+        "perseus-ds watch perseus --once --json",
     )
 
     run: Positional[Path]

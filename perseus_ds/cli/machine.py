@@ -98,6 +98,8 @@ _POLL_S = 5e-4
 # Findings that are relevant for some devices only; all others are relevant for all.
 _ONLY_FOR: dict[str, set[str]] = {
     "nvidia-ml-py": {"nvml", "zeus"},
+    "NVML": {"nvml", "zeus"},
+    "CUDA": {"nvml", "zeus"},
     "zeusd": {"zeus"},
     "lock": {"nvml"},
     "marks": {"nvml", "zeus"},
@@ -108,36 +110,48 @@ _ONLY_FOR: dict[str, set[str]] = {
 class Doctor:
     """Report on one page whether this machine is ready, and how to solve problems."""
 
-    examples = ("perseus-ds doctor", "perseus-ds doctor --lock", "perseus-ds doctor --device simulated")
+    examples = ("perseus-ds doctor", "perseus-ds doctor --lock", "perseus-ds doctor --device nvml")
 
-    device: Literal["nvml", "zeus", "simulated"] = "nvml"
-    """nvml: the job changes the clocks itself; zeus: zeusd changes the clocks; simulated: no real GPU"""
+    device: Literal["auto", "nvml", "zeus", "simulated"] = "auto"
+    """auto: NVML's GPUs, or simulated ones if there are none; nvml: the job changes the clocks itself; zeus: zeusd
+    changes the clocks; simulated: no real GPU"""
     lock: bool = False
     """also lock clocks for a moment, to check the permission and measure the latency"""
 
     def execute(self) -> int:
         software = examine_software()
         gpus = [] if self.device == "simulated" else examine_gpus(lock=self.lock)
+        device = self.device
+        if device == "auto":
+            device = "nvml" if _has_gpus([*software, *chain(*gpus)]) else "simulated"
         print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
         for findings in [software, *gpus]:
             print()
             for finding in findings:
-                print(f"{finding.level:4}  {finding.what:13} {finding.text}")
+                level = finding.level if finding.is_relevant(device) or finding.level == "ok" else "info"
+                print(f"{level:4}  {finding.what:13} {finding.text}")
                 if finding.remedy:
                     print(f"{'':20} -> {finding.remedy}")
-        to_solve = _failures(chain(software, *gpus), self.device)
+        to_solve = _failures(chain(software, *gpus), device)
         if not to_solve:
-            print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
-        elif _failures(software, "simulated"):
+            print(f"\nThis machine is ready{' for simulated GPUs' if device == 'simulated' else ''}.")
+        elif device == "simulated" or _failures(software, "simulated"):
             print(f"\nTo solve: {to_solve}.")
         else:
             print(f"\nThis machine is ready for simulated GPUs; for real ones solve: {to_solve}.")
         return 1 if to_solve else 0
 
 
+def _has_gpus(findings: Iterable[Finding]) -> bool:
+    """Return whether NVML or torch finds a GPU, so that a job on this machine does not simulate them."""
+    return any(
+        finding.what.startswith("GPU ") or (finding.what, finding.level) == ("CUDA", "ok") for finding in findings
+    )
+
+
 def _failures(findings: Iterable[Finding], device: str) -> str:
     """Return the names of the failures that are relevant for a device, without duplicates."""
-    failed = [each.what for each in findings if each.level == "fail" and device in _ONLY_FOR.get(each.what, {device})]
+    failed = [finding.what for finding in findings if finding.level == "fail" and finding.is_relevant(device)]
     return ", ".join(dict.fromkeys(failed))
 
 
@@ -153,11 +167,16 @@ class Finding(NamedTuple):
     text: str
     remedy: str = ""
 
+    def is_relevant(self, device: str) -> bool:
+        """Return whether a job on this device depends on it."""
+        return device in _ONLY_FOR.get(self.what, {device})
+
 
 def examine_software() -> list[Finding]:
     """Examine Python packages, DeepSpeed's compiler, torch's access to CUDA, marks, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
-    return [python, *map(_package, _PACKAGES), *_deepspeed(), *_cuda(), _zeusd()]
+    examined = (*_guarded("deepspeed", _deepspeed()), *_guarded("torch", _cuda()))
+    return [python, *map(_package, _PACKAGES), *examined, _zeusd()]
 
 
 def _package(name: str) -> Finding:
@@ -247,7 +266,9 @@ def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Fin
         return [[Finding("fail", "NVML", "finds no GPU", remedy)]]
     findings: list[list[Finding]] = [[] for _ in range(count)]
     threads = [
-        timebase.thread(partial(found.extend, _examine_gpu(index, lock, timebase)), f"perseus-gpu-{index}")
+        timebase.thread(
+            partial(found.extend, _guarded(f"GPU {index}", _examine_gpu(index, lock, timebase))), f"perseus-gpu-{index}"
+        )
         for index, found in enumerate(findings)
     ]
     for thread in threads:
@@ -276,11 +297,13 @@ def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding
 
 
 def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield findings until the driver raises an error, and then the error."""
+    """Yield findings until an examination raises an error, and then the error."""
     try:
         yield from findings
     except GpuError as error:
         yield Finding("fail", what, str(error))
+    except Exception as error:  # what could not be examined may be broken
+        yield Finding("fail", what, f"could not be examined: {type(error).__name__}: {error}", "Please open an issue.")
 
 
 def _clocks(gpu: NvmlGpu) -> Iterator[Finding]:

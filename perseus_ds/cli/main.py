@@ -7,7 +7,6 @@ import importlib
 import inspect
 import io
 import os
-import re
 import sys
 import traceback
 import typing
@@ -62,17 +61,6 @@ GROUPS = {
     "control": "Change the goal of a running job, pause it, or print its status.",
 }
 """Descriptions of the groups of commands by their first word, and of all commands."""
-# Replacements of commands that were removed in version 0.2.0.
-REMOVED = {
-    "completion": 'Use "perseus-ds --tyro-write-completion bash FILE", or zsh or fish instead of bash.',
-    "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
-    "share": 'Give each job its own limit: "goal": {"watts": …}, and change it with "perseus-ds control set" while the '
-    "job runs.",
-    "control policy": 'Use "perseus-ds control set RUN", such as --max-slowdown 0.05, --watts 5000, or --finish-by and '
-    "--total-steps.",
-    "control reduce": 'Use "perseus-ds control set RUN --power-fraction 0.75 --until 3h".',
-}
-
 _COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 _SHELLS = ("bash", "zsh", "fish")
 
@@ -138,7 +126,7 @@ def parse(arguments: Sequence[str]) -> Command:
     """Parse the arguments of the command line.
 
     Raises:
-        ConfigError: If there is no such command, or its arguments are in the format of versions before 0.2.0.
+        ConfigError: If there is no such command.
         SystemExit: If tyro has printed a help page (0) or an error (2).
     """
     import tyro
@@ -162,7 +150,6 @@ def parse(arguments: Sequence[str]) -> Command:
         found: Command = _application(name).cli(prog=program, description=GROUPS[name], args=rest, config=config)
         return found
     command = command_of(name)
-    _refuse_assignments(command, rest)
     examples = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
     description = f"{description_of(name)}\n\n{examples}"
     rest = _positional_first(command, rest)
@@ -184,8 +171,6 @@ def description_of(name: str) -> str:
 
 
 def _checked_name(name: str, group: str) -> str:
-    if (removed := REMOVED.get(f"{group} {name}".strip())) is not None:
-        raise ConfigError(f"this command was removed in version 0.2.0. {removed}")
     known = _members(group)
     if name not in known:
         from perseus_ds.artifacts.validation import did_you_mean
@@ -210,18 +195,6 @@ def _application(group: str) -> Any:
         target: Any = _application(name) if name in GROUPS else command_of(name)
         application.command(target, name=member, help=description_of(name).splitlines()[0])
     return application
-
-
-def _refuse_assignments(command: type[Command], arguments: Sequence[str]) -> None:
-    """Check that no argument is written as ``key=value``, as in versions before 0.2.0."""
-    from perseus_ds.cli.values import flag_of
-
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        match = re.fullmatch(r"(?:\w+\.)?([a-z_]+)=(.*)", argument)
-        if match and not before.startswith("-") and match[1] in typing.get_type_hints(command):
-            value = " ".join(match[2].strip("[]").split(",")) if match[2].startswith("[") else match[2]
-            spelling = f"{flag_of(match[1])} {value if value != 'true' else ''}".strip()
-            raise ConfigError(f"{argument}: since version 0.2.0 this is written {spelling}")
 
 
 def _positional_first(command: type[Command], arguments: list[str]) -> list[str]:

@@ -72,8 +72,8 @@ class Compare:
     """Compare runs, and write an HTML page about the comparison (comparison.html)."""
 
     examples = (
-        "perseus-ds compare runs/default runs/plan",
-        "perseus-ds compare a b --baseline b --out ab.html",
+        "perseus-ds compare perseus perseus-2",
+        "perseus-ds compare perseus perseus-2 --baseline perseus-2 --out compared.html",
     )
 
     runs: Positional[Paths]
@@ -148,7 +148,7 @@ class Plot(RunArguments):
 
     examples = (
         "perseus-ds plot perseus",
-        "perseus-ds plot perseus/frontier --profile perseus --out pictures --max-slowdown 0.05",
+        "perseus-ds plot perseus --out pictures --max-slowdown 0.05",
     )
 
     out: OptionalPath = None

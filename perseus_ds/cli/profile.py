@@ -51,7 +51,7 @@ class Show:
 class Compare:
     """Print the differences between two profiles."""
 
-    examples = ("perseus-ds profile compare monday tuesday",)
+    examples = ("perseus-ds profile compare perseus perseus-2",)
 
     profiles: Positional[tuple[Path, Path]]
     """profile.csv or folder of each profile"""
@@ -122,7 +122,7 @@ class Validate:
 class Merge:
     """Merge several profiles into one, combining common stages like ranks of one job."""
 
-    examples = ("perseus-ds profile merge monday tuesday wednesday --out merged",)
+    examples = ("perseus-ds profile merge perseus perseus-2 --out merged",)
 
     profiles: Positional[Paths]
     """profile.csv or folder of each profile"""
@@ -168,7 +168,7 @@ class Merge:
 class Convert:
     """Convert the CSV of Merak or another program to profile.csv and profile.json."""
 
-    examples = ("perseus-ds profile convert merak.csv --out perseus --blocking-power-w 70",)
+    examples = ("perseus-ds profile convert perseus/profile.csv --out converted --blocking-power-w 70",)
 
     profile: Positional[Path]
     """CSV to read"""

@@ -44,10 +44,7 @@ class Schedules:
     are printed below the table. Each rank has the same share of the model under every schedule.
     """
 
-    examples = (
-        "perseus-ds schedules perseus",
-        "perseus-ds schedules perseus --schedules 1f1b interleaved zbv dualpipev --micro-batches 8 16 --out schedules",
-    )
+    examples = ("perseus-ds schedules perseus --schedules 1f1b zbv --micro-batches 8 --out schedules",)
 
     profile: Positional[ProfilePath]
     schedules: Annotated[Texts, arg(help=_NAMES)] = field(

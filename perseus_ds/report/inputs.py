@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import has_file
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile, energy_note
 from perseus_ds.artifacts.run_records import FILE_NAME, Started, read_records
@@ -146,7 +147,7 @@ def read(
             raise ConfigError(f"{named}: no such folder; expected the output_dir of a training run.")
     found = Inputs(folder)
     folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    _read_runs(found, list(runs) or [path for path in folders if (path / FILE_NAME).is_file()])
+    _read_runs(found, list(runs) or [path for path in folders if has_file(path, FILE_NAME)])
     frontier = frontier or _find_frontier(folders, found.runs)
     if frontier is not None:
         found.frontier = Frontier.load(frontier)
@@ -195,7 +196,7 @@ def connect(found: Inputs) -> None:
 
 
 def _first(folders: Sequence[Path], name: str) -> Path | None:
-    return next((folder for folder in folders if (folder / name).is_file()), None)
+    return next((folder for folder in folders if has_file(folder, name)), None)
 
 
 def _find_frontier(folders: Sequence[Path], runs: Sequence[RecordedRun]) -> Path | None:

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from perseus_ds.artifacts.io import has_file
 from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     RecordFollower,
@@ -102,7 +103,7 @@ class Jobs:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder; expected the output_dir of a training run.")
         for path in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
-            if path not in self._followers and (path / FILE_NAME).is_file():
+            if path not in self._followers and has_file(path, FILE_NAME):
                 self._followers[path] = JobFollower(path)
         if not self._followers:
             raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_folders import make_job, write_auto_run
 
 from perseus_ds.cli.jobs import Set
 from perseus_ds.cli.main import COMMANDS, GROUPS, command_of, description_of, parse
@@ -48,6 +49,24 @@ def test_help_of_a_command_describes_its_arguments_and_examples(run, command):
         assert isinstance(parse(shlex.split(example)[1:]), command_of(command))
 
 
+_NEEDS_MORE = {"control", "doctor", "reset"}
+"""Commands that need a running job or a GPU."""
+
+
+@pytest.mark.extended
+def test_the_examples_of_all_commands_work_after_each_other(run, tmp_path):
+    for name in ("perseus", "perseus-2"):
+        (tmp_path / name).mkdir()
+        write_auto_run(tmp_path / name, make_job())
+    examples = [example for command in COMMANDS for example in command_of(command).examples]
+    for example in examples:
+        words = shlex.split(example)[1:]
+        needs_model = words[0] == "partition" and words[1] != "perseus"
+        if words[0] not in _NEEDS_MORE and not needs_model:
+            code, _, err = run(*words)
+            assert code == 0, f"{example}: {err}"
+
+
 def test_every_key_of_a_goal_is_an_argument():
     assert set(Set.__dataclass_fields__) - {"run"} == set(Goal.model_fields)
 
@@ -76,7 +95,6 @@ OPTIMIZE = ["optimize", "p", "--out", "y"]
     ("words", "message"),
     [
         (["optimse"], "perseus-ds optimse: there is no such command; did you mean 'optimize'?"),
-        (["share", "limit=40kW"], "perseus-ds share: this command was removed in version 0.2.0. Give each job its own"),
         (["optimize"], "Missing from perseus-ds optimize: PROFILE profile.csv or its folder;"),
         ([*OPTIMIZE, "--stagse", "8"], "Unrecognized options: --stagse, 8 Perhaps you meant: --stages INT"),
         ([*OPTIMIZE, "--stages", "many"], "parsing --stages: expected a whole number, at least 1, got 'many'."),
@@ -86,10 +104,6 @@ OPTIMIZE = ["optimize", "p", "--out", "y"]
         ),
         (["compare"], "RUNS]: expected at least one value, got none."),
         (["--tyro-write-completion", "ksh", "x"], "expected bash, zsh, fish, got 'ksh'."),
-        # The spelling of earlier versions:
-        (["optimize", "profile=x"], "profile=x: since version 0.2.0 this is written --profile x"),
-        (["schedules", "x", "micro_batches=[8,16]"], "this is written --micro-batches 8 16"),
-        (["control", "set", "r", "goal.max_slowdown=0.05"], "this is written --max-slowdown 0.05"),
     ],
 )
 def test_wrong_arguments_are_an_error_that_says_what_to_write(run, words, message):

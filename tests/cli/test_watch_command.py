@@ -1,6 +1,7 @@
 """`perseus-ds watch` on small screens, in pipes, and for programs, and its keys."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -226,6 +227,22 @@ def test_records_control_no_terminal():
     records = [started(gpu=hostile, goal={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
     for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
+
+
+@pytest.mark.parametrize("command", [["watch", "runs", "--once"], ["report", "runs", "--out", "report.html"]])
+def test_a_private_folder_does_not_hide_the_jobs_beside_it(run, tmp_path, monkeypatch, command):
+    for name in ("mine", "of_another_user"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        write(tmp_path / "runs" / name, auto_job())
+    stat = os.stat
+
+    def stat_as_this_user(path, *args, **kwargs):  # root may look into every folder
+        if "of_another_user/" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat_as_this_user)
+    assert run(*command)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("options", [["--once"], ["--once", "--json"]])

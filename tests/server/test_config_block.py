@@ -48,6 +48,16 @@ def test_a_variable_that_lost_its_quotes_is_shown_with_the_remedy(monkeypatch):
     assert "set PERSEUS to its path" in str(caught.value)
 
 
+@pytest.mark.parametrize("make", [dict, OmegaConf.create])
+def test_objects_in_the_variable_are_merged_with_those_of_the_block(monkeypatch, make):
+    monkeypatch.setenv("PERSEUS", '{"goal": {"watts": 900}, "profile": {"warm_up": 5}, "metrics": null}')
+    block = {"goal": {"max_slowdown": 0.05}, "profile": {"warm_up": 9, "clock_stride": 2}, "metrics": {"port": 9400}}
+    config = settings_of(make(block))
+    assert (config.goal.max_slowdown, config.goal.watts) == (0.05, 900.0)
+    assert (config.profile.warm_up, config.profile.clock_stride) == (5, 2)
+    assert config.metrics is None
+
+
 def test_a_block_of_omegaconf_is_read_with_all_its_levels(monkeypatch):
     text = "{mode: auto, goal: {max_slowdown: 0.05}, simulated: {conditions: ['${oc.env:HARDER}']}}"
     monkeypatch.setenv("HARDER", "warming")
