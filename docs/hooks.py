@@ -13,13 +13,15 @@ from latex2mathml.converter import convert
 
 # Code is matched too, so that dollar signs in it are not changed.
 _CODE_OR_FORMULA = re.compile(r"^```.*?^```|`[^`\n]*`|^\$\$\n(.*?)\n\$\$$|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)
-_REPOSITORY_LINK = re.compile(r"\[`?([^\]`]+)`?\]\(\.\./([^)]+)\)")
+_RELATIVE_LINK = re.compile(r"\[`?([^\]`]+)`?\]\(((?:\.\./)+)([^)]+)\)")
 _PLACEHOLDER = re.compile(r"FORMULA([BI])([0-9a-f]+)END")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to the repository, and hide formulas from Markdown, where underscores have a meaning."""
-    return _REPOSITORY_LINK.sub(_path, _CODE_OR_FORMULA.sub(_hidden, markdown))
+    folders = page.file.src_uri.count("/")
+    hidden = _CODE_OR_FORMULA.sub(_hidden, markdown)
+    return _RELATIVE_LINK.sub(lambda match: _path(match) if match[2].count("/") > folders else match[0], hidden)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -28,7 +30,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _path(match: re.Match[str]) -> str:
-    text, path = match.groups()
+    text, _, path = match.groups()
     return f"`{path}`" if text in path else f"{text} (`{path}`)"
 
 

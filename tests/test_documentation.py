@@ -68,13 +68,6 @@ def test_the_layout_in_contributing_names_every_folder():
     assert named >= {name for name in entries if not name.startswith("__")}
 
 
-def test_classes_named_in_the_glossary_exist():
-    named = set(re.findall(r"`([A-Z][a-z]+[A-Za-z]*)`", (ROOT / "docs/glossary.md").read_text()))
-    source = "\n".join(path.read_text() for path in (ROOT / "perseus_ds").rglob("*.py"))
-    assert len(named) > 15
-    assert not named - set(re.findall(r"^class (\w+)", source, re.MULTILINE))
-
-
 @functools.cache
 def literals() -> list[str]:
     """Return all string literals of the package, with … for inserted values."""

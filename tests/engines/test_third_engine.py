@@ -1,4 +1,4 @@
-"""A third engine needs only the engine interface. See docs/add-an-engine.md."""
+"""A third engine needs only the engine interface. See docs/developers/add-an-engine.md."""
 
 import importlib.metadata
 import inspect
@@ -92,7 +92,7 @@ def train(trainer, steps):
 
 
 def test_the_page_about_engines_shows_this_engine():
-    page = Path(__file__).parents[2] / "docs/add-an-engine.md"
+    page = Path(__file__).parents[2] / "docs/developers/add-an-engine.md"
     assert inspect.getsource(TrainerEngine).strip() in page.read_text()
 
 

@@ -1,4 +1,4 @@
-"""A GPU of another vendor needs only the GPU interface. See docs/add-a-gpu-vendor.md."""
+"""A GPU of another vendor needs only the GPU interface. See docs/developers/add-a-gpu-vendor.md."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class AcmeGpu:
 
 
 def test_the_page_about_gpus_shows_this_class() -> None:
-    page = Path(__file__).parents[2] / "docs/add-a-gpu-vendor.md"
+    page = Path(__file__).parents[2] / "docs/developers/add-a-gpu-vendor.md"
     assert inspect.getsource(AcmeGpu).strip() in page.read_text()
 
 
