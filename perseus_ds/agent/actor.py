@@ -21,6 +21,7 @@ from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
 from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.energy_counter import CounterLog
 from perseus_ds.protocol.job_messages import ClockRefused, RankFailed, RankRecovered
 from perseus_ds.protocol.layout import DRIVER_HANGS_S
 from perseus_ds.protocol.messages import Fault, GpuDescription
@@ -137,6 +138,7 @@ class GpuActor:
         self.changes = self.skips = self.missed = 0
         # Functions that read the GPU. The loop appends, and the thread removes.
         self._calls: deque[Callable[[], None]] = deque()
+        self._logs: list[CounterLog] = []
         self._target = self._taken = _DEFAULT
         self._owner: object = None
         self._actual_mhz: int | None = None
@@ -186,6 +188,15 @@ class GpuActor:
         self._calls.append(function)
         self._wake()
         return True
+
+    def start_log(self, log: CounterLog) -> None:
+        """Read the energy counter for a log, until :meth:`stop_log`."""
+        self._logs.append(log)
+        self._wake()
+
+    def stop_log(self, log: CounterLog | None) -> None:
+        if log in self._logs:
+            self._logs.remove(log)
 
     def fail(self, error: Exception) -> None:
         """Return to the default clock because of an error, until a probe succeeds."""
@@ -315,6 +326,9 @@ class GpuActor:
             self._taken, self._busy_since_s = target, None
             if self._describes and not self.is_described(self._checks_permission):
                 return partial(self._describe, self.gpu)
+        for log in [*self._logs]:
+            if log.due_s <= now_s:
+                return log.read
         return self._read_back if self.readback.due_in_s() == 0 else None
 
     def _needs_reset(self, target: _Target, epoch: int) -> bool:
@@ -325,8 +339,9 @@ class GpuActor:
         """Return the time of the next attempt, or at which the clock is to be read back [s]."""
         now_s = self._time.now_s()
         attempts_s = [each_s for each_s in (self._reset_at_s, self._lock_at_s) if each_s > now_s]
+        logs_s = [log.due_s for log in [*self._logs]]
         read_in_s = None if self.gpu is None else self.readback.due_in_s()
-        return min([*attempts_s, math.inf if read_in_s is None else now_s + read_in_s])
+        return min([*attempts_s, *logs_s, math.inf if read_in_s is None else now_s + read_in_s])
 
     def _open(self) -> None:
         try:
@@ -406,15 +421,13 @@ class GpuActor:
     def _lock_clock(self, clock_mhz: int) -> None:
         assert self.gpu is not None
         began_s = self._time.now_s()
+        had_locked, self._may_have_locked = self._may_have_locked, True
         self._actual_mhz = _UNKNOWN_MHZ
         try:
             self.gpu.lock_clock(clock_mhz)
         except GpuPermissionError:
+            self._may_have_locked = had_locked
             raise
-        except Exception:
-            self._may_have_locked = True
-            raise
-        self._may_have_locked = True
         self._changed(clock_mhz, began_s)
 
     def _reset_clock(self) -> None:

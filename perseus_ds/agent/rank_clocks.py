@@ -105,15 +105,14 @@ class RankClocks:
                 self._complete()
         elif not isinstance(message, Ask):
             self._to_server(message)
-        elif message.question == "start":
-            self._stop_asked_log()
-            self._asked_log = CounterLog(self._gpu, self._time)
-            self._asked_log.start()
-            self._to_client(Answer(message.number))
         elif message.question == "refreshes":
             self._send_refreshes(message)
-        elif message.question == "stop":
-            self._stop_asked_log()
+        elif message.question in ("start", "stop"):
+            self._actor.stop_log(self._asked_log)
+            self._asked_log = None
+            if message.question == "start":
+                self._asked_log = CounterLog(self._gpu, self._time)
+                self._actor.start_log(self._asked_log)
             self._to_client(Answer(message.number))
         else:
             self._ask_driver(message)
@@ -139,8 +138,8 @@ class RankClocks:
         """Stop setting clocks and reading the GPU, without waiting for the driver. The caller resets the clock."""
         self._complete(waits=False)
         self._stop_log()
-        self._stop_asked_log()
-        self.timeline.end()
+        self._actor.stop_log(self._asked_log)
+        self.timeline.revoke()
         if self._tell in self._actor.listeners:
             self._actor.listeners.remove(self._tell)
 
@@ -163,20 +162,14 @@ class RankClocks:
             self._logged.discard(follow.program.number)
         if self._logged and self._log is None:
             self._log = CounterLog(self._gpu, self._time)
-            self._log.start()
+            self._actor.start_log(self._log)
         elif not self._logged:
             self._stop_log()
 
     def _stop_log(self) -> None:
         self._logged.clear()
-        if self._log is not None:
-            self._log.stop()
-            self._log = None
-
-    def _stop_asked_log(self) -> None:
-        if self._asked_log is not None:
-            self._asked_log.stop()
-            self._asked_log = None
+        self._actor.stop_log(self._log)
+        self._log = None
 
     def _complete(self, *, waits: bool = True) -> None:
         """Send the reports of iterations that the GPU has finished."""

@@ -218,7 +218,7 @@ class Timeline:
         self._was_missed = False
         self._unmarked = memory.unmarked
         self._handled_idle_s = 0.0
-        self._requests_clocks, self._has_ended = True, False
+        self._requests_clocks = True
         self.due_s = math.inf
         self._records: dict[int, IterationRecord] = {}
         self._recorded = memory.iteration
@@ -238,9 +238,6 @@ class Timeline:
         """Request no more clocks, but continue to read energy. The caller resets the clock."""
         self._requests_clocks = False
 
-    def end(self) -> None:
-        self._has_ended = True
-
     def serial_of(self, iteration: int) -> int:
         """Return the serial of the message that an iteration followed, or -1 if it is not known."""
         return self._serials.get(iteration, -1)
@@ -253,9 +250,6 @@ class Timeline:
 
     def advance(self) -> float:
         """Do what is due, and return the time until the next look at the marks [s]."""
-        if self._has_ended:
-            self.due_s = math.inf
-            return _BETWEEN_S
         now_s = self._time.now_s()
         self._note_issued(now_s)
         delayed_s = self._take_steps(now_s)

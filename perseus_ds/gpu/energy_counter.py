@@ -87,7 +87,11 @@ class Refreshes:
 
 
 class CounterLog(Refreshes):
-    """Reads the energy counter on a thread and records when it was refreshed."""
+    """Records when the energy counter was refreshed, as a context on a thread, or by calls of :meth:`read`.
+
+    Attributes:
+        due_s: Time of the next reading [s]. Infinite after an error.
+    """
 
     def __init__(self, gpu: Gpu, timebase: Timebase = REAL_TIME) -> None:
         super().__init__(gpu.name)
@@ -95,26 +99,29 @@ class CounterLog(Refreshes):
         self._time = timebase
         self._seen_s: deque[float] = deque(maxlen=6)
         self._last: tuple[float, float] | None = None
+        self.due_s = -math.inf
         self._stop = Flag(timebase)
         self._thread = timebase.thread(self._read_until_stopped, "perseus-energy")
 
     def __enter__(self) -> CounterLog:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._stop.set()
         self._thread.join(_STOP_TIMEOUT_S)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Request the thread to stop, without waiting for it. May be called repeatedly."""
-        self._stop.set()
+    def read(self) -> None:
+        """Read the counter once, and the clock if the counter was refreshed."""
+        try:
+            self._read()
+            self.due_s = self._time.now_s() + self._next_reading_in_s()
+        except Exception as error:  # callers of readings() expect only GpuError
+            if not isinstance(error, GpuError):
+                error = GpuError(f"{self._name}: the energy counter cannot be read ({error!r}).")
+            self.error, self.due_s = error, math.inf
 
     def _read(self) -> None:
-        """Read the counter once, and the clock if the counter was refreshed."""
         energy_j = self._gpu.energy_j()
         now_s = self._time.now_s()
         if self._last is not None and energy_j != self._last[1]:
@@ -144,14 +151,9 @@ class CounterLog(Refreshes):
         return max(_SHORTEST_POLL_S, min(_LONGEST_POLL_S, expected_in_s - near_s))
 
     def _read_until_stopped(self) -> None:
-        try:
-            self._read()
-            while not self._stop.wait(self._next_reading_in_s()):
-                self._read()
-        except GpuError as error:
-            self.error = error
-        except Exception as error:  # callers of readings() expect only GpuError
-            self.error = GpuError(f"{self._gpu.name}: the energy counter cannot be read ({error!r}).")
+        self.read()
+        while self.error is None and not self._stop.wait(self.due_s - self._time.now_s()):
+            self.read()
 
 
 class CounterAnswer(NamedTuple):

@@ -15,7 +15,9 @@ MOODS = st.sampled_from(
     ["well", "well", "well", "hangs", "refuses", "busy", "fails although it takes effect", "mistake"]
 )
 OF_THE_RANK = ["begin", "mark", "mark", "mark", "end", "unmarked", "other program", "idle", "pause", "nothing"]
-ACTIONS = st.sampled_from([*OF_THE_RANK, "program", "one clock", "server is lost", "stall", "signal"])
+ACTIONS = st.sampled_from(
+    [*OF_THE_RANK, "program", "one clock", "log of the counter", "server is lost", "stall", "signal"]
+)
 PAUSES_S = st.sampled_from([0.0, 0.002, 0.02, 0.5, 5.0])
 
 
@@ -37,12 +39,13 @@ class RankInTrouble:
 
     def act(self, action):
         memory, now_s = self.memory, self.time.now_s()
-        if action in ("program", "one clock"):
+        if action in ("program", "one clock", "log of the counter"):
             self._serial += 1
             several = (1410, 900, 1200) if action == "program" else ()
             spans_s = ((0.0, 0.1), (0.1, 0.2), (0.2, 0.3)) if several else ()
             program = Program(0, 1200, several, spans_s, 0.3)
-            self.clocks.receive_from_server(Follow(program, self._serial, 0, 0, "run"))
+            logs = action == "log of the counter"
+            self.clocks.receive_from_server(Follow(program, self._serial, 0, 0, "run", logs_energy=logs))
         elif action == "begin":
             memory.mark_begun(memory.begin_iteration(0), now_s, PASSES)
             self._slot = 0

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
+from perseus_ds.gpu.base import GpuState
 from perseus_ds.simulation.device_models import COMPUTE_BOUND
 from perseus_ds.simulation.gpu import SimulatedGpu
 
@@ -120,6 +121,7 @@ class HostileGpu:
 
     name = "hostile"
     has_energy_counter = True
+    state = GpuState()
 
     def __init__(self, time, moods):
         self._time = time
