@@ -120,7 +120,7 @@ def _deviations(values: Iterable[float]) -> list[float]:
     return [value - mean for value in found]
 
 
-class _Saved(FileModel):
+class _SavedDefault(FileModel):
     """Iterations at default clocks by order, as kept in the state of a job."""
 
     measured: dict[int, list[_Measured]]
@@ -291,12 +291,12 @@ class DefaultClocks:
         measured = {}
         for order, known in self._measured.items():
             measured[order] = [one.rounded() for one in known]
-        return _Saved(measured=measured).model_dump(mode="json")
+        return _SavedDefault(measured=measured).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state`. What cannot be read is ignored."""
         try:
-            saved = _Saved.model_validate(state)
+            saved = _SavedDefault.model_validate(state)
         except ValidationError:
             return
         for order, known in saved.measured.items():

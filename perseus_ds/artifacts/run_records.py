@@ -440,7 +440,7 @@ class Drifted(Event):
         return f"instruction times differ from the profile by up to {self.drift:.0%}; {self.then}"
 
 
-class ClockRefused(Event):
+class ClockNotReached(Event):
     """A GPU does not reach the requested clock or, at default clocks, its highest clock."""
 
     event: Literal["refused"] = "refused"

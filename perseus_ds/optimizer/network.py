@@ -28,8 +28,8 @@ class Network:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        built = _Builder(problem)
-        # Names sort as start, inner events, end; see _Builder.
+        built = _NetworkBuilder(problem)
+        # Names sort as start, inner events, end; see _NetworkBuilder.
         names, ends = np.unique(np.array([built.tail, built.head]), return_inverse=True)
         tail, head = ends.reshape(2, -1)
         self.events = len(names)
@@ -81,7 +81,7 @@ class Network:
         return result
 
 
-class _Builder:
+class _NetworkBuilder:
     """Names events and lists arcs so that an event's incoming arcs precede its outgoing ones.
 
     Start and end of node v are named 2v+1 and 2v+2, the iteration's start 0 and its end the largest number.

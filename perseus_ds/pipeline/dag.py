@@ -82,7 +82,7 @@ class Dag:
             ScheduleError: If the streams deadlock or a transfer has no partner. The message names ranks and
                 instructions.
         """
-        return _Builder(schedule).build()
+        return _DagBuilder(schedule).build()
 
     @cached_property
     def compute_nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -197,7 +197,7 @@ def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
     return result
 
 
-class _Builder:
+class _DagBuilder:
     """Executes the streams of all ranks until each waits for another one or has finished."""
 
     def __init__(self, schedule: Schedule) -> None:

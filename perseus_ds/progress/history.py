@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from perseus_ds.artifacts.run_records import (
-    ClockRefused,
+    ClockNotReached,
     Event,
     IterationRecord,
     PlanJudged,
@@ -71,7 +71,7 @@ class History:
         self.plan: int | None = None
         self.planned = SeriesParts(_MOST_PARTS)
         self.energies_j: dict[int, float | None] = {}
-        self.refused: dict[tuple[int | None, tuple[str, ...]], ClockRefused] = {}
+        self.refused: dict[tuple[int | None, tuple[str, ...]], ClockNotReached] = {}
         self.has_verdict = False
         self._frontier: int | None = None
         self._power, self._planned_power = PowerExtremes(), PowerExtremes()
@@ -95,7 +95,7 @@ class History:
             if event.ranks is not None and event.pipelines is not None:
                 self._ranks.add(event.ranks)
                 self._pipelines.add(event.pipelines)
-        elif isinstance(event, ClockRefused):
+        elif isinstance(event, ClockNotReached):
             self.refused[event.clock_mhz, event.reasons] = event
         elif isinstance(event, PlanJudged):
             self.has_verdict = True

@@ -181,7 +181,7 @@ def frontier_figure(frontier: Frontier, traces: Sequence[Figure], shown: int) ->
 
 
 @dataclass(frozen=True)
-class Curve:
+class ProfileCurve:
     """Time and energy of one kind of instruction, for a stage or several equal stages."""
 
     stages: tuple[int, ...]
@@ -208,12 +208,12 @@ class Curve:
         return {"time": o.time_s, "energy": o.energy_j, "power": o.energy_j / o.time_s}[quantity]
 
 
-def profile_curves(profile: StageProfile) -> list[Curve]:
+def profile_curves(profile: StageProfile) -> list[ProfileCurve]:
     """Return a curve for each kind and group of equal stages. Of many groups, only some are included."""
     groups = stage_groups(profile)
     shown = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, min(len(groups), len(SERIES)))]
     return [
-        Curve(group, kind, colour, *STYLES[kind])
+        ProfileCurve(group, kind, colour, *STYLES[kind])
         for group, colour in zip(shown, SERIES, strict=False)
         for stage, kind in profile.keys
         if stage == group[0]

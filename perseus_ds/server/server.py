@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import energy_note
-from perseus_ds.artifacts.run_records import FILE_NAME, NO_ORDER, ClockRefused, Failed, Recovered
+from perseus_ds.artifacts.run_records import FILE_NAME, NO_ORDER, ClockNotReached, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker
@@ -227,7 +227,7 @@ class JobServer:
                     contents[rank] = contents.get(rank, b"") + message.content
             case msg.ClockRefused():
                 fields = msgspec.structs.asdict(message)
-                self.recorder.event(ClockRefused(rank=rank, **fields))
+                self.recorder.event(ClockNotReached(rank=rank, **fields))
             case LatencyTable():
                 state.latencies = message
             case msg.RankFailed():

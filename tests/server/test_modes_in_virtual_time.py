@@ -13,7 +13,7 @@ from virtual.job import SLOWER, WorkerAtOnce, in_order
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import (
-    ClockRefused,
+    ClockNotReached,
     Drifted,
     Failed,
     GoalChanged,
@@ -48,7 +48,7 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     (asked,), (reached,) = iterations[-1].clocks_asked_mhz, iterations[-1].clocks_reached_mhz
     assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
     profile = StageProfile.load(job.folder)
-    (refused,) = [event for event in job.events(ClockRefused) if event.clock_mhz is None]  # at default clocks
+    (refused,) = [event for event in job.events(ClockNotReached) if event.clock_mhz is None]  # at default clocks
     assert profile.info.default_clock_mhz == refused.reached_mhz
     assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "limited by the power limit of the board"
     for kind in (Kind.FORWARD, Kind.BACKWARD):
