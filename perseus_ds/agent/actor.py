@@ -61,7 +61,13 @@ class ChangedFromOutside(NamedTuple):
     times: int
 
 
-GpuNews: TypeAlias = RankFailed | RankRecovered | ClockRefused | ChangedFromOutside
+class CounterFailed(NamedTuple):
+    """The energy counter cannot be read any more. The clock follows programs as before."""
+
+    error: str
+
+
+GpuNews: TypeAlias = RankFailed | RankRecovered | ClockRefused | ChangedFromOutside | CounterFailed
 
 
 class Delays:
@@ -135,6 +141,7 @@ class GpuActor:
         self._describes = self._checks_permission = False
         self.listeners: list[Callable[[GpuNews], None]] = []
         self.health = DriverHealth(self._report, timebase)
+        self._counter_has_failed = False
         self.changes = self.skips = self.missed = 0
         # Functions that read the GPU. The loop appends, and the thread removes.
         self._calls: deque[Callable[[], None]] = deque()
@@ -197,6 +204,24 @@ class GpuActor:
     def stop_log(self, log: CounterLog | None) -> None:
         if log in self._logs:
             self._logs.remove(log)
+
+    def read_energy_j(self) -> float:
+        """Return the value of the energy counter [J]. NaN if it cannot be read, which is reported once.
+
+        Called on the thread.
+        """
+        assert self.gpu is not None
+        try:
+            energy_j = self.gpu.energy_j()
+        except GpuBusyError:  # the client decides how long to accept this
+            return math.nan
+        except GpuError as error:
+            if not self._counter_has_failed:
+                self._counter_has_failed = True
+                self._report(CounterFailed(str(error).rstrip(".")))
+            return math.nan
+        self._counter_has_failed = False
+        return energy_j
 
     def fail(self, error: Exception) -> None:
         """Return to the default clock because of an error, until a probe succeeds."""
@@ -458,7 +483,6 @@ class GpuActor:
         try:
             self._lock_clock(self.gpu.supported_clocks_mhz()[-1])
             self._reset_clock()
-            self.gpu.energy_j()
         except GpuError:
             self.missed += 1
             return

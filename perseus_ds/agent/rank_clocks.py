@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, GpuActor, GpuNews
+from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, CounterFailed, GpuActor, GpuNews
 from perseus_ds.agent.timeline import IterationRecord, Timeline
 from perseus_ds.errors import GpuBusyError
 from perseus_ds.gpu.base import GpuState
@@ -144,16 +144,23 @@ class RankClocks:
             self._actor.listeners.remove(self._tell)
 
     def _tell(self, news: GpuNews) -> None:
-        if not isinstance(news, ChangedFromOutside):
+        if isinstance(news, ChangedFromOutside):
+            self._to_client(msg.Say(self._changed_in_words(news), warns=True))
+        elif isinstance(news, CounterFailed):
+            text = (
+                f"perseus: {news.error}. The energy of {self._gpu} is unknown, and its clock follows plans as before."
+            )
+            self._to_client(msg.Say(text, warns=True))
+        else:
             self._to_server(news)
-            return
-        text = (
+
+    def _changed_in_words(self, news: ChangedFromOutside) -> str:
+        return (
             f"perseus: the clock of {self._gpu} was changed from outside {news.times} times: {news.clock_mhz:.0f} MHz "
             f"were set, and {news.reached_mhz:.0f} MHz are read. Perseus sets it again only when the plan changes it. "
             "Usual causes are `nvidia-smi -rgc` or `-lgc` in a script of the site, `dcgmi config --enforce`, Slurm's "
             "`--gpu-freq`, and power managers."
         )
-        self._to_client(msg.Say(text, warns=True))
 
     def _log_if_requested(self, follow: msg.Follow) -> None:
         if follow.logs_energy:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from perseus_ds.agent.actor import ClockStatus, Delays, GpuActor
-from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Follow, Follows, LatencyTable, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, NEXT_WITHIN_S, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import Timebase
@@ -426,10 +426,10 @@ class Timeline:
             return  # the driver was busy, and the counter has advanced
         together = passed_s - self._read_s < _TOGETHER_S
         self._begun_of, self._begun_s = iteration, passed_s
-        self._begun_j = self._ended_j if together else self._read_energy_j()
+        self._begun_j = self._ended_j if together else self._actor.read_energy_j()
 
     def _read_ended(self, iteration: int, passed_s: float) -> None:
-        self._read_s, self._ended_j = passed_s, self._read_energy_j()
+        self._read_s, self._ended_j = passed_s, self._actor.read_energy_j()
         if self._time.now_s() - passed_s > _LATE_S:
             self._ended_j = math.nan
         if self._begun_of != iteration:  # the driver did not answer at its start
@@ -437,13 +437,3 @@ class Timeline:
         self._actor.readback.limits.read()
         self._record(iteration, self._begun_s, self._ended_j - self._begun_j)
         self._on_record()
-
-    def _read_energy_j(self) -> float:
-        assert self._actor.gpu is not None
-        try:
-            return self._actor.gpu.energy_j()
-        except GpuBusyError:  # the client decides how long to accept this
-            return math.nan
-        except GpuError as error:
-            self._actor.fail(error)
-            return math.nan

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from fleet import SCENARIOS, run
+from fleet import SCENARIOS, Scenario, fault, run
 from fleet_jobs import FleetJob, Machine, State
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
@@ -28,6 +28,12 @@ def test_a_job_saves_most_of_what_it_could_and_is_hardly_late(name, iterations, 
     result = run(BY_NAME[name], seed=1, iterations=iterations)
     assert result.realised >= least_realised
     assert result.late <= most_late
+
+
+def test_a_counter_that_fails_costs_no_saving():
+    """Savings of this machine come from the first stage."""
+    scenario = Scenario("the first counter fails", fault("counter fails", 0, 150))
+    assert run(scenario, seed=1, iterations=400).realised >= 0.8
 
 
 def test_a_job_whose_host_only_launches_passes_takes_as_long_as_another():

@@ -139,7 +139,7 @@ class HostileDay:
             self.job.train(1)
 
     def _end_with_a_fault_that_stays(self):
-        job, cause = self.job, "counter fails"
+        job, cause = self.job, "driver error"
         rank = self._random.randrange(len(STAGES_S))
         job.gpus[rank].begin(cause)
         self._train_for(120.0)
