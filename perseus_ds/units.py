@@ -48,12 +48,6 @@ def percent(value: float | None, decimals: int = 1) -> str:
     return text if any(digit in text for digit in "123456789") else text[1:]
 
 
-def less_or_more(value: float, decimals: int = 1) -> str:
-    """Format a relative change in words, such as ``7.4 % less``."""
-    text = percent(value, decimals)
-    return f"{text[1:]} {'less' if value < 0 else 'more'}" if text[0] in f"+{_MINUS}" else f"{text} more"
-
-
 def plain(text: str) -> str:
     """Return a text for terminals: figures in ASCII, control characters replaced by spaces."""
     return "".join(character if character.isprintable() else " " for character in text.translate(_ASCII))
