@@ -1,10 +1,11 @@
-"""Generates configuration.md and commands.md from the code: python docs/reference.py."""
+"""Generates configuration.md, commands.md and the tables of files.md from the code: python docs/reference.py."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,10 +16,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from perseus_ds.artifacts.profile import ProfileInfo
+from perseus_ds.artifacts.run_records import Event, IterationRecord, SavingSummary, TokenSummary
 from perseus_ds.cli.main import COMMANDS, command_of, description_of
 from perseus_ds.cli.main import main as main_of_commands
 from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig, ServerConfig
 from perseus_ds.policy.goal import Goal
+from perseus_ds.progress.facts import JobFacts
 from perseus_ds.simulation.gpu import SimulatedConfig
 
 FOLDER = Path(__file__).parent
@@ -152,7 +156,63 @@ def _sentence(text: str) -> str:
     return text if not text or text.endswith((".", "…")) else f"{text}."
 
 
-PAGES = {"configuration.md": configuration, "commands.md": commands}
+_TABLES = {model.__name__: model for model in (IterationRecord, SavingSummary, TokenSummary, JobFacts, ProfileInfo)}
+_TABLE = re.compile(r"(<!-- (?:fields: (\w+)|events) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def files() -> str:
+    """Return the page on files, of which tables are made from the descriptions of fields."""
+    page = (FOLDER / "files.md").read_text(encoding="utf-8")
+    return _TABLE.sub(lambda match: f"{match[1]}{_made(match[2])}{match[3]}", page)
+
+
+def _made(name: str | None) -> str:
+    lines = _events() if name is None else ["| key | meaning |", "|---|---|", *_fields(_TABLES[name])]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return a row for each field of a model, followed by those of models within it that have no own table."""
+    lines = []
+    for name, field in model.model_fields.items():
+        lines.append(f"| `{prefix}{name}` | {_meaning(model, name)} |")
+        for inner in _models_within(field.annotation):
+            if inner.__name__ not in _TABLES:
+                lines += _fields(inner, f"{prefix}{name}.")
+    return lines
+
+
+def _events() -> list[str]:
+    lines = ["| `event` | other keys | meaning |", "|---|---|---|"]
+    for event in Event.__subclasses__():
+        names = ", ".join(f"`{name}`" for name in get_args(event.model_fields["event"].annotation))
+        lines.append(f"| {names} | | {_first_line(event)} |")
+        own = [name for name in event.model_fields if name not in Event.model_fields]
+        lines += [f"| | `{name}` | {_meaning(event, name)} |" for name in own]
+    return lines
+
+
+def _meaning(model: type[BaseModel], name: str) -> str:
+    field = model.model_fields[name]
+    if field.description:
+        return _sentence(field.description)
+    within = _models_within(field.annotation)
+    assert within, f"{model.__name__}.{name} has no description"
+    return _first_line(within[0])
+
+
+def _first_line(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").splitlines()[0].replace("``", "`")
+
+
+def _models_within(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models in an annotation, such as that in ``tuple[PlanSummary, ...] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_within(part)]
+
+
+PAGES = {"configuration.md": configuration, "commands.md": commands, "files.md": files}
 
 
 def main() -> None:

@@ -28,25 +28,23 @@ def kind_of_layer(classes: Iterable[type]) -> str:
 
 
 class Part(FileModel):
-    """A part of a model: its kind, the names of its modules in the engine, and its parameters on this rank.
+    """A part of a model: its kind, the names of its modules in the engine, and its parameters on this rank."""
 
-    The kind is ``embedding``, ``dense``, ``moe``, ``mtp``, ``head`` or the name of a class.
-    """
-
-    kind: Annotated[Text, Field(pattern=r"^[^\s\x00-\x1f\x7f-\x9f][^\x00-\x1f\x7f-\x9f]*$")]
-    names: list[Text] = Field(default_factory=list)
-    parameters: Annotated[int, Field(ge=0)] = 0
+    kind: Annotated[Text, Field(pattern=r"^[^\s\x00-\x1f\x7f-\x9f][^\x00-\x1f\x7f-\x9f]*$")] = Field(
+        description="`embedding`, `dense`, `moe`, `mtp`, `head` or a class's name; with a number if sizes differ."
+    )
+    names: list[Text] = Field(default_factory=list, description="Names of its modules.")
+    parameters: Annotated[int, Field(ge=0)] = Field(0, description="Number of its parameters on one rank.")
 
 
 class Layout(FileModel):
-    """The parts of each stage, with stages in the order of the model.
+    """The parts of each stage, with stages in the order of the model."""
 
-    ``tied`` is true if the embedding and the head share a weight.
-    """
-
-    engine: EngineName
-    stages: Annotated[list[list[Part]], Field(min_length=1, max_length=MOST_STAGES)]
-    tied: bool = False
+    engine: EngineName = Field(description="`megatron`, `torch`, `deepspeed` or `huggingface`.")
+    stages: Annotated[list[list[Part]], Field(min_length=1, max_length=MOST_STAGES)] = Field(
+        description="The parts of each stage."
+    )
+    tied: bool = Field(False, description="Whether the embedding and the head share a weight.")
 
     @classmethod
     def of_ranks(

@@ -51,22 +51,21 @@ logger = logging.getLogger("perseus_ds")
 
 
 class GpuSettings(FileModel):
-    """Settings of a GPU that affect its default clocks and its power. None stands for unknown.
+    """Settings of a GPU that affect its default clocks and its power. None stands for unknown."""
 
-    Attributes:
-        application_clock_mhz: Upper limit of default clocks [MHz].
-        memory_clock_mhz: Memory clock, which an administrator may have locked [MHz].
-        power_profiles: Enforced workload power profiles, by NVML's names.
-        power_smoothing: Settings of power smoothing by NVML's names and in NVML's units, empty if it is off.
-        whole_module: Whether energies are those of the whole module, such as GPU and processor, instead of the GPU.
-    """
-
-    power_limit_w: Power | None = None
-    application_clock_mhz: Clock | None = None
-    memory_clock_mhz: Clock | None = None
-    power_profiles: list[Text] = Field(default_factory=list)
-    power_smoothing: dict[Text, Index] = Field(default_factory=dict)
-    whole_module: bool | None = None
+    power_limit_w: Power | None = Field(None, description="The power limit in force [W].")
+    application_clock_mhz: Clock | None = Field(None, description="Upper limit of default clocks [MHz].")
+    memory_clock_mhz: Clock | None = Field(None, description="Memory clock, which may be locked [MHz].")
+    power_profiles: list[Text] = Field(
+        default_factory=list, description="Enforced workload power profiles, by NVML's names."
+    )
+    power_smoothing: dict[Text, Index] = Field(
+        default_factory=dict,
+        description="Settings of power smoothing by NVML's names and in its units; empty if it is off.",
+    )
+    whole_module: bool | None = Field(
+        None, description="Whether energies are those of the whole module instead of the GPU; null if unknown."
+    )
 
     @property
     def energy_note(self) -> str:
@@ -107,69 +106,100 @@ RelativeError = Annotated[float, Field(ge=0, le=1e9)]
 class TransferDuration(FileModel):
     """Duration of a transfer over one boundary, without waiting for the other rank."""
 
-    payload: Payload
-    source: Stage
-    target: Stage
-    time_s: Duration
+    payload: Payload = Field(description="`activation` or `grad`.")
+    source: Stage = Field(description="Stage that sends.")
+    target: Stage = Field(description="Stage that receives.")
+    time_s: Duration = Field(description="Median time without waiting for the other rank [s].")
 
 
 class OtherDuration(FileModel):
     """Duration of a command that perseus-ds does not know, on one stage."""
 
-    command: Text
-    stage: Stage
-    time_s: Duration
+    command: Text = Field(description="Name of the command.")
+    stage: Stage = Field(description="The stage.")
+    time_s: Duration = Field(description="Median time [s].")
 
 
 class RowQuality(FileModel):
-    """Quality of the measurement of one row. None stands for unknown.
+    """Quality of the measurement of one row. None stands for unknown."""
 
-    Attributes:
-        samples: Number of measurements, 0 for a clock that was estimated from others.
-        time_relative_error: Relative standard error of the time; likewise of the energy.
-        temperature_c: Temperature of the GPU at the end of the measurement; likewise its performance state.
-    """
-
-    stage: Stage
-    kind: Kind
-    clock_mhz: Clock
-    samples: Index
-    time_relative_error: RelativeError | None = None
-    energy_relative_error: RelativeError | None = None
-    temperature_c: Annotated[float, Field(ge=-300, le=1e4)] | None = None
-    power_state: Text | None = None
+    stage: Stage = Field(description="The stage.")
+    kind: Kind = Field(description="Kind of instruction.")
+    clock_mhz: Clock = Field(description="The clock [MHz].")
+    samples: Index = Field(description="Number of measurements; 0 if estimated from other clocks.")
+    time_relative_error: RelativeError | None = Field(
+        None, description="Relative standard error of the time; null if unknown."
+    )
+    energy_relative_error: RelativeError | None = Field(
+        None, description="Relative standard error of the energy; null if unknown."
+    )
+    temperature_c: Annotated[float, Field(ge=-300, le=1e4)] | None = Field(
+        None, description="Temperature of the GPU at the end of the measurement [°C]; null if not reported."
+    )
+    power_state: Text | None = Field(None, description="Its performance state; null if not reported.")
 
 
 class ProfileInfo(FileModel):
     """The contents of ``profile.json``, all of them optional."""
 
-    schema_version: Literal[1] = 1
-    simulated: bool | None = None
-    gpu: Text | None = None
-    driver: Text | None = None
-    settings: GpuSettings | None = None
-    blocking_power_w: Power | None = None
-    default_clock_mhz: Clock | None = None
-    least_dwell_s: dict[Clock, Duration] = Field(default_factory=dict)
-    schedule: Text | None = None
-    streams: ScheduleStreams | None = None
-    layout: Layout | None = None
-    memory_bytes: list[Bytes] = Field(default_factory=list)
-    stages: StageCount | None = None
-    pipeline_ranks: StageCount | None = None
-    data_parallel: Count | None = None
-    tensor_parallel: Count | None = None
-    micro_batches: MicroBatchCount | None = None
-    micro_batch_size: Count | None = None
-    tokens_per_micro_batch: Annotated[float, Field(gt=0)] | None = None
-    model: Text | None = None
-    job: Text | None = None
-    versions: dict[Text, Text] = Field(default_factory=dict)
-    load_s: dict[Stage, Duration] = Field(default_factory=dict)
-    tail_s: dict[Stage, Duration] = Field(default_factory=dict)
-    transfers: Many[TransferDuration] = Field(default_factory=list)
-    others: Many[OtherDuration] = Field(default_factory=list)
-    rows: Many[RowQuality] = Field(default_factory=list)
+    schema_version: Literal[1] = Field(1, description="Version of the format.")
+    simulated: bool | None = Field(None, description="Whether GPUs are simulated.")
+    gpu: Text | None = Field(None, description="Name of the device.")
+    driver: Text | None = Field(None, description="Its driver.")
+    settings: GpuSettings | None = Field(
+        None, description="Settings of rank 0's GPU; null if the device does not report them."
+    )
+    blocking_power_w: Power | None = Field(None, description="Power of a GPU that waits for another rank [W].")
+    default_clock_mhz: Clock | None = Field(
+        None, description="Clock under load without a lock, as read during warm-up [MHz]."
+    )
+    least_dwell_s: dict[Clock, Duration] = Field(
+        default_factory=dict,
+        description="By clock [MHz], the shortest time at it in plans [s]: twice the 90th percentile of its "
+        "latencies on the slowest rank. Empty if latencies were not measured.",
+    )
+    schedule: Text | None = Field(
+        None, description="`package.module:Class` of the schedule: a label, which is never imported."
+    )
+    streams: ScheduleStreams | None = Field(
+        None, description="The schedule itself: `name`, `micro_batches` and, in `ranks`, the operations of each rank."
+    )
+    layout: Layout | None = Field(
+        None, description="The parts of the model on each stage; null if the engine does not know them."
+    )
+    memory_bytes: list[Bytes] = Field(
+        default_factory=list,
+        description="By pipeline rank, peak memory of tensors, read in the first four iterations and in every "
+        "16th; empty without a GPU.",
+    )
+    stages: StageCount | None = Field(None, description="Number of stages.")
+    pipeline_ranks: StageCount | None = Field(None, description="Number of pipeline ranks.")
+    data_parallel: Count | None = Field(None, description="Number of data-parallel pipelines.")
+    tensor_parallel: Count | None = Field(None, description="Number of tensor-parallel ranks.")
+    micro_batches: MicroBatchCount | None = Field(None, description="Number of micro-batches.")
+    micro_batch_size: Count | None = Field(None, description="Samples of a micro-batch.")
+    tokens_per_micro_batch: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Tokens in the inputs for which the times of the rows hold; left out if unknown."
+    )
+    model: Text | None = Field(None, description="The module's class.")
+    job: Text | None = Field(None, description="A fingerprint of the job and of the measurement's settings.")
+    versions: dict[Text, Text] = Field(default_factory=dict, description="Versions of packages.")
+    load_s: dict[Stage, Duration] = Field(
+        default_factory=dict, description="By stage, median time to load a micro-batch [s]."
+    )
+    tail_s: dict[Stage, Duration] = Field(
+        default_factory=dict,
+        description="By stage, median time of gradient reduction and optimizer step [s]; not used if the tail "
+        "has rows.",
+    )
+    transfers: Many[TransferDuration] = Field(default_factory=list, description="Durations of transfers.")
+    others: Many[OtherDuration] = Field(
+        default_factory=list, description="Durations of commands that perseus-ds does not know."
+    )
+    rows: Many[RowQuality] = Field(
+        default_factory=list,
+        description="Quality of each row of the CSV. A row that is listed here but missing in the CSV is an error.",
+    )
 
     @property
     def quality(self) -> dict[RowKey, RowQuality]:

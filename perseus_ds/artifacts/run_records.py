@@ -2,7 +2,7 @@
 
 The job's server writes an :class:`IterationRecord` for each iteration, and the job's events, as one JSON object per
 line. The file is read while it grows. Values that can be computed from a record, such as a saving, are its properties
-and are not stored. The keys are described in ``docs/records.md``. An event also has a description in words.
+and are not stored. The keys are described in ``docs/files.md``. An event also has a description in words.
 """
 
 from __future__ import annotations
@@ -54,29 +54,27 @@ class RunRecord(BaseModel):
     # Files of later versions may have more keys.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    simulated: bool = False
+    simulated: bool = Field(False, description="Whether GPUs are simulated.")
 
 
 class TrialState(BaseModel):
-    """What the trial of the present plans knows (``policy/trial.py``).
-
-    Attributes:
-        pairs: Number of pairs of blocks that were compared.
-        verdict: One of the keys of ``VERDICTS``.
-        slowdown: Change of time as a fraction of that at default clocks. None if there are too few pairs.
-        slowdown_error: Its error, which is exceeded in at most 5 % of the cases.
-        saved: Saving of energy as a fraction of that at default clocks. None if there are too few pairs.
-        saved_error: Its error.
-    """
+    """What the trial of the present plans knows (``policy/trial.py``)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    pairs: int = 0
-    verdict: str = "unknown"
-    slowdown: float | None = None
-    slowdown_error: float | None = None
-    saved: float | None = None
-    saved_error: float | None = None
+    pairs: int = Field(0, description="Number of pairs of blocks that were compared.")
+    verdict: str = Field("unknown", description="`good`, `late`, `costs energy`, `saves nothing` or `unknown`.")
+    slowdown: float | None = Field(
+        None,
+        description="Change of time as a fraction of that at default clocks; null if there are fewer than three pairs.",
+    )
+    slowdown_error: float | None = Field(None, description="Its error, which is exceeded in at most 5 % of the cases.")
+    saved: float | None = Field(
+        None,
+        description="Saving of energy as a fraction of that at default clocks; null if there are fewer than "
+        "three pairs.",
+    )
+    saved_error: float | None = Field(None, description="Its error, which is exceeded in at most 5 % of the cases.")
 
     @property
     def is_undecided(self) -> bool:
@@ -97,33 +95,74 @@ VERDICTS: Mapping[str, str] = {
 class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
-    iteration: int
-    ended: UnixTime | None = None
-    phase: str
-    next_phase: str | None = None
-    next_in_s: float | None = None
-    plan: int | None = None
-    order: int | None = None
-    limited: bool = False
-    time_s: float = Field(gt=0)
-    energy_j: float | None = None
-    energy_by_pipeline_j: tuple[float, ...] | None = None
+    iteration: int = Field(description="Training step, 1 first.")
+    ended: UnixTime | None = Field(None, description="Time at which it ended [Unix seconds].")
+    phase: str = Field(
+        description="`calibrate` (the first iteration on simulated GPUs), `warm-up`, `profile`, `optimizing` "
+        "(plans are computed), `default` (default clocks, to compare plans with), `run`, `pause`, "
+        "`observe`."
+    )
+    next_phase: str | None = Field(None, description="The next phase; `verdict` is the first one on plans.")
+    next_in_s: float | None = Field(None, description="Estimated time until it begins [s].")
+    plan: int | None = Field(
+        None, description="Line of `frontier.csv` with the plan of rank 0's pipeline; null at default clocks."
+    )
+    order: int | None = Field(
+        None,
+        description="Number of the order of its passes, if several numbers of micro-batches have their own "
+        "plans: `plan` is then a line of `orders/<order>/frontier.csv`. Null for the first order, "
+        "255 for all orders without plans.",
+    )
+    limited: bool = Field(False, description="Whether GPUs are under limits that others set.")
+    time_s: float = Field(gt=0, description="Time of the slowest rank [s].")
+    energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J]; null if it cannot be read.")
+    energy_by_pipeline_j: tuple[float, ...] | None = Field(
+        None, description="The same energy by data-parallel pipeline."
+    )
     # Jobs of more than 64 ranks have figures by rank only in some records, for all iterations since the previous ones.
-    energy_by_rank_j: tuple[float, ...] | None = None
-    predicted_time_s: float | None = None
-    predicted_energy_j: float | None = None
-    default_time_s: float | None = None
-    default_energy_j: float | None = None
-    default_measured: bool = False
-    tokens: int | None = None
-    trial: TrialState | None = None
-    drift: float | None = None
-    clock_changes: int = 0
-    clock_skips: int = 0
-    failed_ranks: tuple[int, ...] = ()
-    more_failed_ranks: int = 0
-    clocks_asked_mhz: tuple[int | None, ...] | None = None
-    clocks_reached_mhz: tuple[int | None, ...] | None = None
+    energy_by_rank_j: tuple[float, ...] | None = Field(
+        None,
+        description="The same energy by rank. Jobs of more than 64 ranks have figures by rank only in some "
+        "records, such as every 16th one with 1024 ranks, for all iterations since the previous "
+        "one of these.",
+    )
+    predicted_time_s: float | None = Field(
+        None,
+        description="Promise of the plans, including stragglers: the time at default clocks, changed by the "
+        "slowdown according to the profile [s]; null without a plan.",
+    )
+    predicted_energy_j: float | None = Field(None, description="The same for the energy [J].")
+    default_time_s: float | None = Field(
+        None,
+        description="Time that default clocks take for an iteration of the same order and size, as soon as it "
+        "is known [s]. Null under a plan if it was not measured while passes deviate from the "
+        "profile by more than `max_drift`.",
+    )
+    default_energy_j: float | None = Field(None, description="The same for the energy [J].")
+    default_measured: bool = Field(
+        False,
+        description="Whether these two were measured in this job, without stalls, instead of predicted by the profile.",
+    )
+    tokens: int | None = Field(None, description="Number of tokens in the inputs, if the engine knows them.")
+    trial: TrialState | None = Field(None, description="Under a plan, what the trial of plans knows.")
+    drift: float | None = Field(
+        None,
+        description="Deviation of instruction times from the profile beyond their own variation, as a "
+        "fraction, when last computed.",
+    )
+    clock_changes: int = Field(0, description="Clock changes of all GPUs.")
+    clock_skips: int = Field(0, description="Clock changes that were omitted because a later one was due.")
+    failed_ranks: tuple[int, ...] = Field((), description="The first 16 ranks that have fallen back to default clocks.")
+    more_failed_ranks: int = Field(0, description="Number of further ones.")
+    clocks_asked_mhz: tuple[int | None, ...] | None = Field(
+        None,
+        description="By rank, the requested clock of its GPU when it was last read back [MHz]; null at "
+        "default clocks. The whole list is null if all ranks are at default clocks or the record "
+        "has no figures by rank.",
+    )
+    clocks_reached_mhz: tuple[int | None, ...] | None = Field(
+        None, description="By rank, the clock that was read [MHz]."
+    )
 
     @property
     def power_w(self) -> float | None:
@@ -243,31 +282,24 @@ class PlanSummary(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    plan: int
-    order: int = 0
-    iterations: int
-    saved_j: float
-    gained_s: float
+    plan: int = Field(description="Line of `frontier.csv`.")
+    order: int = Field(0, description="Number of its order.")
+    iterations: int = Field(description="Iterations under it.")
+    saved_j: float = Field(description="Energy saved compared with default clocks [J].")
+    gained_s: float = Field(description="Time saved [s].")
 
 
 class OrderSummary(BaseModel):
-    """Iterations of one order of passes.
-
-    Attributes:
-        micro_batches: None if unknown.
-        planned: Number of these iterations that ran under plans.
-        saved_j: Energy saved by these [J].
-        gained_s: Time saved by these [s].
-    """
+    """Iterations of one order of passes."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    order: int = 0
-    micro_batches: int | None = None
-    iterations: int = 0
-    planned: int = 0
-    saved_j: float = 0.0
-    gained_s: float = 0.0
+    order: int = Field(0, description="Number of the order; 0 for the first.")
+    micro_batches: int | None = Field(None, description="Number of micro-batches; null if unknown.")
+    iterations: int = Field(0, description="Its iterations.")
+    planned: int = Field(0, description="Number of these that ran under plans.")
+    saved_j: float = Field(0.0, description="Energy saved by these compared with default clocks [J].")
+    gained_s: float = Field(0.0, description="Time saved by these [s].")
 
     @property
     def name(self) -> str:
@@ -285,8 +317,8 @@ class Event(RunRecord):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    event: str
-    time: UnixTime = 0.0
+    event: str = Field(description="Its kind.")
+    time: UnixTime = Field(0.0, description="When [Unix seconds].")
 
     def in_words(self) -> str:
         """Return a description in one line."""
@@ -297,17 +329,17 @@ class Started(Event):
     """The job started or was resumed."""
 
     event: Literal["start"] = "start"
-    schema_version: int = SCHEMA_VERSION
-    mode: str | None = None
-    gpu: str | None = None
-    frontier: str | None = None
-    job: str | None = None
-    goal: dict[str, Any] | None = None
-    engines: list[str] | None = None
-    micro_batches: int | None = None
-    ranks: int | None = None
-    pipelines: int | None = None
-    settings: GpuSettings | None = None
+    schema_version: int = Field(SCHEMA_VERSION, description="Version of the file's format.")
+    mode: str | None = Field(None, description="The mode.")
+    gpu: str | None = Field(None, description="Name of the GPU.")
+    frontier: str | None = Field(None, description="Path from which plans were read.")
+    job: str | None = Field(None, description="A fingerprint of model, schedule, parallelism, GPU and versions.")
+    goal: dict[str, Any] | None = Field(None, description="Keys of the goal that differ from the defaults.")
+    engines: list[str] | None = Field(None, description="Models of the process's engines, first the one that trains.")
+    micro_batches: int | None = Field(None, description="Number of micro-batches.")
+    ranks: int | None = Field(None, description="Number of ranks.")
+    pipelines: int | None = Field(None, description="Number of data-parallel pipelines.")
+    settings: GpuSettings | None = Field(None, description="Settings of rank 0's GPU, as in `profile.json`.")
 
     def in_words(self) -> str:
         goal = f", {goal_in_words(self.goal)}" if self.goal is not None and self.mode in ("auto", "run") else ""
@@ -318,13 +350,17 @@ class ProfileWritten(Event):
     """A profile was measured and written."""
 
     event: Literal["profile"] = "profile"
-    path: str | None = None
-    order: int = 0
-    resumed_clocks: int = 0
-    iterations: int | None = None
-    lost_s: float | None = None
-    lost_j: float | None = None
-    waiting: str | None = None
+    path: str | None = Field(None, description="Its path.")
+    order: int = Field(0, description="Order of the iterations.")
+    resumed_clocks: int = Field(0, description="Number of clocks that an earlier start had measured.")
+    iterations: int | None = Field(None, description="Number of profiled iterations.")
+    lost_s: float | None = Field(
+        None, description="Additional time relative to training at default clocks [s]; negative for less."
+    )
+    lost_j: float | None = Field(None, description="Additional energy [J]; negative for less.")
+    waiting: str | None = Field(
+        None, description="If two measurements of the power of waiting GPUs differ, which one plans are made for."
+    )
 
     def in_words(self) -> str:
         cost = against_default_clocks(self.lost_s or 0.0, self.lost_j or 0.0)
@@ -336,11 +372,11 @@ class PlanChosen(Event):
     """Pipelines run under other plans from the next iteration on."""
 
     event: Literal["plan"] = "plan"
-    plan: int | None = None
-    plans: tuple[int, ...] = ()
-    straggler: int | None = None
-    slowdown: float = 1.0
-    paused: bool = False
+    plan: int | None = Field(None, description="Plan of rank 0's pipeline; null at default clocks.")
+    plans: tuple[int, ...] = Field((), description="Plan of each pipeline.")
+    straggler: int | None = Field(None, description="Pipeline for which the others wait.")
+    slowdown: float = Field(1.0, description="Its time relative to the others.")
+    paused: bool = Field(False, description="Whether plans are paused.")
 
     def in_words(self) -> str:
         if self.paused:
@@ -354,13 +390,13 @@ class PlanJudged(Event):
     """A plan was compared with default clocks, both measured in this job."""
 
     event: Literal["proof"] = "proof"
-    plan: int | None = None
-    kept: bool = False
-    reason: str = ""
-    then: str = ""
-    saving: SavingSummary | None = None
-    promised_slowdown: float = 0.0
-    promised_saved: float = 0.0
+    plan: int | None = Field(None, description="The plan.")
+    kept: bool = Field(False, description="Whether it is kept.")
+    reason: str = Field("", description="Why not.")
+    then: str = Field("", description="The consequence.")
+    saving: SavingSummary | None = Field(None, description="Saving since the trial of the plan began.")
+    promised_slowdown: float = Field(0.0, description="Promised change of time as a fraction.")
+    promised_saved: float = Field(0.0, description="Promised saving of energy as a fraction.")
 
     def in_words(self) -> str:
         text = f"plan {self.plan} is kept" if self.kept else f"plan {self.plan} is dropped, since {self.reason}"
@@ -373,9 +409,9 @@ class OrderPlanned(Event):
     """A number of micro-batches has its own plans, or cannot be planned."""
 
     event: Literal["schedule"] = "schedule"
-    order: int = 0
-    micro_batches: int | None = None
-    given_up: str | None = None
+    order: int = Field(0, description="Number of the order.")
+    micro_batches: int | None = Field(None, description="Its number of micro-batches.")
+    given_up: str | None = Field(None, description="The reason if it has no plans; otherwise null.")
 
     def in_words(self) -> str:
         if self.given_up:
@@ -387,8 +423,8 @@ class GoalChanged(Event):
     """Another goal is in force, or a part of the present one cannot be kept."""
 
     event: Literal["goal"] = "goal"
-    goal: dict[str, Any] | None = None
-    problem: str | None = None
+    goal: dict[str, Any] | None = Field(None, description="Keys of the goal that differ from the defaults.")
+    problem: str | None = Field(None, description="What cannot be kept of the present one.")
 
     def in_words(self) -> str:
         return f"goal: {self.problem if self.goal is None else goal_in_words(self.goal)}"
@@ -398,8 +434,8 @@ class CommandGiven(Event):
     """A user has given another goal, a pause or a resumption, which is pending until it is in force."""
 
     event: Literal["command"] = "command"
-    goal: dict[str, Any] | None = None
-    paused: bool | None = None
+    goal: dict[str, Any] | None = Field(None, description="Keys of the goal that differ from the defaults.")
+    paused: bool | None = Field(None, description="Whether it is a pause, or its end.")
 
     def in_words(self) -> str:
         if self.goal is not None:
@@ -411,7 +447,7 @@ class PowerCapChanged(Event):
     """Another power cap is in force."""
 
     event: Literal["cap"] = "cap"
-    watts: float | None = None
+    watts: float | None = Field(None, description="The cap [W]; null for none.")
 
     def in_words(self) -> str:
         return "no power cap" if self.watts is None else f"power cap {watts(self.watts)}"
@@ -421,8 +457,12 @@ class LimitsChanged(Event):
     """The GPUs with stricter limits than in the profile, or these limits, have changed."""
 
     event: Literal["limits"] = "limits"
-    limits: Limits = ()
-    more: int = 0
+    limits: Limits = Field(
+        (),
+        description="For at most 16 GPUs: rank, power limit [W], and the clock that heat or a power brake "
+        "allows [MHz], null if not limited. Heat that comes and goes within 30 s is one limit.",
+    )
+    more: int = Field(0, description="Number of further GPUs.")
 
     def in_words(self) -> str:
         text = limits_in_words(self.limits, self.more)
@@ -433,8 +473,8 @@ class Drifted(Event):
     """Instruction times differ from the profile."""
 
     event: Literal["drift"] = "drift"
-    drift: float = 0.0
-    then: str = ""
+    drift: float = Field(0.0, description="The deviation as a fraction.")
+    then: str = Field("", description="The consequence.")
 
     def in_words(self) -> str:
         return f"instruction times differ from the profile by up to {self.drift:.0%}; {self.then}"
@@ -444,10 +484,16 @@ class ClockNotReached(Event):
     """A GPU does not reach the requested clock or, at default clocks, its highest clock."""
 
     event: Literal["refused"] = "refused"
-    rank: int = 0
-    clock_mhz: int | None = None
-    reached_mhz: int | None = None
-    reasons: tuple[str, ...] = ()
+    rank: int = Field(0, description="The rank.")
+    clock_mhz: int | None = Field(
+        None, description="The requested clock [MHz]; null for the highest one, at default clocks."
+    )
+    reached_mhz: int | None = Field(None, description="The clock that was read [MHz].")
+    reasons: tuple[str, ...] = Field(
+        (),
+        description="Reasons as named by NVML, such as `sw_power_cap` (the board is at its power limit). None "
+        "if the driver reports no limit, for example if somebody else has locked the clock.",
+    )
 
     def in_words(self) -> str:
         reasons = [f"{_REASONS[name]}, {name}" if name in _REASONS else name for name in self.reasons]
@@ -462,8 +508,8 @@ class Failed(Event):
     """A rank fell back to default clocks, or a part of Perseus other than training does not work."""
 
     event: Literal["failure", "cache", "control", "metrics"] = "failure"
-    rank: int = 0
-    error: str = ""
+    rank: int = Field(0, description="The rank.")
+    error: str = Field("", description="What failed.")
 
     def in_words(self) -> str:
         where = f" on rank {self.rank}" if self.event == "failure" else ""
@@ -474,7 +520,7 @@ class Recovered(Event):
     """A rank that fell back to default clocks runs under plans again."""
 
     event: Literal["recovery"] = "recovery"
-    rank: int = 0
+    rank: int = Field(0, description="The rank.")
 
     def in_words(self) -> str:
         return f"rank {self.rank} runs under plans again"
@@ -484,17 +530,23 @@ class Ended(Event):
     """The job ended: totals since it started, and savings over all its starts."""
 
     event: Literal["end"] = "end"
-    iterations: int = 0
-    time_s: float = 0.0
-    energy_j: float = 0.0
-    without_energy: int = 0
-    clock_changes: int = 0
-    clock_skips: int = 0
-    under_plans: SavingSummary | None = None
-    whole: SavingSummary | None = None
-    tokens: TokenSummary | None = None
-    plans: tuple[PlanSummary, ...] = ()
-    orders: tuple[OrderSummary, ...] = ()
+    iterations: int = Field(0, description="Training iterations since the start.")
+    time_s: float = Field(0.0, description="Their time [s].")
+    energy_j: float = Field(0.0, description="Their energy [J].")
+    without_energy: int = Field(0, description="Iterations with unknown energy.")
+    clock_changes: int = Field(0, description="Clock changes of all GPUs.")
+    clock_skips: int = Field(0, description="Clock changes that were omitted.")
+    under_plans: SavingSummary | None = Field(
+        None, description="Saving of the iterations under plans, over all starts; null before a plan ran."
+    )
+    whole: SavingSummary | None = Field(
+        None, description="Saving of all iterations, over all starts; null before a plan ran."
+    )
+    tokens: TokenSummary | None = Field(
+        None, description="Energy and throughput by token, if the number of tokens is known."
+    )
+    plans: tuple[PlanSummary, ...] = Field((), description="By plan of the last frontier.")
+    orders: tuple[OrderSummary, ...] = Field((), description="By order, if iterations differ in it.")
 
     def in_words(self) -> str:
         text = f"{self.iterations} iterations, {duration(self.time_s)}, {joules(self.energy_j)}"

@@ -64,9 +64,11 @@ class ScheduleStreams(FileModel):
     Operations are lists such as ``["compute", stage, kind, micro-batch]``.
     """
 
-    name: Text
-    micro_batches: MicroBatchCount
-    ranks: Annotated[tuple[_Stream, ...], Field(fail_fast=True, max_length=MOST_STAGES)]
+    name: Text = Field(description="`package.module:Class` of the schedule.")
+    micro_batches: MicroBatchCount = Field(description="Number of micro-batches.")
+    ranks: Annotated[tuple[_Stream, ...], Field(fail_fast=True, max_length=MOST_STAGES)] = Field(
+        description="Operations of each rank in program order."
+    )
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleStreams:

@@ -1,6 +1,6 @@
 """Limits of configuration blocks, files and arguments, and messages for invalid values.
 
-Files beyond the limits, which are listed in ``docs/file-formats.md``, are not read.
+Files beyond the limits, which are listed in ``docs/files.md``, are not read.
 """
 
 from __future__ import annotations

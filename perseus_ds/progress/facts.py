@@ -43,7 +43,7 @@ class PlanFacts(_Facts):
 class PipelineFacts(_Facts):
     """Energy of one data-parallel pipeline [J]."""
 
-    pipeline: int
+    pipeline: int = Field(description="Number of the pipeline.")
     energy_j: float = Field(description="Energy of all iterations.")
     saved_j: float = Field(description="Its share of the energy saved with plans so far, relative to default clocks.")
 
@@ -52,23 +52,23 @@ class Happened(_Facts):
     """An event."""
 
     time: float = Field(description="When [Unix seconds].")
-    text: str
+    text: str = Field(description="What happened, in words.")
 
 
 class JobFacts(_Facts):
     """Facts of a job over all its starts. Metrics have these descriptions too."""
 
     name: str = Field(description="The name of its output folder.")
-    simulated: bool
-    mode: str | None
-    gpu: str | None
+    simulated: bool = Field(description="Whether GPUs are simulated.")
+    mode: str | None = Field(description="The mode.")
+    gpu: str | None = Field(description="Name of the GPU.")
     energy_note: str = Field(description="What energies include besides those of GPUs, or empty.")
-    goal: dict[str, Any] | None
-    starts: int
+    goal: dict[str, Any] | None = Field(description="Keys of the goal that differ from the defaults.")
+    starts: int = Field(description="Number of starts of the job.")
     ended: bool = Field(description="Whether it has recorded its end.")
     silent_s: float | None = Field(description="Time since the last record of the job.")
     phase: str | None = Field(description="Phase of the last iteration, or activity outside of iterations.")
-    next_phase: str | None
+    next_phase: str | None = Field(description="The next phase.")
     next_in_s: float | None = Field(description="Estimated time until it begins.")
     step: int | None = Field(description="The last training step.")
     total_steps: int | None = Field(description="Steps of the whole training, if given by the goal.")
@@ -98,25 +98,27 @@ class JobFacts(_Facts):
     more_limits: int = Field(description="Number of further GPUs.")
     pending: str | None = Field(description="A command that is not in force yet, in words.")
     unfinished: str | None = Field(description="Activity at its end, if it ended before it had a plan or a profile.")
-    plan: PlanFacts | None
+    plan: PlanFacts | None = Field(description="The plan in use; null at default clocks.")
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
     orders: tuple[OrderSummary, ...] = Field(description="By order of passes; none if all iterations are alike.")
-    pipelines: tuple[PipelineFacts, ...]
+    pipelines: tuple[PipelineFacts, ...] = Field(description="By data-parallel pipeline.")
     waits: tuple[float, ...] = Field(
         (), description="By rank of a pipeline, the share of an iteration in which it waits."
     )
     busy_s: tuple[float, ...] = Field((), description="By rank, the time of its passes, loads and tail in it.")
     powers_w: tuple[float, ...] = Field((), description="By rank, the power of its GPU in the last iterations.")
-    clocks_asked_mhz: tuple[int | None, ...]
-    clocks_reached_mhz: tuple[int | None, ...]
+    clocks_asked_mhz: tuple[int | None, ...] = Field(
+        description="By rank, the requested clock of its GPU when it was last read back [MHz]."
+    )
+    clocks_reached_mhz: tuple[int | None, ...] = Field(description="By rank, the clock that was read [MHz].")
     straggler: int | None = Field(description="Pipeline for which the others wait.")
     straggler_slowdown: float = Field(description="Time of the slowest pipeline relative to the others.")
     drift: float | None = Field(description="Deviation of instructions from the profile.")
     failed_ranks: tuple[int, ...] = Field(description="Ranks at default clocks after a failure.")
-    more_failed_ranks: int
-    recent_times_s: tuple[float, ...]
-    recent_powers_w: tuple[float | None, ...]
-    events: tuple[Happened, ...]
+    more_failed_ranks: int = Field(description="Number of further ones.")
+    recent_times_s: tuple[float, ...] = Field(description="Times of the last iterations [s].")
+    recent_powers_w: tuple[float | None, ...] = Field(description="Mean powers of all GPUs in them [W].")
+    events: tuple[Happened, ...] = Field(description="The last events.")
 
     @property
     def is_silent(self) -> bool:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import typing
-from pathlib import Path
 
 import pytest
 from live_records import auto_job, default_iteration, started, write
@@ -42,16 +40,6 @@ def test_savings_and_lateness_follow_from_what_is_stored_and_are_not_stored():
     record = ITERATION.model_copy(update={"predicted_time_s": 1.6})
     assert (record.saved, record.power_w, record.late) == (0.25, 15.0, pytest.approx(0.25))
     assert {"saved", "power_w", "late"}.isdisjoint(json.loads(to_line(record)))
-
-
-def test_every_key_is_documented():
-    page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
-    section = page[page.index("## `run.jsonl`") : page.index("## `timeline.json`")]
-    models = [IterationRecord, *Event.__subclasses__()]
-    assert not [key for model in models for key in model.model_fields if f"`{key}`" not in section]
-    names = [name for model in models[1:] for name in typing.get_args(model.model_fields["event"].annotation)]
-    assert len(names) > 8
-    assert not [name for name in names if f"`{name}`" not in section]
 
 
 def test_lines_that_are_no_records_are_skipped_and_named_except_a_last_one(tmp_path, caplog):

@@ -58,7 +58,7 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     assert "run" in run_log.phases(records), "the job never ran under a plan"
     assert records[-1]["event"] == "end"
     assert records[-1]["under_plans"]["iterations"] > 0
-    page = (ROOT / "docs/records.md").read_text()
+    page = (ROOT / "docs/files.md").read_text()
     assert not [key for record in records if "phase" in record for key in record if f"`{key}`" not in page]
     code, output = run(
         installed, tmp_path, "perseus-ds", "optimize", "--profile", "perseus", "--out", "frontier", "--plans", "20"
