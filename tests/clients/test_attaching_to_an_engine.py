@@ -302,6 +302,11 @@ def test_batch_sizes_set_between_steps_count(make, block):
     plain = make(deepspeed.initialize)
     engine = make(perseus={**block, "mode": "auto", "cache": False})
     losses = []
+
+    def received():
+        engine.perseus.runtime._receive()
+        return True
+
     for trained in (plain, engine):
         torch.manual_seed(0)
         data = batches()
@@ -310,6 +315,12 @@ def test_batch_sizes_set_between_steps_count(make, block):
         for step in range(6):
             if step == 3:
                 trained.set_train_batch_size(8)
+            if trained is engine and step == 4:
+                run_log.wait_until(
+                    lambda: received() and engine.perseus.runtime._unread, "the server requests the schedule"
+                )
+            if trained is engine and step == 5:
+                run_log.wait_until(lambda: received() and 1 in engine.perseus.runtime._numbers.values(), "it is known")
             losses[-1].append(trained.train_batch(data).item())
     assert losses[0] == losses[1]
     assert engine.perseus.runtime.schedule.micro_batches == 4
