@@ -15,13 +15,14 @@ from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned
-from perseus_ds.errors import ConfigError, PerseusError, PlanError
+from perseus_ds.errors import ConfigError, PerseusError, PlanError, ProfileError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.job import Job, Order
 from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.profiling import share_profile
 from perseus_ds.server.recorder import Recorder
+from perseus_ds.server.state import MOST_DWELL
 
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
@@ -229,6 +230,16 @@ class Planner:
         """Plan all orders with the profile that has just been measured."""
         self._has_profile = True
 
+    @property
+    def can_hold_clocks_longer(self) -> bool:
+        """True if there is a profile from which plans with fewer clock changes can be computed."""
+        return self._has_profile and self._context.state.dwell_factor < MOST_DWELL and bool(self._least_dwell_s())
+
+    def replan(self) -> None:
+        """Plan all orders again with the same profile."""
+        self.close()
+        self._context.orders.forget_plans()
+
     def forget(self) -> None:
         """Forget profile and plans, because the profile no longer holds."""
         self.close()
@@ -281,10 +292,21 @@ class Planner:
             raise PerseusError("some of its passes were not measured")
         self._context.job.fix_slow_ranks(self._context.recorder.say)
         # Everything else that plans depend on is in the profile, so that "perseus-ds optimize" makes the same ones.
+        settings, factor = PlanningSettings(), self._context.state.dwell_factor
+        if factor > 1:
+            dwell_s = {clock_mhz: factor * least_s for clock_mhz, least_s in self._least_dwell_s().items()}
+            settings = PlanningSettings(least_dwell_s=dwell_s)
         request = OptimizeRequest(
-            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=PlanningSettings()
+            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings
         )
         self._order, self._worker = order, self._context.worker(request, job.output_dir / "optimize.log")
+
+    def _least_dwell_s(self) -> dict[int, float]:
+        """Return the least dwell times of the profile by clock [s]. Empty if they are not known."""
+        try:
+            return StageProfile.load(self._context.orders.first.job.profile_path).info.least_dwell_s
+        except ProfileError:
+            return {}
 
     def _finish(self) -> None:
         order, worker = self._order, self._worker

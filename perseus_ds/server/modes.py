@@ -89,10 +89,14 @@ async def _auto(context: ModeContext) -> None:
                 profiles += 1
                 planner.begin()
             await _until_planned(context, planner)
-            await PlanRunner(context, planner, may_profile).run_until_outdated()
-            planner.forget()
-            context.state.forget_plans()
-            has_profile = False
+            runner = PlanRunner(context, planner, may_profile)
+            await runner.run_until_outdated()
+            has_profile = not runner.needs_profile
+            if has_profile:
+                planner.replan()
+            else:
+                planner.forget()
+                context.state.forget_plans()
     finally:
         planner.close()
 

@@ -18,6 +18,8 @@ logger = logging.getLogger("perseus_ds")
 FIRST_REST = 200
 """Number of iterations for which plans that do not keep their promise rest for the first time."""
 _LONGER = 4
+MOST_DWELL = 16
+"""Largest factor on the dwell times of clocks in plans."""
 _LONGEST_REST = 10**9
 
 
@@ -28,6 +30,7 @@ class _Saved(FileModel):
     next_rest: Annotated[int, Field(ge=1, le=_LONGEST_REST)] = FIRST_REST
     lateness: Annotated[float, Field(ge=0, le=10)] = 0.0
     faster_plans: Annotated[int, Field(ge=0)] = 0
+    dwell_factor: Annotated[int, Field(ge=1, le=MOST_DWELL)] = 1
     spare_slowdown: float = 0.0
     default: dict[str, Any] = Field(default_factory=dict)
     statistics: RunStatistics = RunStatistics()
@@ -46,6 +49,8 @@ class PlanState:
         next_rest: Duration of the next rest, in iterations.
         lateness: Fraction by which plans have taken longer than promised, so that faster ones are chosen.
         faster_plans: How many times faster plans were chosen since the last rest.
+        dwell_factor: Factor on the least dwell times of the profile with which plans are computed. Larger ones are for
+            jobs that clock changes delay.
         spare_slowdown: Sum over iterations of the slowdown that the goal allowed and plans have not used.
         default: What default clocks take.
         statistics: Measured relative to predicted figures of the last iterations under plans.
@@ -59,6 +64,7 @@ class PlanState:
     next_rest: int = FIRST_REST
     lateness: float = 0.0
     faster_plans: int = 0
+    dwell_factor: int = 1
     spare_slowdown: float = 0.0
     default: DefaultClocks = field(default_factory=DefaultClocks)
     statistics: RunStatistics = field(default_factory=RunStatistics)
@@ -72,6 +78,11 @@ class PlanState:
         self._forget_lateness()
         return self.resting
 
+    def hold_clocks_longer(self) -> None:
+        """Plan again with fewer clock changes, and try these plans."""
+        self.dwell_factor = min(_LONGER * self.dwell_factor, MOST_DWELL)
+        self._forget_lateness()
+
     def begin_trial(self) -> None:
         """Try the plans of the goal from the beginning. Late ones still take longer than promised."""
         self.trial.restart()
@@ -84,6 +95,7 @@ class PlanState:
     def forget_plans(self) -> None:
         """Forget what was learnt under plans of a profile that is no longer used."""
         self._forget_lateness()
+        self.dwell_factor = 1
         self.resting = 0
         self.spare_slowdown = 0.0
         self.statistics = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
@@ -98,6 +110,7 @@ class PlanState:
             next_rest=self.next_rest,
             lateness=self.lateness,
             faster_plans=self.faster_plans,
+            dwell_factor=self.dwell_factor,
             spare_slowdown=self.spare_slowdown,
             default=self.default.state(),
             statistics=self.statistics,
@@ -114,7 +127,7 @@ class PlanState:
             return False
         self.trial, self.announced = saved.trial, saved.announced
         self.resting, self.next_rest = saved.resting, saved.next_rest
-        self.lateness, self.faster_plans = saved.lateness, saved.faster_plans
+        self.lateness, self.faster_plans, self.dwell_factor = saved.lateness, saved.faster_plans, saved.dwell_factor
         self.spare_slowdown = saved.spare_slowdown
         self.default.restore(saved.default)
         self.statistics, self.stretch_factors, self.plans = saved.statistics, saved.stretch_factors, saved.plans

@@ -86,6 +86,7 @@ class PlanRunner:
 
     Attributes:
         selector: Selects the plans.
+        needs_profile: Whether another profile is to be measured.
     """
 
     def __init__(self, context: ModeContext, planner: Planner, may_profile: Callable[[], bool] = lambda: False) -> None:
@@ -102,7 +103,7 @@ class PlanRunner:
         self._planner = planner
         self._may_profile = may_profile
         self._drifts: deque[float] = deque(maxlen=_DRIFTS)
-        self._has_drifted = self._is_outdated = False
+        self._has_drifted = self._is_outdated = self.needs_profile = False
         self._latest_clocks = _Clocks.UNKNOWN
         self._iteration_s: float | None = None
         self.selector = PlanSelector(context)
@@ -118,7 +119,7 @@ class PlanRunner:
         self._recorder.say(plain(beginning))
 
     async def run_until_outdated(self) -> None:
-        """Train under plans and try them, until the profile no longer holds and another one is to be measured."""
+        """Train under plans and try them, until others are to be computed from the same or from another profile."""
         before: Block | None = None
         while not self._is_outdated:
             try:
@@ -226,7 +227,8 @@ class PlanRunner:
         self.selector.is_refuted = abs(statistics.fmean(self._drifts)) > self._job.config.max_drift
         if not self.selector.is_refuted or len(self._drifts) < _FEWEST_DRIFTS:
             return
-        self._is_outdated |= self.selector.is_capped and self._may_profile()
+        if self.selector.is_capped and self._may_profile():
+            self._is_outdated = self.needs_profile = True
         if self._is_outdated:
             then = "profiling again"
         elif self.selector.is_capped:
@@ -250,7 +252,7 @@ class PlanRunner:
             self._drop(verdict)
 
     def _drop(self, verdict: Verdict) -> None:
-        """Try a faster plan after a late one, measure another profile, or return to default clocks for a while."""
+        """Try a faster plan after a late one, another profile or fewer clock changes, or return to default clocks."""
         state = self._state
         late, _ = state.trial.estimates()
         may_be_faster = verdict is Verdict.LATE and state.faster_plans < _MOST_FASTER_PLANS
@@ -261,8 +263,13 @@ class PlanRunner:
             self.selector.decide()
             return
         if self._profile_is_wrong(late.mean) and self._may_profile():
-            self._is_outdated = True
+            self._is_outdated = self.needs_profile = True
             self._announce(verdict, "training continues at default clocks, profiling again")
+            return
+        if verdict is Verdict.LATE and self._planner.can_hold_clocks_longer:
+            self._is_outdated = True
+            self._announce(verdict, "plans with fewer clock changes are tried next")
+            state.hold_clocks_longer()
             return
         iterations = state.next_rest
         self._announce(verdict, f"training continues at default clocks, tried again in {iterations} iterations")

@@ -36,6 +36,13 @@ def test_a_counter_that_fails_costs_no_saving():
     assert run(scenario, seed=1, iterations=400).realised >= 0.8
 
 
+def test_a_job_that_clock_changes_delay_runs_plans_with_fewer_of_them():
+    """Its first plans are late."""
+    result = run(BY_NAME["clock changes delay by 2 ms"], seed=2, iterations=400)
+    assert result.realised >= 0.7
+    assert result.late <= 0.025
+
+
 def test_a_job_whose_host_only_launches_passes_takes_as_long_as_another():
     # Ranks wait for transfers of each other in both.
     assert time_of_ten_iterations(launches=True, waits_for_gpu=True) == pytest.approx(time_of_ten_iterations())
