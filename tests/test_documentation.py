@@ -41,6 +41,17 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in headings(file), f"{target} has no such heading"
 
 
+def test_pages_named_in_the_code_exist():
+    """Messages, docstrings and comments of the code, the examples and the settings name pages."""
+    folders = ("perseus_ds", "benchmarks", "examples", "configs", "tests", ".github")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".yml")
+    ]
+    named = {name for file in files for name in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text(encoding="utf-8"))}
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_paths_named_in_contributing_exist():
     """Paths are relative to the repository's root or to the package. NAME and … are placeholders."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
