@@ -38,6 +38,8 @@ _LAUNCHED_S = 0.001
 _MOST_EARLY_S, _MOST_EARLY = 0.005, 0.1
 _LOOKS, _OFTEN_S, _LESS_OFTEN, _SELDOM = 4, 0.0005, 0.1, 0.02
 _BETWEEN_S = 0.05
+_OVERDUE_S = 0.01
+"""Longest time between two looks at a mark that is overdue [s]."""
 """Longest time until the next look [s]."""
 _GAPS = 5
 """Number of times between two marks from which the next one is expected."""
@@ -405,7 +407,8 @@ class Timeline:
         in_s = expected_s - since_s
         if in_s > early_s:
             return in_s - early_s
-        return max(_OFTEN_S, early_s / _LOOKS, -_LESS_OFTEN * in_s)
+        overdue_s = max(0.0, -in_s)
+        return max(_OFTEN_S, early_s / _LOOKS, min(_LESS_OFTEN * overdue_s, _OVERDUE_S))
 
     def _record(self, iteration: int, begun_s: float, energy_j: float) -> None:
         self._records[iteration] = IterationRecord(begun_s, energy_j, self._status())

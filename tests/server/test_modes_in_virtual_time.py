@@ -450,7 +450,7 @@ def has_cached(folder):
 def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(second, tmp_path):
     assert second.train_until("run") == []
     second.late_under_plans()
-    assert set(second.train_until("observe", most=400)) == {"run", "default"}
+    assert set(second.train_until("observe", most=400)) == {"run", "default", "optimizing"}, "others are tried, too"
     second.close()
     assert has_cached(tmp_path), "the profile is valid, so another goal may save energy"
 
