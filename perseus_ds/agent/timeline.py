@@ -37,10 +37,8 @@ _LAUNCHED_S = 0.001
 # which the mark is late, or with the time since the previous mark if no time is expected.
 _MOST_EARLY_S, _MOST_EARLY = 0.005, 0.1
 _LOOKS, _OFTEN_S, _LESS_OFTEN, _SELDOM = 4, 0.0005, 0.1, 0.02
-_BETWEEN_S = 0.05
-_OVERDUE_S = 0.01
-"""Longest time between two looks at a mark that is overdue [s]."""
-"""Longest time until the next look [s]."""
+_BETWEEN_S, _OVERDUE_S = 0.05, 0.01
+"""Longest time until the next look [s], and that if a mark is overdue."""
 _GAPS = 5
 """Number of times between two marks from which the next one is expected."""
 _BEGUN, _ENDED = -2, -1
