@@ -88,8 +88,9 @@ class Recorder:
         """
         self._directory = directory
         self._simulated = simulated
-        about = ("simulated GPUs" if simulated else "", energy_note)
-        self._about = "".join(f", {text}" for text in about if text)
+        # Energies of modules say so wherever they are printed; that GPUs are simulated is in the first and last line.
+        self._note = f", {energy_note}" if energy_note else ""
+        self._simulated_note = ", simulated GPUs" if simulated else ""
         self._send = send
         self._steps_per_print = steps_per_print
         self._has_monitor = has_monitor
@@ -112,7 +113,7 @@ class Recorder:
     def start(self, event: Started) -> None:
         """Record the start of the job, after all checks."""
         self._job = event.job
-        self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does{self._about}")
+        self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does{self._simulated_note}")
         self.event(event)
 
     def event(self, event: Event) -> None:
@@ -186,7 +187,7 @@ class Recorder:
         ended = self._jobs.read(end_of, self._job)
         if self._writer.has_read and ended.iterations > self._summarised:
             self._summarised = ended.iterations
-            self.say(f"{ended.in_words()}{self._about}")
+            self.say(f"{ended.in_words()}{self._simulated_note}")
             self.event(ended)
             if (missing := self.facts().unfinished) is not None:
                 self.say(missing)
@@ -205,7 +206,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """Print a line for the whole job."""
         if not self._is_quiet:
-            self._send(Say(f"perseus: {text}"))
+            self._send(Say(f"perseus: {text}{self._note}"))
 
     def warn(self, text: str) -> None:
         """Log a warning for the whole job."""

@@ -248,8 +248,19 @@ class PlanRunner:
                 self._planner.keep()
             if state.trial.is_confirmed:
                 state.next_rest = FIRST_REST
+            self._renew_profile_if_plans_are_early()
         elif verdict.is_dropped:
             self._drop(verdict)
+
+    def _renew_profile_if_plans_are_early(self) -> None:
+        """Measure another profile if plans take much less time than promised, so that slower ones would save more.
+
+        For example, a limit of GPUs that was in force during profiling has gone.
+        """
+        late, _ = self._state.trial.estimates()
+        if late.is_below(-self._job.config.max_drift) and self._may_profile():
+            self._recorder.say("plans take much less time than promised: profiling again")
+            self._is_outdated = self.needs_profile = True
 
     def _drop(self, verdict: Verdict) -> None:
         """Try a faster plan after a late one, another profile or fewer clock changes, or return to default clocks."""
