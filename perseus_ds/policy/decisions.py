@@ -16,6 +16,9 @@ from perseus_ds.policy.goal import Goal
 
 # Relative uncertainty of times and powers. This share of a limit is kept in reserve.
 MARGIN = 0.005
+# Power of a faster plan below the limit, as a fraction. It doubles if the plan exceeds the limit within this number of
+# steps. Later, the power of the job has changed.
+_HEADROOM, _SOON = 0.02, 50
 # An energy counter is refreshed about every 0.1 s. If a plan draws exactly the limit, the largest of several averages
 # of ten iterations may be this much below the real power.
 _READING_ERROR = 0.002
@@ -33,12 +36,12 @@ class PowerCap:
 
     Attributes:
         headroom: A faster plan is chosen only if its power is below the limit by this fraction.
-        raised: Whether a faster plan was chosen after a slower one.
+        raised_at: Step at which a faster plan was chosen after a slower one. None if there was none.
     """
 
     watts: float
-    headroom: float = 0.02
-    raised: bool = False
+    headroom: float = _HEADROOM
+    raised_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def _below_power(watts: float, frontier: Frontier, situation: Situation) -> Deci
     """Return the fastest plan below a power limit.
 
     Measured power is noisy. A slower plan is chosen when the power may exceed the limit. A faster one is chosen only if
-    it stays below the limit by the headroom, which doubles each time that this was wrong.
+    it stays below the limit by the headroom, which doubles if this was wrong soon after.
     """
     last = len(frontier.plans) - 1
     scale = situation.gpus_per_rank * situation.power_ratio
@@ -226,10 +229,11 @@ def _below_power(watts: float, frontier: Frontier, situation: Situation) -> Deci
     if before is not None and before.cap is not None and before.cap.watts == watts:
         cap, running = before.cap, before.plan
         if powers_w[running] > watts * (1 - _READING_ERROR):
-            headroom = 2 * cap.headroom if cap.raised else cap.headroom
-            cap, plan = replace(cap, headroom=headroom, raised=False), max(running, plan)
+            was_wrong = cap.raised_at is not None and situation.step - cap.raised_at <= _SOON
+            headroom = 2 * cap.headroom if was_wrong else _HEADROOM if cap.raised_at is not None else cap.headroom
+            cap, plan = replace(cap, headroom=headroom, raised_at=None), max(running, plan)
         elif (faster := fastest_below(watts * (1 - cap.headroom))) < running:
-            cap, plan = replace(cap, raised=True), faster
+            cap, plan = replace(cap, raised_at=situation.step), faster
         else:
             plan = running
     problem = (

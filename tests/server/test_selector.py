@@ -311,3 +311,12 @@ def test_a_program_has_the_clock_of_each_instruction_and_when_it_begins_after_th
     assert program(0, 1110, 1410).spans_s == (), "a time is unknown"
     one_clock = program(1, 1110, 1200, 1410)
     assert (one_clock.first_mhz, one_clock.clocks_mhz, one_clock.spans_s) == (1410, (), ()), "nothing to mark"
+
+
+def test_power_that_varies_slowly_leaves_no_slower_plan_than_before():
+    """As over a day. Faster plans are chosen while the power is low, which is right until it rises."""
+    job, period, fastest = Job(Goal(watts=90.0)), 1000, []
+    for wave in range(5):
+        ran = [job.iterate(power_ratio=1 + 0.03 * math.sin(2 * math.pi * n / period)) for n in range(period)]
+        fastest.append(min(ran) if wave else 0)
+    assert len(set(fastest[1:])) == 1
