@@ -10,7 +10,8 @@ the GPU: :class:`RankReport`). The server assigns each order a number from 0 to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -316,6 +317,17 @@ class LatencyTable(msgspec.Struct, tag=True, frozen=True):
     def is_known(self) -> bool:
         """True if enough latencies were measured."""
         return sum(map(len, self.samples_s.values())) >= _ENOUGH
+
+    def of_clocks(self, clocks_mhz: Iterable[int], figure: Callable[[int], float]) -> list[float]:
+        """Return a figure of each clock: that of the nearest clock with latencies, for which it is computed once."""
+        known = {clock_mhz: figure(clock_mhz) for clock_mhz in {clock for clock, _ in self.samples_s}}
+        measured = sorted(known)
+        found = []
+        for clock_mhz in clocks_mhz:
+            place = bisect_left(measured, clock_mhz)
+            near = measured[max(0, place - 1) : place + 1]
+            found.append(known[min(near, key=lambda each: abs(each - clock_mhz))] if near else figure(clock_mhz))
+        return found
 
     def latest_s(self, clock_mhz: int, *, rises: bool) -> float:
         """Return the 90th percentile of the latencies of a clock [s]. 0 if unknown."""

@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -59,8 +59,9 @@ class RankState:
 
         A clock that a limit keeps the GPU from reaching seems to have a long latency, so the shortest ones count.
         """
-        from_below_s = [self.latencies.soonest_s(clock_mhz, rises=True) for clock_mhz in clocks_mhz]
-        from_above_s = [self.latencies.soonest_s(clock_mhz, rises=False) for clock_mhz in clocks_mhz]
+        of_clocks, soonest_s = self.latencies.of_clocks, self.latencies.soonest_s
+        from_below_s = of_clocks(clocks_mhz, partial(soonest_s, rises=True))
+        from_above_s = of_clocks(clocks_mhz, partial(soonest_s, rises=False))
         return self.late_s + min(statistics.median(from_below_s), statistics.median(from_above_s))
 
 
@@ -205,7 +206,9 @@ class Job:
         """Return the shortest time at each clock by the latencies of all ranks but slow ones [s]. Empty if unknown."""
         slow_ranks = self._slow_ranks()
         states = [self.states[rank] for rank in self._free_ranks() if rank not in slow_ranks]
-        dwell_s = {clock: max(state.latencies.dwell_s(clock) for state in states) for clock in self.clocks_mhz()}
+        clocks_mhz = self.clocks_mhz()
+        by_rank = [state.latencies.of_clocks(clocks_mhz, state.latencies.dwell_s) for state in states]
+        dwell_s = dict(zip(clocks_mhz, map(max, *by_rank) if len(by_rank) > 1 else by_rank[0], strict=True))
         return dwell_s if any(dwell_s.values()) else {}
 
     def _free_ranks(self) -> list[int]:

@@ -116,3 +116,16 @@ def test_each_clock_is_requested_by_its_own_latency_and_direction():
     spans_s = [(0.0, 0.1), (0.1, 0.2)]
     assert around([1110, 1410], spans_s, 0.2, latencies) == ([1110, 1410], [0.05, 0.081])
     assert around([1110, 1410], spans_s, 0.2, LatencyTable()) == ([1110, 1410], [None, None])
+
+
+def test_figures_of_many_clocks_are_those_of_the_nearest_clocks_with_latencies():
+    table = LatencyTable({(clock, True): (clock * 1e-5,) * 5 for clock in (900, 1200)})
+    asked = []
+
+    def figure(clock_mhz):
+        asked.append(clock_mhz)
+        return table.dwell_s(clock_mhz)
+
+    assert table.of_clocks(range(800, 1401, 100), figure) == [0.018] * 3 + [0.024] * 4
+    assert sorted(asked) == [900, 1200]
+    assert LatencyTable().of_clocks([900], LatencyTable().dwell_s) == [0.0]
