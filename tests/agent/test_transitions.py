@@ -126,6 +126,6 @@ def test_figures_of_many_clocks_are_those_of_the_nearest_clocks_with_latencies()
         asked.append(clock_mhz)
         return table.dwell_s(clock_mhz)
 
-    assert table.of_clocks(range(800, 1401, 100), figure) == [0.018] * 3 + [0.024] * 4
+    assert table.of_clocks(range(800, 1401, 100), figure) == pytest.approx([0.018] * 3 + [0.024] * 4)
     assert sorted(asked) == [900, 1200]
     assert LatencyTable().of_clocks([900], LatencyTable().dwell_s) == [0.0]
