@@ -14,7 +14,7 @@ import msgspec
 
 from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, CounterFailed, GpuActor, GpuNews
 from perseus_ds.agent.timeline import IterationRecord, Timeline
-from perseus_ds.errors import GpuBusyError
+from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import CounterLog, counter_period_s
 from perseus_ds.protocol import job_messages as msg
@@ -25,6 +25,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 _MOST_REFRESHES = 1000
 """Maximum number of refreshes in one message."""
 _LONGEST_PERIOD_S = 10.0
+_STATE_EVERY_S = 1.0
+"""Interval of reading the state of the GPU, because temperatures change within seconds."""
 _MOST_HELD = 64
 
 
@@ -73,11 +75,14 @@ class RankClocks:
         self._logged: set[int] = set()
         self._is_revoked = False
         self._missed = actor.missed
+        self._state, self._state_due_s = GpuState(), -math.inf
+        self._read_state_if_due()
 
     def update(self) -> None:
         """Complete reports, and check the driver. Called after each iteration of the GPU, and ten times a second."""
         if not self._is_revoked:  # a probe sets a clock
             self._actor.update()
+        self._read_state_if_due()
         if (latencies := self._actor.readback.latencies) is not self._latencies:
             self._latencies = latencies
             self._to_server(latencies)
@@ -198,9 +203,9 @@ class RankClocks:
         # A fault has passed before this report.
         is_unknown, self._missed = self._actor.missed != self._missed and not has_failed, self._actor.missed
         refreshes = clocks = b""
-        state = GpuState()
+        state = self._state
         if (log := self._log) is not None:
-            state = log.state
+            state = log.state if log.changes else state
             changes, read = log.changes, log.clocks
             log.changes, log.clocks = [], []
             refreshes = array("d", [value for change in changes for value in change]).tobytes()
@@ -222,6 +227,21 @@ class RankClocks:
             power_state=state.power_state,
             **figures,
         )
+
+    def _read_state_if_due(self) -> None:
+        now_s = self._time.now_s()
+        if now_s < self._state_due_s:
+            return
+        self._state_due_s = now_s + _STATE_EVERY_S
+        if not self._actor.call(self._read_state):
+            self._state = GpuState()  # the driver does not answer
+
+    def _read_state(self) -> None:
+        """Read the state of the GPU. Called on the actor's thread."""
+        try:
+            self._state = self._gpu.state
+        except GpuError:
+            self._state = GpuState()
 
     def _ask_driver(self, asked: Ask) -> None:
         def answer() -> None:

@@ -163,6 +163,9 @@ class IterationRecord(RunRecord):
     clocks_reached_mhz: tuple[int | None, ...] | None = Field(
         None, description="By rank, the clock that was read [MHz]."
     )
+    highest_temperature_c: float | None = Field(
+        None, description="Temperature of the hottest GPU [°C], read every second; null if no GPU reports one."
+    )
 
     @property
     def power_w(self) -> float | None:

@@ -111,6 +111,9 @@ class JobFacts(_Facts):
         description="By rank, the requested clock of its GPU when it was last read back [MHz]."
     )
     clocks_reached_mhz: tuple[int | None, ...] = Field(description="By rank, the clock that was read [MHz].")
+    highest_temperature_c: float | None = Field(
+        description="Temperature of the hottest GPU in the last iteration [°C]; none if no GPU reports one."
+    )
     straggler: int | None = Field(description="Pipeline for which the others wait.")
     straggler_slowdown: float = Field(description="Time of the slowest pipeline relative to the others.")
     drift: float | None = Field(description="Deviation of instructions from the profile.")
@@ -185,6 +188,7 @@ def facts_of(job: JobSums, name: str, now: float) -> JobFacts:
         powers_w=present.powers_w,
         clocks_asked_mhz=present.clocks_asked_mhz,
         clocks_reached_mhz=present.clocks_reached_mhz,
+        highest_temperature_c=last.highest_temperature_c if last else None,
         straggler=chosen.straggler,
         straggler_slowdown=chosen.slowdown,
         drift=last.drift if last else None,

@@ -381,6 +381,7 @@ def _tiles(found: Inputs, main: ReportedRun | None, factors: Factors) -> Iterato
     if main is not None:
         yield from _total(main.run, found, factors)
         yield from _power(main.run.job)
+        yield from _temperature(main.run.job)
 
 
 def _saved(job: JobSums, saving: SavingSummary, gpus: int | None, factors: Factors) -> Iterator[Tile]:
@@ -435,6 +436,13 @@ def _power(job: JobSums) -> Iterator[Tile]:
             f"{watts(power.mean_w)} on average, {watts(power.change_w)} at most from one to the next; all GPUs, "
             f"iterations {which}, grouped to at least a second: {duration(power.window_s)}",
         )  # fmt: skip
+
+
+def _temperature(job: JobSums) -> Iterator[Tile]:
+    recent = job.present.recent
+    known_c = [record.highest_temperature_c for record in recent if record.highest_temperature_c is not None]
+    if known_c:
+        yield Tile("Hottest GPU", f"{max(known_c):.0f} °C", f"highest temperature in the last {len(recent)} iterations")
 
 
 def _total(run: RecordedRun, found: Inputs, factors: Factors) -> Iterator[Tile]:

@@ -231,6 +231,8 @@ def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
     if powers_w := facts.powers_w:
         range_ = f"{watts(min(powers_w))} to {watts(max(powers_w))}"
         yield "GPUs", drawn(powers_w, _few([watts(power_w) for power_w in powers_w], range_), (0.0,)), ""
+    if facts.highest_temperature_c is not None:
+        yield "hottest", f"{facts.highest_temperature_c:.0f} C", ""
     yield "limited", limits_in_words(facts.limits, facts.more_limits), "yellow"
     late = f"pipeline {facts.straggler} takes {number(facts.straggler_slowdown, 3)} times as long as the others"
     yield "straggler", *((late, "yellow") if facts.straggler is not None else ("none", ""))

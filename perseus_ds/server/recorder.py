@@ -40,7 +40,7 @@ from perseus_ds.policy.plans import Forecast
 from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.progress.facts import JobFacts, end_of, facts_of
 from perseus_ds.progress.sums import JobsOfFile
-from perseus_ds.protocol.job_messages import Observed, Say, ToRank
+from perseus_ds.protocol.job_messages import Observed, RankReport, Say, ToRank
 from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job
@@ -254,6 +254,7 @@ class Recorder:
             drift=None if self._drift is None else _rounded(self._drift),
             clock_changes=int(reports.clock_changes.sum()),
             clock_skips=int(reports.clock_skips.sum()),
+            highest_temperature_c=_highest_temperature_c(seen.messages),
             failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
             next_phase=following and following.phase,
@@ -288,6 +289,12 @@ def _tokens(reports: RankReports) -> int | None:
     """Return the number of tokens in the inputs of all pipelines. None if a pipeline does not know them."""
     by_pipeline = reports.by_pipeline(reports.tokens)
     return int(by_pipeline.sum()) if by_pipeline.min() > 0 else None
+
+
+def _highest_temperature_c(messages: Sequence[RankReport]) -> float | None:
+    """Return the temperature of the hottest GPU [°C]. None if no GPU reports one."""
+    known_c = [message.temperature_c for message in messages if message.temperature_c is not None]
+    return max(known_c, default=None)
 
 
 def _promise(forecast: Forecast | None, default: Default | None) -> dict[str, float]:

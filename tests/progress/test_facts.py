@@ -55,6 +55,13 @@ def test_totals_are_of_all_iterations_and_savings_of_those_under_plans():
     assert facts.simulated
 
 
+def test_the_hottest_gpu_is_that_of_the_last_iteration_and_unknown_in_older_records():
+    records = [*auto_job(), planned_iteration(27, highest_temperature_c=71.4)]
+    assert "hottest 71 C" in told(facts_of(records))
+    assert facts_of(auto_job()).highest_temperature_c is None
+    assert "hottest" not in told(facts_of(auto_job()))
+
+
 def alternating_job():
     """Return records of a job with 8, 4 and a rare number of micro-batches."""
     other = {
