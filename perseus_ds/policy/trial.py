@@ -311,6 +311,13 @@ class Trial(FileModel):
         energies = [pair.energy for pair in pairs if pair.energy is not None]
         return Estimate.of([pair.late for pair in pairs]), Estimate.of(energies)
 
+    @property
+    def lateness(self) -> float:
+        """Fraction by which plans take longer than promised: in the latest pairs, if these are later than all pairs."""
+        latest, _ = self.estimates(_LATEST_PAIRS)
+        late, _ = self.estimates()
+        return math.expm1(max(latest.mean, late.mean))
+
     def verdict(self) -> Verdict:
         """Return what the evidence says now."""
         if len(self.pairs) < _FEWEST_PAIRS:

@@ -121,8 +121,11 @@ class JobControl:
         self.own_steps += 1
 
     def add_steps(self, steps: int) -> None:
-        """Count steps without an iteration, or, if negative, iterations that belong to the step of the next one."""
-        self.steps += steps
+        """Count steps without an iteration, or, if negative, iterations that belong to the step of the next one.
+
+        The host, which reports them, may be ahead of the iterations that have been counted.
+        """
+        self.steps = max(0, self.steps + steps)
         self._shared += max(0, -steps)
 
     @property

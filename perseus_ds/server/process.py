@@ -120,7 +120,7 @@ class ServerProcess:
                 self._receive()
                 with self._surviving_errors():
                     self.server.tick()
-                self._save()
+                    self._save()
                 self._flush()
         with self._lock:
             kept = self._kept()

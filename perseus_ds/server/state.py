@@ -28,7 +28,7 @@ class _Saved(FileModel):
     announced: Verdict = Verdict.UNKNOWN
     resting: Annotated[int, Field(ge=0)] = 0
     next_rest: Annotated[int, Field(ge=1, le=_LONGEST_REST)] = FIRST_REST
-    lateness: Annotated[float, Field(ge=0, le=10)] = 0.0
+    lateness: Annotated[float, Field(ge=0)] = 0.0
     faster_plans: Annotated[int, Field(ge=0)] = 0
     dwell_factor: Annotated[int, Field(ge=1, le=MOST_DWELL)] = 1
     spare_slowdown: float = 0.0

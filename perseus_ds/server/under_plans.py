@@ -265,15 +265,15 @@ class PlanRunner:
     def _drop(self, verdict: Verdict) -> None:
         """Try a faster plan after a late one, another profile or fewer clock changes, or return to default clocks."""
         state = self._state
-        late, _ = state.trial.estimates()
+        late = state.trial.lateness
         may_be_faster = verdict is Verdict.LATE and state.faster_plans < _MOST_FASTER_PLANS
-        if may_be_faster and self.selector.speed_up(math.expm1(late.mean)):
+        if may_be_faster and self.selector.speed_up(late):
             self._announce(verdict, "a faster plan is tried next")
             state.faster_plans += 1
             state.trial.restart()
             self.selector.decide()
             return
-        if self._profile_is_wrong(late.mean) and self._may_profile():
+        if self._profile_is_wrong(late) and self._may_profile():
             self._is_outdated = self.needs_profile = True
             self._announce(verdict, "training continues at default clocks, profiling again")
             return
@@ -289,7 +289,7 @@ class PlanRunner:
 
     def _profile_is_wrong(self, late: float) -> bool:
         """Return whether instructions, plans or default clocks take other times than the profile says."""
-        is_off = abs(math.expm1(late)) > self._job.config.max_drift
+        is_off = abs(late) > self._job.config.max_drift
         default_is_off = any(self._state.default.refutes_prediction(number) for number in self.selector.plans())
         return self._has_drifted or is_off or default_is_off
 

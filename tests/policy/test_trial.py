@@ -170,6 +170,12 @@ def test_plans_that_were_good_for_long_are_dropped_soon_after_they_become_late()
     assert verdicts.index(Verdict.LATE) < 6
 
 
+def test_plans_that_were_early_for_long_and_become_late_are_late_by_what_the_latest_pairs_show():
+    trial = Trial(pairs=[pair_of(late=-0.05)] * 18 + [pair_of(late=0.02)] * 6)
+    assert trial.verdict() is Verdict.LATE
+    assert trial.lateness == pytest.approx(math.expm1(0.02))
+
+
 def test_pairs_that_cannot_be_compared_change_no_verdict_and_become_rarer():
     trial = Trial()
     for _ in range(3):

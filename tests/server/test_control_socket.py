@@ -124,6 +124,13 @@ def test_state_survives_a_restart_but_for_a_goal_changed_in_the_config(control):
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
 
 
+def test_of_steps_that_the_host_reports_before_their_iterations_none_are_negative(control):
+    control.add_steps(-7)  # eight iterations of one step, of which none is finished
+    assert job_control().restore(control.state())
+    control.count_step(1)
+    assert control.steps == 1
+
+
 @pytest.mark.parametrize(
     "damage",
     [{"steps": math.inf}, {"stragglers": {"0": [1, 0.5]}}, {"changes": {"watts": -1}}, {"configured": None}],

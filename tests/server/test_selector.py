@@ -43,6 +43,12 @@ def test_a_decision_is_for_the_iterations_to_come():
     ]
 
 
+def test_plans_that_take_many_times_as_long_as_promised_are_known_after_a_restart():
+    job = Job()
+    assert job.selector.speed_up(20.0)
+    assert Job(state=job.state.dump()).state.lateness == 20.0
+
+
 def test_a_condition_that_no_plan_meets_is_recorded_and_said_once():
     job = Job(Goal(watts=5.0))
     for iteration in range(20):
