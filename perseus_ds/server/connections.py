@@ -140,9 +140,9 @@ class AgentConnections:
             poller.register(self._socket, 0 if is_full else zmq.POLLIN)
             left_s = max(0.0, min(beat_at_s - REAL_TIME.now_s(), _FULL_S if is_full else _HEARTBEAT_S))
             poller.poll(math.ceil(1000 * left_s))
-            self._is_woken = False
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
+            self._is_woken = False  # after the pipe is empty: a message that is put from now on wakes this thread again
             if self._receive():
                 beat_at_s = 0.0  # a new agent is answered immediately
             if REAL_TIME.now_s() >= beat_at_s:

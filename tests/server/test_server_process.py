@@ -1,5 +1,7 @@
 """The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
+import math
+import os
 import resource
 import stat
 import struct
@@ -145,6 +147,44 @@ def test_an_error_does_not_end_the_server(process, uplink, monkeypatch):
     uplink.send(0, Joined(5))
     expected = 0, Say("perseus: no space left on device. Training continues at default clocks.", warns=True)
     wait_for(lambda: are_connected(process, uplink) and expected in process._outbox, "it is said")
+
+
+def test_a_state_that_cannot_be_saved_does_not_end_the_server(process, monkeypatch):
+    state, failures = process.server.state, [ValueError("no state")]
+
+    def fail_once():
+        if failures:
+            raise failures.pop()
+        process.server.is_over = True
+        return state()
+
+    monkeypatch.setattr(process.server, "state", fail_once)
+    monkeypatch.setattr("perseus_ds.server.process._STATE_S", 0.0)
+    process.serve()
+    assert Say("perseus: no state. Training continues at default clocks.", warns=True) in dict(process._outbox).values()
+
+
+@pytest.fixture
+def rare_heartbeats(monkeypatch):
+    """Heartbeats of servers come once an hour, so that other messages do not go with them."""
+    monkeypatch.setattr("perseus_ds.server.connections._HEARTBEAT_S", 3600.0)
+
+
+def test_a_message_put_while_the_thread_wakes_up_delays_no_later_one(rare_heartbeats, process, uplink, monkeypatch):
+    connections, read = process._connections, os.read
+    (agent,) = connections.agents
+    coming = [encode(Say("comes while it wakes up"))]
+
+    def read_late(file, length):
+        if file == connections._wake_read and coming:
+            connections.put(agent, b"\0\0\0\0", coming.pop())
+        return read(file, length)
+
+    uplink._beat_at_s = math.inf
+    monkeypatch.setattr(os, "read", read_late)
+    for text in ("the first", "the next"):
+        connections.put(agent, b"\0\0\0\0", encode(Say(text)))
+        wait_for(lambda text=text: (0, Say(text)) in uplink.exchange(), f"{text} has come", within_s=20.0)
 
 
 def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_clocks(tmp_path, monkeypatch):
