@@ -478,7 +478,7 @@ class GpuActor:
     def _probe(self, epoch: int) -> None:
         """Test all operations of the driver that programs need, and set clocks again if they succeed."""
         assert self.gpu is not None
-        if epoch != self._epoch:
+        if epoch != self._epoch or not self.record.is_current:
             return
         try:
             self._lock_clock(self.gpu.supported_clocks_mhz()[-1])

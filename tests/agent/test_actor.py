@@ -177,6 +177,15 @@ def test_a_probe_that_is_due_before_a_reset_locks_no_clock_after_it(actor, gpu, 
     assert gpu.clocks_set == [None]
 
 
+def test_a_gpu_that_another_process_has_taken_over_is_not_probed(actor, gpu, now):
+    actor.fail(GpuError("unknown error"))
+    actor.record.is_current = False
+    now.sleep(A_WHILE_S)
+    actor.update()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == []
+
+
 def test_calls_are_refused_while_one_hangs(actor, now):
     assert actor.call(lambda: now.sleep(20.0))
     now.sleep(2.9)
