@@ -31,7 +31,7 @@ class LimitWatch:
     """Watches the power limit and the clock limit of a GPU.
 
     Heat, or others than Perseus, may lower them during a job. Only limits lower than when the profile was measured
-    count, because a board may always be at its own limit. Used on the controller's thread.
+    count, because a board may always be at its own limit. Used on the actor's thread.
 
     Attributes:
         profiled_w: Power limit recorded in the profile [W], or the first one read until it is known.
@@ -108,7 +108,7 @@ _NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_se
 
 
 class ClockReadback:
-    """Decides when to read the clock back, and evaluates the readings. Used on the controller's thread.
+    """Decides when to read the clock back, and evaluates the readings. Used on the actor's thread.
 
     Attributes:
         reading: The requested clock, and the clock read after it has had time to settle [MHz]. NaN at default clocks.

@@ -22,8 +22,6 @@ from perseus_ds.profiler.estimates import error_of_median
 
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
-# Time after which a GPU that heat has slowed down no longer counts as hot.
-_HOT_S = 3600.0
 
 
 class GpuLimit(NamedTuple):
