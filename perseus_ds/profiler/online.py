@@ -87,6 +87,9 @@ _ENOUGH_REPEATED = 3
 # Relative difference between blocking powers that is negligible, and number of standard errors above which a difference
 # is significant.
 _AGREES, _SURE = 0.03, 3.0
+# Largest ratio of the two that is plausible. If all intervals of a counter contain nearly the same mix of instructions
+# and waiting, as in iterations as short as an interval, the result from bubbles is arbitrary.
+_PLAUSIBLE = 1.5
 
 
 @dataclass(frozen=True)
@@ -582,6 +585,8 @@ def chosen_power_w(before_training_w: float, bubbles: WaitingPower | None) -> tu
     They are the power while all ranks wait for one, and that in the bubbles of iterations, pooled over ranks.
     """
     if bubbles is None or abs(bubbles.power_w - before_training_w) <= _AGREES * before_training_w:
+        return before_training_w, None
+    if not before_training_w / _PLAUSIBLE <= bubbles.power_w <= before_training_w * _PLAUSIBLE:
         return before_training_w, None
     differ = (
         f"a waiting GPU draws {bubbles.power_w:.1f} +/- {2 * bubbles.error_w:.1f} W in the bubbles of iterations, and "

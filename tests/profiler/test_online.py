@@ -141,6 +141,8 @@ def test_where_nothing_waits_or_nothing_was_seen_waiting_is_not_known():
     ("bubbles", "power_w", "said"),
     [
         (WaitingPower(82.0, 0.1), 80.0, None),
+        (WaitingPower(279.0, 3.4), 80.0, None),
+        (WaitingPower(30.0, 0.1), 80.0, None),
         (WaitingPower(70.0, 0.5), 70.0, r"70.0 \+/- 1.0 W in the bubbles .* for the former"),
         (WaitingPower(70.0, 9.0), 80.0, r"70.0 \+/- 18.0 W .* for the latter, as the former is not certain"),
     ],
