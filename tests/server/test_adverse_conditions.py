@@ -21,16 +21,17 @@ def typical(job, phase):
 
 
 @pytest.mark.extended
-def test_where_clock_changes_delay_transfers_plans_that_are_late_are_dropped_and_hardly_slow_the_job_down(tmp_path):
+def test_where_clock_changes_delay_transfers_late_plans_are_followed_by_one_with_fewer_changes_that_stays(tmp_path):
     stages_s, gpu = (0.036, 0.034, 0.034, 0.046), {"conditions": ["slow-transfers"]}
     job = VirtualJob(tmp_path, stages_s=stages_s, micro_batches=8, gpu=gpu, mode="auto")
     job.train(240)
     job.close()
     default_s, _ = typical(job, "default")
-    assert {event.kept for event in job.events(PlanJudged)} == {False}
-    assert {phase for phase, _, _ in job.taken[-30:]} == {"observe"}
+    kept = [event.kept for event in job.events(PlanJudged)]
+    assert (kept[0], kept[-1]) == (False, True)
+    assert "run" in {phase for phase, _, _ in job.taken[-30:]}
     after_profile_s = [time_s for phase, time_s, _ in job.taken if phase in ("run", "default", "observe")]
-    assert statistics.fmean(after_profile_s) < 1.01 * default_s
+    assert statistics.fmean(after_profile_s) < 1.02 * default_s
 
 
 @pytest.mark.extended
