@@ -80,7 +80,13 @@ def _save_only(
 
 
 def save_true_frontier(
-    folder: Path, *, stages: int = 2, micro_batches: int = 4, forward_s: float = 0.01, linears: int = 6
+    folder: Path,
+    *,
+    stages: int = 2,
+    micro_batches: int = 4,
+    forward_s: float = 0.01,
+    linears: int = 6,
+    least_dwell_s: float = 0.0,
 ) -> Frontier:
     """Save the frontier of a job's true profile on simulated A100s.
 
@@ -91,6 +97,6 @@ def save_true_frontier(
     blocking_power_w = MODEL.blocking_power_w
     profile = truth("a100-sxm", MODEL.clocks_mhz[40:], work_s, simulated=True, blocking_power_w=blocking_power_w)
     schedule = read_schedule(schedule_class("1f1b"), ranks=stages, micro_batches=micro_batches)
-    found = optimize(schedule, profile, plans=40)
+    found = optimize(schedule, profile, plans=40, least_dwell_s=least_dwell_s)
     found.save(folder)
     return found
