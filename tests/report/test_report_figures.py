@@ -128,7 +128,7 @@ def test_the_trend_shows_a_saving_that_fades(tmp_path):
     assert trend.x_title == "hours since the start"
     assert trend.x[-1] == pytest.approx(1.0, abs=0.01)
     assert trend.energy[0] == pytest.approx(-0.197, abs=0.001)
-    assert trend.energy[-1] == pytest.approx(-0.102, abs=0.002)
+    assert trend.energy[-1] == pytest.approx(-0.102, abs=0.001)
     assert trend.time == pytest.approx([0.0] * 17)
     write_log(tmp_path, [START, *ran[:19]])
     assert trend_of(read_run(tmp_path).job) is None
