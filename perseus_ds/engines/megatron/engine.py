@@ -402,8 +402,10 @@ class MegatronEngine(Engine):
 
     @property
     def _is_in_first_stage(self) -> bool:
-        """True if the pass that has begun last belongs to the first stage."""
-        operation = self._expected[self._position - 1] if self._position else None
+        """True if the pass that has begun last is one of the known order and belongs to the first stage."""
+        if not self._expected or self._position == 0:
+            return False  # evaluation, another model, or an iteration in another order
+        operation = self._expected[self._position - 1]
         return isinstance(operation, Compute) and operation.instruction.stage == 0
 
     def _surround_optimizers(self) -> None:

@@ -355,6 +355,19 @@ def test_iterations_that_megatron_replays_as_one_graph_are_marked_and_recorded(l
     assert passes == {"forward": 3, "backward": 3, "activation": 3, "grad": 3, "tail": 1}
 
 
+def test_passes_outside_the_known_order_count_no_tokens_of_varying_lengths(launches, alone, monkeypatch):
+    counted = []
+    monkeypatch.setattr(PerseusRuntime, "add_tokens", lambda runtime, count: counted.append(count))
+    perseus_ds.attach(megatron.core, alone)
+    vary = {"variable_seq_lengths": True}
+    for _ in range(2):  # the first iteration is used to read the order
+        train(0, 2, 4, **vary)
+    assert counted == [LENGTH * ROWS] * 4
+    train(0, 2, 4, forward_only=True, **vary)
+    train(0, 2, 4, model="critic", **vary)
+    assert counted == [LENGTH * ROWS] * 4
+
+
 def test_an_optimizer_whose_step_is_replayed_ends_the_iteration(launches, alone):
     perseus_ds.attach(megatron.core, alone)
     optimizer, graph = Optimizer(launches), launches.CUDAGraph()
