@@ -44,7 +44,8 @@ from perseus_ds.simulation import open_gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
-_MOST_FILES = 3
+_MOST_FILES = 4
+"""A rank's memory, its signals, and the two logs of a simulated GPU."""
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
@@ -56,6 +57,7 @@ _LAST_REPORTS_WITHIN_S = 0.5
 """Time for which a rank that has ended its lease waits for the energy of its last iteration."""
 _LEFT_TIMEOUT_S = 10.0
 """Time for which the first lease waits for GPUs that earlier jobs left locked."""
+_MOST_SIGNALS = 4096
 _TERMINATION = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -188,21 +190,28 @@ class Agent:
             if packet == messages.WAKE:
                 rank.look_at_s = self._time.now_s()
                 return
-            if len(packet) > 1:
+            if packet:
                 self._handle(rank, messages.decode_to_agent(packet), files)
                 return
             self._update_at_s = 0.0
-            if packet:
-                if packet[0] in _TERMINATION:
-                    self._terminate(rank)
-            else:
-                rank.is_connected, rank.disconnected_s = False, self._time.now_s()
-                self._selector.unregister(rank.connection)
+            rank.is_connected, rank.disconnected_s = False, self._time.now_s()
+            self._selector.unregister(rank.connection)
         except Exception as error:  # other ranks need this agent
             rank.send(messages.Refused("memory", f"The agent cannot decode a message: {error}."))
         finally:
             for file in files:
                 os.close(file)
+
+    def _receive_signals(self, rank: Rank, file: int) -> None:
+        """Read the numbers of the signals that a rank has received."""
+        if rank not in self._ranks:  # just removed
+            return
+        numbers = os.read(file, _MOST_SIGNALS)
+        self._update_at_s = 0.0
+        if not numbers:  # the process has ended, or has closed its end of the pipe
+            self._selector.unregister(file)
+        elif any(number in _TERMINATION for number in numbers):
+            self._terminate(rank)
 
     def _handle(self, rank: Rank, message: messages.ToAgent, files: list[int]) -> None:
         if isinstance(message, messages.ToClocks):
@@ -223,7 +232,7 @@ class Agent:
             self._follow_server(rank, message)
         elif isinstance(message, messages.StartServer):
             self._start_server(rank, message, files)
-        elif isinstance(message, messages.RequestLease) and rank.actor is None and files:
+        elif isinstance(message, messages.RequestLease) and rank.actor is None and len(files) > 1:
             self._register(rank, message, files)
 
     def _register(self, rank: Rank, message: messages.RequestLease, files: list[int]) -> None:
@@ -231,7 +240,7 @@ class Agent:
         try:
             if not message.gpu.isprintable() or "/" in message.gpu:
                 raise GpuError(f"{message.gpu!r} is not the address of a GPU.")
-            rank.memory_file = files.pop(0)
+            rank.memory_file, rank.signals = files.pop(0), files.pop(0)
             rank.memory = RankMemory(_mapped(rank.memory_file, layout.LENGTH))
             rank.is_finding = False
             self._forget_former(rank)
@@ -369,6 +378,8 @@ class Agent:
         self._ranks.remove(rank)
         if rank.is_connected:
             self._selector.unregister(rank.connection)
+        if rank.signals is not None and rank.signals in self._selector.get_map():
+            self._selector.unregister(rank.signals)
         rank.close()
 
     def _wake(self) -> None:
@@ -452,6 +463,9 @@ class Agent:
             return
         actor.record.set_locked(True)
         rank.on(Event.GRANTED)
+        assert rank.signals is not None
+        receive_signals = partial(self._receive_signals, rank, rank.signals)
+        self._selector.register(rank.signals, selectors.EVENT_READ, receive_signals)
         on_record = partial(self._update_soon, rank)
         rank.clocks = RankClocks(actor, memory, rank.send, rank.send_to_server, self._time, on_record=on_record)
         left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]

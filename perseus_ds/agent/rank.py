@@ -110,6 +110,7 @@ class Rank:
         self.actor: GpuActor | None = None
         self.memory: RankMemory | None = None
         self.memory_file: int | None = None
+        self.signals: int | None = None
         # From the grant of the lease until its end.
         self.clocks: RankClocks | None = None
         # When to look at the marks, and whether reports may be complete.
@@ -176,3 +177,6 @@ class Rank:
         if self.memory_file is not None:
             os.close(self.memory_file)
             self.memory_file = None
+        if self.signals is not None:
+            os.close(self.signals)
+            self.signals = None

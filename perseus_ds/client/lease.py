@@ -20,13 +20,11 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-import weakref
 from collections.abc import Sequence
-from types import FrameType
 
 import msgspec
 
+from perseus_ds.client.signals import SignalPipe
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.protocol import layout, memory_files, messages, places
 from perseus_ds.protocol.layout import RankMemory
@@ -58,7 +56,7 @@ _CODE = places.main_of("perseus_ds.agent.process")
 class Lease:
     """The lease of one GPU, from its creation until :meth:`close` or the end of the process.
 
-    While it lasts, the interpreter reports signals to the agent, which resets the clock upon SIGTERM or SIGINT.
+    While it lasts, the agent receives the process's signals, and resets the clock upon SIGTERM or SIGINT.
 
     Attributes:
         gpu: The GPU's :attr:`~perseus_ds.gpu.base.Gpu.address`. Empty until an agent has found the GPU.
@@ -104,15 +102,14 @@ class Lease:
         fcntl.lockf(self.shared.file, fcntl.LOCK_EX)
         self._connection: socket.socket | None = None
         self._hangup = select.poll()
-        self._signals = SignalForwarder()
+        self._signals = SignalPipe()
         self._name = places.agent_name(job)
         self._starting: subprocess.Popen[bytes] | None = None
         self._start_lock: int | None = None
         self._next_start_s = -math.inf
         self._pause_s = _FIRST_PAUSE_S
         self._lost_s: float | None = None
-        self._kept: list[socket.socket] = []
-        self._files = [self.shared.file, *files]
+        self._files = [self.shared.file, self._signals.reader, *files]
         self._inbox: list[messages.ToClient] = []
         self._outbox: list[tuple[bytes, tuple[int, ...]]] = []
         self.grants = 0
@@ -123,6 +120,7 @@ class Lease:
         except BaseException as error:
             self._disconnect()
             self._leave_starting()
+            self._signals.close()
             os.close(self.shared.file)
             if isinstance(error, OSError):
                 raise GpuError(f"No agent can be reached: {error}.") from error
@@ -206,7 +204,7 @@ class Lease:
         """
         if os.getpid() != self._process:
             return False
-        self._signals.stop()
+        self._signals.close()
         self._leave_starting()
         if self._connection is not None and not self._is_released:
             end_s = self._time.now_s() + timeout_s
@@ -274,7 +272,6 @@ class Lease:
             self.grants += 1
             self._pause_s = _FIRST_PAUSE_S
             self._leave_starting()
-            self._signals.start(self._connection)
             for left in answer.left_locked:
                 said = f"it cannot be reset ({left.error})" if left.error else "it is reset"
                 logger.warning(
@@ -361,12 +358,7 @@ class Lease:
         self.is_granted = False
         self._outbox.clear()
         if self._connection is not None:
-            if self._signals.stop():
-                self._connection.close()
-            else:  # the interpreter still writes signals to this file descriptor, so it must not be reused
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-                self._kept.append(self._connection)
+            self._connection.close()
             self._connection = None
 
 
@@ -411,57 +403,6 @@ class SharedMemory:
             ) from error
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-
-class SignalForwarder:
-    """Forwards the numbers of handled signals to a socket, even while native code runs.
-
-    Python runs signal handlers on the main thread, between two bytecode instructions. A rank that waits for the GPU or
-    for another rank runs them only after the wait, often after the scheduler's SIGKILL. The interpreter's own part of a
-    handler runs immediately (``signal.set_wakeup_fd``). A signal without a handler ends the process, and with it the
-    lease.
-    """
-
-    def __init__(self) -> None:
-        self._file = -1
-        # A signal to a forked process, such as a Pool's worker, is not one to this process. The registration is
-        # permanent, and must not keep this object alive.
-        stop = weakref.WeakMethod(self.stop)
-        os.register_at_fork(after_in_child=lambda: (function := stop()) and function())
-
-    def start(self, connection: socket.socket) -> None:
-        """Forward signals, unless another part of the process, such as asyncio, already does."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            # The kernel drops this signal for the first process of a container, unless it has a handler.
-            signal.signal(signal.SIGTERM, _ignore)
-        previous = signal.set_wakeup_fd(connection.fileno(), warn_on_full_buffer=False)
-        if previous == -1:
-            self._file = connection.fileno()
-        else:
-            signal.set_wakeup_fd(previous)
-
-    def stop(self) -> bool:
-        """Stop forwarding signals, and remove the handler of :meth:`start`.
-
-        Returns False if signals are still forwarded, because only the main thread can stop it.
-        """
-        try:
-            if self._file != -1:
-                current = signal.set_wakeup_fd(-1)
-                if current not in (-1, self._file):
-                    signal.set_wakeup_fd(current)
-                self._file = -1
-            if signal.getsignal(signal.SIGTERM) is _ignore:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        except (ValueError, OSError):
-            return False
-        return True
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing."""
 
 
 def _start(name: str) -> subprocess.Popen[bytes]:

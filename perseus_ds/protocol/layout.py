@@ -13,7 +13,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 10
+VERSION = 11
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""

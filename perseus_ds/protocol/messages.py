@@ -1,7 +1,7 @@
 """Messages between a rank's client and the agent of its node.
 
-A message is one packet on a Unix socket. A packet of one byte is :data:`WAKE` or the number of a signal that the
-client's process received. The interpreter writes the latter (``signal.set_wakeup_fd``).
+A message is one packet on a Unix socket. The numbers of the signals that the client's process handles are written into
+a pipe by its interpreter (:class:`~perseus_ds.client.signals.SignalPipe`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class GpuDescription(msgspec.Struct, frozen=True):
 class RequestLease(msgspec.Struct, tag=True, frozen=True):
     """A client requests a lease of a GPU.
 
-    The file descriptor of its memory is passed with the message, and those of the logs of a simulated GPU.
+    The file descriptors of its memory, of the reading end of its pipe of signals, and of the logs of a simulated GPU
+    are passed with the message.
     """
 
     gpu: str  # its address

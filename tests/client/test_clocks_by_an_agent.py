@@ -12,7 +12,7 @@ from perseus_ds.client.devices import clocks_of
 from perseus_ds.client.lease import Lease
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.protocol.job_messages import Program
+from perseus_ds.protocol.job_messages import Program, Report
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, POSITIONS
 from perseus_ds.protocol.messages import Answer, Ask
 
@@ -115,6 +115,31 @@ def test_an_agent_that_is_lost_in_an_iteration_is_replaced_at_its_end(start, stu
     clocks.end_iteration(number)
     wait_until(lambda: stub.agents() not in ([], [agent]), "another agent")
     wait_until(lambda: is_replaced(clocks), "another lease")
+
+
+@pytest.fixture
+def handler():
+    """A handler of SIGTERM in this process."""
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    yield received
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_between_two_agents_is_received_by_the_second_one(start, stub, server, handler, capfd):
+    """A scheduler may end all processes of a job, among them the agent, and the rank writes its last checkpoint."""
+    clocks = start(server=server)
+    (agent,) = stub.agents()
+    agent.kill()
+    agent.wait()
+    signal.raise_signal(signal.SIGTERM)
+    wait_until(lambda: is_replaced(clocks), "another agent")
+    number = iterate(clocks, DEFAULT_CLOCKS)
+    clocks.send(Report(number, 0, -1, 0, time_s=0.1))
+    wait_until(lambda: number in server.reports, "a report")
+    assert server.reports[number].has_failed, "its clock is not set any more"
+    assert handler == [signal.SIGTERM]
+    assert "wakeup" not in capfd.readouterr().err, "the interpreter could not write it"
 
 
 def test_a_gpu_that_cannot_write_marks_any_more_ends_no_iteration(start, stub):

@@ -2,6 +2,7 @@
 
 import os
 import pkgutil
+import select
 import signal
 import socket
 import statistics
@@ -13,7 +14,7 @@ from functools import partial
 
 from gpu_checks.results import percentile
 
-from perseus_ds.client.lease import SignalForwarder
+from perseus_ds.client.signals import SignalPipe
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.job_messages import Program
@@ -194,7 +195,7 @@ _VICTIM = "import sys; from gpu_checks.clock_checks import wait_for_the_gpu; wai
 
 def sigterm(machine, results):
     """Send SIGTERM to a process while its main thread waits for a kernel of half a minute."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
     place = f"{type(machine).__module__}:{type(machine).__name__}"
     command = [sys.executable, "-c", _VICTIM, place, str(theirs.fileno())]
     with ours, theirs, subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]) as process:
@@ -203,10 +204,13 @@ def sigterm(machine, results):
         try:
             theirs.close()
             assert process.stdout.readline() == b"waiting\n", "the process ended"
+            _, (pipe,), _, _ = socket.recv_fds(ours, 1, 1)
             time.sleep(0.5)  # the main thread is in the driver by then
             began_s = time.perf_counter()
             process.send_signal(signal.SIGTERM)
-            received = ours.recv(1)
+            select.select([pipe], [], [])
+            received = os.read(pipe, 1)
+            os.close(pipe)
             results.add("from SIGTERM until the agent receives it", time.perf_counter() - began_s, "s", at_most=1)
             results.add_fact("the agent receives the signal's number", received == bytes([signal.SIGTERM]))
         finally:
@@ -215,11 +219,11 @@ def sigterm(machine, results):
 
 
 def wait_for_the_gpu(machine, agent):
-    """Forward signals to a socket, as a lease does, and wait for the GPU on the main thread."""
+    """Send the pipe of signals to a socket, as a lease does, and wait for the GPU on the main thread."""
     machine, connection = pkgutil.resolve_name(machine)(), socket.socket(fileno=int(agent))
-    connection.setblocking(False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    SignalForwarder().start(connection)
+    signals = SignalPipe()
+    socket.send_fds(connection, [b"\0"], [signals.reader])
     machine.sleep(0.001)
     machine.synchronize()
     machine.sleep(30.0)

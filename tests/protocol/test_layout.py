@@ -48,9 +48,9 @@ def agent(tmp_path, monkeypatch):
 
 
 def answer(agent, packet, file=None):
-    """Send a packet to an agent, with a file, and return its answer."""
-    with places.connect("name") as connection:
-        socket.send_fds(connection, [packet], [] if file is None else [file])
+    """Send a packet to an agent, with the file of a memory, and return its answer."""
+    with places.connect("name") as connection, open(os.devnull, "rb") as signals:
+        socket.send_fds(connection, [packet], [] if file is None else [file, signals.fileno()])
         for _ in range(2):
             agent.step()
         return messages.decode_to_client(connection.recv(messages.LONGEST))
