@@ -60,7 +60,7 @@ from perseus_ds.pipeline.schedule import Schedule
 # Deadlines are computed from measured times. A plan that is late only due to rounding meets its deadline.
 _TOLERANCE = 1e-9
 # Differences in time up to this fraction cannot be measured in a job.
-_NO_SLOWER = 0.001
+NO_SLOWER = 0.001
 _MOST_ALTERNATIVES = 20
 _POWERS = ("mean_power_w", "highest_power_w", "lowest_power_w", "power_change_w")
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.05)
@@ -74,7 +74,7 @@ def time_limit_s(default_s: float, t_min_s: float, slowdown: float) -> float:
 
     ``T_min`` is the fastest of noisy rows, so default clocks, which take ``default_s``, seldom reach it.
     """
-    return max(default_s, t_min_s) * (1 + slowdown + _NO_SLOWER)
+    return max(default_s, t_min_s) * (1 + slowdown + NO_SLOWER)
 
 
 class Provenance(FileModel):

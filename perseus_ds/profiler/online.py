@@ -174,7 +174,23 @@ class _Energies:
             power, shape (intervals,) [s].
     """
 
-    def __init__(self, visits: Sequence[_Visit], keys: Sequence[Key], share: float, blocking_power_w: float) -> None:
+    def __init__(
+        self,
+        visits: Sequence[_Visit],
+        keys: Sequence[Key],
+        share: float,
+        blocking_power_w: float,
+        waiting_spread_w: float,
+    ) -> None:
+        """Divide the intervals of visits.
+
+        Args:
+            visits: All visits at the clock.
+            keys: The keys of the GPU's instructions.
+            share: Share of its period, at the end, in which the counter samples power.
+            blocking_power_w: Power while waiting [W].
+            waiting_spread_w: Standard deviation of the power while waiting from blocking power [W].
+        """
         self._visits = visits
         self._blocking_power_w = blocking_power_w
         self._spent_by_visit_s = [visit.spent_s(keys, share) for visit in visits]
@@ -182,9 +198,11 @@ class _Energies:
         self._spent_s = np.vstack(self._spent_by_visit_s)
         self._beyond_j = np.concatenate([np.diff(visit.beyond_j(blocking_power_w)) for visit in visits])
         columns = np.column_stack([self._spent_s[:, :-1].sum(axis=1), self._spent_s[:, -1]])
-        # If intervals cannot distinguish computing from waiting, this distributes the power over both, which makes the
-        # relative residuals larger.
-        computing_w, waiting_w = np.linalg.lstsq(columns, self._beyond_j, rcond=None)[0]
+        # If all intervals contain nearly the same mix, as in iterations as long as an interval, only the prior of the
+        # power while waiting distinguishes it from computing.
+        error_j = _DELAY_S * self._beyond_j.sum() / max(columns[:, 0].sum(), 1e-9)
+        equations = np.vstack([columns, [0.0, error_j / waiting_spread_w]])
+        computing_w, waiting_w = np.linalg.lstsq(equations, np.append(self._beyond_j, 0.0), rcond=None)[0]
         self._mean_beyond_w = float(computing_w)
         self.residuals_s: Floats = (self._beyond_j - columns @ [computing_w, waiting_w]) / max(computing_w, 1e-9)
 
@@ -517,7 +535,13 @@ class OnlineProfiler:
 
     def _energies(self, clock_mhz: int, share: float) -> _Energies:
         if (clock_mhz, share) not in self._cache:
-            energies = _Energies(self._visits[clock_mhz], self._keys, share, self._blocking_power_w)
+            energies = _Energies(
+                self._visits[clock_mhz],
+                self._keys,
+                share,
+                self._blocking_power_w,
+                self._waiting_spread_w(clock_mhz),
+            )
             self._cache[clock_mhz, share] = energies
         return self._cache[clock_mhz, share]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from perseus_ds.artifacts.frontier import NO_SLOWER
 from perseus_ds.artifacts.run_records import GoalChanged, PlanChosen, PowerCapChanged
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, Situation, decide, slowdown_of
 from perseus_ds.policy.goal import Goal
@@ -269,11 +270,14 @@ class PlanSelector:
             return Decision(0, f"the goal cannot be followed ({error!r}). Running at default clocks", failed=True)
 
     def _late(self) -> float:
-        """Return by how much longer plans certainly take than promised, as a fraction. Negative if they are faster."""
+        """Return by how much longer plans certainly take than promised, as a fraction. Negative if they are faster.
+
+        What "no slower" tolerates is not counted: plans that are good are not replaced because of it.
+        """
         late, _ = self._state.trial.estimates()
         if math.isnan(late.error):
             return 0.0
-        certain = max(0.0, abs(late.mean) - _SURE * late.error)
+        certain = max(0.0, abs(late.mean) - _SURE * late.error - NO_SLOWER)
         return math.expm1(math.copysign(certain, late.mean))
 
     def speed_up(self, late: float) -> bool:

@@ -91,6 +91,31 @@ def test_rows_agree_with_the_simulated_gpu(forward_s, seed, conditions):
         assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)
 
 
+def test_iterations_as_long_as_an_interval_of_the_counter_do_not_hide_that_it_samples_all_the_time():
+    """At the highest clock, all intervals have the same mix of instructions and waiting."""
+    rng, model = np.random.default_rng(0), DEVICES["a100-sxm"]
+    clocks = [1290, 1200, 1110, 1020, 930, 840]
+    profiler = OnlineProfiler(model.blocking_power_w)
+    for clock in clocks:
+        slowdown, power_w = model.slowdown(clock) / model.slowdown(clocks[0]), model.power_w(clock)
+        ends_s, powers_w, iterations = [0.0], [], []
+        for _ in range(10):
+            spans = []
+            for kind, work_s in ((Kind.FORWARD, 0.03), (None, 0.02), (Kind.BACKWARD, 0.04), (None, 0.01)):
+                begin_s = ends_s[-1]
+                ends_s.append(begin_s + (work_s * slowdown if kind else work_s))
+                powers_w.append((power_w if kind else model.blocking_power_w) * (1 + 0.01 * rng.standard_normal()))
+                if kind:
+                    spans.append(Span(Compute(Instruction(0, kind, 0)), begin_s, ends_s[-1]))
+            iterations.append(spans)
+        energies_j = np.concatenate([[0.0], np.cumsum(np.diff(ends_s) * powers_w)])
+        at_s = np.arange(0.05, ends_s[-1], 0.1)
+        readings = zip(at_s + rng.uniform(0, 0.002, len(at_s)), np.interp(at_s, ends_s, energies_j), strict=True)
+        profiler.add(clock, iterations, list(readings))
+    for row in (row.measurement for row in profiler.rows()):
+        assert row.energy_j / row.time_s == pytest.approx(model.power_w(row.clock_mhz), rel=0.05)
+
+
 def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws():
     work_s = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1, Kind.TAIL: 0.1}
     ranks = []

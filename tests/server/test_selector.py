@@ -159,6 +159,15 @@ def test_the_allowed_slowdown_is_relative_to_default_clocks_as_measured_in_the_j
     assert job.in_force.plan == plan
 
 
+def test_plans_at_the_limit_are_not_replaced_because_they_are_late_by_a_thousandth():
+    job = Job(Goal(max_slowdown=0.05))
+    promised = math.log1p(0.05)
+    for noise in (-1e-5, 0.0, 1e-5) * 4:
+        job.state.trial.add(Pair(slowdown=promised + 0.0015 + noise, promised=promised, energy=-0.05))
+    job.selector.decide()
+    assert job.in_force.plan == 5
+
+
 def test_changes_of_plan_are_in_the_log_and_two_that_take_turns_once():
     job = Job(Goal(max_slowdown=0.045))
     plans = [job.iterate() for _ in range(200)]
