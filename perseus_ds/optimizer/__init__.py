@@ -89,7 +89,8 @@ def with_alternatives(frontier: Frontier, schedule: Schedule, profile: StageProf
     """
     if frontier.alternatives:
         return frontier
-    settings = PlanningSettings(blocking_power_w=frontier.provenance.blocking_power_w)
+    found = frontier.provenance
+    settings = PlanningSettings(blocking_power_w=found.blocking_power_w, least_dwell_s=found.least_dwell_s)
     problem = Problem(Dag.build(schedule), profile, settings)
     return replace(frontier, alternatives=alternatives(problem))
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, drop_dominated
 from perseus_ds.artifacts.profile import ClockOptions
 from perseus_ds.optimizer.problem import Clocks, Floats, Indices, InstructionGroup, Problem
+from perseus_ds.optimizer.runs import respects_dwell_time
 from perseus_ds.pipeline.instruction import Kind
 
 THROTTLED = 0.07
@@ -56,21 +57,27 @@ def simple_plans(problem: Problem) -> list[Clocks]:
     """
     found = [*_one_clock(problem), *_one_clock_a_stage(problem), _envpipe(problem)]
     clocks_of = {plan.point: plan.clock_mhz for plan in found}
-    kept = drop_dominated(clocks_of)
-    return [tuple(tuple(clocks_of[point][own].tolist()) for own in problem.rank_decisions) for point in kept]
+    return [_by_rank(problem, clocks_of[point]) for point in drop_dominated(clocks_of)]
+
+
+def _by_rank(problem: Problem, clock_mhz: Indices) -> Clocks:
+    return tuple(tuple(clock_mhz[own].tolist()) for own in problem.rank_decisions)
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """Return the alternatives to a problem's plans, with points of rising time.
 
-    An alternative for which the profile lacks rows is omitted, such as one clock if the stages share none.
+    An alternative for which the profile lacks rows is omitted, such as one clock if the stages share none. So is
+    EnvPipe's rule if it does not hold its clocks for the dwell time, because a job could not follow it.
     """
     one_clock = [plan.point for plan in _one_clock(problem)]
+    envpipe = _envpipe(problem)
+    can_follow = respects_dwell_time(problem, _by_rank(problem, envpipe.clock_mhz))
     points = {
         "one clock for all GPUs": one_clock,
         "one clock for each stage": [*one_clock, *(plan.point for plan in _one_clock_a_stage(problem))],
         "one power cap for all GPUs": list(_one_power_cap(problem)),
-        "EnvPipe's rule": [_envpipe(problem).point],
+        "EnvPipe's rule": [envpipe.point] if can_follow else [],
     }
     return tuple(Alternative(name, tuple(drop_dominated(found))) for name, found in points.items() if found)
 

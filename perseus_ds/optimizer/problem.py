@@ -113,6 +113,11 @@ class Problem:
         return OptionTable(self.groups)
 
     @property
+    def has_short_instructions(self) -> bool:
+        """True if some instruction is shorter than the dwell time, which has no effect otherwise."""
+        return self.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in self.groups)
+
+    @property
     def fastest(self) -> Indices:
         """The choice with every instruction at its fastest measured clock."""
         return self.table.begin[self.group]

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Clocks, Floats, Indices
+from perseus_ds.optimizer.problem import Clocks, Floats, Indices, Problem
 from perseus_ds.optimizer.run_choice import best_runs, least_saving_j
 from perseus_ds.optimizer.run_clocks import ClockSearch, Paths, RankClocks, Sequences, begins_run
 from perseus_ds.optimizer.search import evenly
@@ -84,6 +84,14 @@ def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
         {clock_mhz: step_s if own_s <= step_s else np.inf for clock_mhz, own_s in least_dwell_s.items()}
         for step_s in steps_s
     ]
+
+
+def respects_dwell_time(problem: Problem, clocks: Clocks) -> bool:
+    """Return whether a plan holds all its clocks for the dwell time of the problem."""
+    if not problem.has_short_instructions:
+        return True
+    search = RunSearch(Network(problem), problem.settings.least_dwell_s or 0.0)
+    return search.checked(search.of_clocks(clocks), np.inf) is not None
 
 
 @dataclass(frozen=True)

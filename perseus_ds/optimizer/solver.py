@@ -79,7 +79,7 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     simple = simple_plans(problem)
     event_s = _free_plans(network, relaxed, deadline_s, progress)
     options = choose_clocks(network, event_s)
-    if _is_held(problem):
+    if problem.has_short_instructions:
         free_s = event_s[-1]
         free = _FreePlans(free_s, problem.table.clock_mhz[options], _between(relaxed.price_w, relaxed.time_s, free_s))
         return _held_plans(network, free, deadline_s, simple, progress), bounds
@@ -107,7 +107,7 @@ def _free_plans(network: Network, relaxed: _Optima, deadline_s: Floats, progress
         other_s = np.setdiff1d(deadline_s, relaxed.time_s)
         _, mixed_s = _mixtures(network, found_s, relaxed.time_s, other_s, slow_first=True)
         return np.concatenate([found_s, mixed_s], axis=1)
-    if _is_held(network.problem):
+    if network.problem.has_short_instructions:
         # Held plans start from free ones at some of the deadlines only. Their runs of instructions at one clock do not
         # alternate, so alternating optima do not help.
         deadline_s = deadline_s[searched_of(len(deadline_s))]
@@ -246,11 +246,6 @@ def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
         parts[np.argmax(length / parts)] += 1
     inner = [np.linspace(a, b, n, endpoint=False) for a, b, n in zip(time_s[:-1], time_s[1:], parts, strict=True)]
     return np.append(np.concatenate(inner), time_s[-1])
-
-
-def _is_held(problem: Problem) -> bool:
-    """Return True if the dwell time has an effect, because an instruction is shorter."""
-    return problem.settings.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
 
 
 def _is_long(problem: Problem) -> bool:

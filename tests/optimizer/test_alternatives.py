@@ -67,6 +67,16 @@ def test_one_clock_is_one_that_all_stages_have():
     assert a_stage in halves
 
 
+def test_a_rule_whose_clocks_a_job_cannot_hold_is_no_alternative():
+    profile, schedule = synthetic_profile(4, clocks=6), one_f_one_b(4, 8)
+    longest_s = max(m.time_s for m in profile.measurements)
+    for dwell_s, has_rule in ((0.0, True), (2.5 * longest_s, False)):
+        frontier = optimize(schedule, profile, blocking_power_w=40.0, plans=4, least_dwell_s=dwell_s)
+        names = {one.name for one in with_alternatives(frontier, schedule, profile).alternatives}
+        assert ("EnvPipe's rule" in names) is has_rule
+        assert "one clock for each stage" in names
+
+
 @pytest.mark.parametrize(
     ("cap_w", "expected"),
     [(400.0, (1.0, 400.0)), (399.0, (1.2, 300.0 * (1 + THROTTLED))), (100.0, (1.5, 300.0 * (1 + THROTTLED)))],
