@@ -339,7 +339,11 @@ class Sums:
         compared_j: Energy of these [J].
         default_s: Time that default clocks take for the compared iterations [s].
         default_j: Energy that default clocks take for those with a known energy [J].
-        tokens: Number of tokens in those with a known energy. 0 if it is unknown.
+        tokens: Number of tokens in those of these with a known number of tokens.
+        tokens_s: Time of the iterations with these tokens [s].
+        tokens_j: Their energy [J].
+        tokens_default_s: Time that default clocks take for them [s].
+        tokens_default_j: Energy that default clocks take for them [J].
     """
 
     iterations: int = 0
@@ -356,6 +360,10 @@ class Sums:
     default_s: float = 0.0
     default_j: float = 0.0
     tokens: int = 0
+    tokens_s: float = 0.0
+    tokens_j: float = 0.0
+    tokens_default_s: float = 0.0
+    tokens_default_j: float = 0.0
 
     @classmethod
     def of(cls, record: IterationRecord) -> Sums:
@@ -373,7 +381,9 @@ class Sums:
             sums.compared, sums.compared_s, sums.default_s = 1, record.time_s, record.default_time_s
             if record.energy_j is not None:
                 sums.known, sums.compared_j, sums.default_j = 1, record.energy_j, record.default_energy_j
-                sums.tokens = record.tokens or 0
+                if record.tokens:
+                    sums.tokens, sums.tokens_s, sums.tokens_j = record.tokens, record.time_s, record.energy_j
+                    sums.tokens_default_s, sums.tokens_default_j = record.default_time_s, record.default_energy_j
         return sums
 
     def add(self, other: Sums) -> None:
@@ -392,6 +402,20 @@ class Sums:
         self.default_s += other.default_s
         self.default_j += other.default_j
         self.tokens += other.tokens
+        self.tokens_s += other.tokens_s
+        self.tokens_j += other.tokens_j
+        self.tokens_default_s += other.tokens_default_s
+        self.tokens_default_j += other.tokens_default_j
+
+    def with_default_clocks_times(self, time_factor: float, energy_factor: float) -> Sums:
+        """Return the sums with what default clocks take multiplied by factors."""
+        return replace(
+            self,
+            default_s=self.default_s * time_factor,
+            default_j=self.default_j * energy_factor,
+            tokens_default_s=self.tokens_default_s * time_factor,
+            tokens_default_j=self.tokens_default_j * energy_factor,
+        )
 
     def as_in(self, trial: TrialState) -> Sums:
         """Return the sums with the changes of time and energy that the pairs of the trial of these iterations show."""

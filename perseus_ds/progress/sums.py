@@ -11,7 +11,6 @@ import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from perseus_ds.artifacts.run_records import (
@@ -53,6 +52,18 @@ class Conditions(NamedTuple):
     @property
     def is_planned(self) -> bool:
         return self.phase == "run" and self.plan is not None
+
+
+class MicroBatches(NamedTuple):
+    """Micro-batches of a pipeline in the iterations with a known number of them and a known energy.
+
+    Attributes:
+        energy_j: Energy of all GPUs in these iterations [J].
+    """
+
+    iterations: int
+    micro_batches: int
+    energy_j: float
 
 
 class JobSums:
@@ -165,8 +176,7 @@ class JobSums:
         energy_factor = shown.default_j / recorded.default_j if recorded.default_j else 1.0
         found = {}
         for conditions, sums in self._of_trial.items():
-            default_s, default_j = sums.default_s * time_factor, sums.default_j * energy_factor
-            found[conditions] = replace(sums, default_s=default_s, default_j=default_j)
+            found[conditions] = sums.with_default_clocks_times(time_factor, energy_factor)
         return found
 
     @property
@@ -252,12 +262,31 @@ class JobSums:
         if not sums.tokens:
             return None
         return TokenSummary(
-            energy_j=sums.compared_j / sums.tokens,
-            per_s=sums.tokens / sums.compared_s,
-            default_energy_j=sums.default_j / sums.tokens,
-            default_per_s=sums.tokens / sums.default_s,
+            energy_j=sums.tokens_j / sums.tokens,
+            per_s=sums.tokens / sums.tokens_s,
+            default_energy_j=sums.tokens_default_j / sums.tokens,
+            default_per_s=sums.tokens / sums.tokens_default_s,
             under_plans=sums is planned,
         )
+
+    def micro_batches(
+        self, wanted: Callable[[Conditions], bool] = lambda conditions: True, *, of_first: int | None = None
+    ) -> MicroBatches:
+        """Return the micro-batches of the iterations under some conditions, by the number of each order.
+
+        Args:
+            wanted: The conditions.
+            of_first: Their number in the first order, if its start does not record it.
+        """
+        iterations, count, energy_j = 0, 0, 0.0
+        for conditions, sums in self.by_conditions().items():
+            of_order = self._micro_batches.get(conditions.order)
+            if of_order is None and not conditions.order:
+                of_order = of_first
+            if of_order is not None and wanted(conditions):
+                known = sums.iterations - sums.without_energy
+                iterations, count, energy_j = iterations + known, count + known * of_order, energy_j + sums.energy_j
+        return MicroBatches(iterations, count, energy_j)
 
     def orders(self) -> tuple[OrderSummary, ...]:
         """Return the savings of each order, the most frequent first. Empty if there is only one."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import SavingSummary, with_error
 from perseus_ds.errors import ConfigError
+from perseus_ds.progress.sums import AT_DEFAULT_CLOCKS, Conditions
 from perseus_ds.report.facts import MeasuredPoint
 from perseus_ds.report.figures import MEASURED_SYMBOLS, SERIES, points_figure, trace
 from perseus_ds.report.inputs import Inputs, RecordedRun
@@ -21,13 +22,13 @@ class ComparedRow:
     """The mean iteration of one run, of the whole job, at default clocks or under plans.
 
     Attributes:
-        samples: Number of samples per iteration; None if it is unknown.
+        samples: Mean number of samples per iteration; None if it is unknown.
         saving: The saving of a run under plans; None at default clocks.
     """
 
     run: RecordedRun
     point: MeasuredPoint
-    samples: int | None
+    samples: float | None
     saving: SavingSummary | None
 
     @property
@@ -78,11 +79,11 @@ def compare(runs: Sequence[Inputs], baseline: str | None = None) -> Comparison:
     The baseline is a run or a row with the given name. By default, it consists of iterations at default clocks:
     preferably what default clocks take for the iterations under plans, otherwise the longest series.
     """
-    found = [(run, each.samples(run)) for each in runs for run in each.runs]
-    _name_runs([run for run, _ in found])
+    inputs = [each for each in runs for _ in each.runs]
+    found = _named([run for each in runs for run in each.runs])
     rows, notes = [], []
-    for run, samples in found:
-        of_run = _rows(run, samples)
+    for each, run in zip(inputs, found, strict=True):
+        of_run = _rows(each, run)
         rows += of_run
         if not of_run and run.start.mode != "profile":
             notes.append(f"{run.name}: no iterations of known energy at default clocks or under a plan.")
@@ -95,11 +96,11 @@ def compare(runs: Sequence[Inputs], baseline: str | None = None) -> Comparison:
             "versions differ, which may explain differences."
         )
     notes += [f"{row.run.name}: the saving is {row.saving.certainty}." for row in rows if row.saving is not None]
-    notes += [f"{run.name}: {text}." for run, _ in found if (text := energy_note(run.start.settings))]
-    settings = {run.name: str(run.start.settings) for run, _ in found if run.start.settings is not None}
+    notes += [f"{run.name}: {text}." for run in found if (text := energy_note(run.start.settings))]
+    settings = {run.name: str(run.start.settings) for run in found if run.start.settings is not None}
     if len(set(settings.values())) > 1:
         notes += [f"{name}: GPUs with {what}." for name, what in settings.items()]
-    capped = sorted(run.name for run, _ in found if _is_capped(run))
+    capped = sorted(run.name for run in found if _is_capped(run))
     if 0 < len(capped) < len(found):
         notes.append(
             f"{', '.join(capped)}: at default clocks, a power limit of the GPUs or another one kept clocks low."
@@ -107,7 +108,7 @@ def compare(runs: Sequence[Inputs], baseline: str | None = None) -> Comparison:
     return Comparison(tuple(rows), chosen, why, tuple(notes))
 
 
-def _rows(run: RecordedRun, samples: int | None) -> list[ComparedRow]:
+def _rows(inputs: Inputs, run: RecordedRun) -> list[ComparedRow]:
     """Return a row at default clocks, and one under plans if there are iterations under plans."""
     job, rows = run.job, []
     planned, default = job.planned, job.at_default_clocks
@@ -118,12 +119,20 @@ def _rows(run: RecordedRun, samples: int | None) -> list[ComparedRow]:
         name = f"plan {plans.pop()}" if len(plans) == 1 else "plans"
         default_point = MeasuredPoint("default clocks", None, mean.default_s, mean.default_j, default.compared)
         point = MeasuredPoint(name, 0, mean.time_s, mean.energy_j, planned.compared)
+        samples = _samples(inputs, run, lambda conditions: conditions.is_planned)
         rows += [ComparedRow(run, default_point, samples, None), ComparedRow(run, point, samples, saving)]
     elif default.known and run.start.mode != "profile":
         mean = default.mean()
         point = MeasuredPoint("default clocks", None, mean.time_s, mean.energy_j, default.compared)
+        samples = _samples(inputs, run, lambda conditions: conditions.phase in AT_DEFAULT_CLOCKS)
         rows.append(ComparedRow(run, point, samples, None))
     return rows
+
+
+def _samples(inputs: Inputs, run: RecordedRun, wanted: Callable[[Conditions], bool]) -> float | None:
+    """Return the mean number of samples of a job's iterations under some conditions. None if it is unknown."""
+    found = inputs.samples(run, wanted)
+    return None if found is None else found.each
 
 
 def _is_capped(run: RecordedRun) -> bool:
@@ -132,14 +141,13 @@ def _is_capped(run: RecordedRun) -> bool:
     return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
-def _name_runs(runs: Sequence[RecordedRun]) -> None:
-    """Name each run by its folder, with as many parents as necessary to distinguish it."""
+def _named(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the runs, each named by its folder, with as many parents as necessary to distinguish it."""
     parts = [run.folder.resolve().parts for run in runs]
     depth = 1
     while len({found[-depth:] for found in parts}) < len(set(parts)):
         depth += 1
-    for run, found in zip(runs, parts, strict=True):
-        run.name = "/".join(found[-depth:])
+    return [replace(run, name="/".join(found[-depth:])) for run, found in zip(runs, parts, strict=True)]
 
 
 def _baseline(rows: Sequence[ComparedRow], wanted: str | None) -> tuple[ComparedRow, str]:

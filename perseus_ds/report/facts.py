@@ -459,12 +459,12 @@ def _total(run: RecordedRun, found: Inputs, factors: Factors) -> Iterator[Tile]:
     yield Tile("The whole run", factors.with_pue(total.energy_j), ", ".join(parts))
     if (tokens := run.job.tokens) is not None:
         yield Tile("Energy of a token", f"{number(tokens.energy_j)} J", tokens.in_words())
-    known = total.iterations - total.without_energy
-    if samples is not None and known:
-        per_sample_j, length = total.energy_j / (known * samples), factors.tokens_per_sample
-        note = f"{samples} samples an iteration, GPUs only"
-        per_token = f"; {number(per_sample_j / length)} J a token of {length}" if length else ""
-        yield Tile("Energy of a sample", joules(per_sample_j), note + per_token)
+    if samples is not None:
+        length = factors.tokens_per_sample
+        each = whole(samples.each) if samples.each.is_integer() else f"on average {number(samples.each)}"
+        note = f"{each} samples an iteration, GPUs only"
+        per_token = f"; {number(samples.energy_j / length)} J a token of {length}" if length else ""
+        yield Tile("Energy of a sample", joules(samples.energy_j), note + per_token)
 
 
 def _slower(frontier: Frontier, in_use: int) -> str:

@@ -7,9 +7,10 @@ job count (``progress/sums.py``).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import has_file
@@ -20,7 +21,7 @@ from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer import with_alternatives
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.progress.sums import JobSums, fold
+from perseus_ds.progress.sums import Conditions, JobSums, fold
 
 
 @dataclass(eq=False)
@@ -46,6 +47,18 @@ def read_run(folder: Path, name: str | None = None, energies_of: Collection[int]
     """Read a job's ``run.jsonl``. Energies of the iterations with the given numbers are kept."""
     jobs = fold(read_records(folder), energies_of)
     return RecordedRun(folder, name or folder.resolve().name, jobs.current, jobs.left_out)
+
+
+class Samples(NamedTuple):
+    """Samples of iterations.
+
+    Attributes:
+        each: Mean number of samples of an iteration.
+        energy_j: Energy of a sample [J].
+    """
+
+    each: float
+    energy_j: float
 
 
 @dataclass
@@ -118,12 +131,17 @@ class Inputs:
         ranks, per_rank = self._info.pipeline_ranks, self.gpus_per_rank(run)
         return None if ranks is None or per_rank is None else round(ranks * per_rank)
 
-    def samples(self, run: RecordedRun) -> int | None:
-        """Return the number of samples per iteration of a job, or None if it is unknown."""
+    def samples(
+        self, run: RecordedRun, wanted: Callable[[Conditions], bool] = lambda conditions: True
+    ) -> Samples | None:
+        """Return the samples of a job's iterations under some conditions, or None if their number is unknown."""
         info = self._info
-        if info.micro_batches is None or info.micro_batch_size is None:
+        found = run.job.micro_batches(wanted, of_first=info.micro_batches)
+        if info.micro_batch_size is None or not found.micro_batches:
             return None
-        return info.micro_batches * info.micro_batch_size * (run.job.history.pipelines or info.data_parallel or 1)
+        pipelines = run.job.history.pipelines or info.data_parallel or 1
+        count = found.micro_batches * info.micro_batch_size * pipelines
+        return Samples(count / found.iterations, found.energy_j / count)
 
 
 def label(run: RecordedRun, iteration: MeasuredIteration) -> str:
@@ -149,29 +167,37 @@ def read(
     folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     _read_runs(found, list(runs) or [path for path in folders if has_file(path, FILE_NAME)])
     frontier = frontier or _find_frontier(folders, found.runs)
-    if frontier is not None:
-        found.frontier = Frontier.load(frontier)
-        found.files.append(frontier / "frontier.json" if frontier.is_dir() else frontier)
-    else:
-        found.missing.append(
-            "The frontier of plans, and their savings: there is no frontier.json. Write one with "
-            '"perseus-ds optimize PROFILE --out DIR", or give --frontier PATH.'
-        )
+    found.frontier = _loaded(found, Frontier.load, frontier, "frontier.json", _NO_FRONTIER)
     profile = profile or _find_profile(folders, frontier, found.frontier)
-    if profile is not None:
-        found.profile = StageProfile.load(profile)
-        found.files.append(profile / "profile.csv" if profile.is_dir() else profile)
-    else:
-        found.missing.append(
-            "The profile, and the timelines computed from it: there is no profile.csv. Give the profile from which the "
-            "frontier was computed, --profile PATH."
-        )
+    found.profile = _loaded(found, StageProfile.load, profile, "profile.csv", _NO_PROFILE)
     if not found.files:
         raise ConfigError(
             f"{folder}: no run.jsonl, profile.csv or frontier.json in this folder or its subfolders. Give the "
             "output_dir of a training run, or --frontier PATH and --profile PATH."
         )
     return found
+
+
+_Loaded = TypeVar("_Loaded")
+_NO_FRONTIER = (
+    "The frontier of plans, and their savings: there is no frontier.json. Write one with "
+    '"perseus-ds optimize PROFILE --out DIR", or give --frontier PATH.'
+)
+_NO_PROFILE = (
+    "The profile, and the timelines computed from it: there is no profile.csv. Give the profile from which the "
+    "frontier was computed, --profile PATH."
+)
+
+
+def _loaded(
+    found: Inputs, load: Callable[[Path], _Loaded], path: Path | None, name: str, missing: str
+) -> _Loaded | None:
+    """Return the contents of a file, given its path or its folder, and note its path. None if it is missing."""
+    if path is None:
+        found.missing.append(missing)
+        return None
+    found.files.append(path / name if path.is_dir() else path)
+    return load(path)
 
 
 def connect(found: Inputs) -> None:

@@ -138,9 +138,9 @@ class Orders:
         """Return the numbers of all orders to be kept for a later start of the job, as plain values."""
         return {str(key): number for key, number in self.numbers.items() if number >= 0}
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Restore the result of :meth:`state`."""
-        self.numbers = {int(key): number for key, number in state.items()}
+    def restore(self, numbers: Mapping[int, int]) -> None:
+        """Restore the numbers of orders, by key, that :meth:`state` has returned."""
+        self.numbers = dict(numbers)
 
     def give_up(self, order: Order, error: Exception) -> None:
         """Run an order at default clocks from now on, because it cannot be planned."""

@@ -12,13 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.io import parse_json, write_atomically
+from perseus_ds.artifacts.validation import brief
 from perseus_ds.errors import ConfigError
 from perseus_ds.protocol import places
 from perseus_ds.server.job import Job
 
 LOCK_FILE, STATE_FILE = "job.lock", "state.json"
 _MOST_FOLDERS = 100
+_AT_END_S = 5.0
+"""Maximum time to wait for the disk at the end of a job."""
 
 
 class FolderLock:
@@ -116,7 +119,7 @@ def _take(folder: str, job: Job, lock: FolderLock) -> str:
 def _owner(folder: Path) -> dict[str, str] | None:
     """Return the owner of a folder from the state that its last server has saved. None if it is unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        owner = json.loads((folder / STATE_FILE).read_text())["owner"]
+        owner = parse_json((folder / STATE_FILE).read_bytes())["owner"]
         return {"key": owner["key"], "description": owner["description"]}
     return None
 
@@ -136,12 +139,14 @@ class StateFile:
     def read(self) -> tuple[dict[str, Any] | None, str]:
         """Return the state saved by an earlier server, if any, and a warning if it is damaged."""
         try:
-            found = json.loads(self._path.read_text())
+            found = parse_json(self._path.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError(f"expected an object, found a {type(found).__name__}")
         except FileNotFoundError:
             return None, ""
         except (OSError, ValueError) as error:
-            return None, f"{self._path} cannot be read ({error}); the job begins anew"
-        return found if isinstance(found, dict) else None, ""
+            return None, f"{self._path} cannot be read ({brief(error)}); the job begins anew"
+        return found, ""
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Begin to save a state, unless an earlier one is still being written."""
@@ -149,8 +154,8 @@ class StateFile:
             self._saving = self._thread.submit(self._write, json.dumps(state) + "\n")
 
     def save_last(self, state: Mapping[str, Any]) -> None:
-        """Save a state and wait until it is written."""
-        self._thread.submit(self._write, json.dumps(state) + "\n").result()
+        """Save a state and wait until it is written, or until a timeout."""
+        self._thread.submit(self._write, json.dumps(state) + "\n").result(_AT_END_S)
 
     def close(self) -> None:
         """End the thread."""

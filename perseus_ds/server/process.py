@@ -88,6 +88,9 @@ class ServerProcess:
             epoch=request.epoch,
         )
         self._parts.callback(self._connections.close)
+        warnings = _ToRank0(self._send)
+        logger.addHandler(warnings)
+        self._parts.callback(logger.removeHandler, warnings)
         description = msg.decode_description(request.description)
         os.chdir(description.folder)
         job = Job.of(description)
@@ -122,9 +125,7 @@ class ServerProcess:
                     self.server.tick()
                     self._save()
                 self._flush()
-        with self._lock:
-            kept = self._kept()
-        self._state.save_last(kept)
+        self._save_last()
         self.server.recorder.flush()
         self.close()
 
@@ -216,6 +217,15 @@ class ServerProcess:
             self._state_at_s = now_s + _STATE_S
             self._state.save(self._kept())
 
+    def _save_last(self) -> None:
+        """Save the state at the end of the job. An error must not keep records from being written."""
+        try:
+            with self._lock:
+                kept = self._kept()
+            self._state.save_last(kept)
+        except Exception as error:
+            self.server.recorder.warn(f"the last state of this job cannot be saved ({error!r})")
+
     def _send(self, rank: int, message: ToRank) -> None:
         self._outbox.append((rank, message))  # called from any thread
 
@@ -263,6 +273,5 @@ def main() -> None:
     answer.close()
     if started.kind:
         os._exit(1)  # threads of a server that has failed must not keep the process alive
-    logging.getLogger("perseus_ds").addHandler(_ToRank0(process._send))
     process.serve()
     os._exit(0 if process.server.has_ended else 1)  # a server without agents may be needed again

@@ -381,9 +381,7 @@ class RecordWriter:
         earlier = self._of_earlier_starts()
         is_over, written = False, 0
         while not is_over:
-            read = None if self.has_read else next(earlier, None)
-            self.has_read = read is None
-            self._jobs.add(read or ())
+            self.has_read = self.has_read or not self._add_earlier(earlier)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due, _TOGETHER_S if self.has_read else 0.0)
                 records, self._waiting = self._waiting, []
@@ -397,13 +395,20 @@ class RecordWriter:
                     self._changed.notify_all()
 
     def _of_earlier_starts(self) -> Iterator[list[Record]]:
+        for _, records in RecordFollower(self._path.parent).read():
+            yield records
+
+    def _add_earlier(self, earlier: Iterator[list[Record]]) -> bool:
+        """Add the next records of earlier starts to the sums. Return False if there are no more."""
         try:
-            for _, records in RecordFollower(self._path.parent).read():
-                yield records
+            records = next(earlier, None)
+            self._jobs.add(records or ())
         except FileNotFoundError:
-            pass  # there is no earlier start
+            return False  # there is no earlier start
         except Exception as error:  # records of this start are still useful
             self._warn(f"the records of earlier starts cannot be read ({error!r})")
+            return False
+        return records is not None
 
     def _line(self, record: Record) -> bytes:
         """Add a record to the sums, and return its line. Empty if there is an error."""
@@ -428,7 +433,7 @@ class RecordWriter:
                 while self._unwritten:
                     _append_whole(file.fileno(), self._unwritten[0])
                     self._unwritten.popleft()
-        except OSError as error:
+        except Exception as error:  # the thread must survive it
             if self._works:
                 self._warn(f"{self._path} cannot be written ({error}); training continues without it")
             self._works = False

@@ -12,12 +12,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field, ValidationError
 
+from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_records import FILE_NAME, NO_ORDER, ClockNotReached, Failed, Recovered
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -37,6 +39,7 @@ from perseus_ds.protocol.job_messages import (
     ToServer,
     Welcome,
 )
+from perseus_ds.protocol.layout import OTHER_ORDERS
 from perseus_ds.savings import Default
 from perseus_ds.server import modes
 from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
@@ -67,6 +70,18 @@ _MOST_COUNTED_S = 2.0
 what has arrived before it can know what is missing."""
 _LAST_REPORTS_S = 1.5
 """Time for which a job that ends waits for reports after the first rank has left."""
+
+
+class _KeptState(FileModel):
+    """What a server keeps for a later start of the job. The parts that others restore are validated by these."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
+    job: str | None = None
+    iteration: int | None = Field(None, ge=0)
+    orders: dict[int, Annotated[int, Field(ge=0, lt=OTHER_ORDERS)]] = Field(default_factory=dict)
+    measured: tuple[tuple[float, float, float] | None, ...] = ()
+    control: dict[str, Any] | None = None
+    plans: dict[str, Any] = Field(default_factory=dict)
 
 
 class JobServer:
@@ -148,19 +163,23 @@ class JobServer:
             self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        kept, issued = state.get("control"), state.get("iteration")
-        if state.get("job") != self.job.started().job or not isinstance(kept, Mapping):
+        try:
+            kept = _KeptState.model_validate(state)
+        except ValidationError as error:
+            logger.warning("perseus: the state of an earlier start cannot be read (%r); the job begins anew.", error)
             return
-        has_same_goal = self.control.restore(kept)
-        self.orders.restore(state.get("orders") or {})
-        if self.plan_state.load(state.get("plans") or {}) and not has_same_goal:
+        if kept.job != self.job.started().job or kept.control is None:
+            return
+        has_same_goal = self.control.restore(kept.control)
+        self.orders.restore(kept.orders)
+        if self.plan_state.load(kept.plans) and not has_same_goal:
             self.plan_state.begin_trial()
             self.plan_state.resting = 0
-        for rank, measured in enumerate(state.get("measured") or ()):
+        for rank, measured in enumerate(kept.measured):
             if measured is not None and rank < self.job.world_size and self.job.states[rank].measured is None:
                 self.job.states[rank].measured = Measured(*measured)
-        if self._is_renewed and isinstance(issued, int):  # ranks continue to count
-            self._completed = issued
+        if self._is_renewed and kept.iteration is not None:  # ranks continue to count
+            self._completed = kept.iteration
         elif (steps := self.job.facts[0].steps) is not None:
             self.control.steps = steps
         self._step_offsets.append((self._completed, self.control.steps - self._completed))

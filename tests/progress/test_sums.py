@@ -227,3 +227,13 @@ def test_memory_does_not_grow_with_the_length_of_a_job():
 def test_the_start_names_the_size_of_a_job():
     history = job_of(started(ranks=16, pipelines=4), default_iteration(1, energy_by_pipeline_j=None)).history
     assert (history.gpus, history.pipelines) == (16, 4)
+
+
+def test_figures_by_token_are_of_iterations_with_known_energy_and_number_of_tokens():
+    """The counter fails in every other iteration, and an earlier version recorded no tokens."""
+    known = planned(4, tokens=1000, trial=AS_RECORDED)
+    without_energy = planned(4, first=110, tokens=1000, energy_j=None, trial=AS_RECORDED)
+    without_tokens = planned(4, first=120, trial=AS_RECORDED)
+    tokens = job_of(*known, *without_energy, *without_tokens).tokens
+    assert (tokens.per_s, tokens.energy_j) == (pytest.approx(1000 / 1.02), pytest.approx(0.08))
+    assert (tokens.default_per_s, tokens.default_energy_j) == (pytest.approx(1000.0), pytest.approx(0.1))

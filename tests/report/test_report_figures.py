@@ -85,7 +85,7 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
     sizes = {"micro_batch_size": 2, "pipeline_ranks": 3, "data_parallel": 2}
     found.profile.info = found.profile.info.model_copy(update=sizes)
     (run,) = found.runs
-    assert (found.gpus(run), found.samples(run)) == (6, 16)
+    assert (found.gpus(run), found.samples(run).each) == (6, 16)
     tile = tile_of(found, "Energy of a sample")
     per_sample_j = run.job.total().energy_j / (run.job.total().iterations * 16)
     assert tile.value == f"{per_sample_j:.2f} J"
@@ -93,6 +93,20 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
     gained_s = run.job.whole.gained_s
     gpu_time = tile_of(found, f"GPU time {'gained' if gained_s >= 0 else 'lost'}")
     assert gpu_time.value == units.gpu_time(abs(6 * gained_s))
+
+
+def test_the_energy_of_a_sample_counts_the_micro_batches_of_each_iteration(tmp_path):
+    """Two orders of 8 and 4 micro-batches of 2 samples. Iterations of other orders, or without energy, do not count."""
+    lines = [record(n, "observe", 2.0, 160.0) for n in (1, 2)]
+    lines += [record(n, "observe", 1.0, 100.0) | {"order": 1} for n in (3, 4, 5, 6)]
+    lines += [record(7, "observe", 1.0, 900.0) | {"order": 255}, record(8, "observe", 2.0, None)]
+    schedules = [{"event": "schedule", "order": 1, "micro_batches": 4}]
+    write_log(tmp_path, [START | {"micro_batches": 8, "pipelines": 1}, *schedules, *lines])
+    found = read(tmp_path)
+    found.profile = synthetic_profile(2, micro_batches=8, micro_batch_size=2)
+    samples = found.samples(found.runs[0])
+    assert samples.energy_j == pytest.approx((2 * 160 + 4 * 100) / (2 * 16 + 4 * 8))
+    assert samples.each == pytest.approx((2 * 16 + 4 * 8) / 6)
 
 
 def test_energy_is_shown_by_rank_if_it_is_recorded(tmp_path):

@@ -208,6 +208,24 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tm
     assert [record.iteration for record in records] == [1, 2]
 
 
+def test_an_error_in_the_sums_of_earlier_starts_does_not_keep_records_from_being_written(tmp_path):
+    (tmp_path / "run.jsonl").write_text(to_line(Started(time=1.0)))
+
+    class Broken(JobsOfFile):
+        def add(self, records):
+            if records:
+                raise ArithmeticError("overflow")
+
+    warnings = []
+    writer = RecordWriter(tmp_path, Broken(), warnings.append)
+    writer.flush()
+    writer.write(Failed(time=2.0, error="of this start"))
+    writer.flush()
+    assert [record.time for record in read_records(tmp_path)][:1] == [1.0]
+    assert writer._thread.is_alive()
+    assert "earlier starts cannot be read" in warnings[0]
+
+
 def test_records_are_written_while_those_of_earlier_starts_are_read(tmp_path, monkeypatch):
     """They are then read from the file."""
     (tmp_path / "run.jsonl").write_text("".join(to_line(Started(time=float(number))) for number in range(1, 4)))

@@ -48,6 +48,31 @@ def test_the_state_of_another_job_is_not_taken_up(start):
     assert [record.iteration for record in job.events(IterationRecord)] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"orders": {"first": 0}},
+        {"orders": [0]},
+        {"measured": [[0.1]]},
+        {"measured": 7},
+        {"iteration": "ten"},
+        {"plans": 3},
+    ],
+    ids=str,
+)
+def test_a_job_with_a_damaged_state_begins_anew_and_says_so(start, damage, caplog):
+    job = start(mode="observe")
+    job.train(3)
+    state = {**job.server.state(), **damage}
+    job.close()
+    job._start(state)
+    job.train(2)
+    job.close()
+    assert [record.iteration for record in job.events(IterationRecord)] == [1, 2, 3, 1, 2]
+    (warning,) = [text for text in caplog.messages if "the state of an earlier start cannot be read" in text]
+    assert next(iter(damage)) in warning
+
+
 @pytest.mark.parametrize("phase", ["profile", "optimizing", "run"])
 def test_a_job_that_is_restarted_in_any_phase_runs_under_a_plan_that_is_kept(start, phase):
     job = start(mode="auto", **SLOWER)

@@ -170,6 +170,44 @@ def rare_heartbeats(monkeypatch):
     monkeypatch.setattr("perseus_ds.server.connections._HEARTBEAT_S", 3600.0)
 
 
+@pytest.mark.parametrize("step", ["making", "writing"])
+def test_a_last_state_that_cannot_be_saved_is_said_and_records_are_still_written(process, monkeypatch, step):
+    def fail(*_):
+        raise ValueError("not a number")
+
+    process.server.start()
+    process.server.is_over = True
+    monkeypatch.setattr(*((process.server, "state") if step == "making" else (process._state, "_write")), fail)
+    process.serve()
+    said = [message.text for _, message in process._outbox if isinstance(message, Say)]
+    assert any("cannot be saved (ValueError('not a number'))" in text for text in said)
+    assert (process.server.job.output_dir / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("damage", ["[" * 100_000, "[]", "{"], ids=["deep", "list", "cut off"])
+def test_a_damaged_state_file_is_a_warning_and_the_job_begins_anew(monkeypatch, tmp_path, damage):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "perseus").mkdir()
+    (tmp_path / "perseus" / "state.json").write_text(damage)
+    process = ServerProcess(request(tmp_path / "perseus", mode="observe", public_key=PUBLIC_KEY))
+    process.close()
+    said = " ".join(message.text for _, message in process._outbox if isinstance(message, Say))
+    assert "state.json cannot be read" in said
+    assert "the job begins anew" in said
+
+
+def test_a_damaged_part_of_the_state_is_a_warning_on_rank_0(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = request(tmp_path / "perseus", mode="observe", public_key=PUBLIC_KEY)
+    process = ServerProcess(asked)
+    process._state.save_last({**process._kept(), "plans": {"lateness": -1}})
+    process.close()
+    process = ServerProcess(asked)
+    process.close()
+    said = [message.text for _, message in process._outbox if isinstance(message, Say) and message.warns]
+    assert any("the state of an earlier start cannot be read" in text for text in said)
+
+
 def test_a_message_put_while_the_thread_wakes_up_delays_no_later_one(rare_heartbeats, process, uplink, monkeypatch):
     connections, read = process._connections, os.read
     (agent,) = connections.agents
