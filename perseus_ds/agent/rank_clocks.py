@@ -14,17 +14,14 @@ import msgspec
 
 from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, CounterFailed, GpuActor, GpuNews
 from perseus_ds.agent.timeline import IterationRecord, Timeline
-from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.energy_counter import CounterLog, counter_period_s
+from perseus_ds.gpu.energy_counter import CounterLog
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.layout import DRIVER_HANGS_S, RankMemory
-from perseus_ds.protocol.messages import Answer, Ask, Refreshes, ToClient, ToClocks
+from perseus_ds.protocol.messages import CounterRefreshed, LogCounter, ToClient, ToClocks
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-_MOST_REFRESHES = 1000
-"""Maximum number of refreshes in one message."""
-_LONGEST_PERIOD_S = 10.0
 _STATE_EVERY_S = 1.0
 """Interval of reading the state of the GPU, because temperatures change within seconds."""
 _MOST_HELD = 64
@@ -69,7 +66,7 @@ class RankClocks:
         # Messages that are sent after the GPU has finished earlier work, and the times at which they were received.
         self._held: deque[tuple[msg.Report | msg.Left, float]] = deque()
         self._before = ClockStatus()
-        self._asked_log: CounterLog | None = None
+        self._client_log: CounterLog | None = None
         # The log for the server, and the orders for which the server requests one.
         self._log: CounterLog | None = None
         self._logged: set[int] = set()
@@ -108,19 +105,10 @@ class RankClocks:
             if len(self._held) < _MOST_HELD:
                 self._held.append((message, self._time.now_s()))
                 self._complete()
-        elif not isinstance(message, Ask):
-            self._to_server(message)
-        elif message.question == "refreshes":
-            self._send_refreshes(message)
-        elif message.question in ("start", "stop"):
-            self._actor.stop_log(self._asked_log)
-            self._asked_log = None
-            if message.question == "start":
-                self._asked_log = CounterLog(self._gpu, self._time)
-                self._actor.start_log(self._asked_log)
-            self._to_client(Answer(message.number))
+        elif isinstance(message, LogCounter):
+            self._log_for_client(message.is_on)
         else:
-            self._ask_driver(message)
+            self._to_server(message)
 
     def forget_server(self) -> None:
         """Return to default clocks, because the server is lost."""
@@ -143,7 +131,7 @@ class RankClocks:
         """Stop setting clocks and reading the GPU, without waiting for the driver. The caller resets the clock."""
         self._complete(waits=False)
         self._stop_log()
-        self._actor.stop_log(self._asked_log)
+        self._actor.stop_log(self._client_log)
         self.timeline.revoke()
         if self._tell in self._actor.listeners:
             self._actor.listeners.remove(self._tell)
@@ -243,26 +231,19 @@ class RankClocks:
         except GpuError:
             self._state = GpuState()
 
-    def _ask_driver(self, asked: Ask) -> None:
-        def answer() -> None:
-            try:
-                period_s = counter_period_s(self._gpu, min(asked.value, _LONGEST_PERIOD_S), self._time)
-                self._to_client(Answer(asked.number, (period_s or 0.0,)))
-            except Exception as error:  # the client waits for an answer
-                refuse(error)
+    def _log_for_client(self, is_on: bool) -> None:
+        """Send the client each refresh of the energy counter, or no more of them."""
+        self._actor.stop_log(self._client_log)
+        self._client_log = None
+        if is_on:
+            log = CounterLog(self._gpu, self._time, on_refresh=lambda: self._send_refreshes(log))
+            self._client_log = log
+            self._actor.start_log(log)
 
-        def refuse(error: Exception) -> None:
-            self._to_client(Answer(asked.number, (), str(error), isinstance(error, GpuBusyError)))
-
-        if not self._actor.call(answer):
-            refuse(self._actor.problem or GpuBusyError("the driver did not answer"))
-
-    def _send_refreshes(self, asked: Ask) -> None:
-        number, log = asked.number, self._asked_log
-        if log is None:  # another agent had recorded them
-            self._to_client(Refreshes(number, (), (), error="the energy counter is not recorded"))
-            return
-        changes, clocks = log.changes[:_MOST_REFRESHES], log.clocks[:_MOST_REFRESHES]
-        del log.changes[: len(changes)], log.clocks[: len(clocks)]
-        state, error = log.state, "" if log.error is None else str(log.error)
-        self._to_client(Refreshes(number, tuple(changes), tuple(clocks), state.temperature_c, state.power_state, error))
+    def _send_refreshes(self, log: CounterLog) -> None:
+        """Send the client new refreshes. Called on the actor's thread."""
+        for time_s, energy_j in log.changes:
+            self._to_client(CounterRefreshed(time_s, energy_j))
+        log.changes, log.clocks = [], []
+        if log.error is not None:
+            self._to_client(CounterRefreshed(error=str(log.error)))

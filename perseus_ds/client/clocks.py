@@ -1,29 +1,32 @@
 """Interface of the training process to its GPU's clocks, which the agent of the node sets and reads.
 
 The training process writes the number of an iteration's order and its marks into shared memory. Everything else is sent
-as messages, without waiting for answers. Only before training does it wait for answers.
+as messages, without waiting for answers. Only the start of the job's server is waited for.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import msgspec
 
 from perseus_ds.client.lease import Lease, SharedMemory
 from perseus_ds.client.marks import Marks
 from perseus_ds.errors import GpuBusyError, GpuError
-from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.energy_counter import Refreshes
-from perseus_ds.protocol import messages
 from perseus_ds.protocol.job_messages import FromClient
 from perseus_ds.protocol.layout import PAUSED, POSITIONS, RankMemory
-from perseus_ds.protocol.messages import Answer, Ask, Connect, Question, ServerStarted, StartServer, ToClient
+from perseus_ds.protocol.messages import (
+    Connect,
+    CounterRefreshed,
+    LogCounter,
+    ServerStarted,
+    StartServer,
+    ToClient,
+)
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
-_ANSWERS_WITHIN_S, _SERVER_STARTS_WITHIN_S, _LOOK_S = 10.0, 120.0, 0.05
+_SERVER_STARTS_WITHIN_S, _LOOK_S = 120.0, 0.05
 
 
 class AgentClocks:
@@ -34,20 +37,18 @@ class AgentClocks:
         mark_error: Last error of a mark, after which none is written until the next iteration. None if none failed.
     """
 
-    def __init__(self, link: Lease, memory: RankMemory, marks: Marks, gpu: str, timebase: Timebase = REAL_TIME) -> None:
+    def __init__(self, link: Lease, memory: RankMemory, marks: Marks, timebase: Timebase = REAL_TIME) -> None:
         self.memory = memory
         self.mark_error: GpuError | None = None
         self._writes_marks = True
         self._link = link
         self._marks = marks
-        self._gpu = gpu
         self._time = timebase
         self._connect: Connect | None = None
         self._server: StartServer | None = None
         self._description: SharedMemory | None = None
         self._grants = link.grants
         self._positions = 0
-        self._questions = 0
         self._inbox: list[ToClient] = []
 
     def follow(self, server: Connect) -> None:
@@ -69,15 +70,29 @@ class AgentClocks:
             The answer for all ranks, without the server's secret key.
 
         Raises:
-            GpuError: The agent is lost.
+            GpuError: The agent is lost, or the server does not start.
         """
         self._description = SharedMemory(len(description), "perseus-ds-job")
         self._description.view[: len(description)] = description
         request = StartServer(host, port, len(description))
         self._link.send(request, self._description.file)
-        started: ServerStarted = self._awaited(ServerStarted, timeout_s=_SERVER_STARTS_WITHIN_S)
+        started = self._await_server()
         self._server = msgspec.structs.replace(request, running=started)
         return msgspec.structs.replace(started, server_secret=b"")
+
+    def _await_server(self) -> ServerStarted:
+        end_s = self._time.now_s() + _SERVER_STARTS_WITHIN_S
+        while True:
+            self._inbox += self._link.received()
+            for message in self._inbox:
+                if isinstance(message, ServerStarted):
+                    self._inbox.remove(message)
+                    return message
+            if not self._link.is_watched():
+                raise GpuError("the agent, which resets the clocks if the job is killed, is gone")
+            if self._time.now_s() >= end_s:
+                raise GpuBusyError(f"the job's server has not started within {_SERVER_STARTS_WITHIN_S:.0f} s")
+            self._link.wait(_LOOK_S)
 
     def send(self, message: FromClient) -> None:
         self._link.send(message)
@@ -155,45 +170,23 @@ class AgentClocks:
         self._link.wake()
         self._link.is_watched()  # starts another agent if there is none: the clock may be locked
 
-    def ask(self, question: Question, value: float = 0.0) -> Answer | messages.Refreshes:
-        """Send a question to the agent, and wait for its answer. Called before training.
+    def log_counter(self, is_on: bool) -> None:
+        """Have the agent send each refresh of the energy counter, or no more of them. Used before training."""
+        self._link.send(LogCounter(is_on))
+
+    def refreshes(self) -> list[tuple[float, float]]:
+        """Return time [s] and energy [J] of the refreshes of the energy counter that were received since the last call.
 
         Raises:
-            GpuBusyError: The driver does not answer.
-            GpuError: The agent has answered with an error, or there is no agent.
+            GpuError: The counter cannot be read.
         """
-        self._questions += 1
-        self._link.send(Ask(self._questions, question, value))
-        answer: Answer | messages.Refreshes = self._awaited(Answer, messages.Refreshes)
-        while answer.number != self._questions:  # a late answer to an earlier question
-            answer = self._awaited(Answer, messages.Refreshes)
-        if answer.error:
-            is_busy = isinstance(answer, Answer) and answer.is_busy
-            raise (GpuBusyError if is_busy else GpuError)(answer.error)
-        return answer
-
-    def values(self, question: Question, value: float = 0.0) -> tuple[float, ...]:
-        answer = self.ask(question, value)
-        assert isinstance(answer, Answer)
-        return answer.values
-
-    def _awaited(self, *kinds: type, timeout_s: float = _ANSWERS_WITHIN_S) -> Any:
-        end_s = self._time.now_s() + timeout_s
-        while True:
-            self._inbox += self._link.received()
-            for message in self._inbox:
-                if isinstance(message, kinds):
-                    self._inbox.remove(message)
-                    return message
-            if not self._link.is_watched():
-                raise GpuError("the agent, which resets the clocks if the job is killed, is gone")
-            if self._time.now_s() >= end_s:
-                raise GpuBusyError(f"the agent has not answered for {timeout_s:.0f} s")
-            self._link.wait(_LOOK_S)
-
-    def counter_log(self) -> CounterRecord:
-        """Return a context manager that records refreshes of the energy counter. Used before training."""
-        return CounterRecord(self, self._gpu)
+        self._inbox += self._link.received()
+        found = [message for message in self._inbox if isinstance(message, CounterRefreshed)]
+        self._inbox = [message for message in self._inbox if not isinstance(message, CounterRefreshed)]
+        for message in found:
+            if message.error:
+                raise GpuError(message.error)
+        return [(message.time_s, message.energy_j) for message in found]
 
     def wait(self, timeout_s: float) -> None:
         self._link.wait(timeout_s)
@@ -201,37 +194,3 @@ class AgentClocks:
     def close(self) -> None:
         """Restore the default clock permanently. Has no effect when called again."""
         self._link.close()
-
-
-class CounterRecord(Refreshes):
-    """Refreshes of the energy counter, recorded by the agent."""
-
-    def __init__(self, clocks: AgentClocks, gpu: str) -> None:
-        super().__init__(gpu)
-        self._clocks = clocks
-        self._is_open = False
-
-    def __enter__(self) -> CounterRecord:
-        self._clocks.ask("start")
-        self._is_open = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.update()
-        self._is_open = False
-        self._clocks.ask("stop")
-
-    def update(self) -> None:
-        """Fetch the refreshes up to now."""
-        while self._is_open:
-            try:
-                seen = self._clocks.ask("refreshes")
-            except GpuError as error:
-                self.error = error
-                return
-            assert isinstance(seen, messages.Refreshes)
-            self.changes += seen.changes
-            self.clocks += seen.clocks
-            self.state = GpuState(seen.temperature_c, seen.power_state)
-            if not seen.changes:
-                return

@@ -147,8 +147,8 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     return gpu
 
 
-def clocks_of(lease: Lease, device: torch.device, name: str) -> AgentClocks:
-    """Return the clocks of the GPU of a lease, which has this name.
+def clocks_of(lease: Lease, device: torch.device) -> AgentClocks:
+    """Return the clocks of the GPU of a lease.
 
     Raises:
         GpuError: The GPU cannot write marks. The lease has ended.
@@ -158,7 +158,7 @@ def clocks_of(lease: Lease, device: torch.device, name: str) -> AgentClocks:
     except GpuError:
         lease.close()
         raise
-    return AgentClocks(lease, lease.memory, marks, name)
+    return AgentClocks(lease, lease.memory, marks)
 
 
 def execution_on(device: torch.device) -> Execution:

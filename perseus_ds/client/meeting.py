@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from perseus_ds.client.timers import Execution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.gpu.base import KnownGpu
-from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step, mean_power_w
+from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step, mean_power_w, period_s_of
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol import places
@@ -48,11 +48,13 @@ _NAMED_AFTER_S, _MOST_NAMED = 10.0, 4
 _BEGIN = "begin to train"
 # Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
 _LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 4, 0.1, 3.0
-_SHORT_WINDOW_S, _WINDOW_S = 0.35, 1.0
+_LONGEST_WINDOW_S, _UNKNOWN_PERIOD_S = 1.35, 1.0
+"""Longest time for which the refreshes of the energy counter are counted, and its period if there are too few [s]."""
 # Longest time until the power after a load is steady, and interval at which it is checked [s].
 _LONGEST_STEP_S, _LOOK_S = 4.0, 0.05
 # Number of refreshes in which the first rank waits for the others.
 _WAITED_REFRESHES = 6
+_MEASURING_FAILED = "perseus/measuring/failed"
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -137,7 +139,7 @@ def meet(
     try:
         opened.schedule = read()
         gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
-        opened.clocks = clocks_of(gpu.take_lease(), facts.device, gpu.name)
+        opened.clocks = clocks_of(gpu.take_lease(), facts.device)
         opened.timers, opened.simulated = execution_on(facts.device), gpu.work(config)
         own = rank_facts(config, facts, opened.schedule, gpu, calibrates=opened.simulated is not None)
         content = b"+" + msg.encode(own)
@@ -321,13 +323,18 @@ def own_versions() -> dict[str, str]:
     return installed
 
 
-def measure_counter(clocks: AgentClocks) -> Measured:
+def measure_counter(clocks: AgentClocks, timebase: Timebase = REAL_TIME) -> Measured:
     """Return the refresh period of the energy counter. Raises a ``GpuError`` if it cannot be read."""
-    for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
-        (period_s,) = clocks.values("period", window_s)
-        if period_s:
-            return Measured(period_s)
-    return Measured(_WINDOW_S)
+    refreshes: list[tuple[float, float]] = []
+    end_s = timebase.now_s() + _LONGEST_WINDOW_S
+    clocks.log_counter(True)
+    try:
+        while len(refreshes) < _LOADED_REFRESHES and timebase.now_s() < end_s:
+            timebase.sleep(_LOOK_S)
+            refreshes += clocks.refreshes()
+    finally:
+        clocks.log_counter(False)
+    return Measured(period_s_of(refreshes) or _UNKNOWN_PERIOD_S)
 
 
 def measure_gpu(
@@ -344,12 +351,19 @@ def measure_gpu(
     After a load, all ranks wait in a collective for the first ranks of their pipelines, which enter it once the energy
     counter of their own GPU is steady. Then the first ranks wait for all others. The rank of a pipeline of one never
     waits, and its idle GPU is closest to that. ``load`` keeps the GPU busy for some time [s].
+
+    Raises:
+        PerseusError: On all ranks, if the load fails on one.
     """
     is_first = pipeline_rank == 0
+    error = ""
     with _read_counter(clocks, timebase) as refreshes_since:
         begin_s = timebase.now_s()
-        while len(refreshes_since(begin_s)) < _LOADED_REFRESHES and timebase.now_s() < begin_s + _LONGEST_LOAD_S:
-            load(_LOAD_S)
+        try:
+            while len(refreshes_since(begin_s)) < _LOADED_REFRESHES and timebase.now_s() < begin_s + _LONGEST_LOAD_S:
+                load(_LOAD_S)
+        except Exception as failure:  # for example no memory: the other ranks wait in the collective
+            error = f"perseus: rank {dist.get_rank()} could not keep its GPU busy to measure it: {failure!r}"
         ended_s = timebase.now_s()
         loaded_w = mean_power_w(refreshes_since(begin_s))
 
@@ -357,13 +371,13 @@ def measure_gpu(
             return answer_to_a_step(refreshes_since(ended_s), loaded_w, ended_s)
 
         answer = None
-        while is_first and timebase.now_s() < ended_s + _LONGEST_STEP_S:
+        while is_first and not error and timebase.now_s() < ended_s + _LONGEST_STEP_S:
             if (answer := answered()) is not None and answer.is_steady:
                 break
             timebase.sleep(_LOOK_S)
-        _wait_for_all(device)
+        _raise_on_all(error, device)
         answer = answer or answered()
-        period_s, settle_s = (_WINDOW_S, 0.0) if answer is None else (answer.period_s, answer.settle_s)
+        period_s, settle_s = (_UNKNOWN_PERIOD_S, 0.0) if answer is None else (answer.period_s, answer.settle_s)
         power_w = math.nan if answer is None else answer.power_w
         if pipeline_ranks == 1:
             return Measured(period_s, settle_s, power_w)
@@ -383,21 +397,27 @@ def _read_counter(
     clocks: AgentClocks, timebase: Timebase
 ) -> Iterator[Callable[[float], Sequence[tuple[float, float]]]]:
     """Yield a function that returns the refreshes of the energy counter since a time. There are none on an error."""
-    opened, log = ExitStack(), None
-    with suppress(GpuError):
-        log = opened.enter_context(clocks.counter_log())
+    seen: list[tuple[float, float]] = []
 
     def since(begin_s: float) -> Sequence[tuple[float, float]]:
-        try:
-            return () if log is None else log.readings(begin_s, timebase.now_s())
-        except GpuError:
-            return ()
+        with suppress(GpuError):
+            seen.extend(clocks.refreshes())
+        return [refresh for refresh in seen if refresh[0] >= begin_s]
 
+    clocks.log_counter(True)
     try:
         yield since
     finally:
-        with suppress(GpuError):
-            opened.close()
+        clocks.log_counter(False)
+
+
+def _raise_on_all(error: str, device: torch.device) -> None:
+    """Wait for all ranks in a collective, and raise an error on all of them if any rank has one."""
+    if error:
+        dist.distributed_c10d._get_default_store().set(_MEASURING_FAILED, error)
+    (has_failed,) = _largest_of_all([float(bool(error))], device)
+    if has_failed:
+        raise PerseusError(dist.distributed_c10d._get_default_store().get(_MEASURING_FAILED).decode())
 
 
 def _largest_of_all(values: list[float], device: torch.device) -> tuple[float, ...]:

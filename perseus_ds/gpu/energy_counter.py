@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -51,19 +51,14 @@ class Refreshes:
         self.state = GpuState()
         self.error: GpuError | None = None
 
-    def update(self) -> None:
-        """Add the refreshes up to now."""
-
     def readings(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
         """Return time [s] and energy [J] of the refreshes from ``start_s`` to ``end_s``."""
-        self.update()
         if self.error is not None:
             raise self.error
         return [change for change in self.changes if start_s <= change[0] <= end_s]
 
     def reached_s(self, clock_mhz: int, start_s: float, end_s: float) -> float | None:
         """Return when the GPU first ran at about the given clock in a time window [s], or None."""
-        self.update()
         for moment_s, read_mhz in self.clocks:
             if start_s <= moment_s <= end_s and -_TOLERANCE_BELOW <= read_mhz / clock_mhz - 1 <= _TOLERANCE_ABOVE:
                 return moment_s
@@ -93,10 +88,14 @@ class CounterLog(Refreshes):
         due_s: Time of the next reading [s]. Infinite after an error.
     """
 
-    def __init__(self, gpu: Gpu, timebase: Timebase = REAL_TIME) -> None:
+    def __init__(
+        self, gpu: Gpu, timebase: Timebase = REAL_TIME, *, on_refresh: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin without a reading. ``on_refresh`` is called after each refresh, and after an error."""
         super().__init__(gpu.name)
         self._gpu = gpu
         self._time = timebase
+        self._on_refresh = on_refresh
         self._seen_s: deque[float] = deque(maxlen=6)
         self._last: tuple[float, float] | None = None
         self.due_s = -math.inf
@@ -120,6 +119,7 @@ class CounterLog(Refreshes):
             if not isinstance(error, GpuError):
                 error = GpuError(f"{self._name}: the energy counter cannot be read ({error!r}).")
             self.error, self.due_s = error, math.inf
+            self._on_refresh()
 
     def _read(self) -> None:
         energy_j = self._gpu.energy_j()
@@ -131,6 +131,7 @@ class CounterLog(Refreshes):
             with suppress(GpuError):  # AMD's driver reports no clock at times
                 self.clocks.append((now_s, self._gpu.clock_mhz()))
             self.state = self._gpu.state
+            self._on_refresh()
         self._last = now_s, energy_j
 
     def _next_reading_in_s(self) -> float:
@@ -229,7 +230,13 @@ def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REA
 
     While the GPU draws power, its counter changes at every refresh.
     """
-    return _period_s(list(_refreshes(gpu, duration_s, timebase)))
+    return period_s_of(list(_refreshes(gpu, duration_s, timebase)))
+
+
+def period_s_of(refreshes: Sequence[tuple[float, float]]) -> float | None:
+    """Return the median time between refreshes [s]. None if there are fewer than two."""
+    periods_s = _periods_s(refreshes)
+    return statistics.median(periods_s) if periods_s else None
 
 
 def answer_to_a_step(seen: Sequence[tuple[float, float]], before_w: float, ended_s: float) -> CounterAnswer | None:
@@ -279,11 +286,6 @@ def _refreshes(gpu: Gpu, duration_s: float, timebase: Timebase) -> Iterator[tupl
             last_j = energy_j
             yield now_s, energy_j
         timebase.sleep(_POLL_S)
-
-
-def _period_s(refreshes: Sequence[tuple[float, float]]) -> float | None:
-    periods_s = _periods_s(refreshes)
-    return statistics.median(periods_s) if periods_s else None
 
 
 def _periods_s(refreshes: Sequence[tuple[float, float]]) -> list[float]:

@@ -6,6 +6,7 @@ a pipe by its interpreter (:class:`~perseus_ds.client.signals.SignalPipe`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -128,39 +129,18 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     leases: tuple[tuple[str, int], ...]
 
 
-Question: TypeAlias = Literal["period", "start", "refreshes", "stop"]
+class LogCounter(msgspec.Struct, tag=True, frozen=True):
+    """A client requests to receive each refresh of the energy counter, or no more of them."""
+
+    is_on: bool
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question to the driver of the GPU.
+class CounterRefreshed(msgspec.Struct, tag=True, frozen=True):
+    """A refresh of the energy counter."""
 
-    ``period`` measures the refresh period of the energy counter, for at most ``value`` seconds. ``start`` begins a log
-    of its refreshes, ``refreshes`` requests new ones, and ``stop`` ends the log.
-    """
-
-    number: int  # identifies the answer
-    question: Question
-    value: float = 0.0
-
-
-class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a question."""
-
-    number: int
-    values: tuple[float, ...] = ()
-    error: str = ""  # why there is no answer
-    is_busy: bool = False  # the driver is only busy
-
-
-class Refreshes(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``refreshes``: the refreshes since the last answer."""
-
-    number: int
-    changes: tuple[tuple[float, float], ...]  # time [s] and energy [J] of each refresh
-    clocks: tuple[tuple[float, int], ...]  # time [s] and clock [MHz] of each reading of the clock
-    temperature_c: float | None = None
-    power_state: str | None = None
-    error: str = ""  # why the counter cannot be read
+    time_s: float = math.nan
+    energy_j: float = math.nan
+    error: str = ""  # why the counter cannot be read any more
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
@@ -200,10 +180,10 @@ class StartServer(msgspec.Struct, tag=True, frozen=True):
     running: ServerStarted | None = None  # started by an earlier agent of this node, and only replaced if it dies
 
 
-ToClocks: TypeAlias = Ask | FromClient
+ToClocks: TypeAlias = LogCounter | FromClient
 """Messages that :class:`~perseus_ds.agent.rank_clocks.RankClocks` receives from its client."""
 ToAgent: TypeAlias = FindGpu | RequestLease | Release | RequestStatus | Connect | StartServer | ToClocks
-ToClient: TypeAlias = Found | Granted | Refused | Released | Status | Answer | Refreshes | ServerStarted | ToRank
+ToClient: TypeAlias = Found | Granted | Refused | Released | Status | CounterRefreshed | ServerStarted | ToRank
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_agent: Callable[[bytes], ToAgent] = msgspec.msgpack.Decoder(ToAgent).decode

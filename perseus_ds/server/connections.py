@@ -1,7 +1,9 @@
 """The encrypted connections of a job's server to the agents of its nodes.
 
 A thread of its own receives and sends messages, and sends heartbeats, so that agents hear the server also while it
-decides for a long time. Only agents with the job's key are accepted, and those who give orders by the control key.
+decides for a long time. A server that has not waited for messages for half a minute hangs, and sends no heartbeats
+until it does: agents return to default clocks, and another server replaces it. Only agents with the job's key are
+accepted, and those who give orders by the control key.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from perseus_ds.server.control_socket import CONTROL
 from perseus_ds.timebase import REAL_TIME
 
 _HEARTBEAT_S = 0.5
+_HANGS_S = 30.0
+"""Time without a call of :meth:`AgentConnections.wait` after which the server counts as hanging [s]."""
 _FULL_S = 0.01
 """Interval at which the thread looks for space if too many messages wait to be processed [s]."""
 _MOST_WAITING = 100_000
@@ -60,6 +64,7 @@ class AgentConnections:
         self._host, self._heartbeat = host, b"%d" % epoch
         self._outgoing: deque[tuple[bytes, ...]] = deque()
         self._has_received, self._closes = threading.Event(), threading.Event()
+        self._waited_s = REAL_TIME.now_s()
         self._parts = ExitStack()
         with ExitStack() as opened:
             self._socket = self._listen(opened, port, key, secret_key, agents_key)
@@ -109,6 +114,7 @@ class AgentConnections:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a message has been received since the last call, or until the timeout."""
+        self._waited_s = REAL_TIME.now_s()
         self._has_received.wait(timeout_s)
         self._has_received.clear()
 
@@ -145,9 +151,11 @@ class AgentConnections:
             self._is_woken = False  # after the pipe is empty: a message that is put from now on wakes this thread again
             if self._receive():
                 beat_at_s = 0.0  # a new agent is answered immediately
-            if REAL_TIME.now_s() >= beat_at_s:
-                beat_at_s = REAL_TIME.now_s() + _HEARTBEAT_S
-                self._outgoing.extend((agent, self._heartbeat) for agent in self.agents)
+            now_s = REAL_TIME.now_s()
+            if now_s >= beat_at_s:
+                beat_at_s = now_s + _HEARTBEAT_S
+                if now_s < self._waited_s + _HANGS_S:
+                    self._outgoing.extend((agent, self._heartbeat) for agent in self.agents)
             self._send()
         self._send()
 

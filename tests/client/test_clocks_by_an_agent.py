@@ -1,6 +1,5 @@
 """Failures while a real agent sets clocks, on the stub of NVML."""
 
-import math
 import signal
 
 import pytest
@@ -10,11 +9,10 @@ from run_log import wait_until
 
 from perseus_ds.client.devices import clocks_of
 from perseus_ds.client.lease import Lease
-from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.errors import GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.protocol.job_messages import Program, Report
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, POSITIONS
-from perseus_ds.protocol.messages import Answer, Ask
 
 CPU = torch.device("cpu")
 
@@ -39,7 +37,7 @@ def start(stub):
     started = []
 
     def start(gpu=0, server=None):
-        started.append(clocks_of(Lease(NvmlGpu(gpu).address), CPU, f"GPU {gpu}"))
+        started.append(clocks_of(Lease(NvmlGpu(gpu).address), CPU))
         if server is not None:
             started[-1].follow(server.connect)
         return started[-1]
@@ -80,24 +78,45 @@ def test_the_clock_of_a_rank_that_ends_is_not_kept_for_another_one_on_its_gpu(st
     second.end_iteration(number)
 
 
+def refreshes_of(clocks, count):
+    """Return the next refreshes of the energy counter, with the GPU drawing power."""
+    found = []
+    clocks.log_counter(True)
+    wait_until(lambda: found.extend(clocks.refreshes()) or len(found) >= count, "refreshes")
+    clocks.log_counter(False)
+    return found
+
+
 def test_messages_that_make_no_sense_leave_agent_and_rank_as_they_are(start, stub):
     clocks = start()
     (agent,) = stub.agents()
-    for message in (Ask(97, "refreshes", math.nan), Ask(98, "stop", math.inf)):
-        clocks._link.send(message)
+    clocks.log_counter(False)
     clocks._link._connection.send(b"not a message")
-    assert clocks.values("period", 0.1)
+    assert refreshes_of(clocks, 2)
     assert stub.agents() == [agent]
 
 
-def test_a_question_whose_agent_is_lost_is_an_error_and_training_goes_on(start, stub, server):
+def test_a_client_receives_each_refresh_of_the_counter_once(start, stub):
+    stub.gpus[0].counter_period_s = 0.02
+    seen = refreshes_of(start(), 5)
+    times_s, energies_j = zip(*seen, strict=True)
+    assert list(times_s) == sorted(set(times_s))
+    assert list(energies_j) == sorted(set(energies_j))
+
+
+def test_a_counter_that_cannot_be_read_is_an_error_with_its_reason(start, stub):
+    stub.gpus[0].fail("energy", "unknown")
+    with pytest.raises(GpuError, match="energy"):
+        refreshes_of(start(), 1)
+
+
+def test_a_counter_whose_agent_is_lost_has_no_refreshes_and_training_goes_on(start, stub, server):
     clocks = start(server=server)
     (agent,) = stub.agents()
-    agent.send_signal(signal.SIGSTOP)
-    clocks._link.send(Ask(1, "period", 0.1))
-    with pytest.raises(GpuBusyError):
-        clocks._awaited(Answer, timeout_s=0.2)
     agent.kill()
+    agent.wait()
+    clocks.log_counter(True)
+    assert clocks.refreshes() == []
     wait_until(lambda: is_replaced(clocks), "another agent")
     server.follow(clocks, Program(0, 1200))
     number = clocks.begin_iteration(0, 0)

@@ -77,7 +77,7 @@ def clocks_by_an_agent(gpu, marks, latency_s=None):
         known = {} if latency_s is None else {LATENCY_S: str(latency_s)}
         with patch.dict(os.environ, {CHANGES_FILE: file.name, **known}):
             lease = Lease(gpu.address, f"check {os.getpid()} {next(_jobs)}", files=getattr(gpu, "files", ()))
-        clocks = AgentClocks(lease, lease.memory, marks(lease), gpu.name)
+        clocks = AgentClocks(lease, lease.memory, marks(lease))
         _kept.append(lease.shared)
         with OneRankServer() as server:
             clocks.follow(server.connect)

@@ -301,6 +301,25 @@ def test_agents_hear_a_server_that_decides_for_a_long_time(uplink):
         wait_for(lambda: uplink.exchange() is not None and uplink.is_heard, "a heartbeat has come", within_s=20.0)
 
 
+def test_agents_do_not_hear_a_server_that_hangs_until_it_continues(process, uplink, connect, monkeypatch):
+    """They return to default clocks, and another server replaces it."""
+    now = VirtualTime()
+    monkeypatch.setattr("perseus_ds.server.connections.REAL_TIME", now)
+    connections, before = process._connections, {*process._connections.agents}
+    connections.wait(0.0)
+    now.seconds += 31.0
+    other = connect(PUBLIC_KEY, SECRET_KEY)
+    other.join(1, lambda: 0)
+    wait_for(lambda: other.exchange() is None or connections.agents > before, "a new agent has joined")
+    (agent,) = connections.agents - before
+    connections.put(agent, b"\1\0\0\0", encode(Say("after what else was sent")))
+    wait_for(other.exchange, "a message has come")
+    assert not other.is_heard
+    now.seconds += 1.0
+    connections.wait(0.0)
+    wait_for(lambda: other.exchange() is None or other.is_heard, "a heartbeat has come")
+
+
 def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path, monkeypatch):
     now = VirtualTime()
     child = JobServerChild(StartServer("127.0.0.1", 0, 0), b"no description", now)

@@ -170,4 +170,4 @@ def clocks_of(gpu, time, cuda=None, tell=lambda message: None):
     memory = RankMemory.create()
     link = DirectLink(gpu, memory, time, tell)
     marks, write = (HostMarks(memory, time), lambda run: run()) if cuda is None else (GpuMarks(memory), cuda.enqueue)
-    return AgentClocks(link, memory, SeenMarks(marks, write, link), gpu.name, time)
+    return AgentClocks(link, memory, SeenMarks(marks, write, link), time)

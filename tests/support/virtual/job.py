@@ -322,7 +322,7 @@ class VirtualJob:
             )
             clocks.send(measured)
         elif welcome.measures_counter:
-            clocks.send(measure_counter(clocks))
+            clocks.send(measure_counter(clocks, self.time))
         self._to_server(rank, Joined())
         self.sessions[rank].runtime = PerseusRuntime(
             clocks,
