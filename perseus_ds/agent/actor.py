@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 from perseus_ds.agent.driver_health import DriverHealth
 from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
 from perseus_ds.agent.readback import ClockReadback
+from perseus_ds.agent.site_lock import check_lock_permission
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import CounterLog
@@ -380,7 +381,7 @@ class GpuActor:
 
     def _describe(self, gpu: Gpu) -> None:
         try:
-            self.description = description_of(gpu, checks_permission=self._checks_permission)
+            self.description = description_of(gpu, self._time, checks_permission=self._checks_permission)
         except Exception as error:  # a client waits for it
             self.description, self.description_error = None, error
         if self._checks_permission and self.may_be_locked:
@@ -490,17 +491,18 @@ class GpuActor:
         self.health.recover()
 
 
-def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
+def description_of(gpu: Gpu, timebase: Timebase = REAL_TIME, *, checks_permission: bool) -> GpuDescription:
     """Return the description of a GPU for clients. ``checks_permission`` resets the clock."""
     clocks_mhz: tuple[int, ...] = ()
     clocks_fault = permission_fault = None
+    notices = [*getattr(gpu, "administrator_settings", ())]
     try:
         clocks_mhz = gpu.supported_clocks_mhz()
     except GpuError as error:
         clocks_fault = Fault.of(error)
     try:
-        if checks_permission:
-            gpu.check_lock_permission()
+        if checks_permission and (removed := check_lock_permission(gpu, timebase)):
+            notices.append(removed)
     except GpuError as error:
         permission_fault = Fault.of(error)
     return GpuDescription(
@@ -508,7 +510,7 @@ def description_of(gpu: Gpu, *, checks_permission: bool) -> GpuDescription:
         name=gpu.name,
         driver=gpu.driver,
         settings=gpu.settings,
-        notices=tuple(getattr(gpu, "administrator_settings", ())),
+        notices=tuple(notices),
         clocks_mhz=clocks_mhz,
         clocks_fault=clocks_fault,
         permission_fault=permission_fault,

@@ -51,9 +51,19 @@ class LeasedGpu:
 
     simulated = False
 
-    def __init__(self, place: FindGpu, *, checks_permission: bool) -> None:
-        """Request a lease of the GPU. ``checks_permission`` resets its clock. Raises a ``GpuError``."""
-        self.lease = Lease(place, checks_permission=checks_permission)
+    def __init__(self, place: FindGpu, device: torch.device, *, checks_permission: bool) -> None:
+        """Request a lease of the GPU of a device. ``checks_permission`` resets its clock. Raises a ``GpuError``."""
+
+        def keep_busy(seconds: float) -> None:
+            try:
+                self.compute(device, seconds)
+            except Exception:  # for example no memory: a lock that the check removes is not noticed
+                time.sleep(seconds)
+
+        # A clock that a site has locked shows only while the GPU is busy.
+        self.lease = Lease(
+            place, checks_permission=checks_permission, keep_busy=keep_busy if checks_permission else None
+        )
         assert self.lease.description is not None
         self._known = self.lease.description
         self.name, self.driver = self._known.name, self._known.driver
@@ -178,7 +188,7 @@ def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank
             )
         kind = "simulated" if device.type == "cpu" else "nvml" if torch.version.hip is None else "zeus"
     if kind != "simulated":
-        return LeasedGpu(place_of(kind, device, local_rank), checks_permission=config.mode != "observe")
+        return LeasedGpu(place_of(kind, device, local_rank), device, checks_permission=config.mode != "observe")
     settings = config.simulated.model_dump(exclude={"longest_instruction_s", "flops_per_s", "transfer_s", "tail_s"})
     work, clock = (SharedMemory(_LOG_BYTES, f"perseus-ds-{log}") for log in ("work", "clock"))
     gpu = SimulatedGpuOfRank.shared(work.view, clock.view, seed=rank, **settings)

@@ -20,7 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -73,6 +73,7 @@ class Lease:
         *,
         files: Sequence[int] = (),
         checks_permission: bool = False,
+        keep_busy: Callable[[float], object] | None = None,
     ) -> None:
         """Request the lease from the node's agent and wait for it.
 
@@ -85,6 +86,7 @@ class Lease:
             timebase: Timebase for waiting.
             files: File descriptors of a simulated GPU's logs.
             checks_permission: Whether the agent is to check that clocks may be set, which resets the clock.
+            keep_busy: Keeps the GPU busy for some time [s] while the lease is waited for. By default, it may be idle.
 
         Raises:
             GpuBusyError: Another job uses the GPU.
@@ -95,6 +97,7 @@ class Lease:
         self.description: messages.GpuDescription | None = None
         self._checks_permission = checks_permission
         self._time = timebase
+        self._pause = keep_busy or timebase.sleep
         self._process = os.getpid()
         self.shared = SharedMemory(layout.LENGTH)
         self.memory = RankMemory.create(self.shared.view)
@@ -241,7 +244,7 @@ class Lease:
                     "clock would stay locked after a kill -9; `perseus-ds reset` restores it."
                 )
             elif not self.is_granted:
-                self._time.sleep(_AGAIN_S)
+                self._pause(_AGAIN_S)
         if self._starting is not None:  # it has ended, or ends soon since another agent serves
             self._starting.wait()
             self._reap()

@@ -276,8 +276,7 @@ class NvmlGpu:
     def administrator_settings(self) -> list[str]:
         """Settings by an administrator that change default clocks or power, one sentence for each.
 
-        NVML does not report a locked clock. It shows only under load, when the clock stays below the highest one
-        without a throttle reason.
+        NVML does not report a locked clock (:mod:`perseus_ds.agent.site_lock`).
         """
         found, settings = [], self.settings
         top_mhz = 0
