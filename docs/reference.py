@@ -9,15 +9,16 @@ import re
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 from unittest import mock
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import Event, IterationRecord, SavingSummary, TokenSummary
+from perseus_ds.artifacts.run_records import Event, IterationRecord, SavingSummary, SummedIterations, TokenSummary
 from perseus_ds.cli.main import COMMANDS, command_of, description_of
 from perseus_ds.cli.main import main as main_of_commands
 from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig, ServerConfig
@@ -156,7 +157,10 @@ def _sentence(text: str) -> str:
     return text if not text or text.endswith((".", "…")) else f"{text}."
 
 
-_TABLES = {model.__name__: model for model in (IterationRecord, SavingSummary, TokenSummary, JobFacts, ProfileInfo)}
+_TABLES = {
+    model.__name__: model
+    for model in (IterationRecord, SummedIterations, SavingSummary, TokenSummary, JobFacts, ProfileInfo)
+}
 _TABLE = re.compile(r"(<!-- (?:fields: (\w+)|events) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -179,7 +183,16 @@ def _fields(model: type[BaseModel], prefix: str = "") -> list[str]:
         for inner in _models_within(field.annotation):
             if inner.__name__ not in _TABLES:
                 lines += _fields(inner, f"{prefix}{name}.")
+        if field.annotation is Sums:
+            lines += [f"| `{prefix}{name}.{key}` | {meaning} |" for key, meaning in _sums()]
     return lines
+
+
+def _sums() -> Iterable[tuple[str, str]]:
+    """Yield the name and the description of each sum over iterations."""
+    for name, annotation in get_type_hints(Sums, include_extras=True).items():
+        _, field = get_args(annotation)
+        yield name, _sentence(field.description)
 
 
 def _events() -> list[str]:

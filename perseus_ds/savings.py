@@ -21,12 +21,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import IterationRecord, TrialState
 
 STALL = 1.5
@@ -326,144 +327,35 @@ def has_stall(record: IterationRecord) -> bool:
     return record.phase != "profile" and usual_s is not None and record.time_s > STALL * usual_s
 
 
-@dataclass
-class Sums:
-    """Sums over iterations.
-
-    Attributes:
-        without_energy: Number of iterations with an energy that could not be read.
-        stalls: Number of iterations that contain a stall.
-        compared: Number of compared iterations.
-        compared_s: Their time [s].
-        known: Number of compared iterations with a known energy.
-        compared_j: Energy of these [J].
-        default_s: Time that default clocks take for the compared iterations [s].
-        default_j: Energy that default clocks take for those with a known energy [J].
-        tokens: Number of tokens in those of these with a known number of tokens.
-        tokens_s: Time of the iterations with these tokens [s].
-        tokens_j: Their energy [J].
-        tokens_default_s: Time that default clocks take for them [s].
-        tokens_default_j: Energy that default clocks take for them [J].
-    """
-
-    iterations: int = 0
-    time_s: float = 0.0
-    energy_j: float = 0.0
-    without_energy: int = 0
-    clock_changes: int = 0
-    clock_skips: int = 0
-    stalls: int = 0
-    compared: int = 0
-    compared_s: float = 0.0
-    known: int = 0
-    compared_j: float = 0.0
-    default_s: float = 0.0
-    default_j: float = 0.0
-    tokens: int = 0
-    tokens_s: float = 0.0
-    tokens_j: float = 0.0
-    tokens_default_s: float = 0.0
-    tokens_default_j: float = 0.0
-
-    @classmethod
-    def of(cls, record: IterationRecord) -> Sums:
-        """Return the sums over one iteration."""
-        sums = cls(
-            iterations=1,
-            time_s=record.time_s,
-            energy_j=record.energy_j or 0.0,
-            without_energy=int(record.energy_j is None),
-            clock_changes=record.clock_changes,
-            clock_skips=record.clock_skips,
-            stalls=int(has_stall(record)),
-        )
-        if record.default_time_s and record.default_energy_j and not sums.stalls:
-            sums.compared, sums.compared_s, sums.default_s = 1, record.time_s, record.default_time_s
-            if record.energy_j is not None:
-                sums.known, sums.compared_j, sums.default_j = 1, record.energy_j, record.default_energy_j
-                if record.tokens:
-                    sums.tokens, sums.tokens_s, sums.tokens_j = record.tokens, record.time_s, record.energy_j
-                    sums.tokens_default_s, sums.tokens_default_j = record.default_time_s, record.default_energy_j
-        return sums
-
-    def add(self, other: Sums) -> None:
-        """Add the sums over other iterations."""
-        self.iterations += other.iterations
-        self.time_s += other.time_s
-        self.energy_j += other.energy_j
-        self.without_energy += other.without_energy
-        self.clock_changes += other.clock_changes
-        self.clock_skips += other.clock_skips
-        self.stalls += other.stalls
-        self.compared += other.compared
-        self.compared_s += other.compared_s
-        self.known += other.known
-        self.compared_j += other.compared_j
-        self.default_s += other.default_s
-        self.default_j += other.default_j
-        self.tokens += other.tokens
-        self.tokens_s += other.tokens_s
-        self.tokens_j += other.tokens_j
-        self.tokens_default_s += other.tokens_default_s
-        self.tokens_default_j += other.tokens_default_j
-
-    def with_default_clocks_times(self, time_factor: float, energy_factor: float) -> Sums:
-        """Return the sums with what default clocks take multiplied by factors."""
-        return replace(
-            self,
-            default_s=self.default_s * time_factor,
-            default_j=self.default_j * energy_factor,
-            tokens_default_s=self.tokens_default_s * time_factor,
-            tokens_default_j=self.tokens_default_j * energy_factor,
-        )
-
-    def as_in(self, trial: TrialState) -> Sums:
-        """Return the sums with the changes of time and energy that the pairs of the trial of these iterations show."""
-        found = replace(self)
-        if trial.slowdown is not None:
-            found.default_s = self.compared_s / (1 + trial.slowdown)
-        if trial.saved is not None:
-            found.default_j = self.compared_j / (1 - trial.saved)
-        return found
-
-    def mean(self) -> MeanIteration:
-        """Return the mean of the compared iterations, of which there must be some."""
-        known = self.known or math.nan
-        return MeanIteration(
-            self.compared_s / self.compared,
-            self.compared_j / known,
-            self.default_s / self.compared,
-            self.default_j / known,
-        )
-
-    @property
-    def saved_j(self) -> float:
-        """Energy saved compared with default clocks [J]."""
-        return self.default_j - self.compared_j
-
-    @property
-    def gained_s(self) -> float:
-        """Time saved compared with default clocks [s], negative if the iterations took longer."""
-        return self.default_s - self.compared_s
-
-    @property
-    def saved(self) -> float | None:
-        """Energy saved, as a fraction of the energy at default clocks. None if it is unknown."""
-        return self.saved_j / self.default_j if self.default_j else None
-
-    @property
-    def slowdown(self) -> float | None:
-        """Increase of the time, as a fraction of the time at default clocks. None if it is unknown."""
-        return -self.gained_s / self.default_s if self.default_s else None
+def sums_of(record: IterationRecord) -> Sums:
+    """Return the sums over one iteration."""
+    sums = Sums(
+        iterations=1,
+        time_s=record.time_s,
+        energy_j=record.energy_j or 0.0,
+        without_energy=int(record.energy_j is None),
+        clock_changes=record.clock_changes,
+        clock_skips=record.clock_skips,
+        stalls=int(has_stall(record)),
+    )
+    if record.default_time_s and record.default_energy_j and not sums.stalls:
+        sums.compared, sums.compared_s, sums.default_s = 1, record.time_s, record.default_time_s
+        if record.energy_j is not None:
+            sums.known, sums.compared_j, sums.default_j = 1, record.energy_j, record.default_energy_j
+            if record.tokens:
+                sums.tokens, sums.tokens_s, sums.tokens_j = record.tokens, record.time_s, record.energy_j
+                sums.tokens_default_s, sums.tokens_default_j = record.default_time_s, record.default_energy_j
+    return sums
 
 
-class MeanIteration(NamedTuple):
-    """Mean time [s] and energy [J] of compared iterations, and what default clocks take. Unknown energies are NaN."""
-
-    time_s: float
-    energy_j: float
-    default_s: float
-    default_j: float
+def as_in(trial: TrialState, sums: Sums) -> Sums:
+    """Return sums with the changes of time and energy that the pairs of the trial of these iterations show."""
+    default_s, default_j = sums.default_s, sums.default_j
+    if trial.slowdown is not None:
+        default_s = sums.compared_s / (1 + trial.slowdown)
+    if trial.saved is not None:
+        default_j = sums.compared_j / (1 - trial.saved)
+    return replace(sums, default_s=default_s, default_j=default_j)
 
 
 def total_of(parts: Iterable[Sums]) -> Sums:

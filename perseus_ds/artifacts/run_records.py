@@ -1,8 +1,9 @@
 """``run.jsonl``: records of a job's iterations and events.
 
 The job's server writes an :class:`IterationRecord` for each iteration, and the job's events, as one JSON object per
-line. The file is read while it grows. Values that can be computed from a record, such as a saving, are its properties
-and are not stored. The keys are described in ``docs/files.md``. An event also has a description in words.
+line. The first iterations of a long job are replaced by their :class:`SummedIterations`. The file is read while it
+grows. Values that can be computed from a record, such as a saving, are its properties and are not stored.
+The keys are described in ``docs/files.md``. An event also has a description in words.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from perseus_ds.artifacts.io import open_bounded, parse_json
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.validation import (
     MOST_RECORD_BYTES,
@@ -116,14 +118,17 @@ class IterationRecord(RunRecord):
     limited: bool = Field(False, description="Whether GPUs are under limits that others set.")
     time_s: float = Field(gt=0, description="Time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J]; null if it cannot be read.")
+    # Jobs of more than 64 ranks or pipelines list them only in some records, for all iterations since these.
     energy_by_pipeline_j: tuple[float, ...] | None = Field(
-        None, description="The same energy by data-parallel pipeline."
+        None,
+        description="The same energy by data-parallel pipeline. Jobs of more than 64 pipelines have it only in some "
+        "records, such as every 10th one with 160 pipelines, for all iterations of the same phase since the previous "
+        "one of these.",
     )
-    # Jobs of more than 64 ranks have figures by rank only in some records, for all iterations since the previous ones.
     energy_by_rank_j: tuple[float, ...] | None = Field(
         None,
         description="The same energy by rank. Jobs of more than 64 ranks have figures by rank only in some "
-        "records, such as every 16th one with 1024 ranks, for all iterations since the previous "
+        "records, such as every 64th one with 1024 ranks, for all iterations since the previous "
         "one of these.",
     )
     predicted_time_s: float | None = Field(
@@ -196,6 +201,63 @@ class IterationRecord(RunRecord):
 
 def _less(value: float | None, default: float | None) -> float | None:
     return None if value is None or not default else 1 - value / default
+
+
+class PowerSums(BaseModel):
+    """Seconds of a series of iterations, each of whole iterations (``progress/series.py``)."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    seconds: int = Field(description="Their number.")
+    time_s: float = Field(description="Their time [s].")
+    energy_j: float = Field(description="Their energy [J].")
+    lowest_w: float = Field(description="Power in the lowest [W].")
+    highest_w: float = Field(description="Power in the highest [W].")
+    change_w: float = Field(description="Largest difference from one to the next [W].")
+
+
+class PhaseSums(BaseModel):
+    """Sums over iterations of one phase, order and plan."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    phase: str = Field(description="Their phase.")
+    order: int = Field(0, description="Number of their order.")
+    plan: int | None = Field(None, description="Their plan; null at default clocks.")
+    sums: Sums = Field(description="Sums over them.")
+
+
+class SummedIterations(RunRecord):
+    """Consecutive iterations of the whole job, of at most about an hour, between two events."""
+
+    first: int = Field(description="Number of the first iteration.")
+    last: int = Field(description="Number of the last one.")
+    ended: UnixTime | None = Field(None, description="Time at which it ended [Unix seconds].")
+    parts: tuple[PhaseSums, ...] = Field(
+        description="By phase, order and plan, in the order in which they first ran, without `calibrate`."
+    )
+    plan: int | None = Field(None, description="The last plan of the first order.")
+    power: PowerSums | None = Field(None, description="Power over a second.")
+    planned_power: PowerSums | None = Field(None, description="The same under plans of the first order.")
+    first_pairs: int = Field(0, description="Under plans, number of pairs of the trial at the first iteration.")
+    trial: TrialState | None = Field(None, description="Under plans, the trial at the last iteration.")
+    decided: TrialState | None = Field(None, description="The last one that was not undecided.")
+    default_measured: bool = Field(True, description="As in the last iteration under plans.")
+    # Only the last sums of a start have these figures, for all iterations of the start that are summed.
+    energy_by_pipeline_j: tuple[float, ...] = Field((), description="Energy by pipeline of all iterations [J].")
+    default_by_pipeline_j: tuple[float, ...] = Field((), description="The same at default clocks.")
+    planned_by_pipeline_j: tuple[float, ...] = Field((), description="The same under plans.")
+    energy_by_rank_j: tuple[float, ...] = Field((), description="Energy by rank [J].")
+    by_rank_s: float = Field(0.0, description="Time of the iterations in these energies [s].")
+    unlisted_s: float = Field(0.0, description="Time of the iterations after these, which the next list contains [s].")
+
+    @property
+    def total(self) -> Sums:
+        """Sums over all iterations."""
+        total = Sums()
+        for part in self.parts:
+            total.add(part.sums)
+        return total
 
 
 class SavingSummary(BaseModel):
@@ -567,16 +629,16 @@ class Ended(Event):
         return plain(text)
 
 
-Record = IterationRecord | Event
+Record = IterationRecord | SummedIterations | Event
 _KNOWN: dict[str, type[Event]] = {
     name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
 }
 
 
-def is_training_iteration(record: Record) -> bool:
-    """Return whether a record is an iteration with valid time and energy."""
+def is_training(record: Record) -> bool:
+    """Return whether a record is about iterations with valid time and energy."""
     # During the calibration of a simulated GPU, instructions are not yet delayed to simulated speed.
-    return isinstance(record, IterationRecord) and record.phase != "calibrate"
+    return isinstance(record, SummedIterations) or (isinstance(record, IterationRecord) and record.phase != "calibrate")
 
 
 def of_order(order: int | None) -> str:
@@ -632,7 +694,8 @@ def to_line(record: Record) -> str:
     """Return a record as its line of ``run.jsonl``."""
     # Characters that UTF-8 lacks become question marks: error messages may quote paths that are not valid UTF-8.
     texts = {name: value.encode(errors="replace").decode() for name, value in record if isinstance(value, str)}
-    return record.model_copy(update=texts).model_dump_json() + "\n"
+    is_short = isinstance(record, SummedIterations)
+    return record.model_copy(update=texts).model_dump_json(exclude_defaults=is_short) + "\n"
 
 
 def from_line(line: str | bytes) -> Record:
@@ -643,6 +706,8 @@ def from_line(line: str | bytes) -> Record:
     if "event" in raw:
         raw = bounded(raw)
         return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
+    if "parts" in raw:
+        return SummedIterations.model_validate(bounded(raw))
     known = IterationRecord.model_fields
     return IterationRecord.model_validate({key: value and bounded(value) for key, value in raw.items() if key in known})
 

@@ -34,9 +34,10 @@ from pydantic import Field, PrivateAttr
 from scipy.special import stdtrit
 
 from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.profile import Floats
 from perseus_ds.artifacts.run_records import TrialState
-from perseus_ds.savings import STALL, DefaultClocks, Size, Sums
+from perseus_ds.savings import STALL, DefaultClocks, Size
 
 TOLERANCE = 0.01
 """Accepted lateness of a plan as a fraction, because clock changes take effect with a small delay."""

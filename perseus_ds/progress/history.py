@@ -6,15 +6,16 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import (
     ClockNotReached,
     Event,
     IterationRecord,
     PlanJudged,
     Started,
+    SummedIterations,
 )
 from perseus_ds.progress.series import EveryNth, PowerExtremes, PowerFigures, SeriesPart, SeriesParts
-from perseus_ds.savings import Sums
 
 MOST_POINTS = 1500
 """Maximum number of points that are kept of each phase."""
@@ -90,6 +91,7 @@ class History:
             self.first_start = event if not self.starts else self.first_start
             self.last_start = event
             self.starts += 1
+            self._since_s = 0.0
             if event.mode in ("auto", "run"):
                 self.frontier = event.frontier
             if event.ranks is not None and event.pipelines is not None:
@@ -110,7 +112,9 @@ class History:
         if record.iteration in self._energies_of:
             self.energies_j[record.iteration] = record.energy_j
         if record.phase == "run" and plan is not None:
-            self._add_planned(record, sums, plan, frontier)
+            part = SeriesPart(record.iteration, record.iteration, record.ended, frozenset({plan}), sums)
+            self._add_planned(part, plan, frontier)
+            self._planned_power.add(record.time_s, record.energy_j, record.ended)
         if record.energy_j is not None:
             self._since_s += record.time_s
         if record.energy_by_pipeline_j is not None:
@@ -120,13 +124,40 @@ class History:
             self._ranks.add(len(record.energy_by_rank_j))
             self._add_by_rank(record.energy_by_rank_j)
 
-    def _add_planned(self, record: IterationRecord, sums: Sums, plan: int, frontier: int) -> None:
+    def add_summed(self, record: SummedIterations, frontier: int) -> None:
+        """Add iterations that are summed up, and the number of the frontier that is valid for them."""
+        planned, plans = Sums(), []
+        for part in record.parts:
+            sums = part.sums
+            self.iterations += sums.iterations
+            known, plan = sums.iterations - sums.without_energy, None if part.order else part.plan
+            time_s, energy_j = sums.time_s / sums.iterations, sums.energy_j / known if known else None
+            point = HistoryPoint(self.iterations, record.last, plan, time_s, energy_j)
+            self.points[part.phase].add(point, sums.iterations)
+            if part.phase == "run" and plan is not None:
+                planned.add(sums)
+                plans.append(plan)
+        if record.power is not None:
+            self._power.add_sums(record.power)
+        if record.plan is not None:
+            part_of_series = SeriesPart(record.first, record.last, record.ended, frozenset(plans), planned)
+            self._add_planned(part_of_series, record.plan, frontier)
+            if record.planned_power is not None:
+                self._planned_power.add_sums(record.planned_power)
+        if record.energy_by_pipeline_j:
+            self._pipelines.add(len(record.energy_by_pipeline_j))
+        self._since_s += record.unlisted_s
+        if record.energy_by_rank_j:
+            self._by_rank_s += record.by_rank_s
+            self._ranks.add(len(record.energy_by_rank_j))
+            self._add_by_rank(record.energy_by_rank_j)
+
+    def _add_planned(self, part: SeriesPart, plan: int, frontier: int) -> None:
         if frontier != self._frontier:
             self._frontier = frontier
             self.planned, self._planned_power = SeriesParts(_MOST_PARTS), PowerExtremes()
         self.plan = plan
-        self.planned.add(SeriesPart(record.iteration, record.iteration, record.ended, frozenset({plan}), sums))
-        self._planned_power.add(record.time_s, record.energy_j, record.ended)
+        self.planned.add(part)
 
     def _add_by_rank(self, energies_j: tuple[float, ...]) -> None:
         if len(energies_j) != len(self._by_rank_j):

@@ -17,11 +17,12 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
     Record,
     Started,
+    SummedIterations,
     goal_in_words,
-    is_training_iteration,
+    is_training,
 )
 from perseus_ds.progress.series import RecentPower
-from perseus_ds.savings import Sums, total_of
+from perseus_ds.savings import sums_of, total_of
 
 PHASES: Mapping[str, str] = {
     "calibrate": "calibrating the simulated GPU",
@@ -80,15 +81,21 @@ class Present:
         if isinstance(record, Event):
             self._last_time = record.time or self._last_time
             self._add_event(record)
+        elif isinstance(record, SummedIterations):
+            self._last_time = record.ended or self._last_time
+            self._unrecorded_s += record.unlisted_s
+            self.has_ended = False
+            self._has_run_plan |= any(part.phase == "run" and part.plan is not None for part in record.parts)
         elif isinstance(record, IterationRecord):
             self.last = record
-            if is_training_iteration(record):
+            if is_training(record):
                 self._add_iteration(record)
 
     def _add_event(self, event: Event) -> None:
         self.has_ended = isinstance(event, Ended)
         if isinstance(event, Started):
             self._latest.clear()
+            self._unrecorded_s = 0.0
             self.goal = event.goal
             self.last = self._next_goal = self._next_pause = self._on_the_way = None
         elif isinstance(event, CommandGiven):
@@ -135,7 +142,7 @@ class Present:
     @property
     def power_w(self) -> float | None:
         """Mean power of all GPUs in the last iterations [W]."""
-        found = total_of(Sums.of(record) for record in self.recent if record.energy_j is not None)
+        found = total_of(sums_of(record) for record in self.recent if record.energy_j is not None)
         return found.energy_j / found.time_s if found.iterations else None
 
     def next_in_s(self, now: float) -> float | None:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from perseus_ds.savings import Sums
+from perseus_ds.artifacts.iteration_sums import Sums
+from perseus_ds.artifacts.run_records import PowerSums
 
 _SECOND_S = 1.0
 _Point = TypeVar("_Point")
@@ -114,6 +115,28 @@ class PowerExtremes:
         self._count += 1
         self._time_s, self._energy_j = self._time_s + second.time_s, self._energy_j + second.energy_j
 
+    def add_sums(self, sums: PowerSums) -> None:
+        """Add the seconds of another series, which follows after a gap."""
+        self._grouped = _Seconds()
+        self._change_w = max(self._change_w, sums.change_w)
+        self._lowest_w, self._highest_w = min(self._lowest_w, sums.lowest_w), max(self._highest_w, sums.highest_w)
+        self._count += sums.seconds
+        self._time_s, self._energy_j = self._time_s + sums.time_s, self._energy_j + sums.energy_j
+
+    @property
+    def sums(self) -> PowerSums | None:
+        """The seconds so far. None if there are none."""
+        if not self._count:
+            return None
+        return PowerSums(
+            seconds=self._count,
+            time_s=self._time_s,
+            energy_j=self._energy_j,
+            lowest_w=self._lowest_w,
+            highest_w=self._highest_w,
+            change_w=self._change_w,
+        )
+
     @property
     def figures(self) -> PowerFigures | None:
         """The figures, or None if there are fewer than two seconds."""
@@ -124,22 +147,35 @@ class PowerExtremes:
 
 
 class EveryNth(Generic[_Point]):
-    """Keeps every n-th of the points that were added, with the least n for which they are at most ``most``."""
+    """Keeps every n-th of the points that were added, with the least n for which they are at most ``most``.
+
+    n is a power of two. A point may stand for several, and is kept if one of these would be.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
         self.n = 1
-        self.points: list[_Point] = []
+        # The place of each point, the number of points for which it stands, and the point.
+        self._kept: list[tuple[int, int, _Point]] = []
 
-    def add(self, point: _Point) -> None:
-        if self._count % self.n == 0:
-            if len(self.points) == self._most:
-                self.points = self.points[::2]
-                self.n *= 2
-            if self._count % self.n == 0:
-                self.points.append(point)
-        self._count += 1
+    @property
+    def points(self) -> list[_Point]:
+        """The points that are kept."""
+        return [point for _, _, point in self._kept]
+
+    def add(self, point: _Point, count: int = 1) -> None:
+        """Add a point that stands for a number of points."""
+        place, self._count = self._count, self._count + count
+        while self._is_nth(place, count) and len(self._kept) == self._most:
+            self.n *= 2
+            self._kept = [kept for kept in self._kept if self._is_nth(*kept[:2])]
+        if self._is_nth(place, count):
+            self._kept.append((place, count, point))
+
+    def _is_nth(self, place: int, count: int) -> bool:
+        """Return whether there is a multiple of n among the places from this one on."""
+        return -place % self.n < count
 
 
 class SeriesPart(NamedTuple):

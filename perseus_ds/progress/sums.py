@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import (
     Event,
     IterationRecord,
@@ -24,13 +25,14 @@ from perseus_ds.artifacts.run_records import (
     Record,
     SavingSummary,
     Started,
+    SummedIterations,
     TokenSummary,
     TrialState,
-    is_training_iteration,
+    is_training,
 )
 from perseus_ds.progress.history import History
 from perseus_ds.progress.present import Present
-from perseus_ds.savings import Sums, total_of
+from perseus_ds.savings import as_in, sums_of, total_of
 
 AT_DEFAULT_CLOCKS = ("observe", "default", "pause", "optimizing", "warm-up")
 """The phases at default clocks. Those in which iterations are least disturbed are first."""
@@ -100,8 +102,11 @@ class JobSums:
         if isinstance(record, Event):
             self._add_event(record)
             self.history.add_event(record)
-        elif isinstance(record, IterationRecord) and is_training_iteration(record):
-            sums = Sums.of(record)
+        elif isinstance(record, SummedIterations):
+            self._add_summed(record)
+            self.history.add_summed(record, self._frontier)
+        elif is_training(record):
+            sums = sums_of(record)
             self._add_iteration(record, sums)
             self.history.add_iteration(record, sums, self._frontier)
         self.present.add(record)
@@ -131,11 +136,10 @@ class JobSums:
     def _add_iteration(self, record: IterationRecord, sums: Sums) -> None:
         conditions = Conditions(self._frontier, record.phase, record.order or 0, record.plan)
         if conditions.is_planned:
-            self._add_state(record)
-            self._of_trial[conditions].add(sums)
-        else:
-            self._before[conditions].add(sums)
-        self.since_start.add(sums)
+            trial = record.trial or TrialState()
+            self._add_trial(trial.pairs, trial)
+            self._by_profile = not record.default_measured
+        self._add_sums(conditions, sums)
         parts_j = record.energy_by_pipeline_j or ()
         self._all_j = sums_by_place(self._all_j, parts_j)
         if record.phase in AT_DEFAULT_CLOCKS:
@@ -144,17 +148,30 @@ class JobSums:
             return
         self._planned_j = sums_by_place(self._planned_j, parts_j)
 
-    def _add_state(self, record: IterationRecord) -> None:
-        """Add the state of the trial of an iteration under plans."""
-        self._by_profile = not record.default_measured
-        state = record.trial or TrialState()
-        if state.pairs < self._trial.pairs:  # another trial has begun
+    def _add_summed(self, record: SummedIterations) -> None:
+        if record.trial is not None:
+            self._add_trial(record.first_pairs, record.trial)
+            self._decided = record.decided or self._decided
+            self._by_profile = not record.default_measured
+        for part in record.parts:
+            self._add_sums(Conditions(self._frontier, part.phase, part.order, part.plan), part.sums)
+        self._all_j = sums_by_place(self._all_j, record.energy_by_pipeline_j)
+        self._default_j = sums_by_place(self._default_j, record.default_by_pipeline_j)
+        self._planned_j = sums_by_place(self._planned_j, record.planned_by_pipeline_j)
+
+    def _add_sums(self, conditions: Conditions, sums: Sums) -> None:
+        (self._of_trial if conditions.is_planned else self._before)[conditions].add(sums)
+        self.since_start.add(sums)
+
+    def _add_trial(self, first_pairs: int, trial: TrialState) -> None:
+        """Add the state of the trial of iterations under plans, and its number of pairs at the first of them."""
+        if first_pairs < self._trial.pairs:  # another trial has begun
             for conditions, sums in self._present_trial().items():
                 self._before[conditions].add(sums)
             self._of_trial.clear()
-        self._trial = state
-        if not state.is_undecided:
-            self._decided = state
+        self._trial = trial
+        if not trial.is_undecided:
+            self._decided = trial
 
     def total(self, wanted: Callable[[Conditions], bool] = lambda conditions: True) -> Sums:
         """Return the sums over all iterations under some conditions."""
@@ -171,7 +188,7 @@ class JobSums:
     def _present_trial(self) -> dict[Conditions, Sums]:
         """Return the sums of the present trial with the saving that its pairs show."""
         recorded = total_of(self._of_trial.values())
-        shown = recorded.as_in(self._trial)
+        shown = as_in(self._trial, recorded)
         time_factor = shown.default_s / recorded.default_s if recorded.default_s else 1.0
         energy_factor = shown.default_j / recorded.default_j if recorded.default_j else 1.0
         found = {}
@@ -384,7 +401,7 @@ class JobsOfFile:
                 if isinstance(record, Started):
                     self._writing = self._jobs.setdefault(record.job, JobSums(self._energies_of))
                 self._writing.add(record)
-                if is_training_iteration(record) or not self._current.by_conditions():
+                if is_training(record) or not self._current.by_conditions():
                     self._current = self._writing
 
     def read(self, of: Callable[[JobSums], Any], job: str | None = None) -> Any:

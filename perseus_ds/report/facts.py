@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import SavingSummary, of_order
 from perseus_ds.progress.series import SeriesPart
 from perseus_ds.progress.sums import Conditions, JobSums
 from perseus_ds.report.inputs import Inputs, RecordedRun, label
-from perseus_ds.savings import Sums
 from perseus_ds.units import (
     J_PER_KWH,
     duration,

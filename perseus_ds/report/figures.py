@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.iteration_sums import MeanIteration
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.facts import MeasuredPoint, Trend
 from perseus_ds.report.inputs import RecordedRun
-from perseus_ds.savings import MeanIteration
 from perseus_ds.units import duration, joules, percent
 
 Figure = dict[str, Any]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -36,7 +37,7 @@ from perseus_ds.profiler.fixed_durations import (
 )
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, chosen_power_w, pooled
 from perseus_ds.protocol.job_messages import SetProfiledLimit, WatchDefaultClocks
-from perseus_ds.savings import Sums, mean_without_stalls
+from perseus_ds.savings import mean_without_stalls, sums_of
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration, iteration_of
 from perseus_ds.server.job import Job
 from perseus_ds.server.phases import ModeContext, observe
@@ -317,7 +318,7 @@ class _Measurement:
     def _add_iteration(self, seen: Seen) -> None:
         run, record = seen.run, self._recorder.last
         if record is not None and record.phase == "profile":
-            self.sums.add(Sums.of(record))
+            self.sums.add(sums_of(record))
         is_measured = run is not None and run.phase == "profile" and all(seen.contents.get(r) for r in self._ranks)
         clock_mhz = run.clock_mhz if run is not None and is_measured else None
         is_gap = bool(self._visit) and seen.number != self._visit[-1].number + 1  # another order may have run there

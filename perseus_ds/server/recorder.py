@@ -8,10 +8,10 @@ import shlex
 import statistics
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from perseus_ds.policy.plans import Forecast
 from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.progress.facts import JobFacts, end_of, facts_of
 from perseus_ds.progress.sums import JobsOfFile
+from perseus_ds.progress.thinning import KEPT, MORE, thin
 from perseus_ds.protocol.job_messages import Observed, RankReport, Say, ToRank
 from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Run, Seen
@@ -58,9 +59,9 @@ _MONITOR_TAGS = {
     "clock_skips": "clock_skips",
 }
 _UNDER_PLANS = ("run", "pause")
-# Jobs with at most this number of ranks record all ranks with every iteration. Larger ones record them less often, to
-# keep records short.
-_RANKS = 64
+# Jobs with at most this number of ranks (pipelines) list all of them with every iteration. Larger ones list them less
+# often, so that an iteration has this number of listed ranks on average.
+_ALL_LISTED, _LISTED_ON_AVERAGE = 64, 16
 # Heat that comes and goes more often than this is one limit [s].
 _LASTS_S = 30.0
 # Maximum time to wait for the disk before and after the summary. Agents replace a server that is silent for 5 s.
@@ -101,9 +102,9 @@ class Recorder:
         self.last: IterationRecord | None = None
         self._summarised = 0
         self._drift: float | None = None
-        # Sum of the ranks' energies since the last record with them, and the number of iterations.
-        self._energies_j: npt.NDArray[np.float64] | None = None
-        self._iterations = 0
+        self._by_rank_j = _Listed()
+        # By phase and whether a plan ran, because energies of pipelines at default clocks and under plans are compared.
+        self._by_pipeline_j: defaultdict[tuple[str, bool], _Listed] = defaultdict(_Listed)
         self._limits: tuple[GpuLimit, ...] = ()
         self._limited: set[int] = set()
         self._time_s = 0.0
@@ -229,6 +230,7 @@ class Recorder:
         failed = np.flatnonzero(reports.failed).tolist()
         order = NO_ORDER if seen.order is None else seen.order.number
         plans, following = run.plans.get(order), run.next_phase
+        by_pipeline_j = self._by_pipeline_j[run.phase_of(order), plans is not None]
         forecast = None if plans is None else plans.forecast
         if forecast is not None and forecast.is_refuted:
             forecast = default = None
@@ -242,9 +244,7 @@ class Recorder:
             limited=bool(seen.ranks.limits),
             time_s=_rounded(reports.time_s.max()),
             energy_j=_rounded(energy_j) if has_energy else None,
-            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline, energies_j)))
-            if has_energy
-            else None,
+            energy_by_pipeline_j=by_pipeline_j.add(_sums_by(reports.pipeline, energies_j)).energies_j,
             **_promise(forecast, default),
             default_time_s=default and _rounded(default.time_s),
             default_energy_j=default and _rounded(default.energy_j),
@@ -264,15 +264,11 @@ class Recorder:
 
     def _by_rank(self, reports: RankReports) -> dict[str, Any]:
         """Return the fields with figures by rank of an iteration's record. Empty if it has none."""
-        energies_j = reports.energy_j
-        if np.isfinite(energies_j).all():
-            self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
-        self._iterations += 1
-        if self._iterations % math.ceil(len(energies_j) / _RANKS):
+        found = self._by_rank_j.add(reports.energy_j)
+        if not found.is_due:
             return {}
-        known_j, self._energies_j = self._energies_j, None
         return {
-            "energy_by_rank_j": None if known_j is None else tuple(np.round(known_j, 6).tolist()),
+            "energy_by_rank_j": found.energies_j,
             "clocks_asked_mhz": _clocks(reports.asked_mhz),
             "clocks_reached_mhz": _clocks(reports.reached_mhz),
         }
@@ -283,6 +279,43 @@ class Recorder:
         if record.predicted_time_s is not None:
             text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {joules(record.predicted_energy_j)})"
         self.say(plain(text))
+
+
+def lists_every(count: int) -> int:
+    """Return the number of iterations from one list of ranks or pipelines to the next, given the length of a list."""
+    return 1 if count <= _ALL_LISTED else math.ceil(count / _LISTED_ON_AVERAGE)
+
+
+def _sums_by(pipeline: npt.NDArray[np.int64], energies_j: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the energy of each pipeline [J]."""
+    return np.bincount(pipeline, energies_j).astype(np.float64)
+
+
+class _List(NamedTuple):
+    """Whether a record lists ranks or pipelines, and their energies [J]; None if they are not known."""
+
+    is_due: bool
+    energies_j: tuple[float, ...] | None
+
+
+class _Listed:
+    """Energies by rank or pipeline, which are listed in some records."""
+
+    def __init__(self) -> None:
+        self._sums_j: npt.NDArray[np.float64] | None = None
+        self._iterations = 0
+
+    def add(self, energies_j: npt.NDArray[np.float64]) -> _List:
+        """Add an iteration, and return the sums since the last list, if another one is due."""
+        if np.isfinite(energies_j).all():
+            self._sums_j = energies_j.copy() if self._sums_j is None else self._sums_j + energies_j
+        self._iterations += 1
+        every = lists_every(len(energies_j))
+        if self._iterations % every:
+            return _List(False, None)
+        known_j, self._sums_j = self._sums_j, None
+        digits = 6 if every == 1 else 3
+        return _List(True, None if known_j is None else tuple(np.round(known_j, digits).tolist()))
 
 
 def _tokens(reports: RankReports) -> int | None:
@@ -347,6 +380,8 @@ class RecordWriter:
         self._is_due = self._is_over = False
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
+        self._iterations = 0  # number of those in the file
+        self._thin_at = KEPT + MORE
         self._may_be_cut_off = True  # the last line of an earlier start, if its node has crashed
         self.has_read = False
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
@@ -388,6 +423,8 @@ class RecordWriter:
                 is_over, self._is_due = self._is_over, False
             if lines := [line for record in records if (line := self._line(record))]:
                 self._append(lines)
+            if self.has_read and not is_over and self._iterations >= self._thin_at and not self._unwritten:
+                self._thin()
             written += len(records)
             if self.has_read or is_over:
                 with self._changed:
@@ -403,6 +440,7 @@ class RecordWriter:
         try:
             records = next(earlier, None)
             self._jobs.add(records or ())
+            self._count(records or ())
         except FileNotFoundError:
             return False  # there is no earlier start
         except Exception as error:  # records of this start are still useful
@@ -416,10 +454,24 @@ class RecordWriter:
             line = to_line(record).encode()
             if self.has_read:  # otherwise it is read at the end of the file
                 self._jobs.add([record])
+                self._count([record])
         except Exception as error:  # the following records are still useful
             self._warn(f"a record of this job cannot be made ({error!r}); it is left out")
             return b""
         return line
+
+    def _count(self, records: Iterable[Record]) -> None:
+        self._iterations += sum(isinstance(record, IterationRecord) for record in records)
+
+    def _thin(self) -> None:
+        """Replace the first iterations of a long file by their sums. It is tried again later if there is an error."""
+        try:
+            thin(self._path, self._iterations - KEPT)
+        except Exception as error:  # the file stays as it is
+            self._thin_at = self._iterations + MORE
+            self._warn(f"the first records of {self._path} cannot be summed up ({error!r}); it becomes longer")
+            return
+        self._iterations, self._thin_at = KEPT, KEPT + MORE
 
     def _append(self, lines: list[bytes]) -> None:
         """Write lines, after those that could not be written because the disk was full."""

@@ -4,7 +4,7 @@ import pytest
 from live_records import planned_iteration
 
 from perseus_ds.progress.series import EveryNth, PowerExtremes, RecentPower, SeriesPart, SeriesParts
-from perseus_ds.savings import Sums
+from perseus_ds.savings import sums_of
 
 
 def by_second(seconds, *iterations, pause_after=None):
@@ -52,7 +52,7 @@ def test_every_nth_point_is_kept(count, n):
 def test_parts_of_a_series_have_all_of_its_iterations_in_order(count):
     parts = SeriesParts(40)
     for number in range(1, count + 1):
-        sums = Sums.of(planned_iteration(number))
+        sums = sums_of(planned_iteration(number))
         parts.add(SeriesPart(number, number, None, frozenset({number % 3}), sums))
     found = parts.of_at_least(5)
     assert len(found) <= 40

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from virtual.job import SLOWER, VirtualJob
 from perseus_ds.artifacts.run_records import PlanJudged, TrialState, read_records
 from perseus_ds.cli.main import main
 from perseus_ds.progress.sums import fold
+from perseus_ds.progress.thinning import thin
 from perseus_ds.report.live import jobs_table
 from perseus_ds.server.metrics import registry_of
 from perseus_ds.units import plain
@@ -97,9 +99,17 @@ def test_the_saving_of_the_whole_job_is_the_true_one(compared):
     assert whole.gained_s == pytest.approx(default_s * len(taken) - time_s, abs=0.01 * time_s)
 
 
-def test_all_outputs_show_the_same_saving(compared, capsys):
+@pytest.mark.parametrize("is_thinned", [False, True], ids=["each iteration", "first iterations summed"])
+def test_all_outputs_show_the_same_saving(compared, capsys, tmp_path, is_thinned):
     job, *_ = compared
-    shown, facts = surfaces_of(job.folder, capsys)
+    folder, before = job.folder, facts_at([*read_records(job.folder)], BEGIN)
+    if is_thinned:
+        folder = tmp_path / "thinned"
+        shutil.copytree(job.folder, folder)
+        thin(folder / "run.jsonl", len(job.taken) - ITERATIONS // 2)
+    shown, facts = surfaces_of(folder, capsys)
+    for saving in ("under_plans", "whole"):
+        assert getattr(facts, saving).in_words() == getattr(before, saving).in_words()
     saving = facts.under_plans
     assert facts.plan is None or facts.plan.real == saving.model_copy(update={"iterations": facts.plan.real.iterations})
     energy, time = plain(saving.energy), plain(saving.time)

@@ -14,6 +14,7 @@ from perseus_ds.artifacts.run_records import (
     IterationRecord,
     LimitsChanged,
     Started,
+    SummedIterations,
     TrialState,
     read_records,
     to_line,
@@ -22,7 +23,7 @@ from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait
 from perseus_ds.policy.plans import Forecast, Plans
-from perseus_ds.progress.sums import JobsOfFile
+from perseus_ds.progress.sums import JobsOfFile, fold
 from perseus_ds.protocol.job_messages import Observed, RankFacts, Say
 from perseus_ds.report.inputs import read_run
 from perseus_ds.savings import Default
@@ -130,15 +131,63 @@ def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, t
 
 
 def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(recorder, tmp_path):
-    for number in range(1, 9):
+    """On average, 16 ranks are listed in a record."""
+    for number in range(1, 27):
         ranks = [{"energy_j": math.nan if number == 3 else float(number), "asked_mhz": 1400.0} for _ in range(200)]
         recorder.add(seen(*ranks, number=number), UNDER_PLAN)
     records, _ = records_of(recorder, tmp_path)
-    assert [record.iteration for record in records if record.energy_by_rank_j is not None] == [4, 8]
-    assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
-    assert [record.iteration for record in records if record.clocks_asked_mhz is not None] == [4, 8]
+    assert [record.iteration for record in records if record.energy_by_rank_j is not None] == [13, 26]
+    of_first, of_second = sum(range(1, 14)) - 3.0, float(sum(range(14, 27)))
+    assert (records[12].energy_by_rank_j, records[25].energy_by_rank_j) == ((of_first,) * 200, (of_second,) * 200)
+    assert [record.iteration for record in records if record.clocks_asked_mhz is not None] == [13, 26]
     assert records[0].energy_j == 200.0
-    assert read_run(tmp_path).job.history.by_rank[0] == (33.0, pytest.approx(33.0 / 7))
+    total_j = of_first + of_second
+    assert read_run(tmp_path).job.history.by_rank[0] == (total_j, pytest.approx(total_j / 25))
+
+
+def test_many_pipelines_have_energies_in_some_records_of_each_phase_that_lose_no_energy(recorder, tmp_path):
+    ranks, pipelines = [{"energy_j": 10.0}] * 65, list(range(65))
+    plans = Run("run", plans=UNDER_PLAN.plans)
+    for number in range(1, 21):
+        run = DEFAULT if number % 2 else plans
+        recorder.add(seen(*ranks, number=number, pipelines=pipelines, run=run), run)
+    records, _ = records_of(recorder, tmp_path)
+    listed = {record.iteration: record.energy_by_pipeline_j for record in records if record.energy_by_pipeline_j}
+    assert listed == {9: (50.0,) * 65, 10: (50.0,) * 65, 19: (50.0,) * 65, 20: (50.0,) * 65}
+    assert {record.phase for record in records if record.iteration in (9, 19)} == {"observe"}
+
+
+def test_the_first_iterations_of_a_long_job_are_summed_up(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.server.recorder.KEPT", 20)
+    monkeypatch.setattr("perseus_ds.server.recorder.MORE", 10)
+    recorder._writer._thin_at = 30
+    for number in range(1, 71):
+        recorder.add(*under_plan(number), AT_DEFAULT_CLOCKS, GOOD)
+        recorder.flush()
+    records, end = records_of(recorder, tmp_path)
+    first, *others = records
+    assert [record.iteration for record in others] == list(range(51, 71))
+    assert isinstance(first, SummedIterations)
+    assert (first.first, first.last, first.total.iterations) == (1, 50, 50)
+    assert (end.iterations, end.under_plans.saved_j) == (70, pytest.approx(70 * 20.0))
+    assert fold(read_records(tmp_path)).current.under_plans == end.under_plans
+    again = JobsOfFile()
+    writer = RecordWriter(tmp_path, again, print)
+    writer.write(Failed(error="of a later start"))
+    writer.flush()
+    assert again.current.under_plans == end.under_plans, "a later start has the same sums"
+
+
+def test_a_disk_too_full_for_sums_leaves_all_records(recorder, tmp_path, received, disk_with, monkeypatch):
+    monkeypatch.setattr("perseus_ds.server.recorder.thin", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    recorder._writer._thin_at = 5
+    for number in range(1, 8):
+        recorder.add(*under_plan(number))
+        recorder.flush()
+    records, _ = records_of(recorder, tmp_path)
+    assert [record.iteration for record in records] == list(range(1, 8))
+    warned = [text for text in said(received, warns=True) if "disk full" in text]
+    assert len(warned) == 1, "it is tried again later"
 
 
 def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, received):
