@@ -13,6 +13,7 @@ from perseus_ds.artifacts.validation import (
     MOST_SECONDS,
     MOST_TIMELINE_BYTES,
     Clock,
+    Energy,
     Index,
     Many,
     MicroBatch,
@@ -101,13 +102,15 @@ class MeasuredOperation(FileModel):
 class MeasuredIteration(FileModel):
     """One measured iteration, with its number in ``run.jsonl`` and each rank's operations in program order.
 
-    ``plan`` is the plan's index on the frontier, or None at default clocks.
+    ``plan`` is the plan's index on the frontier, or None at default clocks. ``energy_j`` is the energy of all GPUs of
+    the job [J], or None if it is unknown.
     """
 
     iteration: Index
     phase: Text
     ranks: Annotated[Many[Many[MeasuredOperation]], Field(min_length=1)]
     plan: Index | None = None
+    energy_j: Energy | None = None
 
     @property
     def operations(self) -> int:

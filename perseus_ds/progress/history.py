@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from typing import NamedTuple
 
 from perseus_ds.artifacts.iteration_sums import Sums
@@ -57,13 +56,10 @@ class History:
         event_count: Number of all events.
         plan: The last plan that ran of the first order and the last frontier.
         planned: Iterations under plans of the last frontier, in parts.
-        energies_j: Energies of the iterations that were requested.
         refused: Clocks that GPUs did not reach.
     """
 
-    def __init__(self, energies_of: Collection[int] = ()) -> None:
-        """Begin without records. Energies of the iterations with the given numbers are kept."""
-        self._energies_of = frozenset(energies_of)
+    def __init__(self) -> None:
         self.first_start = self.last_start = Started()
         self.starts = self.iterations = self.event_count = 0
         self.frontier: str | None = None
@@ -71,7 +67,6 @@ class History:
         self.events: list[NumberedEvent] = []
         self.plan: int | None = None
         self.planned = SeriesParts(_MOST_PARTS)
-        self.energies_j: dict[int, float | None] = {}
         self.refused: dict[tuple[int | None, tuple[str, ...]], ClockNotReached] = {}
         self.has_verdict = False
         self._frontier: int | None = None
@@ -109,8 +104,6 @@ class History:
         point = HistoryPoint(self.iterations, record.iteration, plan, record.time_s, record.energy_j)
         self.points[record.phase].add(point)
         self._power.add(record.time_s, record.energy_j, record.ended)
-        if record.iteration in self._energies_of:
-            self.energies_j[record.iteration] = record.energy_j
         if record.phase == "run" and plan is not None:
             part = SeriesPart(record.iteration, record.iteration, record.ended, frozenset({plan}), sums)
             self._add_planned(part, plan, frontier)

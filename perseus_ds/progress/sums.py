@@ -10,7 +10,7 @@ import itertools
 import operator
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from perseus_ds.artifacts.iteration_sums import Sums
@@ -77,13 +77,12 @@ class JobSums:
         history: The job's history for charts and lists.
     """
 
-    def __init__(self, energies_of: Collection[int] = ()) -> None:
-        """Begin without records. The history keeps the energies of the iterations with the given numbers."""
+    def __init__(self) -> None:
         # Sums of all other iterations except those that calibrate a simulated GPU.
         self._before: defaultdict[Conditions, Sums] = defaultdict(Sums)
         self.since_start = Sums()
         self.present = Present()
-        self.history = History(energies_of)
+        self.history = History()
         self._frontier = 0
         self._named_frontier: str | None = None
         self._micro_batches: dict[int, int | None] = {}
@@ -387,10 +386,8 @@ class JobsOfFile:
     The *current* job is the one that trained last or, if none has trained, that started last.
     """
 
-    def __init__(self, energies_of: Collection[int] = ()) -> None:
-        """Begin without records. Histories keep the energies of the iterations with the given numbers."""
-        self._energies_of = energies_of
-        self._jobs: dict[str | None, JobSums] = {None: JobSums(energies_of)}
+    def __init__(self) -> None:
+        self._jobs: dict[str | None, JobSums] = {None: JobSums()}
         self._writing = self._current = self._jobs[None]
         self._lock = threading.Lock()
 
@@ -399,7 +396,7 @@ class JobsOfFile:
         with self._lock:
             for record in records:
                 if isinstance(record, Started):
-                    self._writing = self._jobs.setdefault(record.job, JobSums(self._energies_of))
+                    self._writing = self._jobs.setdefault(record.job, JobSums())
                 self._writing.add(record)
                 if is_training(record) or not self._current.by_conditions():
                     self._current = self._writing
@@ -421,8 +418,8 @@ class JobsOfFile:
         return sum(job.total().iterations for job in others)
 
 
-def fold(records: Iterable[Record], energies_of: Collection[int] = ()) -> JobsOfFile:
+def fold(records: Iterable[Record]) -> JobsOfFile:
     """Return the jobs of a file of records."""
-    jobs = JobsOfFile(energies_of)
+    jobs = JobsOfFile()
     jobs.add(records)
     return jobs

@@ -7,7 +7,7 @@ job count (``progress/sums.py``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -43,9 +43,9 @@ class RecordedRun:
         return self.job.history.last_start
 
 
-def read_run(folder: Path, name: str | None = None, energies_of: Collection[int] = ()) -> RecordedRun:
-    """Read a job's ``run.jsonl``. Energies of the iterations with the given numbers are kept."""
-    jobs = fold(read_records(folder), energies_of)
+def read_run(folder: Path, name: str | None = None) -> RecordedRun:
+    """Read a job's ``run.jsonl``."""
+    jobs = fold(read_records(folder))
     return RecordedRun(folder, name or folder.resolve().name, jobs.current, jobs.left_out)
 
 
@@ -251,7 +251,7 @@ def _read_runs(found: Inputs, folders: Sequence[Path]) -> None:
         name = folder.name if folder != found.folder else folder.resolve().name
         path = folder / "timeline.json"
         measured = TimelineFile.load(path).iterations if path.is_file() else []
-        run = read_run(folder, name, [iteration.iteration for iteration in measured])
+        run = read_run(folder, name)
         found.runs.append(run)
         found.measured += [(run, iteration) for iteration in measured]
         found.files += [folder / FILE_NAME, *([path] if path.is_file() else [])]

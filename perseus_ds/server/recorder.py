@@ -553,7 +553,14 @@ class TimelineLog:
             plan = None if plans is None else plans.of_pipeline(job.places[job.shown[place]].pipeline)
             clocks = {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
             operations.append([entry for span in own for entry in _entries(span, begin_s - min(begins_s), clocks)])
-        iteration = MeasuredIteration(iteration=seen.number, phase=run.phase, plan=number, ranks=operations)
+        energy_j = seen.reports.energy_j
+        iteration = MeasuredIteration(
+            iteration=seen.number,
+            phase=run.phase,
+            plan=number,
+            ranks=operations,
+            energy_j=_rounded(energy_j) if energy_j > 0 else None,
+        )
         if self._file.job is not None:
             needed_bytes = known_of_all([job.states[rank].memory_bytes or None for rank in job.shown])
             self._file.job = self._file.job.model_copy(update={"memory_bytes": needed_bytes})

@@ -316,7 +316,7 @@ def ran(plan):
 
 def timed(number, plan):
     """Return an iteration of two ranks on one node, in which the second begins 10 ms later."""
-    return seen({}, {}, number=number, run=ran(plan), spans=[SPANS, SPANS], begun_s=5.0)
+    return seen({"energy_j": 60.0}, {"energy_j": 80.0}, number=number, run=ran(plan), spans=[SPANS, SPANS], begun_s=5.0)
 
 
 def job_of(*nodes):
@@ -361,7 +361,7 @@ def test_operations_of_all_ranks_lie_on_the_first_ones_axis(add, tmp_path):
     for number in (6, 7):
         add(timed(number, plan=3))
     (iteration,) = kept(tmp_path)
-    assert (iteration.iteration, iteration.plan) == (7, 3)
+    assert (iteration.iteration, iteration.plan, iteration.energy_j) == (7, 3, 140.0)
     first, second = iteration.ranks
     assert [operation.kind for operation in first] == ["load", "forward", "activation"]
     assert [operation.start_s for operation in first] == [0.0, 0.1, 0.4]
