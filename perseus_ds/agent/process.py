@@ -31,7 +31,7 @@ from functools import partial
 from perseus_ds.agent.actor import GpuActor
 from perseus_ds.agent.gpu_records import GpuHeldError, GpuRecord, UnrecordedGpu, left_locked
 from perseus_ds.agent.job_server import JobServerChild, Uplink
-from perseus_ds.agent.rank import Event, Rank, State
+from perseus_ds.agent.rank import Rank, RankEvent, State
 from perseus_ds.agent.rank_clocks import RankClocks
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu import find_gpu
@@ -362,7 +362,7 @@ class Agent:
 
     def _refuse(self, rank: Rank, reason: messages.Reason, error: str) -> None:
         rank.send(messages.Refused(reason, error))
-        rank.on(Event.REFUSED)
+        rank.on(RankEvent.REFUSED)
         self._forget(rank)
 
     def _forget(self, rank: Rank, *, has_left: bool = True) -> None:
@@ -396,7 +396,7 @@ class Agent:
 
     def _terminate(self, rank: Rank) -> None:
         """Reset a GPU before its rank ends."""
-        if rank.on(Event.TERMINATED):
+        if rank.on(RankEvent.TERMINATED):
             assert rank.clocks is not None
             assert rank.actor is not None
             rank.clocks.revoke()
@@ -439,8 +439,8 @@ class Agent:
         is_still = rank.progress.is_standing_still(memory, now_s, may_be_locked=may_be_locked)
         if rank.state is State.STANDING_STILL:
             if memory.progress != rank.stalled_at or (may_be_locked and actor.is_reset):
-                rank.on(Event.CONTINUED)
-        elif is_still and not self._others(rank) and rank.on(Event.STALLED):
+                rank.on(RankEvent.CONTINUED)
+        elif is_still and not self._others(rank) and rank.on(RankEvent.STALLED):
             rank.stalled_at = memory.progress
             actor.reset()
 
@@ -462,7 +462,7 @@ class Agent:
         if actor.gpu is None or not actor.is_reset or not is_clear:
             return
         actor.record.set_locked(True)
-        rank.on(Event.GRANTED)
+        rank.on(RankEvent.GRANTED)
         assert rank.signals is not None
         receive_signals = partial(self._receive_signals, rank, rank.signals)
         self._selector.register(rank.signals, selectors.EVENT_READ, receive_signals)
@@ -490,10 +490,10 @@ class Agent:
             clocks.leave()  # before a reset, so that it does not request a clock again
             if actor.may_be_locked or not is_shared:
                 actor.reset()  # the other ranks request their clocks again
-        rank.on(Event.ENDED)
+        rank.on(RankEvent.ENDED)
         is_waiting = rank.is_released and rank.is_connected
         if actor is None or actor.is_reset or is_shared or not is_waiting:
-            rank.on(Event.RESET)
+            rank.on(RankEvent.RESET)
             rank.send(messages.Released())
             self._forget(rank)
 

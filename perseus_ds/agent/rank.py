@@ -38,7 +38,7 @@ class State(enum.Enum):
     """Its GPU was reset, or is used by another rank, or it has no GPU."""
 
 
-class Event(enum.Enum):
+class RankEvent(enum.Enum):
     """What happens to a rank."""
 
     GRANTED = "granted"
@@ -54,16 +54,16 @@ class Event(enum.Enum):
 
 
 TRANSITIONS = {
-    (State.JOINED, Event.GRANTED): State.RUNNING,
-    (State.JOINED, Event.REFUSED): State.GONE,
-    (State.JOINED, Event.ENDED): State.LEAVING,
-    (State.RUNNING, Event.STALLED): State.STANDING_STILL,
-    (State.RUNNING, Event.TERMINATED): State.LEAVING,
-    (State.RUNNING, Event.ENDED): State.LEAVING,
-    (State.STANDING_STILL, Event.CONTINUED): State.RUNNING,
-    (State.STANDING_STILL, Event.TERMINATED): State.LEAVING,
-    (State.STANDING_STILL, Event.ENDED): State.LEAVING,
-    (State.LEAVING, Event.RESET): State.GONE,
+    (State.JOINED, RankEvent.GRANTED): State.RUNNING,
+    (State.JOINED, RankEvent.REFUSED): State.GONE,
+    (State.JOINED, RankEvent.ENDED): State.LEAVING,
+    (State.RUNNING, RankEvent.STALLED): State.STANDING_STILL,
+    (State.RUNNING, RankEvent.TERMINATED): State.LEAVING,
+    (State.RUNNING, RankEvent.ENDED): State.LEAVING,
+    (State.STANDING_STILL, RankEvent.CONTINUED): State.RUNNING,
+    (State.STANDING_STILL, RankEvent.TERMINATED): State.LEAVING,
+    (State.STANDING_STILL, RankEvent.ENDED): State.LEAVING,
+    (State.LEAVING, RankEvent.RESET): State.GONE,
 }
 """The next state after an event. Other events change nothing."""
 
@@ -127,7 +127,7 @@ class Rank:
         self.number = 0
         self._outbox: deque[bytes] = deque(maxlen=_MOST_UNSENT)
 
-    def on(self, event: Event) -> bool:
+    def on(self, event: RankEvent) -> bool:
         """Change the state by an event. Returns True if it has changed."""
         before = self.state
         self.state = TRANSITIONS.get((before, event), before)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, CounterFailed, GpuActor, GpuNews
-from perseus_ds.agent.timeline import IterationRecord, Timeline
+from perseus_ds.agent.timeline import EndedIteration, Timeline
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.energy_counter import CounterLog
@@ -179,12 +179,12 @@ class RankClocks:
                 record = self.timeline.record_of(message.iteration)
                 if record is None and waits and self._time.now_s() - received_s < DRIVER_HANGS_S:
                     return
-                self._to_server(self._completed(message, record or IterationRecord(math.nan, math.nan, self._before)))
+                self._to_server(self._completed(message, record or EndedIteration(math.nan, math.nan, self._before)))
             else:
                 self._to_server(message)
             self._held.popleft()
 
-    def _completed(self, report: msg.Report, record: IterationRecord) -> msg.RankReport:
+    def _completed(self, report: msg.Report, record: EndedIteration) -> msg.RankReport:
         before, status = self._before, record.status
         self._before = status
         has_failed = self._actor.health.has_failed or self._is_revoked

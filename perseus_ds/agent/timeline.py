@@ -171,7 +171,7 @@ class Gaps:
             self.varies_s[mark] = max(expected_s - ordered_s[1], ordered_s[-2] - expected_s)
 
 
-class IterationRecord(NamedTuple):
+class EndedIteration(NamedTuple):
     """Start of an iteration on the GPU, its energy (NaN if unknown), and the status at its end."""
 
     begun_s: float
@@ -220,7 +220,7 @@ class Timeline:
         self._handled_idle_s = 0.0
         self._requests_clocks = True
         self.due_s = math.inf
-        self._records: dict[int, IterationRecord] = {}
+        self._records: dict[int, EndedIteration] = {}
         self._recorded = memory.iteration
         # Readings on the actor's thread: at the start of an iteration, and at the end of the previous one.
         self._begun_of, self._begun_s, self._begun_j = 0, math.nan, math.nan
@@ -242,11 +242,11 @@ class Timeline:
         """Return the serial of the message that an iteration followed, or -1 if it is not known."""
         return self._serials.get(iteration, -1)
 
-    def record_of(self, iteration: int) -> IterationRecord | None:
+    def record_of(self, iteration: int) -> EndedIteration | None:
         """Return the measurements of an iteration. None if the GPU has not finished it."""
         if iteration > self._recorded:
             return None
-        return self._records.get(iteration) or IterationRecord(math.nan, math.nan, self._status())
+        return self._records.get(iteration) or EndedIteration(math.nan, math.nan, self._status())
 
     def advance(self) -> float:
         """Do what is due, and return the time until the next look at the marks [s]."""
@@ -409,7 +409,7 @@ class Timeline:
         return max(_OFTEN_S, early_s / _LOOKS, min(_LESS_OFTEN * overdue_s, _OVERDUE_S))
 
     def _record(self, iteration: int, begun_s: float, energy_j: float) -> None:
-        self._records[iteration] = IterationRecord(begun_s, energy_j, self._status())
+        self._records[iteration] = EndedIteration(begun_s, energy_j, self._status())
         self._records.pop(iteration - REMEMBERED, None)
         self._recorded = max(self._recorded, iteration)
 

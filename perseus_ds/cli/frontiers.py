@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimize(PlanningSettings):
+class OptimizeCommand(PlanningSettings):
     """Compute the frontier of frequency plans from a profile."""
 
     examples = ("perseus-ds optimize perseus",)
@@ -58,7 +58,7 @@ class Optimize(PlanningSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class ExportCommand:
     """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
 
     examples = ("perseus-ds export perseus --out plans",)
@@ -80,7 +80,7 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Import:
+class ImportCommand:
     """Import plans of lowtime or Zeus, with time and energy computed from a profile, as a frontier.
 
     Plan files are parsed and never executed.

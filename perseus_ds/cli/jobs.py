@@ -18,7 +18,7 @@ from perseus_ds.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class WatchCommand:
     """Show the state of a job, or of all jobs of a folder in one line each.
 
     The job's folder must be readable, on any node. The command ends with the job. In a terminal, p pauses the plans, r
@@ -64,7 +64,7 @@ def answer_to(arguments: list[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobArguments:
     """Argument that selects a job."""
 
     run: Positional[Path]
@@ -72,7 +72,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status(Job):
+class StatusCommand(JobArguments):
     """Print the status of the job."""
 
     examples = ("perseus-ds control status perseus", "perseus-ds control status perseus --json")
@@ -100,7 +100,7 @@ class Status(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Set(Job):
+class SetCommand(JobArguments):
     """Change the goal of the job, with the keys of goal in the perseus block.
 
     A goal limits time (--max-slowdown, --finish-by) and power (--watts, --power-fraction, --until). A new limit
@@ -134,7 +134,7 @@ class Set(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clear(Job):
+class ClearCommand(JobArguments):
     """Return to the goal of the job's configuration."""
 
     examples = ("perseus-ds control clear perseus", "perseus-ds control clear perseus --limit power")
@@ -147,7 +147,7 @@ class Clear(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler(Job):
+class StragglerCommand(JobArguments):
     """Report a slower pipeline, so that the others need not wait for it at full speed."""
 
     examples = ("perseus-ds control straggler perseus --pipeline 1 --slowdown 1.2",)
@@ -165,7 +165,7 @@ class Straggler(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause(Job):
+class PauseCommand(JobArguments):
     """Run at default clocks."""
 
     examples = ("perseus-ds control pause perseus",)
@@ -175,7 +175,7 @@ class Pause(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume(Job):
+class ResumeCommand(JobArguments):
     """Run under plans again."""
 
     examples = ("perseus-ds control resume perseus",)

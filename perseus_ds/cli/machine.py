@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reset:
+class ResetCommand:
     """Return GPUs to their default clocks.
 
     This is necessary if the agent of a node was killed together with its job. GPUs that running jobs of this user
@@ -107,7 +107,7 @@ _ONLY_FOR: dict[str, set[str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
+class DoctorCommand:
     """Report on one page whether this machine is ready, and how to solve problems."""
 
     examples = ("perseus-ds doctor", "perseus-ds doctor --lock", "perseus-ds doctor --device nvml")

@@ -17,7 +17,7 @@ from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.units import printable
 
 
-class Command(Protocol):
+class CliCommand(Protocol):
     """A command: a dataclass of its arguments. Its docstring is the help text."""
 
     examples: ClassVar[tuple[str, ...]]
@@ -28,29 +28,29 @@ class Command(Protocol):
 
 # Module and class of each command.
 COMMANDS = {
-    "optimize": "frontiers:Optimize",
-    "profile show": "profile:Show",
-    "profile compare": "profile:Compare",
-    "profile validate": "profile:Validate",
-    "profile merge": "profile:Merge",
-    "profile convert": "profile:Convert",
-    "report": "pages:Report",
-    "compare": "pages:Compare",
-    "trace": "pages:Trace",
-    "plot": "pages:Plot",
-    "schedules": "schedules:Schedules",
-    "partition": "partition:Partition",
-    "export": "frontiers:Export",
-    "import": "frontiers:Import",
-    "watch": "jobs:Watch",
-    "control status": "jobs:Status",
-    "control set": "jobs:Set",
-    "control clear": "jobs:Clear",
-    "control straggler": "jobs:Straggler",
-    "control pause": "jobs:Pause",
-    "control resume": "jobs:Resume",
-    "reset": "machine:Reset",
-    "doctor": "machine:Doctor",
+    "optimize": "frontiers:OptimizeCommand",
+    "profile show": "profile:ShowCommand",
+    "profile compare": "profile:CompareProfilesCommand",
+    "profile validate": "profile:ValidateCommand",
+    "profile merge": "profile:MergeCommand",
+    "profile convert": "profile:ConvertCommand",
+    "report": "pages:ReportCommand",
+    "compare": "pages:CompareCommand",
+    "trace": "pages:TraceCommand",
+    "plot": "pages:PlotCommand",
+    "schedules": "schedules:SchedulesCommand",
+    "partition": "partition:PartitionCommand",
+    "export": "frontiers:ExportCommand",
+    "import": "frontiers:ImportCommand",
+    "watch": "jobs:WatchCommand",
+    "control status": "jobs:StatusCommand",
+    "control set": "jobs:SetCommand",
+    "control clear": "jobs:ClearCommand",
+    "control straggler": "jobs:StragglerCommand",
+    "control pause": "jobs:PauseCommand",
+    "control resume": "jobs:ResumeCommand",
+    "reset": "machine:ResetCommand",
+    "doctor": "machine:DoctorCommand",
 }
 GROUPS = {
     "": "Plan, watch and evaluate training with less energy.\n\nUse perseus-ds --version for the version, and "
@@ -122,7 +122,7 @@ def _run(arguments: list[str]) -> int:
         return command.execute()
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(arguments: Sequence[str]) -> CliCommand:
     """Parse the arguments of the command line.
 
     Raises:
@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str]) -> Command:
         conf.PositionalMetavarFromFieldName,
     )
     if name in GROUPS:
-        found: Command = _application(name).cli(prog=program, description=GROUPS[name], args=rest, config=config)
+        found: CliCommand = _application(name).cli(prog=program, description=GROUPS[name], args=rest, config=config)
         return found
     command = command_of(name)
     examples = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
@@ -158,10 +158,10 @@ def parse(arguments: Sequence[str]) -> Command:
     return tyro.cli(command, prog=program, description=description, args=rest, config=config, registry=registry)
 
 
-def command_of(name: str) -> type[Command]:
+def command_of(name: str) -> type[CliCommand]:
     """Return the class of a command without the imports that its execution needs."""
     module, _, class_name = COMMANDS[name].partition(":")
-    found: type[Command] = getattr(importlib.import_module(f"perseus_ds.cli.{module}"), class_name)
+    found: type[CliCommand] = getattr(importlib.import_module(f"perseus_ds.cli.{module}"), class_name)
     return found
 
 
@@ -197,7 +197,7 @@ def _application(group: str) -> Any:
     return application
 
 
-def _positional_first(command: type[Command], arguments: list[str]) -> list[str]:
+def _positional_first(command: type[CliCommand], arguments: list[str]) -> list[str]:
     """Move the positional argument to the front if it is given by name, as in ``--profile perseus``."""
     from tyro.conf import Positional
 

@@ -14,11 +14,11 @@ from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
     from perseus_ds.report.inputs import Inputs
-    from perseus_ds.report.timeline import Timeline
+    from perseus_ds.report.timeline import DrawnTimeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunArguments):
+class ReportCommand(RunArguments):
     """Print the savings of a run, and write an HTML page about it (report.html)."""
 
     examples = (
@@ -68,7 +68,7 @@ def _report_evidence(folder: Path, out: Path | None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
+class CompareCommand:
     """Compare runs, and write an HTML page about the comparison (comparison.html)."""
 
     examples = (
@@ -96,7 +96,7 @@ class Compare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace(RunArguments):
+class TraceCommand(RunArguments):
     """Write predicted and measured timelines for Perfetto (trace.json)."""
 
     examples = ("perseus-ds trace perseus",)
@@ -127,7 +127,7 @@ class Trace(RunArguments):
         return 0
 
 
-def _predicted(found: Inputs, number: int | None) -> dict[str, Timeline]:
+def _predicted(found: Inputs, number: int | None) -> dict[str, DrawnTimeline]:
     from perseus_ds.report.timeline import timeline
 
     if found.dag is None or found.profile is None or found.frontier is None:
@@ -143,7 +143,7 @@ def _predicted(found: Inputs, number: int | None) -> dict[str, Timeline]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plot(RunArguments):
+class PlotCommand(RunArguments):
     """Draw the frontier, and the pipeline's timeline at the highest clock and under a plan."""
 
     examples = (

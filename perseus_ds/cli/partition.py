@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partition:
+class PartitionCommand:
     """Find the fastest cut of a model into stages, and the most frugal one of those as fast.
 
     For a job that has trained under Perseus in any mode, the costs of each kind of layer are estimated from the times

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
+class ShowCommand:
     """Print a profile as a table, and optionally draw it."""
 
     examples = ("perseus-ds profile show perseus --out profile.png",)
@@ -48,7 +48,7 @@ class Show:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
+class CompareProfilesCommand:
     """Print the differences between two profiles."""
 
     examples = ("perseus-ds profile compare perseus perseus-2",)
@@ -82,7 +82,7 @@ class Compare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validate:
+class ValidateCommand:
     """Check whether plans can be computed from a profile."""
 
     examples = ("perseus-ds profile validate perseus",)
@@ -119,7 +119,7 @@ class Validate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge:
+class MergeCommand:
     """Merge several profiles into one, combining common stages like ranks of one job."""
 
     examples = ("perseus-ds profile merge perseus perseus-2 --out merged",)
@@ -165,7 +165,7 @@ class Merge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class ConvertCommand:
     """Convert the CSV of Merak or another program to profile.csv and profile.json."""
 
     examples = ("perseus-ds profile convert perseus/profile.csv --out converted --blocking-power-w 70",)

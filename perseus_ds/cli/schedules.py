@@ -37,7 +37,7 @@ _NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedules:
+class SchedulesCommand:
     """Compute the frontiers of several schedules from one profile, and compare them.
 
     Nothing is run. A profile does not contain the costs of a part of a stage or of a backward; the assumptions on them

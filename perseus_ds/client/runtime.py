@@ -374,7 +374,7 @@ class PerseusRuntime:
                     self._follows.add(message)
                     if message.program.number == 0:
                         self._shown.append((message.shown_from, message.phase in _PROFILED))
-                case msg.Orders():
+                case msg.OrderNumbers():
                     self._numbers = dict(message.numbers)
                     self._others = message.others
                 case msg.ReadSchedule():

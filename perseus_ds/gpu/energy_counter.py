@@ -31,7 +31,7 @@ _LONGEST_POLL_S = 0.010
 _TOLERANCE_ABOVE, _TOLERANCE_BELOW = 0.02, 0.1
 
 
-class Refreshes:
+class CounterRefreshes:
     """Refreshes of an energy counter.
 
     A counter refreshed every 100 ms does not show the energy of one 20 ms instruction, but its values right after a
@@ -81,7 +81,7 @@ class Refreshes:
         return mean_power_w(inside)
 
 
-class CounterLog(Refreshes):
+class CounterLog(CounterRefreshes):
     """Records when the energy counter was refreshed, as a context on a thread, or by calls of :meth:`read`.
 
     Attributes:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from perseus_ds.optimizer.problem import Floats, Problem
-from perseus_ds.pipeline.dag import Level, levels
+from perseus_ds.pipeline.dag import DagLevel, levels
 
 
 class Network:
@@ -54,12 +54,12 @@ class Network:
         return earliest_s[self.tail] / float(earliest_s[-1])
 
     @cached_property
-    def forward(self) -> list[Level]:
+    def forward(self) -> list[DagLevel]:
         """All events except the start, in levels whose arcs come from earlier levels."""
         return levels(self.tail, self.head, self._topological)
 
     @cached_property
-    def backward(self) -> list[Level]:
+    def backward(self) -> list[DagLevel]:
         """All events except the end, in levels whose arcs lead to earlier levels of this list."""
         return levels(self.head, self.tail, self._topological[::-1])
 

@@ -46,7 +46,7 @@ def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
     return result
 
 
-class RankClocks:
+class ClocksOfRank:
     """A rank's instructions at each of its clocks.
 
     Attributes:
@@ -94,7 +94,7 @@ class Paths:
         on_path: For each rank, shape (paths, instructions): 1 for each instruction on the path and 0 for the others.
     """
 
-    def __init__(self, network: Network, ranks: Sequence[RankClocks]) -> None:
+    def __init__(self, network: Network, ranks: Sequence[ClocksOfRank]) -> None:
         self._network, self._ranks = network, ranks
         self.fixed_s = np.zeros(0)
         self.on_path = [np.zeros((0, len(rank.decisions))) for rank in ranks]
@@ -163,7 +163,7 @@ class _Change(NamedTuple):
     clock: int
 
 
-class ClockSearch:
+class RunClockSearch:
     """The search for the clocks of given runs.
 
     Attributes:
@@ -171,7 +171,7 @@ class ClockSearch:
         paths: Shape (paths,): indices of the known paths that the search considers.
     """
 
-    def __init__(self, ranks: Sequence[RankClocks], known: Paths, sequences: Sequences) -> None:
+    def __init__(self, ranks: Sequence[ClocksOfRank], known: Paths, sequences: Sequences) -> None:
         self._ranks, self._known = ranks, known
         # For each rank, shape (instructions,): the run of each instruction.
         self._run_of: list[Indices] = []
@@ -308,7 +308,7 @@ class ClockSearch:
         return [_Change(int(run[number]), int(clock[number])) for number in best]
 
 
-def _groups_in_runs(rank: RankClocks, run_of: Indices) -> list[_GroupInRuns]:
+def _groups_in_runs(rank: ClocksOfRank, run_of: Indices) -> list[_GroupInRuns]:
     """Return the instructions of each of the rank's groups, in the order of their runs."""
     result = []
     for group in np.unique(rank.group):

@@ -32,7 +32,7 @@ import numpy as np
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Clocks, Floats, Indices, Problem
 from perseus_ds.optimizer.run_choice import best_runs, least_saving_j
-from perseus_ds.optimizer.run_clocks import ClockSearch, Paths, RankClocks, Sequences, begins_run
+from perseus_ds.optimizer.run_clocks import ClocksOfRank, Paths, RunClockSearch, Sequences, begins_run
 from perseus_ds.optimizer.search import evenly
 from perseus_ds.planning import DwellTimes
 
@@ -134,7 +134,7 @@ class RunSearch:
     def __init__(self, network: Network, dwell_s: DwellTimes) -> None:
         self._network = network
         self._chains = network.problem.rank_decisions  # some ranks may have no passes
-        self.ranks = [RankClocks(network, chain, dwell_s) for chain in self._chains if len(chain)]
+        self.ranks = [ClocksOfRank(network, chain, dwell_s) for chain in self._chains if len(chain)]
         self._paths = Paths(network, self.ranks)
         for clocks in (self._one_clock(0), self._one_clock(-1)):
             self._paths.add_longest(self._durations_s(clocks))
@@ -290,7 +290,7 @@ class RunSearch:
 
         The search begins with the longest known paths. If the plan is then late, it continues with the late paths.
         """
-        search = ClockSearch(self.ranks, self._paths, clocks)
+        search = RunClockSearch(self.ranks, self._paths, clocks)
         limit_s = time_s * _FITS
         exchange = exchange and search.count <= _MOST_RUNS
         paths = self._longest_paths(search, self._durations_s(clocks), _NEAR * time_s, _MOST_PATHS)
@@ -314,7 +314,7 @@ class RunSearch:
                 paths = np.array([len(self._paths) - 1])
         return clocks
 
-    def _longest_paths(self, search: ClockSearch, duration_s: Floats, beyond_s: float, most: int) -> Indices:
+    def _longest_paths(self, search: RunClockSearch, duration_s: Floats, beyond_s: float, most: int) -> Indices:
         """Return the longest known paths above a length that a search does not consider yet."""
         length_s = self._paths.lengths_s(duration_s)
         length_s[search.paths] = 0.0

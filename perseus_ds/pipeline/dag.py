@@ -154,16 +154,16 @@ class Dag:
         return np.fromiter(chain.from_iterable(self.predecessors), np.intp, len(self.edge_head))
 
     @cached_property
-    def _levels(self) -> list[Level]:
+    def _levels(self) -> list[DagLevel]:
         return levels(self.edge_tail, self.edge_head, np.arange(len(self.edge_head)))
 
     @cached_property
-    def _reverse_levels(self) -> list[Level]:
+    def _reverse_levels(self) -> list[DagLevel]:
         return levels(self.edge_head, self.edge_tail, np.arange(len(self.edge_head))[::-1])
 
 
 @dataclass(frozen=True)
-class Level:
+class DagLevel:
     """Nodes whose edges on one side come from earlier levels only.
 
     Attributes:
@@ -179,7 +179,7 @@ class Level:
     first: Indices
 
 
-def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
+def levels(tail: Indices, head: Indices, order: Indices) -> list[DagLevel]:
     """Group the nodes at the heads of edges so that each group depends only on earlier groups.
 
     In ``order``, the edge indices, a node's incoming edges precede its outgoing ones.
@@ -193,7 +193,7 @@ def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
     result = []
     for group in np.split(edges, np.flatnonzero(np.diff(depths[edges])) + 1):
         nodes, first = np.unique(head[group], return_index=True)
-        result.append(Level(nodes, group, tail[group], first))
+        result.append(DagLevel(nodes, group, tail[group], first))
     return result
 
 

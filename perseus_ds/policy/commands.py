@@ -15,7 +15,7 @@ class _Command(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Status(_Command):
+class GetStatus(_Command):
     """Report the state of the job."""
 
     command: Literal["status"]
@@ -65,7 +65,7 @@ class Resume(_Command):
     command: Literal["resume"]
 
 
-AnyCommand = Status | SetGoal | ClearGoal | SetStraggler | Pause | Resume
+AnyCommand = GetStatus | SetGoal | ClearGoal | SetStraggler | Pause | Resume
 Command = Annotated[AnyCommand, Field(discriminator="command")]
 _COMMAND: TypeAdapter[AnyCommand] = TypeAdapter(Command)
 

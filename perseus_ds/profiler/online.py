@@ -293,7 +293,7 @@ def pooled(found: Iterable[WaitingPower | None]) -> WaitingPower | None:
     return WaitingPower(power_w, 1 / math.sqrt(sum(weights)))
 
 
-class _Ran(NamedTuple):
+class _RanAtClock(NamedTuple):
     """An iteration, as far as it belongs to one key at one clock.
 
     Attributes:
@@ -319,7 +319,7 @@ class OnlineProfiler:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
         self._state: dict[int, GpuState] = {}
-        self._ran: dict[tuple[int, Key], list[_Ran]] = defaultdict(list)
+        self._ran: dict[tuple[int, Key], list[_RanAtClock]] = defaultdict(list)
         self._exponents: dict[Key, float] = {}
         self._visits: dict[int, list[_Visit]] = defaultdict(list)
         # By clock and share. It is valid until its clock is visited again, or keys or blocking power change.
@@ -367,7 +367,7 @@ class OnlineProfiler:
         taken_s = {**before_s, **at_the_clock_s}
         for key, by_iteration in taken_s.items():
             for number, times_s in by_iteration.items():
-                self._ran[clock_mhz, key].append(_Ran(sizes[number] if sizes else 1.0, times_s))
+                self._ran[clock_mhz, key].append(_RanAtClock(sizes[number] if sizes else 1.0, times_s))
         self._exponents = {key: self._exponent(key) for _, key in self._ran}
         keys = sorted({*self._keys, *taken_s})
         has_other_keys = keys != self._keys

@@ -80,11 +80,11 @@ def _records_with(file: BinaryIO, iterations: int) -> Iterator[Record]:
 
 def summed(records: Iterable[Record]) -> Iterator[Record]:
     """Yield records with the sums of iterations instead of each of them."""
-    part, of_start = _Part(), _OfStart()
+    part, of_start = _Hour(), _OfStart()
     for record in records:
         if isinstance(record, Event):
             of_start.add(part.closed())
-            part = _Part()
+            part = _Hour()
             if isinstance(record, Started):
                 yield from of_start.closed()
                 of_start = _OfStart()
@@ -92,7 +92,7 @@ def summed(records: Iterable[Record]) -> Iterator[Record]:
         elif is_training(record):
             if part.is_full or part.is_before_trial_of(record):
                 of_start.add(part.closed())
-                part = _Part()
+                part = _Hour()
             if isinstance(record, SummedIterations):
                 part.add_summed(record)
                 of_start.add_listed_sums(record)
@@ -103,7 +103,7 @@ def summed(records: Iterable[Record]) -> Iterator[Record]:
     yield from of_start.closed()
 
 
-class _Part:
+class _Hour:
     """Iterations of about an hour."""
 
     def __init__(self) -> None:

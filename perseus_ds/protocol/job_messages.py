@@ -145,7 +145,7 @@ class Follows:
         return follows[0] if follows and follows[0].from_iteration <= iteration else None
 
 
-class Orders(msgspec.Struct, tag=True, frozen=True):
+class OrderNumbers(msgspec.Struct, tag=True, frozen=True):
     """The numbers of orders."""
 
     numbers: tuple[tuple[int, int], ...]  # key and number
@@ -384,7 +384,15 @@ class Left(msgspec.Struct, tag=True, frozen=True):
 
 
 ToRank: TypeAlias = (
-    Follow | Orders | ReadSchedule | Calibrate | Say | Observed | Summarised | WatchDefaultClocks | SetProfiledLimit
+    Follow
+    | OrderNumbers
+    | ReadSchedule
+    | Calibrate
+    | Say
+    | Observed
+    | Summarised
+    | WatchDefaultClocks
+    | SetProfiledLimit
 )
 FromClient: TypeAlias = Spans | Report | ScheduleRead | Worked | Measured | Steps | MoreSteps | Command | Left
 """Messages of a client, which its agent forwards or completes."""

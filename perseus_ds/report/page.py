@@ -101,8 +101,9 @@ def _data(report: ReportFacts) -> dict[str, Any]:
 
 def _measured_data(run: RecordedRun, iteration: MeasuredIteration, found: Inputs) -> dict[str, Any]:
     gpus_per_rank = found.gpus_per_rank(run)
-    is_known = iteration.energy_j is not None and gpus_per_rank is not None
-    energy_j = iteration.energy_j / gpus_per_rank if is_known else math.nan
+    energy_j = math.nan
+    if iteration.energy_j is not None and gpus_per_rank is not None:
+        energy_j = iteration.energy_j / gpus_per_rank
     drawn = timeline_data(measured_timeline(iteration, energy_j=energy_j))
     return {"label": label(run, iteration), "plan": iteration.plan, **drawn}
 

@@ -31,7 +31,7 @@ from perseus_ds.report.figures import (
     profile_figures,
 )
 from perseus_ds.report.page import write_output
-from perseus_ds.report.timeline import Bar, Timeline, short_name
+from perseus_ds.report.timeline import Bar, DrawnTimeline, short_name
 from perseus_ds.units import percent
 
 _WIDTH_IN = 9.0
@@ -107,7 +107,7 @@ def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_axisbelow(True)
 
 
-def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, path: Path | str) -> None:
+def timeline_picture(before: DrawnTimeline, after: DrawnTimeline, provenance: Provenance, path: Path | str) -> None:
     """Draw two timelines of one pipeline one above the other, on the same axes."""
     figure = Figure(figsize=(_WIDTH_IN, min(2.2 + 0.75 * before.ranks, _TALLEST_IN)), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -139,7 +139,7 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
     _save(figure, path, _DPI)
 
 
-def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
+def _draw_timeline(axes: Axes, part: DrawnTimeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
     axes.barh(range(part.ranks), part.time_s, height=_HIGH, color=light("waiting"))
     instructions = [bar for bar in part.bars if isinstance(bar.work, Instruction)]
     for bars, edge, width in (

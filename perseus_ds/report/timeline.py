@@ -59,7 +59,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class DrawnTimeline:
     """One iteration of one pipeline, from 0 to ``time_s``.
 
     Attributes:
@@ -84,7 +84,7 @@ class Timeline:
         return found
 
 
-def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
+def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> DrawnTimeline:
     """Return the predicted timeline of a plan, in which every operation starts as early as possible."""
     clock_mhz = plan.clock_of_mhz
     durations_s = dag.fixed_durations_s(profile.info.fixed_durations)
@@ -107,10 +107,10 @@ def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
         if durations_s[index] > 0
     ]
     bars.sort(key=lambda bar: (bar.rank, bar.start_s))
-    return Timeline(tuple(bars), len(dag.schedule.ranks), float(finish_s.max(initial=0.0)), plan.energy_j)
+    return DrawnTimeline(tuple(bars), len(dag.schedule.ranks), float(finish_s.max(initial=0.0)), plan.energy_j)
 
 
-def measured_timeline(iteration: MeasuredIteration, *, energy_j: float = math.nan) -> Timeline:
+def measured_timeline(iteration: MeasuredIteration, *, energy_j: float = math.nan) -> DrawnTimeline:
     """Return the timeline of a measured iteration.
 
     A rank in a transfer waits until the other rank has arrived, and only the rest of the time is the transfer. This
@@ -131,7 +131,7 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float = math.na
                 bars.append(Bar(rank, operation.work, *times_s, operation.clock_mhz))
     bars.sort(key=lambda bar: (bar.rank, bar.start_s))
     time_s = max((bar.end_s for bar in bars), default=0.0)
-    return Timeline(tuple(bars), len(iteration.ranks), time_s, energy_j)
+    return DrawnTimeline(tuple(bars), len(iteration.ranks), time_s, energy_j)
 
 
 KINDS = (*(kind.value for kind in Kind), "load", "other", "activation", "grad")
@@ -167,7 +167,7 @@ def _packed_clocks(plan: FrequencyPlan) -> str:
     return base64.b64encode(np.array([*chain(*plan.clocks_mhz)], dtype="<u2").tobytes()).decode()
 
 
-def timeline_data(timeline: Timeline) -> dict[str, Any]:
+def timeline_data(timeline: DrawnTimeline) -> dict[str, Any]:
     """Return a timeline in the format that the page draws."""
     return {
         "ranks": timeline.ranks,
@@ -187,7 +187,7 @@ def _described(work: Work) -> tuple[int, int, int, int]:
 
 
 def chrome_trace(
-    timelines: Mapping[str, Timeline], about: Mapping[str, Any], profile: StageProfile | None
+    timelines: Mapping[str, DrawnTimeline], about: Mapping[str, Any], profile: StageProfile | None
 ) -> dict[str, Any]:
     """Return the contents of a trace file."""
     events: list[Event] = []

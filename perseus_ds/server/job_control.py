@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import CommandGiven, Event, GoalChanged, goal_in_words
 from perseus_ds.artifacts.validation import explain
-from perseus_ds.policy.commands import AnyCommand, ClearGoal, Pause, Resume, SetGoal, SetStraggler, Status
+from perseus_ds.policy.commands import AnyCommand, ClearGoal, GetStatus, Pause, Resume, SetGoal, SetStraggler
 from perseus_ds.policy.goal import LIMITS, Goal, check_deadline
 from perseus_ds.policy.stragglers import Straggler
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -145,7 +145,7 @@ class JobControl:
             ValueError: The command cannot be carried out. Nothing has changed.
         """
         job = self._job_status()
-        if isinstance(command, Status):
+        if isinstance(command, GetStatus):
             return {"status": {"paused": self.paused, "goal": self.goal.given(), **job}}
         done = self._done(command, job)
         if isinstance(command, SetGoal | ClearGoal):

@@ -74,9 +74,9 @@ class Orders:
         order = self._known.get(key)
         return () if order is None else order.job.schedule.ranks
 
-    def message(self) -> msg.Orders:
+    def message(self) -> msg.OrderNumbers:
         """Return the message about the numbers of all orders."""
-        return msg.Orders(tuple((key, order.number) for key, order in self._known.items()), OTHER_ORDERS)
+        return msg.OrderNumbers(tuple((key, order.number) for key, order in self._known.items()), OTHER_ORDERS)
 
     def occurs(self, key: int) -> Order | None:
         """Process the order of the next iteration, and return it. None if its schedule is not known.

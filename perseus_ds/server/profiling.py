@@ -19,7 +19,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import ProfileConfig
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.energy_counter import Refreshes
+from perseus_ds.gpu.energy_counter import CounterRefreshes
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span
 from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
@@ -256,7 +256,7 @@ class _Measurement:
         self._period_s, self._settle_s = job.counter_period_s(), job.counter_settle_s()
         power_w = baseline.info.blocking_power_w or 0.0
         self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
-        self._counters = {rank: Refreshes(job.facts[rank].gpu) for rank in self._ranks}
+        self._counters = {rank: CounterRefreshes(job.facts[rank].gpu) for rank in self._ranks}
         # Powers that a counter always includes, such as that of a module, differ between ranks.
         self._more_w = {rank: job.blocking_power_of_w(rank) - power_w for rank in self._ranks}
         self._refreshes: Counter[tuple[int, int]] = Counter()

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from perseus_ds.agent.rank import TRANSITIONS, Event, Rank, State
+from perseus_ds.agent.rank import TRANSITIONS, Rank, RankEvent, State
 
 
 @pytest.fixture
@@ -19,16 +19,16 @@ def rank():
     ("events", "state"),
     [
         ([], State.JOINED),
-        ([Event.GRANTED], State.RUNNING),
-        ([Event.REFUSED], State.GONE),
-        ([Event.ENDED], State.LEAVING),
-        ([Event.GRANTED, Event.STALLED], State.STANDING_STILL),
-        ([Event.GRANTED, Event.TERMINATED], State.LEAVING),
-        ([Event.GRANTED, Event.ENDED], State.LEAVING),
-        ([Event.GRANTED, Event.STALLED, Event.CONTINUED], State.RUNNING),
-        ([Event.GRANTED, Event.STALLED, Event.TERMINATED], State.LEAVING),
-        ([Event.GRANTED, Event.STALLED, Event.ENDED], State.LEAVING),
-        ([Event.GRANTED, Event.ENDED, Event.RESET], State.GONE),
+        ([RankEvent.GRANTED], State.RUNNING),
+        ([RankEvent.REFUSED], State.GONE),
+        ([RankEvent.ENDED], State.LEAVING),
+        ([RankEvent.GRANTED, RankEvent.STALLED], State.STANDING_STILL),
+        ([RankEvent.GRANTED, RankEvent.TERMINATED], State.LEAVING),
+        ([RankEvent.GRANTED, RankEvent.ENDED], State.LEAVING),
+        ([RankEvent.GRANTED, RankEvent.STALLED, RankEvent.CONTINUED], State.RUNNING),
+        ([RankEvent.GRANTED, RankEvent.STALLED, RankEvent.TERMINATED], State.LEAVING),
+        ([RankEvent.GRANTED, RankEvent.STALLED, RankEvent.ENDED], State.LEAVING),
+        ([RankEvent.GRANTED, RankEvent.ENDED, RankEvent.RESET], State.GONE),
     ],
 )
 def test_each_transition_leads_to_its_state(rank, events, state):
@@ -42,7 +42,7 @@ def test_every_transition_of_the_table_is_tested_above():
     assert len(TRANSITIONS) == sum(bool(events) for events, _ in cases)
 
 
-@pytest.mark.parametrize(("before", "event"), [(b, e) for b in State for e in Event if (b, e) not in TRANSITIONS])
+@pytest.mark.parametrize(("before", "event"), [(b, e) for b in State for e in RankEvent if (b, e) not in TRANSITIONS])
 def test_other_events_change_nothing(rank, before, event):
     """For example, a rank that leaves does not run again, whatever its agent or its process do."""
     rank.state = before

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import make_job, write_auto_run
 
-from perseus_ds.cli.jobs import Set
+from perseus_ds.cli.jobs import SetCommand
 from perseus_ds.cli.main import COMMANDS, GROUPS, command_of, description_of, parse
 from perseus_ds.policy.goal import Goal
 
@@ -68,7 +68,7 @@ def test_the_examples_of_all_commands_work_after_each_other(run, tmp_path):
 
 
 def test_every_key_of_a_goal_is_an_argument():
-    assert set(Set.__dataclass_fields__) - {"run"} == set(Goal.model_fields)
+    assert set(SetCommand.__dataclass_fields__) - {"run"} == set(Goal.model_fields)
 
 
 def test_the_version_is_that_of_the_package(run):
@@ -124,7 +124,7 @@ def test_an_unexpected_error_is_not_the_answer_no(run, monkeypatch, error, messa
     def fail(self):
         raise error
 
-    monkeypatch.setattr("perseus_ds.cli.machine.Doctor.execute", fail)
+    monkeypatch.setattr("perseus_ds.cli.machine.DoctorCommand.execute", fail)
     code, out, err = run("doctor")
     assert (code, out) == (2, "")
     assert message in err

@@ -10,7 +10,7 @@ from run_folders import MICRO_BATCHES, RANKS, measured, write_auto_run
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Transfer
-from perseus_ds.report.timeline import Bar, Timeline, chrome_trace, measured_timeline, timeline
+from perseus_ds.report.timeline import Bar, DrawnTimeline, chrome_trace, measured_timeline, timeline
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_slices_of_a_thread_do_not_overlap(trace):
 
 def test_transfers_at_the_same_time_have_threads_of_their_own():
     bars = [Bar(0, Transfer("activation", 0, 1, m), 1.0 * m, 1.0 * m + 1.5, None) for m in range(4)]
-    events = chrome_trace({"overlapping": Timeline(tuple(bars), 1, 5.0, 1.0)}, {}, None)["traceEvents"]
+    events = chrome_trace({"overlapping": DrawnTimeline(tuple(bars), 1, 5.0, 1.0)}, {}, None)["traceEvents"]
     begins = defaultdict(list)
     for event in events:
         if event.get("cat") == "transfer":

@@ -22,7 +22,7 @@ from perseus_ds.protocol.job_messages import (
     LatencyTable,
     Left,
     Measured,
-    Orders,
+    OrderNumbers,
     RankReport,
     Report,
     Say,
@@ -135,7 +135,7 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
         process._flush()
         return [type(message) for _, message in second.exchange()]
 
-    assert wait_for(received, "the programs have come")[0] is Orders
+    assert wait_for(received, "the programs have come")[0] is OrderNumbers
 
 
 def test_an_error_does_not_end_the_server(process, uplink, monkeypatch):
