@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from perseus_ds.artifacts.profile import Floats
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.estimates import error_of_median
+from perseus_ds.protocol.job_messages import RankReport, Report
 
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
@@ -32,37 +34,53 @@ class GpuLimit(NamedTuple):
     clock_mhz: float
 
 
-@dataclass
+def _figures() -> Mapping[str, Callable[[RankReport], Any]]:
+    """Return functions that get each figure of a rank's report, by name."""
+    of_client = {name: attrgetter(f"report.{name}") for name in Report.__struct_fields__}
+    of_agent = {name: attrgetter(name) for name in RankReport.__struct_fields__ if name != "report"}
+    return of_client | of_agent
+
+
 class RankReports:
-    """Reports of all ranks about an iteration, as an array of shape (ranks,) for each figure.
+    """Reports of all ranks about an iteration.
+
+    Each number in :class:`RankReport` and in the :class:`Report` within it is an attribute with the same name: an array
+    of shape (ranks,), which is made when it is needed. Unknown figures are NaN.
 
     Attributes:
         pipeline: Data-parallel pipeline of each rank.
-        energy_j: Energy of the GPU [J]. NaN if it cannot be read.
-        clock_skips: Number of clock changes that were skipped because they were too short, or a later one was due.
-        failed: Whether the rank has fallen back to default clocks.
-        asked_mhz: Requested clock when the GPU's clock was last read [MHz]. NaN at default clocks.
-        reached_mhz: Clock that was read then [MHz].
-        computed_s: Time from the iteration's start to the end of the rank's last pass [s]. 0 if unknown.
-        tail_s: Duration of its tail, including waits [s]. 0 if unknown.
-        limit_w: Power limit of its GPU [W]. Infinite if it is not lower than during profiling.
-        limit_mhz: Highest clock of its GPU under another limit, such as heat [MHz]. Infinite without one.
-        tokens: Tokens in the inputs of its pipeline, if the rank reads them. 0 if unknown.
+        energy_j: Energy of the GPU [J]. NaN if it cannot be read, and 0 if it is that of another rank.
     """
 
-    pipeline: npt.NDArray[np.int64]
-    time_s: Floats
-    energy_j: Floats
-    clock_changes: Floats
-    clock_skips: Floats
-    failed: Floats
-    asked_mhz: Floats
-    reached_mhz: Floats
-    computed_s: Floats
-    tail_s: Floats
-    limit_w: Floats
-    limit_mhz: Floats
-    tokens: Floats
+    _FIGURES = _figures()
+
+    def __init__(
+        self,
+        messages: Sequence[RankReport],
+        pipeline: npt.NDArray[np.int64],
+        counts_energy: Sequence[bool] | None = None,
+    ) -> None:
+        """Collect the reports of all ranks.
+
+        Args:
+            messages: The report of each rank.
+            pipeline: Its data-parallel pipeline.
+            counts_energy: Whether its energy counts; several ranks may share a counter. By default all count.
+        """
+        self.pipeline = pipeline
+        self._messages = messages
+        energy_j = self._of_all("energy_j")
+        self.energy_j = energy_j if counts_energy is None else np.where(counts_energy, energy_j, 0.0)
+
+    def __getattr__(self, name: str) -> Floats:
+        if name not in self._FIGURES:
+            raise AttributeError(f"no figure of a rank's report is named {name}")
+        values = self._of_all(name)
+        setattr(self, name, values)  # it is made once
+        return values
+
+    def _of_all(self, name: str) -> Floats:
+        return np.array([*map(self._FIGURES[name], self._messages)], np.float64)
 
     def by_pipeline(self, of_ranks: Floats) -> Floats:
         """Return the largest value of each pipeline, shape (pipelines,)."""
@@ -100,7 +118,7 @@ class JobReport:
             float(ranks.time_s.max()),
             float(ranks.energy_j.sum()),
             float(ranks.energy_j.min()),
-            bool(ranks.failed.any()),
+            bool(ranks.has_failed.any()),
         )
 
 

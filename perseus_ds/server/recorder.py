@@ -41,7 +41,7 @@ from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.progress.facts import JobFacts, end_of, facts_of
 from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.progress.thinning import KEPT, MORE, thin
-from perseus_ds.protocol.job_messages import Observed, RankReport, Say, ToRank
+from perseus_ds.protocol.job_messages import Observed, Say, ToRank
 from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job
@@ -227,7 +227,7 @@ class Recorder:
             self._drift = None
         elif seen.drift is not None:
             self._drift = seen.drift.most
-        failed = np.flatnonzero(reports.failed).tolist()
+        failed = np.flatnonzero(reports.has_failed).tolist()
         order = NO_ORDER if seen.order is None else seen.order.number
         plans, following = run.plans.get(order), run.next_phase
         by_pipeline_j = self._by_pipeline_j[run.phase_of(order), plans is not None]
@@ -252,9 +252,9 @@ class Recorder:
             tokens=_tokens(reports),
             trial=None if plans is None else trial,
             drift=None if self._drift is None else _rounded(self._drift),
-            clock_changes=int(reports.clock_changes.sum()),
-            clock_skips=int(reports.clock_skips.sum()),
-            highest_temperature_c=_highest_temperature_c(seen.messages),
+            clock_changes=int(reports.changes.sum()),
+            clock_skips=int(reports.skips.sum()),
+            highest_temperature_c=_highest(reports.temperature_c),
             failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
             next_phase=following and following.phase,
@@ -324,10 +324,10 @@ def _tokens(reports: RankReports) -> int | None:
     return int(by_pipeline.sum()) if by_pipeline.min() > 0 else None
 
 
-def _highest_temperature_c(messages: Sequence[RankReport]) -> float | None:
-    """Return the temperature of the hottest GPU [°C]. None if no GPU reports one."""
-    known_c = [message.temperature_c for message in messages if message.temperature_c is not None]
-    return max(known_c, default=None)
+def _highest(of_ranks: npt.NDArray[np.float64]) -> float | None:
+    """Return the highest figure of the ranks that know it. None if none does."""
+    known = of_ranks[~np.isnan(of_ranks)]
+    return float(known.max()) if len(known) else None
 
 
 def _promise(forecast: Forecast | None, default: Default | None) -> dict[str, float]:

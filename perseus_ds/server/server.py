@@ -11,12 +11,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
@@ -135,6 +133,7 @@ class JobServer:
         self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
         self.control = JobControl(config.goal, self.job.info.data_parallel or 1, self._status, timebase)
         self.control.record, self.control.announce = self.recorder.event, self.recorder.announce
+        self._pipelines = np.array([place.pipeline for place in self.job.places])
         self.orders = Orders(self.job, self._send_all, self.recorder, reads=config.mode in ("auto", "profile"))
         self.plan_state = PlanState()
         self._context = ModeContext(
@@ -372,7 +371,7 @@ class JobServer:
             number=self._step_of(number),
             iteration=number,
             run=run,
-            ranks=self._ranks_of(messages),
+            ranks=RankReports(messages, self._pipelines, self.job.counts_energy),
             messages=messages,
             contents=contents,
             streams=[streams[place.pipeline_rank] for place in self.job.places] if streams else [],
@@ -430,26 +429,6 @@ class JobServer:
         if self._mode is not None:
             self._mode.close()
         self._mode, self.next = None, UNPLANNED
-
-    def _ranks_of(self, messages: list[RankReport]) -> RankReports:
-        def by_rank(figure: str) -> npt.NDArray[np.float64]:
-            return np.array([*map(attrgetter(figure), messages)], np.float64)
-
-        return RankReports(
-            pipeline=np.array([place.pipeline for place in self.job.places]),
-            time_s=by_rank("report.time_s"),
-            energy_j=np.where(self.job.counts_energy, by_rank("energy_j"), 0.0),
-            clock_changes=by_rank("changes"),
-            clock_skips=by_rank("skips"),
-            failed=by_rank("has_failed"),
-            asked_mhz=by_rank("asked_mhz"),
-            reached_mhz=by_rank("reached_mhz"),
-            computed_s=by_rank("report.computed_s"),
-            tail_s=by_rank("report.tail_s"),
-            limit_w=by_rank("limit_w"),
-            limit_mhz=by_rank("limit_mhz"),
-            tokens=by_rank("report.tokens"),
-        )
 
     def _send_all(self, message: ToRank) -> None:
         for rank in range(self.job.world_size):

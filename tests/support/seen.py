@@ -1,7 +1,5 @@
 """Iterations of a job as seen by its server, made of the ranks' figures."""
 
-import math
-
 import numpy as np
 
 from perseus_ds.pipeline.schedule import encode_spans
@@ -10,19 +8,26 @@ from perseus_ds.protocol import job_messages as msg
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Order
 
-USUAL = {
-    "time_s": 1.0,
-    "energy_j": 100.0,
-    **dict.fromkeys(("clock_changes", "clock_skips", "failed", "computed_s", "tail_s", "tokens"), 0.0),
-    **dict.fromkeys(("asked_mhz", "reached_mhz"), math.nan),
-    **dict.fromkeys(("limit_w", "limit_mhz"), math.inf),
-}
+OF_CLIENT = set(msg.Report.__struct_fields__)
+# Figures as records name them, and as reports do.
+NAMES = {"clock_changes": "changes", "clock_skips": "skips", "failed": "has_failed"}
 
 
 def reports_of(*fields, pipelines=None):
     """Return the reports of ranks, one for each dict of fields."""
-    figures = {name: np.array([field.get(name, usual) for field in fields], float) for name, usual in USUAL.items()}
-    return RankReports(pipeline=np.array(pipelines or [0] * len(fields)), **figures)
+    return RankReports(messages_of(*fields), np.array(pipelines or [0] * len(fields)))
+
+
+def messages_of(*fields, number=1, begun_s=0.0, **of_all):
+    """Return a message with the fields of each rank, of whose GPUs each uses 100 J in 1 s by default."""
+    messages = []
+    for rank, field in enumerate(fields):
+        given = {"energy_j": 100.0, **{NAMES.get(name, name): value for name, value in field.items()}}
+        of_client = {name: value for name, value in given.items() if name in OF_CLIENT}
+        of_agent = {name: value for name, value in given.items() if name not in OF_CLIENT}
+        report = msg.Report(number, 0, 1, 0, **{"time_s": 1.0, **of_all, **of_client})
+        messages.append(msg.RankReport(report, begun_s=begun_s + 0.01 * rank, **of_agent))
+    return messages
 
 
 def job_report(*fields):
@@ -53,22 +58,17 @@ def seen(
         drift: Deviation of all instructions from the profile; None if it was not measured.
         order: Order of the iteration, by default the first one.
     """
-    ranks = range(len(fields))
     order = Order(0, job=None) if order is None else order
     streams = [tuple(span.operation for span in own) for own in spans or ()]
     places = [{operation: place for place, operation in enumerate(stream)} for stream in streams]
+    of_all = {"samples": 8 * number, "memory_bytes": memory_bytes}
+    messages = messages_of(*fields, number=number, begun_s=begun_s, **of_all)
     return Seen(
         number=number,
         iteration=number,
         run=run,
-        ranks=reports_of(*fields, pipelines=pipelines),
-        messages=[
-            msg.RankReport(
-                msg.Report(number, 0, 1, 0, 1.0, samples=8 * number, memory_bytes=memory_bytes),
-                begun_s=begun_s + 0.01 * rank,
-            )
-            for rank in ranks
-        ],
+        ranks=RankReports(messages, np.array(pipelines or [0] * len(fields))),
+        messages=messages,
         contents={
             rank: encode_spans(own, place) for rank, (own, place) in enumerate(zip(spans or (), places, strict=True))
         },
