@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,7 @@ class ReportCommand(RunArguments):
     examples = (
         "perseus-ds report perseus",
         "perseus-ds report perseus --price-per-kwh 0.25 --currency EUR",
+        "perseus-ds report perseus --json",
     )
 
     carbon_g_per_kwh: Amount = 436.0
@@ -36,11 +38,13 @@ class ReportCommand(RunArguments):
     """energy of the data centre per energy of its GPUs (PUE); 1 counts only the GPUs"""
     tokens_per_sample: OptionalCount = None
     """sequence length, for the energy per token"""
+    json: bool = False
+    """print all figures as JSON, and write no page"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.evidence import FILE_NAME
         from perseus_ds.cli.inputs import sources_for
-        from perseus_ds.report.facts import Factors, facts
+        from perseus_ds.report.facts import Factors, facts, figures
         from perseus_ds.report.page import html, text, write_output
 
         if (self.run / FILE_NAME).is_file():
@@ -48,6 +52,9 @@ class ReportCommand(RunArguments):
         found = sources_for(self)
         factors = Factors(**{field.name: getattr(self, field.name) for field in fields(Factors)})
         report = facts(found, factors)
+        if self.json:
+            print(json.dumps(figures(report, time.time())))
+            return 0
         out = write_output(html(report), self.out, self.run, "report.html")
         print(text(report))
         for missing in found.missing:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.iteration_sums import Sums
+from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import SavingSummary, of_order
+from perseus_ds.progress.facts import facts_of
 from perseus_ds.progress.series import SeriesPart
 from perseus_ds.progress.sums import Conditions, JobSums
 from perseus_ds.report.inputs import Inputs, RecordedRun, label
@@ -49,13 +51,21 @@ class Factors:
         """Return the energy of the data centre for an energy of GPUs, in words."""
         return watt_hours(energy_j * self.pue)
 
+    def carbon_g(self, energy_j: float) -> float:
+        """Return the CO2 equivalent of GPU energy [g]."""
+        return energy_j * self.pue / J_PER_KWH * self.carbon_g_per_kwh
+
     def carbon(self, energy_j: float) -> str:
         """Return the CO2 equivalent of GPU energy, in words."""
-        return grams(energy_j * self.pue / J_PER_KWH * self.carbon_g_per_kwh)
+        return grams(self.carbon_g(energy_j))
+
+    def cost(self, energy_j: float) -> float:
+        """Return the price of GPU energy in the currency."""
+        return energy_j * self.pue / J_PER_KWH * self.price_per_kwh
 
     def price(self, energy_j: float) -> str:
         """Return the price of GPU energy, in words."""
-        return money(energy_j * self.pue / J_PER_KWH * self.price_per_kwh, self.currency)
+        return money(self.cost(energy_j), self.currency)
 
 
 class MeasuredPoint(NamedTuple):
@@ -288,6 +298,43 @@ def facts(found: Inputs, factors: Factors) -> ReportFacts:
         waits=tuple(_waits(found)),
         alternatives=() if frontier is None else tuple(_alternatives(frontier)),
     )
+
+
+def figures(report: ReportFacts, now: float) -> dict[str, Any]:
+    """Return the figures of a report as plain values, at a time [Unix seconds].
+
+    Each run has those of ``watch --json``, and what follows from the inputs and factors of the report.
+    """
+    found, factors = report.inputs, report.factors
+    runs = []
+    for run in found.runs:
+        of_job = facts_of(run.job, run.name, now).model_dump(mode="json")
+        samples, energy_j = found.samples(run), run.job.total().energy_j
+        saved_j = None if run.job.whole is None else run.job.whole.saved_j
+        of_report = {
+            "folder": str(run.folder),
+            "gpus": found.gpus(run),
+            "samples": None if samples is None else samples._asdict(),
+            "carbon_g": factors.carbon_g(energy_j),
+            "saved_carbon_g": None if saved_j is None else factors.carbon_g(saved_j),
+            "cost": factors.cost(energy_j),
+            "saved_cost": None if saved_j is None else factors.cost(saved_j),
+        }
+        runs.append(of_job | of_report)
+    return {
+        "simulated": found.simulated,
+        "energy_notes": found.energy_notes,
+        "factors": asdict(factors),
+        "plan_in_use": found.plan_used,
+        "plans": [] if found.frontier is None else [_plan_figures(plan) for plan in found.frontier.plans],
+        "runs": runs,
+        "files": [str(path) for path in found.files],
+        "missing": found.missing,
+    }
+
+
+def _plan_figures(plan: FrequencyPlan) -> dict[str, float | None]:
+    return {"time_s": plan.time_s, "energy_j": plan.energy_j, "lower_bound_j": plan.lower_bound_j}
 
 
 def _under_plans(plans: Sequence[Conditions]) -> str:

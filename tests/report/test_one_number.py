@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import re
 import shutil
 from pathlib import Path
@@ -63,6 +64,13 @@ def surfaces_of(folder, capsys):
     return {name: " ".join(plain(text).split()) for name, text in shown.items()}, facts
 
 
+def report_as_json(folder, capsys):
+    """Return the figures that ``report --json`` prints."""
+    capsys.readouterr()
+    assert main(["report", str(folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """Return a job that has compared its plan, and what default clocks really take for an iteration."""
@@ -119,6 +127,10 @@ def test_all_outputs_show_the_same_saving(compared, capsys, tmp_path, is_thinned
         assert "certain" in text, name
         if name != "watch, several jobs":  # which has no room for the time
             assert time in text, name
+    (run,) = report_as_json(folder, capsys)["runs"]
+    assert run["under_plans"] == facts.under_plans.model_dump(mode="json")
+    assert run["whole"] == facts.whole.model_dump(mode="json")
+    saving = facts.under_plans
     gauges = {s.name: s.value for family in registry_of(lambda: facts).collect() for s in family.samples}
     assert gauges["perseus_saving_ratio"] == saving.saved
     assert gauges["perseus_saving_error_ratio"] == saving.saved_error

@@ -1,6 +1,7 @@
 """Figures of the report: savings by plan, sample, rank, cost and time."""
 
 import itertools
+import json
 import re
 import tracemalloc
 
@@ -107,6 +108,21 @@ def test_the_energy_of_a_sample_counts_the_micro_batches_of_each_iteration(tmp_p
     samples = found.samples(found.runs[0])
     assert samples.energy_j == pytest.approx((2 * 160 + 4 * 100) / (2 * 16 + 4 * 8))
     assert samples.each == pytest.approx((2 * 16 + 4 * 8) / 6)
+
+
+def test_the_report_as_json_has_the_figures_of_its_inputs_and_factors(tmp_path, job, capsys):
+    write_auto_run(tmp_path, job, is_compared=True)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--json", "--price-per-kwh", "0.2", "--pue", "1.5"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "report.html").exists()
+    (run,) = printed["runs"]
+    found = read(tmp_path)
+    assert (run["energy_j"], run["folder"]) == (found.runs[0].job.total().energy_j, str(tmp_path))
+    assert run["cost"] == pytest.approx(run["energy_j"] / 3.6e6 * 1.5 * 0.2)
+    assert run["saved_carbon_g"] == pytest.approx(run["whole"]["saved_j"] / 3.6e6 * 1.5 * 436)
+    assert printed["plans"][0]["time_s"] == found.frontier.plans[0].time_s
+    assert (printed["plan_in_use"], printed["factors"]["pue"]) == (found.plan_used, 1.5)
 
 
 def test_energy_is_shown_by_rank_if_it_is_recorded(tmp_path):
